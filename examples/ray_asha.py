@@ -10,7 +10,9 @@ from tune_study import PPO, param_space, rules
 scheduler = ASHAScheduler(time_attr="step", max_t=6, grace_period=2, reduction_factor=2)
 tuner = tune.Tuner(
     PPO,
-    param_space=param_space("entropy", **{"trainer.total_training_steps": 6, "trainer.test_freq": 2}),
+    param_space=param_space(
+        "entropy", **{"trainer.total_training_steps": 6, "trainer.test_freq": 2, "env.val_env_groups": 64}
+    ),
     tune_config=tune.TuneConfig(metric="val_success", mode="max", scheduler=scheduler),
     run_config=tune.RunConfig(
         name="entropy-asha",

@@ -10,7 +10,7 @@ tuner = make_tuner(
     "laptop",
     seeds=2,
     values=("0", "0.1"),
-    settings={"trainer.total_training_steps": 6, "trainer.test_freq": 3},
+    settings={"trainer.total_training_steps": 6, "trainer.test_freq": 3, "env.val_env_groups": 64},
     storage_path=sys.argv[1] if len(sys.argv) > 1 else "~/ray_results",  # or s3://bucket/studies
 )
 results = tuner.fit()

@@ -8,7 +8,9 @@ from ray.tune.search.optuna import OptunaSearch
 
 from tune_study import PPO, param_space
 
-space = param_space("kl", values=("0",), **{"trainer.total_training_steps": 4, "trainer.test_freq": 2})
+space = param_space(
+    "kl", values=("0",), **{"trainer.total_training_steps": 4, "trainer.test_freq": 2, "env.val_env_groups": 64}
+)
 space["actor.lr"] = tune.loguniform(1e-4, 3e-3)
 searcher = Repeater(OptunaSearch(metric="val_success", mode="max", seed=1), repeat=2)
 tuner = tune.Tuner(

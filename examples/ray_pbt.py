@@ -7,7 +7,12 @@ from ray.tune.schedulers import PopulationBasedTraining
 
 from tune_study import PPO, param_space
 
-settings = {"trainer.total_training_steps": 6, "trainer.test_freq": 2, "actor.use_kl_loss": True}
+settings = {
+    "trainer.total_training_steps": 6,
+    "trainer.test_freq": 2,
+    "env.val_env_groups": 64,
+    "actor.use_kl_loss": True,
+}
 space = param_space("kl", values=("0.1",), **settings)
 scheduler = PopulationBasedTraining(
     time_attr="step",

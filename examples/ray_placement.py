@@ -7,7 +7,7 @@ from ray import tune
 from tune_study import PPO, param_space
 
 group = tune.PlacementGroupFactory([{"CPU": 2}], strategy="STRICT_PACK")
-settings = {"trainer.total_training_steps": 2, "trainer.test_freq": 2}
+settings = {"trainer.total_training_steps": 2, "trainer.test_freq": 2, "env.val_env_groups": 64}
 tuner = tune.Tuner(
     tune.with_resources(PPO, group),
     param_space=param_space("top-p", values=("0.9", "nofilter"), **settings),

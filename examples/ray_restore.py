@@ -14,7 +14,7 @@ else:
     tuner = make_tuner(
         "kl",
         values=("0.1",),
-        settings={"trainer.total_training_steps": 12, "trainer.test_freq": 3},
+        settings={"trainer.total_training_steps": 12, "trainer.test_freq": 3, "env.val_env_groups": 64},
         name="kl-restored",
         storage_path=folder,
         checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1, num_to_keep=2),

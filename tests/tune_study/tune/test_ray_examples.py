@@ -117,7 +117,9 @@ def test_a_killed_experiment_continues_to_the_same_rows(examples: dict[str, Any]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as driver:
-        while not any("checkpoint_0" in path.read_text() for path in tmp_path.glob("kl-restored/experiment_state*")):
+        # Tune writes checkpoints into its state as hexadecimal digits of a pickle.
+        name = b"checkpoint_0".hex()
+        while not any(name in path.read_text() for path in tmp_path.glob("kl-restored/experiment_state*")):
             assert driver.poll() is None
         os.killpg(driver.pid, signal.SIGKILL)
     (restored,) = run_examples(tmp_path, "ray_restore")["ray_restore"]["trials"]
