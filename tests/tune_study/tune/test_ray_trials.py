@@ -1,0 +1,363 @@
+"""The Trainable as Tune calls it: settings, seeds, results, checkpoints. Without Ray's driver where none is needed."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import tune
+
+from search_spaces import STUDIES
+from tests.fakes.scripted import SMALL_SETTINGS
+from tests.fakes.trials import FEW_LEVELS, drop_times, make_trial_config, start_trial
+from trainable.config.run_config import ConfigError
+from trainable.runs.checkpoint import CheckpointError
+from trainable.runs.failures import RunFailedError
+from trainable.runs.records import carry_values, drop_carried, make_empty_row
+from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.trial import PPO, UpdateRules
+from tune_study.plan.errors import PlanError
+from tune_study.plan.study_plan import make_plan
+from tune_study.tune.stoppers import RuleStopper, rules
+from tune_study.tune.trials import make_trial_configs
+from tune_study.tune.tuner import get_trainable, make_tuner, param_space
+
+SMALL = {**SMALL_SETTINGS, **FEW_LEVELS}
+
+
+class TrialInFolder(PPO):
+    """A trial whose folder is given, as Tune gives it."""
+
+    folder: Path
+
+    @property
+    def logdir(self) -> str:
+        return str(self.folder)
+
+
+@pytest.fixture
+def make_trial(tmp_path: Path) -> Any:
+    """Return a function that makes a trial in a folder of this test, and close all trials at its end."""
+    trials: list[PPO] = []
+
+    def make(name: str = "trial", **config: Any) -> PPO:
+        trial = type("Here", (TrialInFolder,), {"folder": tmp_path / name})(config)
+        trials.append(trial)
+        return trial
+
+    yield make
+    for trial in trials:
+        trial.cleanup()
+
+
+# Settings.
+
+
+def test_a_setting_may_be_dotted_nested_or_published() -> None:
+    for config in (
+        {"actor.kl_loss_coef": 0.02},
+        {"actor": {"kl_loss_coef": 0.02}},
+        {"actor_rollout_ref.actor.kl_loss_coef": 0.02},
+        {"actor_rollout_ref": {"actor": {"kl_loss_coef": "0.02"}}},
+        {"kl_loss_coef": 0.02},
+    ):
+        assert PPO.make_config({**config, "seed": 3, "run": {"study": "kl"}}).actor.kl_loss_coef == 0.02
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"actor.lr": 1e38}, "actor.lr"),
+        ({"actor.no_such_setting": 1}, "There is no setting `actor.no_such_setting`"),
+        ({"run": {"stop": ["a"]}}, "`run` has no key `stop`: choose from study"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_starts(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPO.default_resource_request({"trainer.device": "cpu", "trainer.n_gpus_per_node": 0, **config})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "bundles"),
+    [(0, [{"CPU": 1.0}]), (0.5, [{"CPU": 1.0, "GPU": 0.5}]), (2, [{"CPU": 1.0, "GPU": 1.0}] * 2)],
+)
+def test_a_trial_reserves_what_its_settings_name(gpus: float, bundles: list[dict[str, float]]) -> None:
+    device = "cpu" if gpus == 0 else "auto"
+    group = PPO.default_resource_request({"trainer.n_gpus_per_node": gpus, "trainer.device": device})
+    assert (group.bundles, group.strategy) == (bundles, "STRICT_PACK")
+    assert UpdateRules.default_resource_request({"seed": [0, 1]}).bundles == [{"CPU": 1.0}]
+
+
+# Parameter spaces.
+
+
+@pytest.mark.parametrize("study", sorted(STUDIES))
+def test_a_space_has_the_configurations_of_the_command_line(study: str, tmp_path: Path) -> None:
+    declared = STUDIES[study]
+    plan = make_plan(declared, "laptop", "", {}, None, 2, tmp_path, n_baseline_seeds=2)
+    interrupt: Any = type("NoInterrupt", (), {"path": "", "get_arm_path": staticmethod(str)})
+    trainable: Any = get_trainable(declared)
+    planned = [
+        (config["seed"], trainable.make_config(config).compute_hash())
+        for config in make_trial_configs(plan, {}, interrupt)
+    ]
+    space = param_space(study, seeds=2)
+    drawn = [(config["seed"], trainable.make_config(config).compute_hash()) for config in draw_all(space)]
+    assert sorted(map(str, drawn)) == sorted(map(str, planned))
+    assert {config["run"]["study"] for config in draw_all(space)} == {study}
+
+
+def draw_all(space: dict[str, Any]) -> list[dict[str, Any]]:
+    """All points of a grid, as Tune draws them."""
+    from ray.tune.search.variant_generator import generate_variants
+
+    return [config for _, config in generate_variants(space)]
+
+
+def test_a_domain_of_tune_takes_the_place_of_a_setting() -> None:
+    domain = tune.loguniform(1e-4, 1e-3)
+    space = param_space("kl", values=("0.1",), **{"actor.lr": domain})
+    assert space["actor.lr"] is domain
+    assert space["seed"] == 0
+    assert space["actor.kl_loss_coef"] == 0.1
+    grid = param_space("entropy", values=("0", "0.1"), **{"actor_rollout_ref.actor.optim.lr": tune.grid_search([1, 2])})
+    assert grid["actor.lr"] == {"grid_search": [1, 2]}
+    assert grid["actor.entropy_coeff"] == {"grid_search": [0.0, 0.1]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"study": "nothing"}, "There is no study `nothing`: choose from"),
+        ({"study": "kl", "values": ("a",)}, "kl-values a"),
+        ({"study": "kl", "preset": "huge"}, "There is no preset `huge`"),
+        ({"study": "kl", "seeds": 0}, "leaves nothing to run"),
+    ],
+)
+def test_a_space_that_does_not_exist_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((PlanError, ConfigError, ValueError), match=message):
+        param_space(**arguments)
+
+
+def test_the_tuner_of_a_study_has_its_trainable_and_what_is_given(tmp_path: Path) -> None:
+    tuner = make_tuner("influence", seeds=2, values=("GRPO",), name="mine", storage_path=str(tmp_path))
+    assert tuner._local_tuner.trainable is UpdateRules
+    assert tuner._local_tuner.get_run_config().name == "mine"
+    assert tuner._local_tuner.get_run_config().checkpoint_config.checkpoint_at_end
+
+
+# Results.
+
+
+def test_a_column_keeps_its_last_value() -> None:
+    last_values: dict[str, Any] = {}
+    first = carry_values({"step": 1, "base_val_success": 0.25, "val_success": None, "kl": None}, last_values)
+    assert (first["val_success"], first["carried"]) == (0.25, "val_success kl")
+    assert math.isnan(first["kl"])
+    second = carry_values({"step": 2, "base_val_success": None, "val_success": 0.5, "kl": None}, last_values)
+    assert (second["val_success"], second["base_val_success"]) == (0.5, 0.25)
+    third = carry_values({"step": 3, "base_val_success": None, "val_success": None, "kl": 0.0}, last_values)
+    assert (third["val_success"], third["kl"], third["carried"]) == (0.5, 0.0, "base_val_success val_success")
+    assert drop_carried(third)["val_success"] is None
+    assert drop_carried({"reward_std": 1.0}) == {"reward_std": 1.0}
+
+
+def test_a_carried_validation_is_none_for_a_stop_rule() -> None:
+    settings = PPO.make_config({"early_stop.success_patience": 2, "early_stop.success_threshold": 0.9}).early_stop
+    stopper = RuleStopper("low_validation_success", settings)
+    result = {"reward_std": 1.0, "groups_kept": 4, "val_success": 0.1}
+    for step in range(1, 9):
+        carried = "" if step % 4 == 0 else "val_success"
+        row = {**result, "training_iteration": step, "carried": carried}
+        assert stopper("trial", row) == (step == 8)  # the second validation below the threshold, not the second row
+    assert (row["stop_rule"], row["stop_step"]) == ("low_validation_success", 8)
+
+
+def test_a_stop_rule_counts_a_step_that_is_repeated_once() -> None:
+    settings = PPO.make_config({"early_stop.empty_stop_steps": 3}).early_stop
+    stopper = RuleStopper("empty_filtered_steps", settings)
+    steps = [1, 2, 1, 2, 3]  # the trial has gone back to its beginning
+    decisions = [stopper("trial", {"training_iteration": step, "groups_kept": 0, "reward_std": 1.0}) for step in steps]
+    assert decisions == [False] * 4 + [True]
+
+
+def test_the_rules_of_a_study_have_its_thresholds() -> None:
+    combined = rules("kl")
+    names = [stopper.rule for stopper in combined._stoppers]
+    assert names == [*STUDIES["kl"].stop_rules, "alarm"]
+    assert combined._stoppers[0].settings == PPO.make_config(param_space("kl", values=("0",))).early_stop
+    assert rules("influence")._stoppers  # only the alarm: a trial of several runs ends when all have ended
+
+
+def test_a_failure_that_is_not_retried_is_a_result(make_trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = make_trial(**SMALL)
+    trial.step()
+    monkeypatch.setattr(trial.training, "step", lambda: {}["missing"])
+    result = trial.step()
+    assert (result["failure_class"], result["failure"], result["done"]) == ("error", "KeyError: 'missing'", True)
+    assert "missing" in result["failure_trace"]
+    assert {*make_empty_row()} - {"stop_rule"} <= result.keys()
+    assert result["train_success"] == drop_carried(trial._last_values)["train_success"]
+
+    def lose_the_device() -> None:
+        raise RuntimeError("a device error")
+
+    monkeypatch.setattr(trial.training, "step", lose_the_device)
+    with pytest.raises(RunFailedError, match="a device error"):
+        trial.step()
+
+
+# Checkpoints.
+
+
+def test_a_trial_continues_from_its_checkpoint_to_the_same_rows(make_trial: Any, tmp_path: Path) -> None:
+    straight = make_trial("straight", **SMALL)
+    expected = [straight.step() for _ in range(3)]
+    first = make_trial("first", **SMALL)
+    first.step()
+    (tmp_path / "checkpoint").mkdir()
+    first.save_checkpoint(str(tmp_path / "checkpoint"))
+    first.step()  # a step that is lost
+    second = make_trial("second", **SMALL)
+    second.load_checkpoint(str(tmp_path / "checkpoint"))
+    rows = [second.step() for _ in range(2)]
+    names = drop_times(expected[0]).keys() - {"note"}
+    for row, expected_row in zip(rows, expected[1:], strict=True):
+        assert {name: drop_times(row)[name] for name in names} == {
+            name: drop_times(expected_row)[name] for name in names
+        }
+        assert row["base_val_success"] == expected[0]["base_val_success"]  # carried over from before the checkpoint
+    assert rows[-1]["finished"]
+    assert [row["step"] for row in read_rows(tmp_path / "second" / "runs" / "default" / METRICS_FILE)] == [1, 2, 3]
+
+
+def test_a_checkpoint_shares_the_files_of_a_state_and_not_those_of_lines(make_trial: Any, tmp_path: Path) -> None:
+    trial = make_trial(**{**SMALL, "trainer.resume_every": 100})
+    trial.step()
+    (tmp_path / "checkpoint").mkdir()
+    trial.save_checkpoint(str(tmp_path / "checkpoint"))
+    (state,) = (tmp_path / "checkpoint" / "0" / "state").iterdir()
+    assert state.name == "step_1"  # written for the checkpoint, since none was due
+    assert {path.stat().st_nlink for path in state.iterdir()} == {2}
+    lines = (tmp_path / "checkpoint" / "0" / METRICS_FILE).read_bytes()
+    trial.step()
+    assert (tmp_path / "checkpoint" / "0" / METRICS_FILE).read_bytes() == lines
+
+
+def test_a_checkpoint_of_other_settings_is_continued_with_ours(make_trial: Any, tmp_path: Path) -> None:
+    donor = make_trial("donor", **{**SMALL, "actor.lr": 1e-3, "seed": 4})
+    donor.step()
+    (tmp_path / "checkpoint").mkdir()
+    donor.save_checkpoint(str(tmp_path / "checkpoint"))
+    follower = make_trial("follower", **{**SMALL, "actor.lr": 3e-3, "seed": 4})
+    follower.load_checkpoint(str(tmp_path / "checkpoint"))
+    row, donor_row = follower.step(), donor.step()
+    assert row["step"] == donor_row["step"] == 2
+    assert row["train_success"] == donor_row["train_success"]  # the same weights have sampled
+    later_row, later_donor_row = follower.step(), donor.step()
+    assert drop_times(later_row) != drop_times(later_donor_row)  # after an update with another rate
+
+
+def test_a_checkpoint_that_is_damaged_is_not_begun_again_in_silence(make_trial: Any, tmp_path: Path) -> None:
+    trial = make_trial("first", **SMALL)
+    trial.step()
+    (tmp_path / "checkpoint").mkdir()
+    trial.save_checkpoint(str(tmp_path / "checkpoint"))
+    for path in (tmp_path / "checkpoint" / "0" / "state" / "step_1").glob("*.safetensors"):
+        content = path.read_bytes()
+        path.unlink()  # the file is a hard link
+        path.write_bytes(content[:-1] + b"x")
+    second = make_trial("second", **SMALL)
+    second.load_checkpoint(str(tmp_path / "checkpoint"))
+    with pytest.raises(RunFailedError, match="The checkpoint cannot be continued"):
+        second.step()
+    # Of several checkpoints of an earlier experiment, the next one is used, and without one it begins again.
+    third = make_trial("third", **SMALL, run={"checkpoints": [(tmp_path / "checkpoint").as_uri()]})
+    result = third.step()
+    assert result["step"] == 1
+    assert "is not used" in result["note"]
+
+
+def test_the_newest_usable_checkpoint_of_an_earlier_experiment_is_continued(make_trial: Any, tmp_path: Path) -> None:
+    trial = make_trial("first", **SMALL)
+    uris = []
+    for step in (1, 2):
+        trial.step()
+        folder = tmp_path / f"checkpoint_{step}"
+        folder.mkdir()
+        trial.save_checkpoint(str(folder))
+        uris.insert(0, folder.as_uri())
+    (tmp_path / "checkpoint_2" / "0" / "state" / "step_2" / "checksums.json").unlink()
+    second = make_trial("second", **SMALL, run={"checkpoints": uris})
+    result = second.step()
+    assert result["step"] == 2
+    assert "training continues after step 1" in result["note"]
+
+
+def test_no_link_in_a_checkpoint_is_followed(make_trial: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a secret")
+    (tmp_path / "checkpoint" / "0").mkdir(parents=True)
+    (tmp_path / "checkpoint" / "0" / METRICS_FILE).symlink_to(tmp_path / "secret")
+    trial = make_trial(**SMALL)
+    with pytest.raises(OSError, match="symbolic link"):
+        trial.load_checkpoint(str(tmp_path / "checkpoint"))
+    assert not list((tmp_path / "trial").rglob(METRICS_FILE))
+
+
+def test_a_checkpoint_of_a_study_names_the_folder_of_its_run(tmp_path: Path) -> None:
+    config = make_trial_config(tmp_path)
+    trial = start_trial(tmp_path)
+    trial.step()
+    folder = tmp_path / "kl" / "checkpoint_000000"
+    folder.mkdir(parents=True)
+    trial.save_checkpoint(str(folder))
+    assert json.loads((folder / "runs.json").read_text())["0"] == config["run"]["runs"][0]["run_id"]
+    assert [path.name for path in folder.iterdir()] == ["runs.json"]
+    # The state is where the run has it, below the folder of the study: <study>/runs/<run_id>.
+    (tmp_path / "runs" / "r").rename(tmp_path / "runs" / config["run"]["runs"][0]["run_id"])
+    trainer = PPO.from_checkpoint(tune.Checkpoint.from_directory(folder), **{"actor.lr": 1e-5})
+    assert (trainer.step_index, trainer.config.actor.lr) == (1, 1e-5)
+    trainer.close()
+
+
+def test_a_checkpoint_without_a_state_says_why(make_trial: Any, tmp_path: Path) -> None:
+    trial = make_trial(**{**SMALL, "trainer.total_training_steps": 1, "trainer.keep_last": False})
+    assert trial.step()["finished"]
+    (tmp_path / "checkpoint").mkdir()
+    trial.save_checkpoint(str(tmp_path / "checkpoint"))
+    with pytest.raises(CheckpointError, match=r"has no state in .* trainer\.keep_last=false"):
+        PPO.from_checkpoint(tune.Checkpoint.from_directory(tmp_path / "checkpoint"))
+
+
+def test_the_seeds_of_a_toy_trial_are_in_one_checkpoint(tmp_path: Path) -> None:
+    settings = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8}
+    steps = {"trainer.total_training_steps": 6, "trainer.test_freq": 2}
+
+    def make(name: str, seeds: list[int]) -> UpdateRules:
+        class Here(UpdateRules):
+            logdir = str(tmp_path / name)
+
+        return Here({**settings, **steps, "seed": seeds})
+
+    first = make("first", [0, 1])
+    results = [first.step() for _ in range(4)]
+    errors = [row["test_error"] for row in results[-1]["rows"].values()]
+    assert results[-1]["test_error"] == sum(errors) / 2
+    assert results[-1]["finished"]
+    first.cleanup()
+    second = make("second", [0, 1])
+    second.step()
+    second.step()
+    (tmp_path / "checkpoint").mkdir()
+    second.save_checkpoint(str(tmp_path / "checkpoint"))
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["0", "1"]
+    second.cleanup()
+    third = make("third", [0, 1])
+    third.load_checkpoint(str(tmp_path / "checkpoint"))
+    result = third.step()
+    assert result["step"] == results[2]["step"]
+    assert result["test_error"] == results[2]["test_error"]
+    third.cleanup()
+    trainer = UpdateRules.from_checkpoint(tune.Checkpoint.from_directory(tmp_path / "checkpoint"))
+    assert list(trainer.seeds) == [0, 1]
