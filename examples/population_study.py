@@ -6,8 +6,8 @@ Declared before the first run. Per seed, eight members start at the points of GR
 number of steps (`laptop`), once with constant settings and once under synchronous population-based training: every
 INTERVAL steps the worst quarter continues from copies of the best quarter, with other settings. In both conditions the
 member with the best late validation (the mean of the last three) is chosen, and its success on the test levels,
-sampled, is the outcome. The differences of the seeds are averaged, with t intervals over seeds and Holm's correction for
-both contrasts. Two outcomes count as equal if the 90 % interval of their difference lies within MARGIN.
+sampled, is the outcome. The differences of the seeds are averaged, with t intervals over seeds and Holm's correction
+for both contrasts. Two outcomes count as equal if the 90 % interval of their difference lies within MARGIN.
 
 1. Population-based training minus the best constant member of the same seed.
 2. Population-based training minus the best constant arm: the point with the best late validation on average over seeds.
@@ -75,7 +75,7 @@ def choose(members: list[Member]) -> Member:
 def describe(name: str, differences: np.ndarray, p: float) -> str:
     """A contrast in a line. differences: by seed. p: Holm's."""
     estimate, narrow = mean_over_seeds(differences), mean_over_seeds(differences, 0.9)
-    is_equal = -MARGIN < narrow.low and narrow.high < MARGIN
+    is_equal = narrow.low > -MARGIN and narrow.high < MARGIN
     verdict = "resolved" if p < 0.05 else f"equal within {MARGIN}" if is_equal else "open"
     interval = f"[{estimate.low:+.3f}, {estimate.high:+.3f}]"
     return f"{name}: {estimate.value:+.3f} {interval} over {estimate.n} seeds, Holm p {p:.3g}, {verdict}"

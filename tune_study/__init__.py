@@ -1,7 +1,7 @@
 """Run: the only package that starts Ray.
 
 What a script with Ray Tune uses is importable from here: the Trainables `PPO`, `UpdateRules`, `Distillation`,
-`VectorRewards` and `Pedagogy`, `param_space`, `make_tuner`, `rules`, `RuleStopper`, and `run`, the command line's `run`.
+`VectorRewards` and `Pedagogy`, `param_space`, `make_tuner`, `rules`, `RuleStopper`, and `run`, as of the command line.
 """
 
 import importlib

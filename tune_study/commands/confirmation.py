@@ -13,9 +13,9 @@ from trainable.config.setting_types import format_value
 from tune_study.folder import locate
 from tune_study.folder.origin import NOTHING
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
-from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
+from tune_study.plan.study_names import find_arm
 from tune_study.plan.study_plan import MAX_SEEDS, ConfirmedStudy, StudyPlan, build_plan
 
 DEFAULT_SEEDS = 5

@@ -7,9 +7,9 @@ from trainable.config.setting_types import format_value
 from tune_study.folder import outputs
 from tune_study.folder.study_file import read_study
 from tune_study.host.interrupt import make_interrupt
-from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import is_uri
+from tune_study.plan.study_names import find_arm
 
 
 def request_stop(run: str, arm: str | None) -> str:

@@ -50,9 +50,8 @@ def check_uri(uri: str) -> None:
             "the files of the study would make public. Type it like s3://name/folder, gs://name/folder, "
             "abfs://container@account.dfs.core.windows.net/folder or hdfs://host/folder, with nothing but options such "
             "as region, endpoint_override and scheme after a question mark, or the path of a shared folder (with ./ "
-            "before it if its name contains a colon or an @). Provide credentials in the environment "
-            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or through the machine's "
-            "role."
+            "before it if its name contains a colon or an @). Provide credentials in the environment, such as "
+            "AWS_PROFILE or GOOGLE_APPLICATION_CREDENTIALS, or through the machine's role."
         )
 
 

@@ -18,7 +18,7 @@ from tune_study.folder import outputs
 from tune_study.folder.statuses import RunStatus, StudyStatuses
 from tune_study.folder.summary import find_finished_runs
 from tune_study.host.console import print_line
-from tune_study.host.interrupt import Interrupt, TimeLimit, make_interrupt
+from tune_study.host.interrupt import TimeLimit, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
 from tune_study.plan.errors import PlanError

@@ -7,7 +7,6 @@ from typing import Any
 from ray import tune
 from ray.tune.result import SHOULD_CHECKPOINT
 
-from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
 from trainable.config.alarm_rule import parse_alarm_rule
 from trainable.config.run_config import apply_overrides
@@ -15,6 +14,7 @@ from trainable.config.sections import EarlyStopConfig
 from trainable.runs.records import drop_carried
 from trainable.runs.stop_rules import ALARM, HISTORY_COLUMNS, RULES, evaluate_stop_rules, parse_finite
 from tune_study.host.interrupt import Interrupt
+from tune_study.plan.study_names import find_study
 
 DEFAULT_COLUMNS = MappingProxyType({name: name for name in HISTORY_COLUMNS})
 """For each column that the rules read, the key of a result that has the column."""
@@ -97,12 +97,12 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 def rules(study: str | Study, preset: str = "laptop") -> tune.stopper.CombinedStopper:
     """The stop rules of a study as one Stopper, with its thresholds under a preset.
 
-    study: a study, or the name of one of this package. Raises KeyError for another name.
+    study: a study, or the name of one of this package. Raises PlanError for another name.
 
     Example:
         >>> tune.RunConfig(stop=rules("kl"))  # doctest: +SKIP
     """
-    declared = STUDIES[study] if isinstance(study, str) else study
+    declared = find_study(study) if isinstance(study, str) else study
     config = apply_overrides(declared.family.config_class.model_validate({}), declared.make_preset_settings(preset))
     settings = getattr(config, "early_stop", None)
     # The rules of update rules are none of RULES: such a trial has several runs, which end one by one.

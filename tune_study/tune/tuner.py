@@ -9,10 +9,10 @@ from typing import Any
 from ray import tune
 from ray.tune.search.sample import Domain
 
-from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
 from trainable.config.aliases import flatten_settings
 from trainable.config.run_config import resolve_key
+from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import find_changed_settings, make_plan
 from tune_study.tune.stoppers import rules
 
@@ -20,18 +20,13 @@ ALWAYS_NAMED = ("trainer.total_training_steps", "trainer.test_freq")
 """Settings that a parameter space has even if they are the defaults, because who reads its results needs them."""
 
 
-def find_study(study: Study | str) -> Study:
-    """The study itself, or the one of this package with the name; ValueError for another name."""
-    if isinstance(study, Study):
-        return study
-    if study not in STUDIES:
-        raise ValueError(f"There is no study `{study}`: choose from {', '.join(STUDIES)}, or pass a Study.")
-    return STUDIES[study]
+def _get_study(study: Study | str) -> Study:
+    return find_study(study) if isinstance(study, str) else study
 
 
 def get_trainable(study: Study | str) -> type[tune.Trainable]:
     """The Trainable for the runs of a study: PPO, or its sister for the study's family."""
-    module, _, name = find_study(study).family.trainable.partition(":")
+    module, _, name = _get_study(study).family.trainable.partition(":")
     trainable: type[tune.Trainable] = getattr(importlib.import_module(module), name)
     return trainable
 
@@ -64,7 +59,7 @@ def param_space(
         >>> space["actor.kl_loss_coef"], space["seed"]
         ({'grid_search': [0.01, 0.1]}, {'grid_search': [0, 1]})
     """
-    declared = find_study(study)
+    declared = _get_study(study)
     domains = {name: value for name, value in settings.items() if isinstance(value, Domain) or _is_grid(value)}
     fixed = {name: value for name, value in settings.items() if name not in domains}
     chosen_values = None if values is None else tuple(values)
@@ -133,7 +128,7 @@ def make_tuner(
         >>> tuner = make_tuner("kl", seeds=2, values=("0", "0.1"), storage_path="/shared/studies")  # doctest: +SKIP
         >>> results = tuner.fit()  # doctest: +SKIP
     """
-    declared = find_study(study)
+    declared = _get_study(study)
     if space is None:
         space = param_space(declared, preset, seeds=seeds, values=values, **settings)
     options = {

@@ -164,9 +164,9 @@ REFUSED_LINES = [
     ("resume results/nothing", "contains no study (no study.json)"),
     ("status results/nothing", "contains no study (no study.json)"),
     ("report results/nothing", "contains no study (no study.json)"),
-    ("status s3:KEY:SECRET@bucket/kl", "What was typed is neither a URI such as s3://name/folder nor clearly a path"),
-    ("report s3:KEY:SECRET@bucket/kl", "What was typed is neither a URI such as s3://name/folder nor clearly a path"),
-    ("resume s3:KEY:SECRET@bucket/kl", "What was typed is neither a URI such as s3://name/folder nor clearly a path"),
+    ("status s3:KEY:SECRET@bucket/kl", "The storage is no URI that is accepted"),
+    ("report s3:KEY:SECRET@bucket/kl", "The storage is no URI that is accepted"),
+    ("resume s3:KEY:SECRET@bucket/kl", "The storage is no URI that is accepted"),
 ]
 
 

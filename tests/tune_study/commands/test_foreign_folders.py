@@ -7,9 +7,10 @@ import pytest
 
 from tests.tune_study.commands.test_cli import type_in, write_started_study
 from trainable.files.json_values import read_object, write_object
+from trainable.trial import PPO
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune.trials import make_trial_config
+from tune_study.tune.tuner import get_trainable
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_a_folder_chooses_no_code(started_study: StudyPlan, work_dir: Path, name
     ):
         type_in(command)
     plan = plan_from_folder(started_study.folder)
-    assert make_trial_config(plan, plan.runs[:1])["family"] == "trainable.families:LANGUAGE_MODEL"
+    assert get_trainable(plan.study) is PPO
     assert not (work_dir / "ran").exists()
     assert not {module for module in set(sys.modules) - modules_before if "evil" in module or "antigravity" in module}
 

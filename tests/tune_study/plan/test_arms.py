@@ -2,8 +2,8 @@
 
 import pytest
 
-from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
+from tune_study.plan.study_names import find_arm
 
 KL = "actor.kl_loss_coef"
 

@@ -56,7 +56,7 @@ def test_an_arm_is_named_after_its_part_and_its_trial_has_the_text(tmp_path: Pat
     ]
     assert ":" not in "".join(spec.run_id + str(spec.log_path) for spec in plan.runs)
     assert make_study_entry(plan)["code"] == [{"path": "my_loss.py", "sha256": file.sha256, "text": LOSS}]
-    assert [make_trial_config(plan, [spec])["code"] for spec in plan.runs] == [{}, {"my_loss.py": LOSS}]
+    assert [make_trial_config(plan, [spec])["run"]["code"] for spec in plan.runs] == [{}, {"my_loss.py": LOSS}]
     assert plan.resume_options == ("--code", "my_loss.py")
 
 

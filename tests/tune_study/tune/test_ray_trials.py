@@ -129,7 +129,7 @@ def test_a_domain_of_tune_takes_the_place_of_a_setting() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"study": "nothing"}, "There is no study `nothing`: choose from"),
+        ({"study": "nothing"}, "There is no study `nothing`"),
         ({"study": "kl", "values": ("a",)}, "kl-values a"),
         ({"study": "kl", "preset": "huge"}, "There is no preset `huge`"),
         ({"study": "kl", "seeds": 0}, "leaves nothing to run"),

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray.cloudpickle
+from ray.exceptions import RayActorError
 from rich.console import Console
 
 from search_spaces import STUDIES
@@ -15,7 +17,7 @@ from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.callbacks import MAX_ATTEMPTS, Recorder, RowFetcher
+from tune_study.tune.callbacks import MAX_ATTEMPTS, CheckpointFollower, Recorder
 from tune_study.tune.progress import Progress
 from tune_study.tune.trials import make_trial_configs
 
@@ -134,24 +136,58 @@ def test_failures_count_from_where_the_runs_that_go_on_are(recorded_trial: Recor
     assert recorded_trial.recorder.given_up_trials == {"one"}
 
 
-def test_the_rows_of_a_run_are_fetched_from_storage_before_its_end_is_recorded(recorded_trial: RecordedTrial) -> None:
-    stored_rows = {0: STOPPED, 1: {"step": 2, "failure": "the loss is nan"}}
-    run_ids = [spec.run_id for spec in recorded_trial.plan.runs]
-    fetched_ids = []
-
-    def fetch(run_id: str) -> None:
-        fetched_ids.append(run_id)
-        recorded_trial.write_row(run_ids.index(run_id), stored_rows[run_ids.index(run_id)])
-
-    fetcher = RowFetcher(fetch)
-    for result in (
-        {"rows": {run_ids[0]: {"step": 1}, run_ids[1]: {"step": 1}}, "failed": {}},
-        {"rows": {run_ids[0]: STOPPED}, "failed": {run_ids[1]: "the loss is nan"}},
-        {"rows": {}, "failed": {run_ids[1]: "the loss is nan"}},
-    ):
-        for callback in (fetcher, recorded_trial.recorder):
-            callback.on_trial_result(0, [], recorded_trial.trial, result)
-        assert bool(fetched_ids) == bool(result["failed"])
-    assert sorted(fetched_ids) == sorted(run_ids)
-    assert [recorded_trial.get_status(seed).status for seed in (0, 1)] == ["early_stopped", "failed"]
+def test_a_run_that_ends_on_another_node_before_its_trial_is_judged_by_what_it_reported(
+    recorded_trial: RecordedTrial,
+) -> None:
+    recorded_trial.report_rows({0: STOPPED, 1: {"step": 2}})  # nothing is on the disk of the driver
+    assert recorded_trial.get_status(0).status == "early_stopped"
     assert recorded_trial.get_status(0).stop_step == 2
+    result = {"rows": {}, "failed": {recorded_trial.plan.runs[1].run_id: "the loss is nan"}}
+    recorded_trial.recorder.on_trial_result(0, [], recorded_trial.trial, result)
+    assert [recorded_trial.get_status(seed).status for seed in (0, 1)] == ["early_stopped", "failed"]
+
+
+def test_the_rows_of_the_newest_checkpoint_are_fetched_before_an_end_is_recorded(recorded_trial: RecordedTrial) -> None:
+    calls: list[object] = []
+
+    class Storage:
+        def follow(self, options: dict[str, Any], path: str) -> None:
+            calls.append([run["run_id"] for run in options["runs"]] + [path])
+
+        def pull(self) -> None:
+            calls.append("pull")
+            raise OSError("the storage does not answer, which must not end the study")
+
+    follower: Any = CheckpointFollower(Storage())  # type: ignore[arg-type]
+    follower.on_checkpoint(0, [], recorded_trial.trial, SimpleNamespace(path="a/checkpoint_000000"))
+    for end in (follower.on_trial_recover, follower.on_trial_complete, follower.on_trial_error):
+        end(0, [], recorded_trial.trial)
+    run_ids = [spec.run_id for spec in recorded_trial.plan.runs]
+    assert calls == [[*run_ids, "a/checkpoint_000000"], "pull", "pull", "pull"]
+
+
+def test_a_node_that_is_taken_away_counts_for_no_failure(recorded_trial: RecordedTrial, tmp_path: Path) -> None:
+    error = RayActorError()
+    error._preempted = True
+    path = tmp_path / "error.pkl"
+    path.write_bytes(ray.cloudpickle.dumps(error))
+    recorded_trial.trial.pickled_error_file = str(path)
+    for _ in range(2 * MAX_ATTEMPTS):
+        recorded_trial.restart_after_death()
+    assert not recorded_trial.recorder.given_up_trials
+    assert recorded_trial.read_log(0).count("=== process died, retrying: RayActorError") == 2 * MAX_ATTEMPTS
+    recorded_trial.trial.pickled_error_file = None
+    for _ in range(MAX_ATTEMPTS):
+        recorded_trial.restart_after_death()
+    assert recorded_trial.recorder.given_up_trials == {"one"}
+
+
+def test_a_failure_that_is_a_result_ends_the_runs_of_its_trial(recorded_trial: RecordedTrial) -> None:
+    recorded_trial.write_row(0, {"step": 1})
+    failure = {"failure": "KeyError: 'x'", "failure_class": "error", "failure_trace": "Traceback: x", "done": True}
+    recorded_trial.recorder.on_trial_result(0, [], recorded_trial.trial, failure)
+    recorded_trial.recorder.on_trial_complete(0, [], recorded_trial.trial)
+    for seed in (0, 1):
+        status = recorded_trial.get_status(seed)
+        assert (status.status, status.failure_class, status.reason) == ("failed", "error", "KeyError: 'x'")
+        assert "Traceback: x" in recorded_trial.read_log(seed)

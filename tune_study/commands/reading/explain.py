@@ -22,8 +22,8 @@ from trainable.config.setting_types import format_value
 from trainable.runs.episode_lines import RecordedEpisode
 from tune_study.commands.reading.transcripts import print_episode
 from tune_study.host.console import print_line, print_table
-from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
+from tune_study.plan.study_names import find_arm
 
 _TOO_SHORT = f"No change can be resolved in fewer than {MIN_POINTS} steps."
 

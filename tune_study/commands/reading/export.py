@@ -17,10 +17,10 @@ from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.host.console import print_line, show_phases
 from tune_study.placement.model_files import check_model
-from tune_study.plan.arms import find_arm
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
 from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.study_names import find_arm
 from tune_study.plan.study_plan import StudyPlan, find_changed_settings
 
 BEST_STEP = "best"
