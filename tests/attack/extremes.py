@@ -142,7 +142,10 @@ def train(extreme: Extreme, folder: Path) -> Failure | list[dict[str, Any]]:
     trial = PPO(make_trial_config(plan, [spec]))
     try:
         for _ in range(STEPS):
-            if trial.step()["done"]:
+            result = trial.step()
+            if result["failure_class"]:
+                return Failure(result["failure_class"], result["failure"], False, result["failure_trace"][-1500:])
+            if result["done"]:
                 break
     except RunFailedError as error:
         return error.failure._replace(trace=error.failure.trace[-1500:])

@@ -104,9 +104,12 @@ def train_without_ray(plan: StudyPlan, max_steps: int = 1_000) -> dict[str, RunS
         trial = PPO(make_trial_config(plan, [spec]))
         try:
             for _ in range(max_steps):
-                if trial.step()["done"]:
+                result = trial.step()
+                if result["done"]:
                     break
             status = make_final_status(status, read_rows(run_dir / METRICS_FILE, first_step=0), spec.steps)
+            if kind := result["failure_class"]:
+                status = replace(status, status="failed", failure_class=kind, reason=result["failure"])
         except RunFailedError as error:
             failure = error.failure
             status = replace(status, status="failed", failure_class=failure.kind, reason=failure.message)
