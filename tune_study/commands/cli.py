@@ -457,7 +457,7 @@ def probe(
         collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)
     )
     probing.probe(target, overrides, with_val, make_console())
-    if problem := locate.push_results(folder, run, target.plan):
+    if problem := locate.push_results(folder, run):
         print_error(problem)
         raise typer.Exit(1)
 

@@ -6,12 +6,11 @@ A study in a storage is copied to this machine, without its checkpoints.
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value, is_loopback
 from tune_study.folder import outputs
 from tune_study.folder.origin import NOTHING, list_plan_values, list_typed_before
@@ -20,7 +19,6 @@ from tune_study.folder.study_file import (
     check_same_storage,
     check_storage_usable,
     check_unchanged,
-    find_study_uri,
     merge_with_folder,
     plan_from_folder,
     read_study,
@@ -190,31 +188,25 @@ def _fetch_plan(uri: str, name: str) -> Iterator[Path | None]:
 def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
     """Yield (folder, whether a driver is running it) of the study that RUN names.
 
-    A study in a storage is copied to a temporary folder, so that reading leaves no files behind. The local folder of
-    such a study is read itself, and stderr says so, if its storage cannot be read or does not contain the study.
+    A study in a storage, named by its URI, is copied to a temporary folder, so that reading leaves no files behind. A
+    folder is read itself: the storage that it records is not contacted, and stderr says that it may be newer.
     """
     if is_uri(text):
         with _fetch_copy(text) as (folder, is_running):
             yield folder, is_running
         return
-    local_folder = _check_local_path(text)
-    study = read_study(local_folder)
-    uri, problem = find_study_uri(local_folder, study)
-    outputs.check_run_folders(local_folder, [entry["run_id"] for entry in study["runs"]])
-    with ExitStack() as stack:
-        folder, is_running = local_folder, outputs.is_running(local_folder)
-        if uri is not None:  # the local folder may be older than the storage, which is read instead
-            try:
-                folder, is_running = stack.enter_context(_fetch_copy(uri))
-            except PlanError as error:
-                problem = str(error)
-        _print_unreachable(problem)
-        yield folder, is_running
-
-
-def _print_unreachable(problem: str) -> None:
-    if problem:
-        print_error(f"{problem} The local folder is read, which may be older.")
+    folder = _check_local_path(text)
+    study = read_study(folder)
+    outputs.check_run_folders(folder, [entry["run_id"] for entry in study["runs"]])
+    is_running = outputs.is_running(folder)
+    if study.get("storage") is not None:
+        check_uri(study["storage"])  # before it is repeated
+    if study.get("storage") is not None and not is_running:
+        print_error(
+            f"The folder is read. The storage of the study, {format_value(study['storage'], 1000)}, may be newer: type "
+            f"<storage>/<run> in the place of the folder to read it."
+        )
+    yield folder, is_running
 
 
 @contextmanager
@@ -236,36 +228,23 @@ def _fetch_copy(uri: str) -> Iterator[tuple[Path, bool]]:
 def fetch_for_writing(text: str) -> Path:
     """The folder of the study that RUN names, in which tables and a report can be written.
 
-    If the study has a storage, its newest rows are fetched into the folder first. A study named by a URI is copied to
-    results/<run> in the current folder. Raises PlanError if there is no such study, or if its folder contains a
-    symbolic link.
+    A study named by a URI is copied to results/<run> in the current folder. Raises PlanError if there is no such study,
+    or if its folder contains a symbolic link.
     """
     if not is_uri(text):
         folder = _check_local_path(text)
-        study = read_study(folder)  # before the links, so that a folder of something else is named as such
+        read_study(folder)  # before the links, so that a folder of something else is named as such
         outputs.check_folder_links(folder)
-        uri, problem = find_study_uri(folder, study)
-        if uri is not None:
-            try:
-                _fetch_results(uri, folder)
-            except PlanError as error:
-                problem = str(error)
-        _print_unreachable(problem)
         return folder
+    from tune_study.folder import storage
+
     root, name = _split_study_uri(text)
     folder = Path.cwd() / "results" / name
     _check_local_folder(folder, root)
     outputs.check_folder_links(folder)
-    _fetch_results(text, folder)
+    storage.fetch_results(text, folder)
     read_study(folder)  # PlanError if the storage contains no study of this name
     return folder
-
-
-def _fetch_results(uri: str, folder: Path) -> None:
-    from tune_study.folder import storage
-
-    # Logs belong into a folder above, and a relative path such as "." does not have its name.
-    storage.fetch_results(uri, Path(os.path.abspath(folder)))
 
 
 def list_typed_storage(text: str) -> frozenset[str]:
@@ -273,23 +252,13 @@ def list_typed_storage(text: str) -> frozenset[str]:
     return frozenset({f"storage={_split_study_uri(text)[0]}"}) if is_uri(text) else NOTHING
 
 
-def push_results(folder: Path, text: str, plan: StudyPlan | None = None) -> str:
-    """Copy tables and report of a study to its storage, if it has one; return an error text, empty without an error.
+def push_results(folder: Path, text: str) -> str:
+    """Copy tables and report to the storage if RUN names a study there; return an error text, empty without an error.
 
-    text: RUN, as it was typed. plan: of the study; None if it has to be made from the folder, which a study with code
-    of a user does not allow.
+    text: RUN, as it was typed.
     """
-    content = read_study(folder)
-    allowed = list_typed_storage(text)
-    uri, _ = find_study_uri(folder, content, allowed)
-    if uri is None:
+    if not is_uri(text):
         return ""
-    if plan is None and (content.get("declaration") is not None or content.get("code")):
-        return (
-            f"Nothing was copied to {format_value(uri, 1000)}: that needs the files that "
-            f"declare the study and its parts. `{format_command('resume', folder)}`, with the options that `status` "
-            "shows, copies everything."
-        )
     from tune_study.folder import storage
 
-    return storage.push_results(plan or plan_from_folder(folder, allowed=allowed))
+    return storage.push_results(folder, text)

@@ -20,7 +20,7 @@ from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType, LocalFileSy
 
 from trainable.config.command_lines import format_command
 from trainable.files.json_values import format_object, parse_json
-from trainable.files.paths import atomic_write, check_tree, open_regular
+from trainable.files.paths import atomic_write, check_tree, read_bytes
 from trainable.runs.run_files import CHECKSUMS_FILE, LINE_FILES, PROBES_FILE, STATE_FOLDER
 from tune_study.plan.errors import PlanError
 from tune_study.plan.run_spec import RunSpec
@@ -283,59 +283,60 @@ class StoredStudy:
         """Copy the files of the runs of `plan` from now on: a plan of the same study with more runs."""
         self._plan = plan
 
-    def push(self, is_driver: bool = True) -> str:
-        """Copy study.json, statuses, rows, logs, tables and report; return an error text, empty without an error.
-
-        is_driver: False for a process that did not run the study and copies only tables, report and probes.
-        """
+    def push(self) -> str:
+        """Copy study.json, statuses, rows, logs, tables and report; return an error text, empty without an error."""
         try:
-            self.push_files(is_driver)
+            self.push_files()
         except OSError as error:
             return (
                 f"Statuses, tables and report could not be copied to {self.uri}: {format_error(error)}. They are in "
-                f"{self._plan.folder}: copy them with `{format_command('report', self._plan.folder)}`."
+                f"{self._plan.folder}: `{format_command('resume', self._plan.folder)}` copies them."
             )
         return ""
 
-    def push_files(self, is_driver: bool = True) -> None:
+    def push_files(self) -> None:
         """`push`, which raises OSError."""
         with self._lock:
-            for name, path in list_driver_files(self._plan, is_driver).items():
+            for name, path in list_driver_files(self._plan).items():
                 # A file that is just being replaced is copied next time.
                 with suppress(FileNotFoundError):
                     stat = path.stat()
                     # A replaced file has another inode; one that was appended to has another size and time.
                     fingerprint = stat.st_ino, stat.st_size, stat.st_mtime_ns
                     if self._pushed_stats.get(name) != fingerprint:
-                        with open_regular(path, "rb") as file:
-                            self._folder.put(name, file.read())
+                        self._folder.put(name, read_bytes(path))
                         self._pushed_stats[name] = fingerprint
 
 
-def list_driver_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path]:
+def list_driver_files(plan: StudyPlan) -> dict[str, Path]:
     """The local paths of the files that the driver writes, by name in storage.
 
-    study.json comes last, so that the other files exist when it appears. is_driver: False for tables, report and probes
-    only.
+    study.json comes last, so that the other files exist when it appears.
     """
-    folder = plan.folder
-    result_paths = [*folder.glob("*.parquet"), folder / "report.html", *folder.glob("figures/**/*")]
-    # Statuses that another process has fetched may be older than those in storage, and must not be copied back.
-    file_names = (*STATUS_FILES, *LINE_FILES) if is_driver else (PROBES_FILE,)
-    result_paths += [plan.get_run_dir(spec.run_id) / name for spec in plan.runs for name in file_names]
-    if not is_driver:
-        return {path.relative_to(folder).as_posix(): path for path in result_paths if path.is_file()}
+    names = (*STATUS_FILES, *LINE_FILES)
+    paths = [plan.get_run_dir(spec.run_id) / name for spec in plan.runs for name in names]
     log_paths = [plan.summary_log, *(plan.output / spec.log_path for spec in plan.runs)]
-    named_paths = {path.relative_to(plan.output).as_posix(): path for path in log_paths}
-    named_paths |= {path.relative_to(folder).as_posix(): path for path in [*result_paths, folder / STUDY_FILE]}
-    return {name: path for name, path in named_paths.items() if path.is_file()}
+    files = {path.relative_to(plan.output).as_posix(): path for path in log_paths} | list_result_files(plan.folder)
+    files |= {path.relative_to(plan.folder).as_posix(): path for path in [*paths, plan.folder / STUDY_FILE]}
+    return {name: path for name, path in files.items() if path.is_file()}
 
 
-def push_results(plan: StudyPlan) -> str:
-    """Copy the files of a report or a probe to the study's storage; return an error text, empty without an error."""
-    if plan.study_uri is None:
-        return ""
+def list_result_files(folder: Path) -> dict[str, Path]:
+    """The tables, the report and the probes of a study, by name in storage."""
+    paths = [path for pattern in ("*.parquet", "report.html", "figures/**/*") for path in folder.glob(pattern)]
+    paths += folder.glob(f"runs/*/{PROBES_FILE}")
+    return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+
+
+def push_results(folder: Path, uri: str) -> str:
+    """Copy what was made from the rows in `folder` to the study at `uri`; return an error text, empty without an error.
+
+    Statuses are left out: fetched ones may be older than those in storage.
+    """
     try:
-        return StoredStudy(plan, print).push(is_driver=False)
-    except PlanError as error:
-        return str(error)
+        stored_folder = StoredFolder(uri)
+        for name, path in list_result_files(folder).items():
+            stored_folder.put(name, read_bytes(path))
+    except (OSError, PlanError) as error:
+        return f"Tables and report could not be copied to {uri}: {format_error(error)}. They are in {folder}."
+    return ""

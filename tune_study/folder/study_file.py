@@ -29,7 +29,7 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_recorded_files
 from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
 from tune_study.plan.search import find_search_differences, make_point_study, parse_search
-from tune_study.plan.storage_uri import is_same_folder, join_uri
+from tune_study.plan.storage_uri import is_same_folder
 from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import (
     MAX_SEEDS,
@@ -475,18 +475,6 @@ def check_storage_usable(plan: StudyPlan, content: Mapping[str, Any]) -> None:
     """Raise PlanError if study.json records a storage with which the plan may not continue. content: of study.json."""
     if plan.storage is None and (problem := find_usable_storage(plan.folder, content)[1]):
         raise PlanError(f"{format_value(plan.folder, 1000)} cannot be continued without its storage. {problem}")
-
-
-def find_study_uri(
-    folder: Path, content: Mapping[str, Any], allowed: frozenset[str] = NOTHING
-) -> tuple[str | None, str]:
-    """The URI of a study in its storage, if that may be used, and otherwise why not: see `find_usable_storage`."""
-    storage, problem = find_usable_storage(folder, content, allowed)
-    if storage is None:
-        return None, problem
-    if not is_run_id(content["run"]):
-        raise PlanError(f"study.json is damaged: its run {format_value(content['run'])} is no name of a folder.")
-    return join_uri(storage, content["run"]), ""
 
 
 def find_differences(existing: StudyPlan, plan: StudyPlan, *, may_be_longer: bool = False) -> list[str]:

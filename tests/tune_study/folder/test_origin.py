@@ -23,8 +23,9 @@ from tune_study.folder.origin import (
 )
 from tune_study.folder.outputs import make_run_entry, write_study
 from tune_study.folder.statuses import RunStatus
-from tune_study.folder.study_file import _StudyFile, find_study_uri, plan_from_folder
+from tune_study.folder.study_file import _StudyFile, plan_from_folder
 from tune_study.plan.errors import PlanError
+from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
 NAME = "one of a list of names"
@@ -314,14 +315,13 @@ def test_a_storage_is_used_where_the_study_was_started(work_dir: Path, uri: str,
     usable, problem = find_usable_storage(plan.folder, content)
     assert (usable == uri, bool(problem)) == (is_usable, not is_usable)
     copy = shutil.copytree(plan.folder, work_dir / "copy")
-    assert find_study_uri(copy, content)[0] is None
     assert plan_from_folder(copy).storage is None
     answer = type_in(f"resume {copy}")
     assert answer.code == 2
     assert "cannot be continued without its storage" in answer.err.replace("\n", " ")
     answer = type_in(f"status {copy}")
     assert answer.code == 0
-    assert "The local folder is read" in answer.err.replace("\n", " ")
+    assert "The folder is read." in answer.err.replace("\n", " ")
 
 
 def test_a_typed_storage_is_reached_as_it_was_typed(work_dir: Path) -> None:
@@ -332,9 +332,8 @@ def test_a_typed_storage_is_reached_as_it_was_typed(work_dir: Path) -> None:
     write_object(path, {**read_object(path), "storage": "s3://bucket/x?endpoint_override=127.0.0.1:9&scheme=http"})
     typed = frozenset({"storage=s3://bucket/x?region=eu-west-1"})
     assert plan_from_folder(plan.folder, allowed=typed).storage == "s3://bucket/x?region=eu-west-1"
-    assert (
-        find_study_uri(plan.folder, read_object(path), typed)[0]
-        == "s3://bucket/x/kl_sweep_sokoban-tiny?region=eu-west-1"
+    assert plan_from_folder(plan.folder, allowed=typed).study_uri == join_uri(
+        "s3://bucket/x?region=eu-west-1", "kl_sweep_sokoban-tiny"
     )
     assert plan_from_folder(plan.folder, allowed=frozenset({"storage=s3://other/x"})).storage is None
 

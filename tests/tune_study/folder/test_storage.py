@@ -25,7 +25,6 @@ from tune_study.commands.node_checks import check_scratch
 from tune_study.folder import locate, outputs, storage
 from tune_study.folder.statuses import RunStatus, read_status, write_status
 from tune_study.folder.storage import DRIVER_FILE, StoredFolder, StoredStudy
-from tune_study.folder.study_file import plan_from_folder
 from tune_study.placement import disk
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
@@ -197,12 +196,12 @@ def test_who_only_reads_a_study_copies_no_old_status_back(
     write_status(plan.get_run_dir(run_id), RunStatus(run_id, "completed", "while b made its report"))
     assert open_stored_study(plan).push() == ""
     (folder / "report.html").write_text("of b")
-    assert storage.push_results(replace(plan_from_folder(folder), storage=plan.storage)) == ""
+    assert storage.push_results(folder, plan.study_uri or "") == ""
     assert json.loads(open_folder(plan).read(f"runs/{run_id}/status.json"))["status"] == "completed"
     assert open_folder(plan).read("report.html") == b"of b"
 
 
-def test_logs_are_fetched_to_their_place_for_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_fetched_to_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan_in(tmp_path / "a", (tmp_path / "shelf").as_uri())
     start_study(plan)
     log_path = plan.output / plan.runs[0].log_path
@@ -210,10 +209,10 @@ def test_logs_are_fetched_to_their_place_for_a_relative_path(tmp_path: Path, mon
     log_path.write_text("a line")
     open_stored_study(plan).push()
     log_path.unlink()
-    monkeypatch.chdir(plan.folder)
-    locate.fetch_for_writing(".")
-    assert log_path.read_text() == "a line"
-    assert not (plan.folder / "logs").exists()
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    locate.fetch_for_writing(plan.study_uri or "")
+    assert (tmp_path / "b" / plan.runs[0].log_path).read_text() == "a line"
 
 
 def test_an_error_about_a_copy_names_the_study(uri: str, tmp_path: Path) -> None:
@@ -231,8 +230,7 @@ def test_without_its_storage_the_local_folder_is_read(tmp_path: Path, capsys: py
     shutil.rmtree(tmp_path / "shelf")
     with locate.open_for_reading(str(plan.folder)) as (folder, is_running):
         assert (folder, is_running) == (plan.folder, False)
-    assert "contains no study" in (error := capsys.readouterr().err)
-    assert "The local folder is read, which may be older." in error
+    assert f"The folder is read. The storage of the study, {plan.storage}, may be newer" in capsys.readouterr().err
     assert locate.fetch_for_writing(str(plan.folder)) == plan.folder
     with (
         pytest.raises(PlanError, match="contains no study"),
@@ -281,7 +279,7 @@ def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("no folder any more")
     problem = open_stored_study(plan).push()
     assert problem.startswith(f"Statuses, tables and report could not be copied to {plan.study_uri}: ")
-    assert problem.endswith(f"copy them with `python -m tune_study report {plan.folder}`.")
+    assert problem.endswith(f"`python -m tune_study resume {plan.folder}` copies them.")
     with pytest.raises(PlanError, match="cannot be used"), open_stored_study(plan).keep_synced():
         pass
 

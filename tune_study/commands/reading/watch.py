@@ -21,7 +21,6 @@ from search_spaces.language_model.family import PPO
 from trainable.files.json_values import DamageWarning
 from trainable.runs.run_files import METRICS_FILE
 from tune_study.folder import locate, outputs
-from tune_study.folder.study_file import find_study_uri, read_study
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import is_uri
@@ -109,7 +108,7 @@ class LiveReport:
 
     def _make_signature(self) -> Signature | None:
         """What changes with the page; None for a study that is read from a storage, which is fetched each time."""
-        if is_uri(self._run) or find_study_uri(Path(self._run), read_study(Path(self._run)))[0] is not None:
+        if is_uri(self._run):
             return None
         folder = Path(self._run)
         paths = sorted([*folder.glob(f"runs/*/{METRICS_FILE}"), *folder.glob("runs/*/status.json")])
