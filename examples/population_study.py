@@ -46,7 +46,7 @@ def make_space(seed: int, steps: int, levels: int) -> dict[str, Any]:
     settings |= {"env.val_env_groups": levels, "env.test_env_groups": levels}
     space = param_space("kl", "laptop", values=("0.1",), **settings)
     for name in MUTATIONS:
-        space[name] = tune.sample_from(lambda spec, name=name: GRID[spec.config["run"]["arm"]][name])
+        space[name] = tune.sample_from(lambda config, name=name: GRID[config["run"]["arm"]][name])
     return {**space, "seed": seed, "run": {**space["run"], "arm": tune.grid_search(list(range(len(GRID))))}}
 
 

@@ -101,7 +101,7 @@ def _is_grid(value: object) -> bool:
 
 def _follow_arm(values: Mapping[str, Any]) -> Any:
     """A setting that follows from the name of the arm. values: by arm."""
-    return tune.sample_from(lambda spec: values[spec.config["run"]["arm"]])
+    return tune.sample_from(lambda config: values[config["run"]["arm"]])
 
 
 def make_tuner(

@@ -1,0 +1,254 @@
+"""A study on two Ray nodes in networks of their own, whose driver, worker and node are killed. The storage is S3."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from search_spaces import STUDIES
+from tests.fakes.s3_server import _ENVIRONMENT as CREDENTIALS
+from tests.fakes.trials import drop_times
+from tests.tune_study.cluster.test_cluster import CPU_SETTINGS, ROOT
+from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.trial import PPO
+from tune_study.folder.statuses import read_status
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune.trials import make_trial_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+STEPS = 30
+HEAD, WORKER, S3_PORT, RAY_PORT = "10.77.0.1", "10.77.0.2", 9077, 6377
+SETTINGS = {
+    **CPU_SETTINGS,
+    "trainer.total_training_steps": str(STEPS),
+    "trainer.resume_every": "2",
+    "trainer.save_freq": "-1",
+}
+_SERVER = f"""
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+make_server("0.0.0.0", {S3_PORT}, DomainDispatcherApplication(create_backend_app), threaded=True).serve_forever()
+"""
+_FORWARDER = f"""
+import asyncio
+
+async def copy(reader, writer):
+    while content := await reader.read(65536):
+        writer.write(content)
+        await writer.drain()
+    writer.close()
+
+async def serve(reader, writer):
+    other_reader, other_writer = await asyncio.open_connection("{HEAD}", {S3_PORT})
+    await asyncio.gather(copy(reader, other_writer), copy(other_reader, writer), return_exceptions=True)
+
+async def main():
+    await (await asyncio.start_server(serve, "127.0.0.1", {S3_PORT})).serve_forever()
+
+asyncio.run(main())
+"""
+"""Makes the server of the head reachable as 127.0.0.1 of the other network: plain HTTP is for this machine only."""
+
+
+class Networks(NamedTuple):
+    """Names of the network namespaces of both nodes, and the environment of all processes in them."""
+
+    head: str
+    worker: str
+    environment: dict[str, str]
+
+    def start(self, network: str, *words: str, **options: object) -> subprocess.Popen[bytes]:
+        """Start a command in a network and in a process namespace of its own: its end is the end of all it started."""
+        isolation = ["unshare", "--pid", "--mount-proc", "--fork", "--kill-child"]
+        if network == self.worker:  # with a temporary folder of its own, as on another machine
+            isolation += ["sh", "-c", 'mount -t tmpfs tmpfs /tmp && exec "$@"', "sh"]
+        command = ["ip", "netns", "exec", network, *isolation, *words]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen(command, env=self.environment, **{**quiet, **options})  # type: ignore[call-overload,no-any-return]
+
+
+def may_make_networks() -> bool:
+    command = ["unshare", "--net", "--pid", "--mount-proc", "--fork", "ip", "link", "set", "lo", "up"]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def networks() -> Iterator[Networks]:
+    if not may_make_networks():
+        pytest.skip("this user may not make network namespaces")
+    head, worker = f"ts-head-{os.getpid()}", f"ts-work-{os.getpid()}"
+    environment = {
+        **os.environ,
+        **CREDENTIALS,
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    made = Networks(head, worker, environment)
+    with ExitStack() as stack:
+        for name in (head, worker):
+            run("ip", "netns", "add", name)
+            stack.callback(run, "ip", "netns", "del", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        run("ip", "link", "add", "ts-a", "netns", head, "type", "veth", "peer", "name", "ts-b", "netns", worker)
+        for name, device, address in ((head, "ts-a", HEAD), (worker, "ts-b", WORKER)):
+            run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
+            run("ip", "-n", name, "link", "set", device, "up")
+        for name, code in ((head, _SERVER), (worker, _FORWARDER)):
+            stack.enter_context(ending(made.start(name, sys.executable, "-c", code)))
+        wait_in(
+            made, head, f"FileSystem.from_uri('s3://shelf?{QUERY}&allow_bucket_creation=true')[0].create_dir('shelf')"
+        )
+        yield made
+
+
+QUERY = f"scheme=http&endpoint_override=127.0.0.1:{S3_PORT}"
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def wait_in(networks: Networks, network: str, statement: str) -> None:
+    """Repeat a statement with pyarrow's FileSystem in a network until it succeeds."""
+    code = f"from pyarrow.fs import FileSystem\n{statement}"
+    while networks.start(network, sys.executable, "-c", code).wait():
+        time.sleep(0.2)
+
+
+@contextmanager
+def ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Kill a process, and with it its namespace, at the end of the block."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def start_nodes(networks: Networks) -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]]:
+    """The head and the other node of a cluster, with one CPU each."""
+    ray = [
+        str(Path(sys.executable).with_name("ray")),
+        "start",
+        "--block",
+        "--num-cpus=1",
+        "--object-store-memory=150000000",
+    ]
+    head_words = ["--head", f"--port={RAY_PORT}", f"--node-ip-address={HEAD}", "--include-dashboard=false"]
+    with ending(networks.start(networks.head, *ray, *head_words)) as head:
+        wait_for_nodes(networks, 1)
+        worker_words = [f"--address={HEAD}:{RAY_PORT}", f"--node-ip-address={WORKER}"]
+        with ending(networks.start(networks.worker, *ray, *worker_words)) as worker:
+            wait_for_nodes(networks, 2)
+            yield head, worker
+
+
+def wait_for_nodes(networks: Networks, count: int) -> None:
+    code = (
+        f"from ray._raylet import GcsClient\n"
+        f"nodes = GcsClient(address='{HEAD}:{RAY_PORT}').get_all_node_info().values()\n"
+        f"assert sum(node.state == 0 for node in nodes) == {count}"
+    )
+    while networks.start(networks.head, sys.executable, "-c", code).wait():
+        time.sleep(0.2)
+
+
+def type_in(networks: Networks, folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """Start a command of ours in the head's network, in the process namespace of all: Ray looks for its processes."""
+    folder.mkdir(exist_ok=True)
+    command = ["ip", "netns", "exec", networks.head, sys.executable, "-m", "tune_study", *words]
+    command += ["--address", f"{HEAD}:{RAY_PORT}"]
+    with (folder / "output").open("ab") as output:
+        return subprocess.Popen(command, cwd=folder, env=networks.environment, stdout=output, stderr=output)
+
+
+@pytest.fixture(scope="module")
+def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
+    """The same study, run on this machine without Ray and without a kill."""
+    plan = make_plan(STUDIES["kl"], "laptop", "", SETTINGS, ("0", "0.1"), 1, tmp_path_factory.mktemp("local"))
+    for spec in plan.runs:
+        trial = PPO(make_trial_config(plan, [spec]))
+        while not trial.step()["done"]:
+            pass
+        trial.cleanup()
+    return plan
+
+
+def find_newest_step(networks: Networks, plan: StudyPlan) -> int:
+    """The largest step of a checkpoint in the storage."""
+    code = (
+        f"import re\nfrom tune_study.folder.storage import StoredFolder\n"
+        f"names = StoredFolder('s3://shelf/two/{plan.run}?{QUERY}').list_files()\n"
+        f"steps = re.findall(r'state/step_(\\d+)/checksums', ' '.join(names))\n"
+        f"print(max(map(int, steps), default=0))"
+    )
+    command = ["ip", "netns", "exec", networks.head, sys.executable, "-c", code]
+    return int(subprocess.run(command, env=networks.environment, capture_output=True, text=True, check=True).stdout)
+
+
+def wait_for_step(networks: Networks, plan: StudyPlan, step: int, driver: subprocess.Popen[bytes]) -> None:
+    while find_newest_step(networks, plan) < step:
+        assert driver.poll() is None, "the driver has ended"
+
+
+def test_a_study_survives_the_kills_of_its_worker_its_driver_and_a_node(
+    networks: Networks, local_plan: StudyPlan, tmp_path: Path
+) -> None:
+    options = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+    uri = f"s3://shelf/two?{QUERY}"
+    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--seeds", "1", "--storage", uri, *options]
+    with start_nodes(networks) as (_, worker):
+        first = type_in(networks, tmp_path / "first", *words)
+        wait_for_step(networks, local_plan, 4, first)
+        (process,) = find_trials(worker)
+        process.kill()
+        wait_for_step(networks, local_plan, 8, first)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        while find_trials(worker):  # Ray ends them
+            time.sleep(0.2)
+        second = type_in(networks, tmp_path / "second", "resume", uri.replace("two", f"two/{local_plan.run}"))
+        while not find_trials(worker):
+            assert second.poll() is None, (tmp_path / "second" / "output").read_text()
+        wait_for_step(networks, local_plan, 14, second)
+        worker.kill()  # the node, with all of its processes
+        assert second.wait(timeout=900) == 0, (tmp_path / "second" / "output").read_text()
+    output = (tmp_path / "first" / "output").read_text() + (tmp_path / "second" / "output").read_text()
+    assert "failed, retrying: process died" in (tmp_path / "first" / "output").read_text()
+    assert "failed, retrying: process died" in (tmp_path / "second" / "output").read_text()
+    assert "training continues after step" in output
+    for spec in local_plan.runs:
+        run_dir = tmp_path / "second" / "results" / local_plan.run / "runs" / spec.run_id
+        status = read_status(run_dir)
+        assert status is not None
+        assert status.status == "completed"
+        rows, expected_rows = (
+            read_rows(folder / METRICS_FILE) for folder in (run_dir, local_plan.get_run_dir(spec.run_id))
+        )
+        assert [drop_times(row) for row in rows] == [drop_times(row) for row in expected_rows]
+
+
+def find_trials(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes on a node that train."""
+    trials = []
+    for process in psutil.Process(node.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.name().startswith("ray::PPO"):
+                trials.append(process)
+    return trials
