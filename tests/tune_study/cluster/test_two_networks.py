@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -141,22 +142,19 @@ def ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
 
 
 @contextmanager
-def start_nodes(networks: Networks) -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]]:
-    """The head and the other node of a cluster, with one CPU each."""
-    ray = [
-        str(Path(sys.executable).with_name("ray")),
-        "start",
-        "--block",
-        "--num-cpus=1",
-        "--object-store-memory=150000000",
-    ]
-    head_words = ["--head", f"--port={RAY_PORT}", f"--node-ip-address={HEAD}", "--include-dashboard=false"]
-    with ending(networks.start(networks.head, *ray, *head_words)) as head:
-        wait_for_nodes(networks, 1)
-        worker_words = [f"--address={HEAD}:{RAY_PORT}", f"--node-ip-address={WORKER}"]
-        with ending(networks.start(networks.worker, *ray, *worker_words)) as worker:
-            wait_for_nodes(networks, 2)
-            yield head, worker
+def start_nodes(networks: Networks) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the head and the other node of a cluster, with one CPU each; yield the latter."""
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
+    ray += ["--object-store-memory=150000000"]
+    # Not Ray's own folder: there, the address of this cluster would be that of every later `ray.init`.
+    with tempfile.TemporaryDirectory(prefix="ts-", ignore_cleanup_errors=True) as folder:
+        head_words = ["--head", f"--port={RAY_PORT}", f"--node-ip-address={HEAD}", f"--temp-dir={folder}"]
+        with ending(networks.start(networks.head, *ray, *head_words, "--include-dashboard=false")):
+            wait_for_nodes(networks, 1)
+            worker_words = [f"--address={HEAD}:{RAY_PORT}", f"--node-ip-address={WORKER}"]
+            with ending(networks.start(networks.worker, *ray, *worker_words)) as worker:
+                wait_for_nodes(networks, 2)
+                yield worker
 
 
 def wait_for_nodes(networks: Networks, count: int) -> None:
@@ -213,7 +211,7 @@ def test_a_study_survives_the_kills_of_its_worker_its_driver_and_a_node(
     options = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
     uri = f"s3://shelf/two?{QUERY}"
     words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--seeds", "1", "--storage", uri, *options]
-    with start_nodes(networks) as (_, worker):
+    with start_nodes(networks) as worker:
         first = type_in(networks, tmp_path / "first", *words)
         wait_for_step(networks, local_plan, 4, first)
         (process,) = find_trials(worker)
