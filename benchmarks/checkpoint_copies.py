@@ -6,13 +6,16 @@ run's own folder first, which is timed by itself.
 Run: python benchmarks/checkpoint_copies.py [--gigabytes 2] [--repetitions 3] [--uri s3://bucket/folder]
 """
 
+import contextlib
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from machine import describe
 from options import make_parser, parse_count
@@ -103,7 +106,8 @@ def measure(num_bytes: int, repetitions: int, folder: str, storage: dict[str, An
             checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1, num_to_keep=1, checkpoint_at_end=False),
         ),
     )
-    rows = tuner.fit()[0].metrics_dataframe
+    with contextlib.redirect_stdout(sys.stderr):  # Tune prints beside its reporter
+        rows = tuner.fit()[0].metrics_dataframe
     # The first row precedes every checkpoint, and the first checkpoint warms up.
     return {name: float(rows[name][2:].median()) for name in ("seconds_state", "seconds_save")}
 
@@ -118,6 +122,7 @@ def main() -> None:
     args = parser.parse_args()
     num_bytes = int(args.gigabytes * 1e9)
     figures = {}
+    ray.init(log_to_driver=False)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         places: dict[str, tuple[dict[str, Any], bool]] = {
             "study_on_this_machine": ({"storage_path": folder}, True),
