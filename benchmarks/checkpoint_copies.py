@@ -133,7 +133,8 @@ def main() -> None:
             places["bucket"] = ({"storage_path": path, "storage_filesystem": filesystem}, False)
         for name, (storage, is_study) in places.items():
             figures[name] = measure(num_bytes, args.repetitions, folder, storage, is_study)
-    print(json.dumps({"gigabytes": args.gigabytes, **figures, "machine": describe()}))
+    report = {"benchmark": "checkpoint_copies", "gigabytes": args.gigabytes, **figures, **describe()}
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
