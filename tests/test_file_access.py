@@ -17,9 +17,8 @@ OPENING_NAMES = {"open", "read_text", "read_bytes", "write_text", "write_bytes",
 EXEMPTIONS = {
     # `check_tree` has checked the folder before.
     "trainable.runs.run_files": 2,
-    # Ray's copy of an error in this process's own session folder, and Tune's own files of an earlier start, which
-    # `check_tree` has checked before the start.
-    "tune_study.tune.callbacks": 2,
+    # Ray's copy of an error in this process's own session folder.
+    "tune_study.tune.callbacks": 1,
 }
 """Number of calls that may open a file by other means, by module."""
 

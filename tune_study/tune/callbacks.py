@@ -1,7 +1,6 @@
 """Tune callbacks of the driver: record each run's status and log, the summary, and the displayed progress."""
 
 import re
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +22,7 @@ from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.progress import Progress, format_step
 from tune_study.tune.search.halving import Rungs
-from tune_study.tune.trials import list_lone_ends, list_run_ids, make_trial_name, split_rows_by_run
+from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
 from tune_study.tune.wandb_logging import WandbLog
 
 if TYPE_CHECKING:
@@ -128,7 +127,6 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record that runs start, or start again after their process died."""
-        copy_earlier_files(trial, self._plan.folder / make_trial_name(self._plan, trial.config))
         for status in self._get_statuses(trial):
             if status.status not in ENDED_STATUSES:
                 self._start_run(status, trial.trial_id)
@@ -336,20 +334,6 @@ def clear_metric_windows(trial: Any) -> None:
     """
     trial.run_metadata.metric_n_steps.clear()
     trial.run_metadata.invalidate_cache()
-
-
-def copy_earlier_files(trial: Any, earlier_folder: Path) -> None:
-    """Copy Tune's own files of a run from an earlier start, so that Tune appends to them and they have all rows.
-
-    trial: the Tune trial that is about to start. earlier_folder: the folder of the earlier files. Tune itself copies
-    them only when it restores an experiment, which is not used here.
-    """
-    for name in ("result.json", "progress.csv"):
-        source, target = earlier_folder / name, Path(trial.local_path) / name
-        if source.exists() and not target.exists():
-            with suppress(OSError):  # only Tune's copy of the rows would be incomplete; metrics.jsonl has all of them
-                trial.init_local_path()
-                shutil.copyfile(source, target)
 
 
 class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
