@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
-from pyarrow.fs import FileSystem, copy_files
+from pyarrow.fs import FileSystem, FileType, copy_files
 from ray import tune
 from ray.tune.result import SHOULD_CHECKPOINT
 from ray.tune.search.repeater import TRIAL_INDEX
@@ -20,14 +20,15 @@ from trainable.backend.gpus import make_bundles, take_gpus
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import PartFile, register_file
-from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, resolve_key
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_outside_settings, resolve_key
 from trainable.files.json_values import read_object, write_object
+from trainable.files.paths import check_tree
 from trainable.files.run_marks import MARK_ENV
 from trainable.files.schema import is_run_id
-from trainable.runs.failures import Failure, RunFailedError, classify_failure
+from trainable.runs.failures import NON_FINITE, CheckpointError, Failure, RunFailedError, classify_failure
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.records import carry_values, make_empty_row
-from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, read_rows
+from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, list_states, read_rows
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.distillation.settings import DistillationConfig
 from trainable.sandbox.pedagogy.settings import PedagogyConfig
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 RUN_KEY, SEED_KEY = "run", "seed"
 """The keys of a configuration that are not settings of a family's config class."""
 _RUN_OPTIONS = ("study", "family", "arm", "stop_rules", "code", "runs", "interrupts", "storage", "checkpoints")
-POINTER_FILE = "runs.json"
-"""In a checkpoint of a study's run, which has its state in a folder of its own: that folder, by seed."""
+POINTER_FILE, PICKLE_FILE = "runs.json", "_dict_checkpoint.pkl"
+"""In a checkpoint of a study, whose runs have folders of their own: these, by seed. And what Ray unpickles."""
 
 
 @contextmanager
@@ -141,6 +142,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         self._configuration, self._options = config, dict(config.get(RUN_KEY, {}))
         self._runs = self._list_runs()
         self._last_values: dict[str, Any] = {}
+        self._last_rows: dict[str, dict[str, Any]] = {}  # by run_id
         self._is_restored = self._has_failed = False
         os.environ[MARK_ENV] = self._runs[0]["run_dir"]
         if ray.is_initialized():  # a trial may also be constructed without Ray
@@ -152,12 +154,18 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         self._has_seed_list = isinstance(seed, list | tuple)
         if not self._has_seed_list:
             seed = int(seed) + self._configuration.get(TRIAL_INDEX, 0)
+        elif TRIAL_INDEX in self._configuration:
+            raise ConfigError(
+                "Repeater repeats a trial with other seeds, and a list of seeds has its own: type one seed."
+            )
         own_runs = (
             [{"run_id": f"{self.trial_id}-s{number}", "seed": int(number)} for number in seed]
             if self._has_seed_list
             else [{"run_id": self.trial_id, "seed": seed}]
         )
         runs = self._options.get("runs", own_runs)
+        if [run["seed"] for run in runs] != [run["seed"] for run in own_runs]:
+            raise ConfigError(f"The seeds of `{RUN_KEY}` / `runs` are not those of `{SEED_KEY}`.")
         self._has_study_folder = any("run_dir" in run for run in runs)
         folder = Path(self.logdir)
         return [
@@ -174,6 +182,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         try:
             report = self.begin().step()
             self._upload_saved_checkpoints()
+            if not self._has_seed_list and report.failures:
+                (words,) = report.failures.values()
+                return self._make_failure_result(Failure(NON_FINITE, words, is_retried=False))
             return self._make_result(report)
         except Exception as error:
             # Read from disk, since the error may have come before the runs were loaded.
@@ -195,23 +206,22 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         module, _, name = self.family.partition(":")
         # Imported here because Ray's driver imports this module, too, and should not have to load torch.
         with _pause_garbage_collection():
-            from trainable.runs.checkpoint import CheckpointError
             from trainable.runs.training import TrainingLoop
 
             family: TrainerFamily = getattr(importlib.import_module(module), name)
         self.training, notes = None, list[str]()
         # Those of an earlier experiment, newest first. The first of them that can be used is continued.
         for uri in () if self._is_restored else self._options.get("checkpoints", ()):
-            with tune.Checkpoint(uri).as_directory() as folder:
-                self.load_checkpoint(folder)
             try:
-                self.training = TrainingLoop(family, settings, self._runs, self._options, is_restored=True)
+                with tune.Checkpoint(uri).as_directory() as folder:
+                    self._copy_runs(Path(folder), allows_other_seeds=False)
+                self.training = TrainingLoop(family, settings, self._runs, self._options, must_continue=True)
                 break
             except CheckpointError as error:
                 notes.append(f"{uri} is not used: {error}")
-                self._is_restored = False
         if self.training is None:
-            self.training = TrainingLoop(family, settings, self._runs, self._options, self._is_restored)
+            is_restored = self._is_restored
+            self.training = TrainingLoop(family, settings, self._runs, self._options, is_restored, is_restored)
         self.training.notes[:0] = notes
         if not self._has_seed_list:
             (run,) = self.training.runs.values()
@@ -221,9 +231,11 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
     def _make_result(self, report: "StepReport") -> dict[str, Any]:
         """Make the result that Tune records. Its `training_iteration` counts the steps of the runs, across restarts."""
-        row = _average_rows(report.rows.values()) if self._has_seed_list else next(iter(report.rows.values()))
+        self._last_rows |= report.rows
+        rows = [row for run_id, row in self._last_rows.items() if run_id not in report.failures]
+        row = _average_rows(rows) if self._has_seed_list else next(iter(report.rows.values()), {})
         result = {
-            **self._complete_row(row),
+            **self._complete_row({**row, **{name: None for name in self._last_values if name not in row}}),
             "training_iteration": report.step_count,
             "note": report.note,
             "saved": report.is_saved,
@@ -237,7 +249,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         return result
 
     def _complete_row(self, row: Mapping[str, Any], failure: Failure | None = None) -> dict[str, Any]:
-        """A row with a value in each column. Every result has the same ones: Tune's files take those of the first."""
+        """A row with a value in each column so far: Tune's files take the columns of the first result."""
         words = ("", "", "") if failure is None else (failure.message, failure.kind, failure.trace)
         result = carry_values(row, self._last_values)
         if not (self._options.get("stop_rules") or result.get("stop_rule")):
@@ -277,45 +289,72 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             return
         for run in () if self.training is None else self.training.runs.values():
             run.copy_to(Path(checkpoint_dir, str(run.seed)))
+        for entry in (
+            self._runs if self.training is None else ()
+        ):  # of a run that failed before it began, what was there
+            source = Path(entry["run_dir"])
+            if source.is_dir():
+                copy_run_files(source, Path(checkpoint_dir, str(entry["seed"])), list_states(source), links=True)
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Continue from a checkpoint, also from one of a trial with other settings (population-based training)."""
-        if Path(checkpoint_dir, POINTER_FILE).exists():
+        if self._has_study_folder and Path(checkpoint_dir, POINTER_FILE).exists():
             return  # the runs continue in their own folders
         self.cleanup()
-        folders = {int(folder.name): folder for folder in _list_run_folders(Path(checkpoint_dir))}
-        # A checkpoint of several seeds may be continued by some of them, and one of another seed by this one.
-        is_subset = all(run["seed"] in folders for run in self._runs)
-        sources = [folders[run["seed"]] for run in self._runs] if is_subset else list(folders.values())
-        for run, folder in zip(self._runs, sources, strict=True):
-            states = [path.name for path in (folder / STATE_FOLDER).glob("step_*")]
-            copy_run_files(folder, Path(run["run_dir"]), states)
+        self._copy_runs(Path(checkpoint_dir), allows_other_seeds=True)
         self._is_restored = True
+
+    def _copy_runs(self, checkpoint_dir: Path, *, allows_other_seeds: bool) -> None:
+        """Replace the lines and states of the runs by those of a checkpoint; CheckpointError if they are of others."""
+        folders = _find_run_folders(checkpoint_dir)
+        # A checkpoint of several seeds may be continued by some of them.
+        if all(run["seed"] in folders for run in self._runs):
+            sources = [folders[run["seed"]] for run in self._runs]
+        elif allows_other_seeds and len(folders) == len(self._runs):
+            sources = list(folders.values())
+        else:
+            seeds = ", ".join(str(run["seed"]) for run in self._runs)
+            raise CheckpointError(f"{checkpoint_dir} has no runs of the seeds {seeds}.")
+        for run, source in zip(self._runs, sources, strict=True):
+            # Copies, no links: Tune may write into the files of its checkpoint again.
+            copy_run_files(source, Path(run["run_dir"]), list_states(source), links=False)
+
+    def restore(self, checkpoint_path: Any) -> None:
+        """Restore as Tune does, which would unpickle a file of this name; no checkpoint of ours has one."""
+        checkpoint = getattr(checkpoint_path, "checkpoint", checkpoint_path)
+        if isinstance(checkpoint, str):
+            checkpoint = tune.Checkpoint(checkpoint)
+        if checkpoint.filesystem.get_file_info(f"{checkpoint.path}/{PICKLE_FILE}").type != FileType.NotFound:
+            raise CheckpointError(f"{checkpoint} has a pickle, {PICKLE_FILE}, which none of this project has.")
+        super().restore(checkpoint_path)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: tune.Checkpoint, **settings: object) -> "PPOTrainer":
         """The trainer of a checkpoint, to sample, evaluate or probe with; `trainer.close()` frees its engine.
 
         settings: settings to change, such as **{"trainer.device": "cpu"}. For the toy families, the result is the
-        trainer of all seeds. Raises CheckpointError if the checkpoint has no state, or if that is damaged.
+        trainer of all seeds. Raises CheckpointError if the checkpoint has no state of the same step for each run, if
+        one is damaged, or if its settings name a file, a folder, an address or a variable that `settings` does not
+        repeat.
         """
-        from trainable.runs.checkpoint import CheckpointError, find_newest_checkpoint, read_checkpoint
+        from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint
         from trainable.runs.run import TrainerState
 
         module, _, name = cls.family.partition(":")
         family: TrainerFamily = getattr(importlib.import_module(module), name)
-        states = []
         with checkpoint.as_directory() as folder:
-            for run_folder in _list_run_folders(Path(folder)):
-                path = find_newest_checkpoint(run_folder / STATE_FOLDER)
-                if path is None:
-                    raise CheckpointError(
-                        f"{checkpoint} has no state in {run_folder / STATE_FOLDER}: its run ended with "
-                        f"trainer.keep_last=false, or has gone on and replaced it."
-                    )
-                states.append(TrainerState(*read_checkpoint(path)))
+            run_folders = _find_run_folders(Path(folder).absolute()).values()
+            states_by_step = [dict(iter_checkpoints(run_folder / STATE_FOLDER)) for run_folder in run_folders]
+            common_steps = set.intersection(*map(set, states_by_step)) if states_by_step else set()
+            if not common_steps:
+                raise CheckpointError(
+                    f"{checkpoint} has no state of the same step for each run: a run failed, has gone on and replaced "
+                    f"it, or ended with trainer.keep_last=false."
+                )
+            states = [TrainerState(*read_checkpoint(paths[max(common_steps)])) for paths in states_by_step]
         configs = [cls.config_class.model_validate(state.values["settings"]) for state in states]
         changes = {resolve_key(key, cls.config_class): value for key, value in settings.items()}
+        _check_outside_values(configs[0], changes)
         trainer = family.make_trainer(apply_overrides(configs[0], changes), [config.seed for config in configs])
         trainer.load_states(states)
         return cast("PPOTrainer", getattr(trainer, "trainer", trainer))  # a run of PPO is not one of several seeds
@@ -357,16 +396,32 @@ class Pedagogy(PPO):
     family, config_class = "trainable.families:PEDAGOGY", PedagogyConfig
 
 
-def _list_run_folders(checkpoint_dir: Path) -> list[Path]:
-    """The folders of the runs in a checkpoint, in the order of their seeds."""
-    pointer = checkpoint_dir / POINTER_FILE
-    if not pointer.exists():
-        folders = [path for path in checkpoint_dir.iterdir() if path.name.isdecimal()]
-        return sorted(folders, key=lambda folder: int(folder.name))
-    names = read_object(pointer)
-    run_ids = [str(names[seed]) for seed in sorted(filter(str.isdecimal, names), key=int)]
-    # Tune writes a checkpoint of a study to <study>/<trial>/checkpoint_<N>.
-    return [checkpoint_dir.parent.parent / "runs" / run_id for run_id in filter(is_run_id, run_ids)]
+def _find_run_folders(checkpoint_dir: Path) -> dict[int, Path]:
+    """The folders of the runs in a checkpoint, by seed. Raise UnsafePathError if one lies behind a symbolic link."""
+    root, pointer = checkpoint_dir, checkpoint_dir / POINTER_FILE
+    if pointer.exists():
+        # Tune writes a checkpoint of a study to <study>/<trial>/checkpoint_<N>.
+        root, names = checkpoint_dir.absolute().parent.parent, read_object(pointer)
+        run_ids = {int(seed): str(names[seed]) for seed in filter(str.isdecimal, names)}
+        folders = {seed: root / "runs" / run_id for seed, run_id in run_ids.items() if is_run_id(run_id)}
+    else:
+        folders = {int(path.name): path for path in checkpoint_dir.iterdir() if path.name.isdecimal()}
+    check_tree(root, trees=folders.values())
+    return dict(sorted(folders.items()))
+
+
+def _check_outside_values(config: BaseRunConfig, changes: Mapping[str, object]) -> None:
+    """Raise CheckpointError if the settings of a checkpoint name something outside that was not typed again."""
+    values = flatten_settings(config.model_dump(mode="json"))
+    defaults = flatten_settings(type(config).model_validate({}).model_dump(mode="json"))
+    models = list_outside_settings(type(config), "model")
+    for name in list_outside_settings(type(config)):
+        is_known = values[name] == defaults[name] or (name in models and not os.path.exists(str(values[name])))
+        if name not in changes and not is_known:
+            raise CheckpointError(
+                f"The checkpoint names what lies outside of it: {name}={values[name]}. If you trust who wrote it, "
+                f'repeat that value: from_checkpoint(checkpoint, **{{"{name}": {values[name]!r}}}).'
+            )
 
 
 def _average_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

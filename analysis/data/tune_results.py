@@ -1,7 +1,9 @@
 """Frames of what a script with Ray Tune and our Trainables has left, which has no study.json."""
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,14 @@ from analysis.data.run_files import (
     select_lines,
     select_valid_values,
 )
-from trainable.files.json_lines import Lines
+from trainable.files.json_lines import Lines, read_lines
+from trainable.files.paths import atomic_write
 from trainable.runs.records import STOP_COLUMNS, drop_carried
 from trainable.runs.run_ends import CENSORED, RunEnd, describe_end
-from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, RunLines, select_rows
+from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, select_rows
 
+_NO_SETTINGS = ("run", "seed", "__trial_index__")
+"""Keys of a configuration that are no settings; the last one is that of Tune's Repeater."""
 _SCHEDULER_REASON = "Ray Tune ended the trial before its run had, such as by a scheduler"
 
 
@@ -35,18 +40,18 @@ def read_results(results: Any, baseline: str | None = None) -> StudyFrames:
     A run that a stop rule ended is early_stopped, one with a failure is failed, and one that Tune ended before its last
     step is censored: nothing is known of what it would have reached.
     """
-    trials = [(result, _read_settings(result.config)) for result in results if result.config]
+    trials = [(result, _read_settings(result.config or {})) for result in results]
     names = dict.fromkeys(name for _, settings in trials for name in settings)
-    varying = [name for name in names if len({str(settings.get(name)) for _, settings in trials}) > 1]
-    options = trials[0][0].config.get("run", {}) if trials else {}
+    varying = [name for name in names if len({str(settings.get(name)) for _, settings in trials if settings}) > 1]
+    options: dict[str, Any] = next((result.config.get("run", {}) for result, _ in trials if result.config), {})
     study_name, family = str(options.get("study", "tune")), FAMILIES[options.get("family", "ppo")]
     runs: list[RunFiles] = []
     for result, settings in trials:
         values = ",".join(str(settings.get(name)) for name in varying)
-        arm = str(result.config.get("run", {}).get("arm") or values or "all")
-        for run_id, seed, rows in _split_rows(result, family):
+        arm = str((result.config or {}).get("run", {}).get("arm") or (values if settings else "") or "all")
+        for run_id, seed, rows, failure in _split_rows(result, family):
             header = {"run_id": run_id, "study": study_name, "arm": arm, "seed": seed, "config": settings}
-            runs.append(_make_run(result, header, rows, family))
+            runs.append(_make_run(result, header, rows, failure, family))
     axis = {"setting": " x ".join(varying), "values": list(dict.fromkeys(run.header["arm"] for run in runs))}
     study = {"name": study_name, "family": family.name, "axis": axis, "baseline": baseline}
     return make_frames(study, runs, ())
@@ -54,42 +59,53 @@ def read_results(results: Any, baseline: str | None = None) -> StudyFrames:
 
 def _read_settings(config: Mapping[str, Any]) -> Row:
     """The settings in the configuration of a trial, without the seed."""
-    return {name: value for name, value in flatten_config(config).items() if name.split(".")[0] not in ("run", "seed")}
+    return {name: value for name, value in flatten_config(config).items() if name.split(".")[0] not in _NO_SETTINGS}
 
 
-def _split_rows(result: Any, family: TableFamily) -> Iterator[tuple[str, int, list[Row]]]:
-    """(run_id, seed, rows) of each run of a trial. The last row may say nothing but that the run failed."""
-    with result.filesystem.open_input_stream(f"{result.path}/result.json") as file:
-        reported = [json.loads(line) for line in file.readall().splitlines() if line.strip()]
-    seed = result.config.get("seed", 0)
-    if isinstance(seed, list | tuple):
-        by_run: dict[str, list[Row]] = {}
+def _split_rows(result: Any, family: TableFamily) -> Iterator[tuple[str, int, list[Row], str]]:
+    """(run_id, seed, rows, why it failed) of each run of a trial; the last is empty for a run that did not fail."""
+    config = result.config or {}
+    try:
+        content = result.filesystem.open_input_stream(f"{result.path}/result.json").readall()
+    except FileNotFoundError:  # of a trial that failed before its first result
+        content = b""
+    reported = [json.loads(line) for line in content.splitlines() if line.strip()]
+    last = reported[-1] if reported else {}
+    failure = str(last.get("failure") or result.error or "")
+    if isinstance(config.get("seed"), list | tuple):
+        rows_by_run: dict[str, list[Row]] = {}
         for report in reported:
             for run_id, row in report.get("rows", {}).items():
-                by_run.setdefault(run_id, []).append(row)
-        for run_id, rows in by_run.items():
-            yield run_id, int(rows[-1]["seed"]), select_rows(rows, family.first_step)
-    elif reported:
-        rows = [drop_carried(report) for report in reported if not report.get("failure_class")]
-        yield str(reported[-1].get("run_id", result.path)), int(seed), select_rows(rows, family.first_step)
+                rows_by_run.setdefault(run_id, []).append(row)
+        failed = last.get("failed") or {}
+        for run_id in dict.fromkeys((*rows_by_run, *failed)):
+            rows = select_rows(rows_by_run.get(run_id, []), family.first_step)
+            seed = int(rows[-1]["seed"]) if rows else int(run_id.rpartition("-s")[2])
+            is_open = not rows or describe_end(rows, _find_total(config)).status == "interrupted"
+            yield run_id, seed, rows, str(failed.get(run_id, "")) or (failure if is_open else "")
+        return
+    rows = [drop_carried(report) for report in reported if not report.get("failure_class")]
+    seed = rows[-1]["seed"] if rows else last.get("seed", config.get("seed", 0))
+    run_id = str(last.get("run_id") or result.path.rpartition("/")[2])
+    yield run_id, int(seed), select_rows(rows, family.first_step), failure
 
 
-def _make_run(result: Any, header: Row, rows: list[Row], family: TableFamily) -> RunFiles:
-    """What a run wrote. The lines of its evaluations and gradient analyses are in the last checkpoint of its trial."""
-    lines = dict.fromkeys((LEVELS_FILE, GRADIENTS_FILE), Lines(()))
-    if result.checkpoint is not None:
-        with result.checkpoint.as_directory() as folder:
-            lines |= RunLines.read(Path(folder, str(header["seed"]))).files
-    last, metrics = (rows[-1] if rows else {}), result.metrics or {}
-    is_finished = bool(metrics.get("finished"))
-    total = header["config"].get("trainer.total_training_steps")
-    end = describe_end(rows, total if total is not None or not is_finished else last.get("step"))
-    if metrics.get("failure_class") or result.error is not None:
-        end = RunEnd("failed", str(metrics.get("failure") or result.error))
+def _find_total(config: Mapping[str, Any]) -> int | None:
+    total: int | None = flatten_config(config).get("trainer.total_training_steps")
+    return total
+
+
+def _make_run(result: Any, header: Row, rows: list[Row], failure: str, family: TableFamily) -> RunFiles:
+    """What a run wrote. failure: why it failed; empty if it did not."""
+    lines = _read_lines(result.checkpoint, header["seed"])
+    last, metrics, total = rows[-1] if rows else {}, result.metrics or {}, _find_total(header["config"])
+    end = describe_end(rows, total if total is not None or not metrics.get("finished") else last.get("step"))
+    if failure:
+        end = RunEnd("failed", failure)
     elif end.status == "interrupted":
         end = RunEnd(CENSORED, _SCHEDULER_REASON)
     status = {"status": end.status, "reason": end.reason, "trial_id": metrics.get("trial_id")}
-    status |= {"failure_class": metrics.get("failure_class") or ""}
+    status |= {"failure_class": metrics.get("failure_class") or ("error" if failure else "")}
     status |= {column.name: last.get(column.name) for column in STOP_COLUMNS if last.get("stop_rule")}
     return RunFiles(
         header=header,
@@ -101,3 +117,16 @@ def _make_run(result: Any, header: Row, rows: list[Row], family: TableFamily) ->
         end=end,
         contradiction="",
     )
+
+
+def _read_lines(checkpoint: Any, seed: int) -> dict[str, Lines]:
+    """The lines of evaluations and gradient analyses in the last checkpoint of a trial, without its state."""
+    lines = dict.fromkeys((LEVELS_FILE, GRADIENTS_FILE), Lines(()))
+    if checkpoint is None:
+        return lines
+    with tempfile.TemporaryDirectory() as folder:
+        for name in lines:
+            with suppress(FileNotFoundError), atomic_write(Path(folder, name)) as temp_path:
+                content = checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{seed}/{name}").readall()
+                temp_path.write_bytes(content)
+        return {name: read_lines(Path(folder, name)) for name in lines}

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from trainable.runs.checkpoint import TENSORS_FILE, VALUES_FILE, CheckpointError, read_checkpoint, write_checkpoint
+from trainable.runs.checkpoint import TENSORS_FILE, VALUES_FILE, read_checkpoint, write_checkpoint
+from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import CHECKSUMS_FILE
 
 FILES = (TENSORS_FILE, VALUES_FILE, CHECKSUMS_FILE)

@@ -25,6 +25,7 @@ from torch import Tensor
 from trainable.config.constants import MAX_TENSORS_FILE_BYTES
 from trainable.files.json_values import parse_json
 from trainable.files.paths import check_path, compute_sha256, fsync_path, read_bytes, write_text
+from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import CHECKSUMS_FILE
 
 T = TypeVar("T")
@@ -33,15 +34,11 @@ U = TypeVar("U")
 TENSORS_FILE, VALUES_FILE = "state.safetensors", "state.json"
 """TENSORS_FILE has the tensors of a checkpoint if they fit into one file."""
 
-_PARTIAL_CHECKPOINT = re.compile(r"\.step_\d+\.(?:writing|old|fetching)")
-"""Folders of a dead process: being written, replaced by a newer one, or being downloaded from a storage."""
+_PARTIAL_CHECKPOINT = re.compile(r"\.step_\d+\.(?:writing|old)")
+"""Folders of a dead process: being written, or replaced by a newer one."""
 
 _MAX_VALUES_BYTES = 2**30
 """Size of the largest VALUES_FILE that is read."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used. The message names the file and says what is wrong with it."""
 
 
 def write_checkpoint(

@@ -39,6 +39,10 @@ class NonFiniteError(ArithmeticError):
     """Losses, gradients or weights are no longer finite; the message names the step and the tensors."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used. The message names the file and says what is wrong with it."""
+
+
 class Failure(NamedTuple):
     """Why a run failed: one of FAILURE_KINDS, a sentence, whether the run is retried, and the traceback."""
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from trainable.config.base_config import BaseRunConfig
 from trainable.files.json_lines import LineEnd, Lines, abandon_lines, append_line
 from trainable.runs.checkpoint import (
-    CheckpointError,
     iter_checkpoints,
     read_checkpoint,
     remove_checkpoints,
     write_checkpoint,
     write_rolling_checkpoint,
 )
+from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import (
     ENDS_KEY,
     LINE_FILES,
@@ -69,8 +69,8 @@ class Run:
     checkpoints, global_step_<N>. settings: the configuration, including the seed. identity: further columns that
     identify the run in every row. write: executes each write, and may wait while the disk is full. best_column: the
     column whose largest value marks the checkpoint that stays; empty if only the newest ones do. keeps_last: whether
-    the last rolling checkpoint stays after the run has ended. is_restored: whether the checkpoints in `run_dir` may be
-    those of a run with other settings.
+    the last rolling checkpoint stays after the run has ended. allows_other_settings: whether the checkpoints in
+    `run_dir` may be those of a run with other settings.
 
     A row is on disk and in `rows` before `append_row` returns. A run that continues from a checkpoint repeats the steps
     after the checkpoint. It writes the same rows again, because rows depend only on the settings and the seed.
@@ -87,13 +87,14 @@ class Run:
         write: Callable[[Callable[[], None]], None] = write_without_retry,
         best_column: str = "",
         keeps_last: bool = True,
-        is_restored: bool = False,
+        allows_other_settings: bool = False,
     ) -> None:
         self.run_id, self.seed, self.settings = run_id, settings.seed, settings
         self.run_dir, self.checkpoint_dir = run_dir, checkpoint_dir
         self.identity = {**identity, "run_id": run_id, "seed": settings.seed}
         self.rows: list[Row] = []
-        self._best_column, self._keeps_last, self._is_restored = best_column, keeps_last, is_restored
+        self._best_column, self._keeps_last = best_column, keeps_last
+        self._allows_other_settings = allows_other_settings
         self._lines = RunLines(dict.fromkeys(LINE_FILES, Lines(())))
         self._ends = dict.fromkeys(LINE_FILES, LineEnd())  # where each file ends now
         self._checkpoint_ends: dict[int, LineEnd] = {}  # where METRICS_FILE ended at each checkpoint that was loaded
@@ -232,7 +233,7 @@ class Run:
     def _validate_checkpoint(self, step: int, values: Mapping[str, Any]) -> None:
         """ValueError unless this run wrote the checkpoint, and all lines up to it are on disk as they were written."""
         saved_settings = type(self.settings).model_validate(values.get("settings"))
-        if not (self._is_restored or saved_settings.is_same_run(self.settings)):
+        if not (self._allows_other_settings or saved_settings.is_same_run(self.settings)):
             raise ValueError("it was written with other settings or another seed.")
         # A folder that someone renamed would make the run repeat or skip steps without a message.
         if values.get("step") != step:
@@ -264,7 +265,8 @@ class Run:
         """Copy what a process on another node needs to continue: the lines, and the newest and the best state."""
         checkpoints = dict(iter_checkpoints(self.run_dir / STATE_FOLDER))
         wanted_steps = {max(checkpoints, default=None), self.best_step}
-        copy_run_files(self.run_dir, folder, [path.name for step, path in checkpoints.items() if step in wanted_steps])
+        names = [path.name for step, path in checkpoints.items() if step in wanted_steps]
+        copy_run_files(self.run_dir, folder, names, links=True)
 
     def prepare_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> Callable[[], None]:
         """A function that writes a checkpoint as the newest rolling one, as a saved one, or as both.

@@ -194,11 +194,16 @@ def find_best_step(rows: Iterable[Mapping[str, Any]], column: str) -> int | None
     return max(values, key=lambda step: values[step], default=None)
 
 
-def copy_run_files(source: Path, target: Path, states: Iterable[str]) -> None:
+def list_states(run_dir: Path) -> list[str]:
+    """The names of the rolling checkpoints in the folder of a run, usable or not."""
+    return sorted(path.name for path in (run_dir / STATE_FOLDER).glob("step_*"))
+
+
+def copy_run_files(source: Path, target: Path, states: Iterable[str], *, links: bool) -> None:
     """Replace the lines and states of a run in `target` by the lines, and the named states, of the run in `source`.
 
-    A file of a state is never changed, so it becomes a hard link where both folders are on one file system. Raises
-    UnsafePathError if `source` contains a symbolic link.
+    links: whether the files of a state, which are never changed, become hard links where both folders are on one file
+    system. Raises UnsafePathError if `source` contains a symbolic link.
     """
     check_tree(source, trees=[source])
     shutil.rmtree(target / STATE_FOLDER, ignore_errors=True)
@@ -208,7 +213,8 @@ def copy_run_files(source: Path, target: Path, states: Iterable[str]) -> None:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
     for name in states:
-        shutil.copytree(source / STATE_FOLDER / name, target / STATE_FOLDER / name, copy_function=_link_or_copy)
+        copy = _link_or_copy if links else shutil.copyfile
+        shutil.copytree(source / STATE_FOLDER / name, target / STATE_FOLDER / name, copy_function=copy)
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides
 from trainable.files.step_phase import STEP_PHASE, remove_phase, write_phase
-from trainable.runs.checkpoint import CheckpointError
+from trainable.runs.failures import CheckpointError
 from trainable.runs.retry import call_with_retry
 from trainable.runs.run import LinesByFile, Row, Run, TrainerState
 from trainable.runs.stop_rules import StopDecision
@@ -129,14 +129,14 @@ class TrainingLoop:
     options: a mapping with these keys, all of which may be left out.
         study, arm: names, for the rows.
         stop_rules: names of the rules that the runs apply.
-        storage: URI of the study's storage, to which the states are copied after each step.
+        storage: URI of the study's storage, to which Tune copies states between two steps; None without one.
         interrupts: paths of files. Once one of them exists, the step under way is the last one of this start.
-    is_restored: whether the folders are those of a checkpoint, possibly of a run with other settings, without which the
-        runs must not begin.
+    must_continue: whether the runs must not begin anew. allows_other_settings: whether their checkpoints may be those
+        of runs with other settings.
     read_clock: the time in seconds, which says when a rolling checkpoint is due.
 
-    Raises RunLockedError if another process trains one of the runs, and CheckpointError if a restored one has no usable
-    checkpoint.
+    Raises RunLockedError if another process trains one of the runs, and CheckpointError if runs that must continue have
+    no usable checkpoint.
     """
 
     def __init__(
@@ -145,10 +145,12 @@ class TrainingLoop:
         settings: BaseRunConfig,
         runs: Iterable[Mapping[str, Any]],
         options: Mapping[str, Any],
-        is_restored: bool = False,
+        must_continue: bool = False,
+        allows_other_settings: bool = False,
         read_clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.family, self.settings, self._is_restored = family, settings, is_restored
+        self.family, self.settings = family, settings
+        self._must_continue, self._allows_other_settings = must_continue, allows_other_settings
         self._read_clock, self._longest_step_seconds, self._longest_write_seconds = read_clock, 0.0, 0.0
         self.stop_rules: tuple[str, ...] = tuple(options.get("stop_rules", ()))
         self._interrupt_paths = tuple(map(Path, options.get("interrupts", ())))
@@ -177,7 +179,7 @@ class TrainingLoop:
             write=self._write_with_retry,
             best_column=self.family.best_column if getattr(self.settings.trainer, "keep_best", False) else "",
             keeps_last=getattr(self.settings.trainer, "keep_last", True),
-            is_restored=self._is_restored,
+            allows_other_settings=self._allows_other_settings,
         )
 
     def _start_runs(self) -> None:
@@ -212,7 +214,7 @@ class TrainingLoop:
                 continue  # `load_checkpoint` has already added the reason to the notes
             except ValueError as error:  # `load_states`: a state does not fit, and the trainer is unchanged
                 self.notes.append(f"the checkpoints after step {step} are not used: {error}")
-        if self._is_restored and not trainer.step_index:
+        if self._must_continue and not trainer.step_index:
             raise CheckpointError(f"The checkpoint cannot be continued: {'; '.join(self.notes) or 'it has no state'}.")
         if self.notes or trainer.step_index:
             # A note, not an error: going back costs only time, because a run repeats the same rows.

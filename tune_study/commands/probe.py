@@ -18,7 +18,8 @@ from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.paths import atomic_write, check_path
 from trainable.ppo.trainer import PPOTrainer
-from trainable.runs.checkpoint import CheckpointError, read_checkpoint
+from trainable.runs.checkpoint import read_checkpoint
+from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import PROBES_FILE
 from tune_study.folder import outputs
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint

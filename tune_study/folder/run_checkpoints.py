@@ -7,7 +7,8 @@ from pathlib import Path
 from trainable.config.run_config import RunConfig
 from trainable.config.setting_types import format_value
 from trainable.files.paths import check_tree
-from trainable.runs.checkpoint import CheckpointError, iter_checkpoints, read_values
+from trainable.runs.checkpoint import iter_checkpoints, read_values
+from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import STATE_FOLDER
 from tune_study.folder.origin import NOTHING
 from tune_study.folder.study_file import plan_from_folder

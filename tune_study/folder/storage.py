@@ -6,16 +6,18 @@ copies the rows of the newest checkpoints into its own folder, from which it mak
 """
 
 import getpass
+import os
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
+import psutil
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType, LocalFileSystem, copy_files
 
 from trainable.config.command_lines import format_command
@@ -24,7 +26,7 @@ from trainable.files.paths import atomic_write, check_tree, read_bytes
 from trainable.runs.run_files import CHECKSUMS_FILE, LINE_FILES, PROBES_FILE, STATE_FOLDER
 from tune_study.plan.errors import PlanError
 from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.storage_uri import join_uri
+from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import StudyPlan, find_output
 
 STUDY_FILE, DRIVER_FILE = "study.json", "driver.json"
@@ -32,7 +34,7 @@ STATUS_FILES = ("run.json", "status.json", PROBES_FILE)
 """Files in a run's folder that are written by the driver, not by the run."""
 SYNC_SECONDS = 20.0
 """Seconds between copies of rows and statuses."""
-_GONE_SECONDS = 90.0
+GONE_SECONDS = 90.0
 """Seconds without a copy after which a driver counts as gone."""
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 """pyarrow's names of filesystems in which a file appears only when its upload is complete."""
@@ -155,7 +157,8 @@ def fetch_results(uri: str, target: Path) -> None:
                 path = find_output(target, PurePosixPath(folder.path).name) / name
             elif name != STUDY_FILE and not re.fullmatch(r"runs/[^/]+/[^/]+", name):
                 continue
-            if not (path.suffix == ".jsonl" and path.exists() and path.stat().st_size == info.size):
+            # The driver whose last copy failed has newer files here.
+            if not path.exists() or path.stat().st_mtime_ns < (info.mtime_ns or 0):
                 folder.fetch(name, path)
 
 
@@ -169,18 +172,27 @@ def _find_driver(uri: str) -> str:
     # `status` shows the rows that it has read, whether or not the storage still answers.
     with suppress(OSError, ValueError, KeyError, TypeError):
         content = parse_json(StoredFolder(uri).read(DRIVER_FILE))
-        return str(content["words"]) if time.time() - float(content["time"]) < _GONE_SECONDS else ""
+        age, host, pid = time.time() - float(content["time"]), str(content["host"]), int(content["pid"])
+        is_gone = age > GONE_SECONDS or (host == socket.gethostname() and not psutil.pid_exists(pid))
+        return "" if is_gone else f"{content['user']} on {host} (pid {pid}), last heard of {max(age, 0):.0f} s ago"
     return ""
+
+
+def _list_steps(folder: StoredFolder, trial_name: str) -> dict[str, dict[int, int]]:
+    """By checkpoint of a trial and by seed, the newest step whose state has its checksums."""
+    steps: dict[str, dict[int, int]] = {}
+    for name in folder.list_files(trial_name):
+        if match := _CHECKPOINT.fullmatch(name):
+            by_seed, seed = steps.setdefault(match["folder"], {}), int(match["seed"])
+            by_seed[seed] = max(int(match["step"]), by_seed.get(seed, 0))
+    return steps
 
 
 def list_trial_checkpoints(uri: str, trial_name: str) -> list[str]:
     """The URIs of Tune's checkpoints of a trial of the study at `uri`, newest first. PlanError if it cannot be read."""
-    folder, steps = StoredFolder(uri), dict[str, int]()
     with _explain_errors(uri):
-        for name in folder.list_files(trial_name):
-            if match := _CHECKPOINT.fullmatch(name):
-                steps[match["folder"]] = max(int(match["step"]), steps.get(match["folder"], 0))
-    names = sorted(steps, key=lambda name: steps[name], reverse=True)
+        steps = _list_steps(StoredFolder(uri), trial_name)
+    names = sorted(steps, key=lambda name: (max(steps[name].values()), name), reverse=True)
     return [join_uri(uri, f"{trial_name}/{name}") for name in names]
 
 
@@ -208,29 +220,31 @@ def fetch_checkpoint(uri: str, name: str, target: Path) -> None:
 
 
 class StoredStudy:
-    """The study in its storage, kept in sync while a driver runs it.
+    """The study in its storage, kept in sync while a driver runs it. PlanError if the storage cannot be opened."""
 
-    log: called with a message, for example when another driver seems to run the study. Raises PlanError if the storage
-    cannot be opened.
-    """
-
-    def __init__(self, plan: StudyPlan, log: Callable[[str], None]) -> None:
+    def __init__(self, plan: StudyPlan) -> None:
         assert plan.study_uri is not None
-        self.uri, self._plan, self._log = plan.study_uri, plan, log
+        self.uri, self._plan = plan.study_uri, plan
         self._folder = StoredFolder(self.uri)
         # By name in storage: inode, size and modification time of the local file when it was last copied.
         self._pushed_stats: dict[str, tuple[int, int, int]] = {}
         self._new_checkpoints: dict[str, str] = {}  # by run_id: the folder of the run in its newest checkpoint
-        # The sync thread and Tune's callbacks both copy.
-        self._lock = threading.Lock()
+        # The sync thread and Tune's callbacks both copy, and an upload must not keep the callbacks waiting.
+        self._pull_lock, self._push_lock = threading.Lock(), threading.Lock()
 
     @contextmanager
     def keep_synced(self) -> Iterator[None]:
-        """Fetch what is in the storage, and keep both sides in sync during the body. Raise PlanError if that fails."""
+        """Fetch what is in the storage, and keep both sides in sync during the body.
+
+        Raise PlanError if that fails, or if another driver runs the study.
+        """
         stop_event = threading.Event()
         thread = threading.Thread(target=self._run_sync_loop, args=(stop_event,), name="storage", daemon=True)
         if driver := _find_driver(self.uri):
-            self._log(f"{driver} seems to run this study too. If it does, stop one of them: both train the same runs.")
+            raise PlanError(
+                f"The study in {self.uri} is being run by {driver}: wait for it, or end it. If it was killed, the "
+                f"study can be continued {GONE_SECONDS:.0f} s after it was last heard of."
+            )
         self._plan.folder.mkdir(parents=True, exist_ok=True)
         fetch_results(self.uri, self._plan.folder)
         with _explain_errors(self.uri):
@@ -241,43 +255,52 @@ class StoredStudy:
         finally:
             stop_event.set()
             thread.join()
-            with suppress(OSError):  # a file that stays is ignored after _GONE_SECONDS
+            with suppress(OSError):  # a file that stays is ignored after GONE_SECONDS
                 self._folder.remove(DRIVER_FILE)
 
     def _put_driver_file(self) -> None:
-        words = f"{getpass.getuser()} on {socket.gethostname()}"
-        self._folder.put(DRIVER_FILE, format_object({"words": words, "time": time.time()}).encode())
+        content = {"user": getpass.getuser(), "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        self._folder.put(DRIVER_FILE, format_object(content).encode())
 
     def _run_sync_loop(self, stop_event: threading.Event) -> None:
         while not stop_event.wait(SYNC_SECONDS):
-            with suppress(OSError):  # a storage that does not answer is tried again in the next round
+            with suppress(Exception):  # a storage that does not answer is tried again in the next round
                 self._put_driver_file()
                 self.pull()
                 self.push_files()
 
     def follow(self, options: dict[str, Any], path: str) -> None:
-        """Take the rows of a trial from its new checkpoint at the next `pull`, and remove those of earlier starts.
+        """Take the rows of a trial from its new checkpoint at the next `pull`.
 
-        options: the entry `run` of the trial's config. path: the folder of the checkpoint.
+        Of the checkpoints of earlier starts, those that have nothing newer are removed. options: the entry `run` of the
+        trial's config. path: the folder of the checkpoint.
         """
         for run in options["runs"]:
             self._new_checkpoints[run["run_id"]] = f"{path}/{run['seed']}"
-        while options["checkpoints"]:
-            old_path = StoredFolder(options["checkpoints"].pop()).path
-            if old_path != path:
-                with suppress(OSError):  # it only takes space
-                    self._folder.filesystem.delete_dir(old_path)
+        if not options["checkpoints"]:
+            return
+        with suppress(OSError):  # they only take space
+            trial_name, _, name = path.removeprefix(f"{self._folder.path}/").rpartition("/")
+            steps = _list_steps(self._folder, trial_name)
+            for uri in list(options["checkpoints"]):
+                old_name = split_uri(uri)[1]
+                if all(steps.get(name, {}).get(seed, -1) >= step for seed, step in steps.get(old_name, {}).items()):
+                    self._folder.filesystem.delete_dir(f"{self._folder.path}/{trial_name}/{old_name}")
+                    options["checkpoints"].remove(uri)
 
     def pull(self) -> None:
         """Copy the lines of the newest checkpoints that were followed. Raise OSError if the storage cannot be read."""
-        with self._lock:
-            for run_id, path in list(self._new_checkpoints.items()):
-                run_dir = self._plan.get_run_dir(run_id)
-                for name in LINE_FILES:
-                    with suppress(FileNotFoundError):
-                        self._folder.fetch(path.removeprefix(f"{self._folder.path}/") + f"/{name}", run_dir / name)
-                if self._new_checkpoints.get(run_id) == path:
-                    del self._new_checkpoints[run_id]
+        with self._pull_lock:
+            for run_id in list(self._new_checkpoints):
+                path = self._new_checkpoints.pop(run_id)
+                run_dir, relative_path = self._plan.get_run_dir(run_id), path.removeprefix(f"{self._folder.path}/")
+                try:
+                    for name in LINE_FILES:
+                        with suppress(FileNotFoundError):
+                            self._folder.fetch(f"{relative_path}/{name}", run_dir / name)
+                except OSError:
+                    self._new_checkpoints.setdefault(run_id, path)  # unless a newer one came meanwhile
+                    raise
 
     def add_runs(self, plan: StudyPlan) -> None:
         """Copy the files of the runs of `plan` from now on: a plan of the same study with more runs."""
@@ -296,7 +319,7 @@ class StoredStudy:
 
     def push_files(self) -> None:
         """`push`, which raises OSError."""
-        with self._lock:
+        with self._push_lock:
             for name, path in list_driver_files(self._plan).items():
                 # A file that is just being replaced is copied next time.
                 with suppress(FileNotFoundError):

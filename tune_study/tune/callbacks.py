@@ -1,6 +1,7 @@
 """Tune callbacks of the driver: record each run's status and log, the summary, and the displayed progress."""
 
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +29,8 @@ from tune_study.tune.wandb_logging import WandbLog
 if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
 
+PULL_PATIENCE_S = 60.0
+"""Seconds to wait for a storage that does not answer when the end of a run has to be read from it."""
 MAX_ATTEMPTS = 3
 """Consecutive failures after which a trial is no longer retried. A new furthest step starts the count again."""
 
@@ -46,7 +49,7 @@ class _FailureCount(NamedTuple):
 _ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 """Ray colors the tracebacks of workers; logs and status.json are plain text."""
 _SETUP_ERROR_PHRASE = "error raised in its creation task"
-"""Ray's wording for an actor whose constructor raised: here, `Trial.setup`."""
+"""Ray's wording for an actor whose constructor raised: here, `PPO.setup`."""
 
 
 class SilentReporter(TrialProgressCallback):  # type: ignore[misc]  # Ray is untyped
@@ -84,8 +87,15 @@ class CheckpointFollower(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._storage.follow(trial.config["run"], checkpoint.path)
 
     def _fetch_rows(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        with suppress(OSError):  # the rows stay in the storage, and are fetched at the end of the study
-            self._storage.pull()
+        deadline = time.monotonic() + PULL_PATIENCE_S
+        while True:
+            try:
+                self._storage.pull()
+            except OSError:
+                if time.monotonic() < deadline:
+                    time.sleep(1.0)
+                    continue
+            return  # rows that could not be fetched stay in the storage
 
     on_trial_recover = on_trial_complete = on_trial_error = _fetch_rows
 
@@ -115,6 +125,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self.rungs = rungs
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
         self._failure_counts: dict[str, _FailureCount] = {}
+        self._storage_failures: dict[str, float] = {}  # by trial: when a copy of its checkpoint first failed
         self.given_up_trials: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,7 +199,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         total, and a node that was taken away counts for nothing.
         """
         trial_failure, is_preempted = read_failure(trial)
-        failure_count = 0 if is_preempted else self._count_failure(trial)
+        is_counted = not (is_preempted or self._may_wait_for_storage(trial, trial_failure))
+        failure_count = self._count_failure(trial) if is_counted else 0
         is_retried = failure_count < MAX_ATTEMPTS
         for status in self._list_open_statuses(trial):
             # A dead process may leave children, such as vLLM's engine, which hold the GPU that the retry needs. On a
@@ -212,6 +224,17 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             f" ({failure_count} consecutive failures without a step between them)" if failure_count > 1 else ""
         )
         self._fail_runs(trial, trial_failure._replace(message=trial_failure.message + repeat_note))
+
+    def _may_wait_for_storage(self, trial: Any, failure: Failure) -> bool:
+        """Whether a failed copy of a checkpoint is tried again: for trainer.disk_patience seconds since the first.
+
+        Each attempt starts the trial again, so the storage is asked every few seconds.
+        """
+        if failure.kind != "storage":
+            self._storage_failures.pop(trial.trial_id, None)
+            return False
+        first_time = self._storage_failures.setdefault(trial.trial_id, time.monotonic())
+        return time.monotonic() - first_time < self._plan.base_config.trainer.disk_patience
 
     def _count_failure(self, trial: Any) -> int:
         """Count one more failure; return the number of failures since the trial last got further than ever before.
@@ -319,6 +342,8 @@ def read_failure(trial: Any) -> tuple[Failure, bool]:
     if _SETUP_ERROR_PHRASE in str(cause):
         # Ray's message is the worker's traceback, whose last line is the error itself.
         return Failure("error", f"in setup, {lines[-1]}", is_retried=True, trace=trace), False
+    if isinstance(cause, OSError):  # outside of a step, Tune saves and restores checkpoints
+        return Failure("storage", f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace), False
     # Ray kills a worker when the machine's memory runs low, and says "memory pressure" in its error.
     kind = "out of memory" if "memory pressure" in trace else PROCESS_DIED
     failure = Failure(kind, f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace)

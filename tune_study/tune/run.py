@@ -94,7 +94,7 @@ def execute_study(
             suite = SuiteContext(ray, make_interrupt(plan.folder), lambda: None)
         progress = Progress(plan, resource_plan.max_concurrent, console)
         stack.enter_context(suite.interrupt.limit_time(time_limit, lambda text: print_line(console, text)))
-        storage = stack.enter_context(_open_storage(plan, console))
+        storage = stack.enter_context(_open_storage(plan))
         finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
         session = StudySession(
             plan, resource_plan, console, suite, finished_statuses, progress, storage, _make_wandb_log(plan)
@@ -108,14 +108,14 @@ def execute_study(
 
 
 @contextmanager
-def _open_storage(plan: StudyPlan, console: Console) -> Iterator["StoredStudy | None"]:
+def _open_storage(plan: StudyPlan) -> Iterator["StoredStudy | None"]:
     """The study's folder in its storage, which is synchronized during the body; None without a storage."""
     if plan.storage is None:
         yield None
         return
     from tune_study.folder.storage import StoredStudy  # imports pyarrow's file systems, which few studies need
 
-    storage = StoredStudy(plan, lambda text: print_line(console, text))
+    storage = StoredStudy(plan)
     with storage.keep_synced():
         yield storage
 

@@ -7,6 +7,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler
 
 from tune_study.host.interrupt import Interrupt
+from tune_study.plan.storage_uri import split_uri
 from tune_study.tune.search.halving import Rungs
 
 
@@ -25,6 +26,16 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
         self._rungs = rungs
         self._given_up_trials = given_up_trials
         self._interrupt = interrupt
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        """Number the checkpoints of a trial after those that an earlier start has left in its folder.
+
+        Tune begins at 0, and would write into them.
+        """
+        super().on_trial_add(tune_controller, trial)
+        uris = trial.config["run"].get("checkpoints", ())
+        numbers = [int(split_uri(uri)[1].removeprefix("checkpoint_")) for uri in uris]
+        trial.storage.current_checkpoint_index = max(numbers, default=-1)
 
     def choose_trial_to_run(self, tune_controller: Any, **kwargs: Any) -> Any:
         """The next trial to start, or None (see ray.tune.schedulers.TrialScheduler)."""

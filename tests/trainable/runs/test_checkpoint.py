@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from trainable.files.paths import compute_sha256
 from trainable.runs.checkpoint import (
-    CheckpointError,
     group_tensors,
     iter_checkpoints,
     read_checkpoint,
@@ -19,6 +18,7 @@ from trainable.runs.checkpoint import (
     write_checkpoint,
     write_rolling_checkpoint,
 )
+from trainable.runs.failures import CheckpointError
 
 TENSORS = {
     "actor/weight": torch.arange(6.0).view(2, 3),

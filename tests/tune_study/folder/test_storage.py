@@ -1,9 +1,11 @@
 """A study in a storage: what its driver copies there and back, and who continues it."""
 
 import json
+import os
 import shlex
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,10 +58,6 @@ def make_plan_in(
     return replace(make_plan(FAKE, "laptop", "a test", overrides, values, 1, folder), storage=uri)
 
 
-def open_stored_study(plan: StudyPlan, messages: list[str] | None = None) -> StoredStudy:
-    return StoredStudy(plan, (messages if messages is not None else []).append)
-
-
 def open_folder(plan: StudyPlan) -> StoredFolder:
     assert plan.study_uri is not None
     return StoredFolder(plan.study_uri)
@@ -67,7 +65,7 @@ def open_folder(plan: StudyPlan) -> StoredFolder:
 
 def test_runs_that_are_added_later_are_copied_too(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path / "here", (tmp_path / "store").as_uri())
-    stored_study = open_stored_study(plan)
+    stored_study = StoredStudy(plan)
     outputs.write_study(plan)
     assert stored_study.push() == ""
     larger_plan = add_seeds(plan, {"0": (1,)})
@@ -94,33 +92,47 @@ def store_rows(plan: StudyPlan, study: StoredStudy, steps: int) -> None:
 
 def start_study(plan: StudyPlan, status: str = "running") -> None:
     """Write the files of a study and copy them to storage, as a driver does that then ends."""
-    with open_stored_study(plan).keep_synced():
+    with StoredStudy(plan).keep_synced():
         outputs.write_study(plan)
         write_status(plan.get_run_dir(plan.runs[0].run_id), RunStatus(plan.runs[0].run_id, status, "a test"))
-        assert open_stored_study(plan).push() == ""
+        assert StoredStudy(plan).push() == ""
 
 
 # One driver.
 
 
-def test_a_second_driver_is_warned(uri: str, tmp_path: Path) -> None:
-    plan, messages = make_plan_in(tmp_path / "a", uri), list[str]()
-    with open_stored_study(plan).keep_synced():
+def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str, tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path / "a", uri)
+    other_plan = replace(plan, folder=tmp_path / "b" / "results" / plan.run)
+    with StoredStudy(plan).keep_synced():
         assert storage.is_running(plan.study_uri or "")
-        with open_stored_study(replace(plan, folder=tmp_path / "b" / "results" / plan.run), messages).keep_synced():
+        with (
+            pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), last heard of \d+ s ago"),
+            StoredStudy(other_plan).keep_synced(),
+        ):
             pass
-    (message,) = messages
-    assert "seems to run this study too" in message
+        assert storage.is_running(plan.study_uri or "")
+    assert not (tmp_path / "b").exists()
     assert not storage.is_running(plan.study_uri or "")
 
 
-def test_a_driver_that_was_not_heard_of_for_long_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("age", "host", "pid", "is_running"),
+    [
+        (10, "elsewhere", 1, True),
+        (1000, "elsewhere", 1, False),
+        (10, "", 1, True),
+        (10, "", 2**22 + 1, False),  # above the largest process id
+    ],
+)
+def test_a_driver_is_gone_when_its_process_is_or_when_it_was_not_heard_of(
+    tmp_path: Path, age: float, host: str, pid: int, is_running: bool
+) -> None:
     plan = make_plan_in(tmp_path / "a", (tmp_path / "s").as_uri())
     start_study(plan)
-    for age, is_running in ((10, True), (1000, False)):
-        content = {"words": "somebody on elsewhere", "time": time.time() - age}
-        open_folder(plan).put(DRIVER_FILE, json.dumps(content).encode())
-        assert storage.is_running(plan.study_uri or "") == is_running
+    content = {"user": "somebody", "host": host or socket.gethostname(), "pid": pid, "time": time.time() - age}
+    open_folder(plan).put(DRIVER_FILE, json.dumps(content).encode())
+    assert storage.is_running(plan.study_uri or "") == is_running
     open_folder(plan).put(DRIVER_FILE, b"damaged")
     assert not storage.is_running(plan.study_uri or "")
 
@@ -131,7 +143,7 @@ def test_a_driver_that_was_not_heard_of_for_long_is_gone(tmp_path: Path) -> None
 def test_rows_come_and_go_with_the_statuses(uri: str, tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)
-    run_id, study = plan.runs[0].run_id, open_stored_study(plan)
+    run_id, study = plan.runs[0].run_id, StoredStudy(plan)
     store_rows(plan, study, 2)
     study.pull()
     assert [row["step"] for row in read_rows(plan.get_run_dir(run_id) / METRICS_FILE)] == [1, 2]
@@ -141,19 +153,58 @@ def test_rows_come_and_go_with_the_statuses(uri: str, tmp_path: Path) -> None:
     assert {f"runs/{run_id}/status.json", f"runs/{run_id}/{METRICS_FILE}", "study.json"} <= names.keys()
 
 
-def test_the_checkpoints_of_earlier_starts_are_removed(uri: str, tmp_path: Path) -> None:
+def test_checkpoints_of_earlier_starts_are_removed_when_nothing_in_them_is_newer(uri: str, tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     run_id, folder = plan.runs[0].run_id, open_folder(plan)
-    for number, step in ((0, 3), (1, 4), (2, 2)):
-        folder.put(f"{run_id}/checkpoint_{number:06}/0/state/step_{step}/checksums.json", b"{}")
+
+    def put(number: int, **steps: int) -> str:
+        for seed, step in steps.items():
+            folder.put(f"{run_id}/checkpoint_{number:06}/{seed[1:]}/state/step_{step}/checksums.json", b"{}")
+        return f"{folder.path}/{run_id}/checkpoint_{number:06}"
+
+    put(0, s0=3)
+    put(1, s0=4)
+    put(2, s1=9)  # of a run that has ended, and is in no later checkpoint of its trial
     uris = storage.list_trial_checkpoints(plan.study_uri or "", run_id)
-    assert uris == [join_uri(plan.study_uri or "", f"{run_id}/checkpoint_{number:06}") for number in (1, 0, 2)]
+    assert uris == [join_uri(plan.study_uri or "", f"{run_id}/checkpoint_{number:06}") for number in (2, 1, 0)]
     assert storage.list_checkpoints(plan.study_uri or "", plan.runs[0], run_id) == {
-        step: f"{run_id}/checkpoint_{number:06}/0/state/step_{step}" for number, step in ((0, 3), (1, 4), (2, 2))
+        step: f"{run_id}/checkpoint_{number:06}/0/state/step_{step}" for number, step in ((0, 3), (1, 4))
     }
     options = {"runs": [{"run_id": run_id, "seed": 0}], "checkpoints": uris}
-    open_stored_study(plan).follow(options, f"{folder.path}/{run_id}/checkpoint_000000")
-    assert {name.split("/")[1] for name in folder.list_files() if run_id in name} == {"checkpoint_000000"}
+    StoredStudy(plan).follow(options, f"{folder.path}/{run_id}/checkpoint_000003")  # without a state, after a failure
+    assert len(uris) == 3
+    StoredStudy(plan).follow(options, put(4, s0=4))
+    left = {name.split("/")[1] for name in folder.list_files() if run_id in name}
+    assert left == {"checkpoint_000002", "checkpoint_000004"}
+    assert [uri.partition("?")[0][-1] for uri in uris] == ["2"]
+
+
+def test_what_was_not_copied_before_is_not_overwritten_by_what_is_stored(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path / "a", (tmp_path / "s").as_uri())
+    start_study(plan)
+    run_id = plan.runs[0].run_id
+    write_status(plan.get_run_dir(run_id), RunStatus(run_id, "failed", "and the last copy failed"))
+    with StoredStudy(plan).keep_synced():
+        status = read_status(plan.get_run_dir(run_id))
+    assert status is not None
+    assert status.status == "failed"
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan_in(tmp_path / "a", (tmp_path / "s").as_uri())
+    start_study(plan)
+    study = StoredStudy(plan)
+    store_rows(plan, study, 2)
+
+    def fail(name: str, path: Path) -> None:
+        raise OSError("the storage does not respond")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study._folder, "fetch", fail)
+        with pytest.raises(OSError, match="does not respond"):
+            study.pull()
+    study.pull()
+    assert len(read_rows(plan.get_run_dir(plan.runs[0].run_id) / METRICS_FILE)) == 2
 
 
 @pytest.mark.long
@@ -162,7 +213,7 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
 ) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan, "completed")
-    study = open_stored_study(plan)
+    study = StoredStudy(plan)
     store_rows(plan, study, 3)
     study.pull()
     study.push()
@@ -172,14 +223,14 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
     assert resumed_plan == replace(plan, folder=tmp_path / "b" / "results" / plan.run)
     assert list((tmp_path / "b").iterdir()) == []  # nothing is written before it starts
     resumed_plan.folder.mkdir(parents=True)
-    with open_stored_study(resumed_plan).keep_synced():
+    with StoredStudy(resumed_plan).keep_synced():
         pass
     status = read_status(resumed_plan.get_run_dir(plan.runs[0].run_id))
     assert status == RunStatus(plan.runs[0].run_id, "completed", "a test")
     assert len(read_rows(resumed_plan.get_run_dir(plan.runs[0].run_id) / METRICS_FILE)) == 3
     write_status(resumed_plan.get_run_dir(plan.runs[1].run_id), RunStatus(plan.runs[1].run_id, "failed", "in b"))
-    open_stored_study(resumed_plan).push()
-    with open_stored_study(plan).keep_synced():
+    StoredStudy(resumed_plan).push()
+    with StoredStudy(plan).keep_synced():
         pass
     assert read_status(plan.get_run_dir(plan.runs[1].run_id)) == RunStatus(plan.runs[1].run_id, "failed", "in b")
 
@@ -194,7 +245,7 @@ def test_who_only_reads_a_study_copies_no_old_status_back(
     monkeypatch.chdir(tmp_path / "b")
     folder = locate.fetch_for_writing(plan.study_uri or "")
     write_status(plan.get_run_dir(run_id), RunStatus(run_id, "completed", "while b made its report"))
-    assert open_stored_study(plan).push() == ""
+    assert StoredStudy(plan).push() == ""
     (folder / "report.html").write_text("of b")
     assert storage.push_results(folder, plan.study_uri or "") == ""
     assert json.loads(open_folder(plan).read(f"runs/{run_id}/status.json"))["status"] == "completed"
@@ -207,7 +258,7 @@ def test_logs_are_fetched_to_their_place(tmp_path: Path, monkeypatch: pytest.Mon
     log_path = plan.output / plan.runs[0].log_path
     log_path.parent.mkdir(parents=True, exist_ok=True)
     log_path.write_text("a line")
-    open_stored_study(plan).push()
+    StoredStudy(plan).push()
     log_path.unlink()
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
@@ -277,10 +328,10 @@ def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
     start_study(plan)
     shutil.rmtree(tmp_path / "s")
     (tmp_path / "s").write_text("no folder any more")
-    problem = open_stored_study(plan).push()
+    problem = StoredStudy(plan).push()
     assert problem.startswith(f"Statuses, tables and report could not be copied to {plan.study_uri}: ")
     assert problem.endswith(f"`python -m tune_study resume {plan.folder}` copies them.")
-    with pytest.raises(PlanError, match="cannot be used"), open_stored_study(plan).keep_synced():
+    with pytest.raises(PlanError, match="cannot be used"), StoredStudy(plan).keep_synced():
         pass
 
 
@@ -291,7 +342,7 @@ def test_while_a_study_runs_rows_come_and_statuses_go_by_themselves(
     monkeypatch.setattr(storage, "SYNC_SECONDS", 0.01)
     plan = make_plan_in(tmp_path / "a", uri)
     rows_name = f"runs/{plan.runs[0].run_id}/{METRICS_FILE}"
-    study = open_stored_study(plan)
+    study = StoredStudy(plan)
     with study.keep_synced():
         outputs.write_study(plan)
         store_rows(plan, study, 2)
@@ -379,7 +430,7 @@ def type_in(line: str) -> Any:
 def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)
-    study = open_stored_study(plan)
+    study = StoredStudy(plan)
     store_rows(plan, study, 2)
     study.pull()
     study.push()
@@ -391,7 +442,7 @@ def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, m
     assert "2/3" in status_answer.stdout
     assert "the process that ran the study is gone" in status_answer.stdout
     assert list((tmp_path / "b").iterdir()) == []
-    with open_stored_study(plan).keep_synced():
+    with StoredStudy(plan).keep_synced():
         assert "kl (laptop): running" in type_in(f"status {shlex.quote(plan.study_uri or '')}").stdout
     report_answer = type_in(f"report {shlex.quote(plan.study_uri or '')}")
     assert report_answer.exit_code == 0, report_answer.stderr
@@ -493,7 +544,7 @@ def test_no_link_in_a_shared_folder_is_followed(name: str, tmp_path: Path) -> No
     for read in (storage.fetch_study, storage.fetch_results):
         with pytest.raises(PlanError, match="symbolic link"):
             read(plan.study_uri or "", tmp_path / "copy")
-    with pytest.raises(PlanError, match="symbolic link"), open_stored_study(plan).keep_synced():
+    with pytest.raises(PlanError, match="symbolic link"), StoredStudy(plan).keep_synced():
         pass
     assert not (tmp_path / "copy").exists()
     assert list(foreign.rglob("*")) == [foreign / "below"]

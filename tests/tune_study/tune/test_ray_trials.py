@@ -12,8 +12,7 @@ from search_spaces import STUDIES
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trials import FEW_LEVELS, drop_times, make_trial_config, start_trial
 from trainable.config.run_config import ConfigError
-from trainable.runs.checkpoint import CheckpointError
-from trainable.runs.failures import RunFailedError
+from trainable.runs.failures import CheckpointError, RunFailedError
 from trainable.runs.records import carry_values, drop_carried, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.trial import PPO, UpdateRules
@@ -326,7 +325,9 @@ def test_a_checkpoint_without_a_state_says_why(make_trial: Any, tmp_path: Path) 
     assert trial.step()["finished"]
     (tmp_path / "checkpoint").mkdir()
     trial.save_checkpoint(str(tmp_path / "checkpoint"))
-    with pytest.raises(CheckpointError, match=r"has no state in .* trainer\.keep_last=false"):
+    with pytest.raises(
+        CheckpointError, match=r"no state of the same step for each run: .* trainer\.keep_last=false"
+    ):
         PPO.from_checkpoint(tune.Checkpoint.from_directory(tmp_path / "checkpoint"))
 
 

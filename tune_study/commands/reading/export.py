@@ -10,7 +10,7 @@ from rich.console import Console
 from trainable.config.run_config import RunConfig
 from trainable.config.setting_types import SHORT_DTYPES, format_value
 from trainable.export.policy import DTYPES, load_trained_policy, make_card, write_adapter_folder, write_hub_folder
-from trainable.runs.checkpoint import CheckpointError
+from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, find_best_step, read_rows
 from tune_study.folder.origin import NOTHING
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint

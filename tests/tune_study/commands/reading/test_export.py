@@ -16,7 +16,8 @@ from trainable.export.policy import load_trained_policy
 from trainable.models.load import find_model
 from trainable.models.lora import iter_merged_weights
 from trainable.models.qwen2 import PassSettings, Qwen2
-from trainable.runs.checkpoint import CheckpointError, iter_checkpoints
+from trainable.runs.checkpoint import iter_checkpoints
+from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows
 from trainable.trial import PPO
 from tune_study.commands import probe
