@@ -52,14 +52,24 @@ def make_space(seed: int, steps: int, levels: int) -> dict[str, Any]:
 
 def train(name: str, seed: int, steps: int, levels: int, output: Path, scheduler: Any = None) -> list[Member]:
     """Train the members of one condition and seed. The rows in a checkpoint are those of its weights, if copied too."""
+    path = output / f"{name}-s{seed}"
+    if tune.Tuner.can_restore(path):  # what has ended is not trained again
+        return read_members(tune.Tuner.restore(str(path), trainable=PPO).get_results(), seed)
     tuner = tune.Tuner(
         PPO,
         param_space=make_space(seed, steps, levels),
         tune_config=tune.TuneConfig(metric="val_success", mode="max", scheduler=scheduler, reuse_actors=True),
         run_config=tune.RunConfig(name=f"{name}-s{seed}", storage_path=str(output), verbose=0),
     )
+    return read_members(tuner.fit(), seed)
+
+
+def read_members(results: tune.ResultGrid, seed: int) -> list[Member]:
+    """What the trials of an experiment have reached. Raise RuntimeError if one of them has failed or has not ended."""
     members = []
-    for point, result in enumerate(tuner.fit()):
+    for point, result in enumerate(results):
+        if result.error is not None or not (result.metrics or {}).get("finished"):
+            raise RuntimeError(f"A trial in {results.experiment_path} has not ended: remove that folder and try again.")
         rows = read_rows(Path(result.checkpoint.path, str(seed), METRICS_FILE))
         validations = [row["val_success"] for row in rows if row.get("val_success") is not None]
         late_validation = float(np.mean(validations[-3:]))
@@ -102,7 +112,8 @@ def main() -> None:
         chosen.append(choose(train("population", *arguments, scheduler)))
         for name, member in (("constant", choose(constants[-1])), ("population", chosen[-1])):
             settings = ", ".join(f"{key} {member.config[key]:.3g}" for key in MUTATIONS)
-            print(f"seed {seed} {name}: {settings}; late {member.late_validation:.3f}, test {member.test_success:.3f}")
+            late, test = f"{member.late_validation:.3f}", f"{member.test_success:.3f}"
+            print(f"seed {seed} {name}: {settings}; late {late}, test {test}", flush=True)
     late_means = np.mean([[member.late_validation for member in members] for members in constants], axis=0)
     best_point = int(np.argmax(late_means))
     print(f"best constant arm: {GRID[best_point]}")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from search_spaces import STUDIES
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trials import FEW_LEVELS, drop_times, make_trial_config, start_trial
 from trainable.config.run_config import ConfigError
+from trainable.files.json_values import write_object
+from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.failures import CheckpointError, RunFailedError
 from trainable.runs.records import carry_values, drop_carried, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, read_rows
@@ -325,9 +328,7 @@ def test_a_checkpoint_without_a_state_says_why(make_trial: Any, tmp_path: Path) 
     assert trial.step()["finished"]
     (tmp_path / "checkpoint").mkdir()
     trial.save_checkpoint(str(tmp_path / "checkpoint"))
-    with pytest.raises(
-        CheckpointError, match=r"no state of the same step for each run: .* trainer\.keep_last=false"
-    ):
+    with pytest.raises(CheckpointError, match=r"no state of the same step for each run: .* trainer\.keep_last=false"):
         PPO.from_checkpoint(tune.Checkpoint.from_directory(tmp_path / "checkpoint"))
 
 
@@ -362,3 +363,173 @@ def test_the_seeds_of_a_toy_trial_are_in_one_checkpoint(tmp_path: Path) -> None:
     third.cleanup()
     trainer = UpdateRules.from_checkpoint(tune.Checkpoint.from_directory(tmp_path / "checkpoint"))
     assert list(trainer.seeds) == [0, 1]
+
+
+TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8} | {
+    "trainer.total_training_steps": 6,
+    "trainer.test_freq": 2,
+}
+
+
+@pytest.fixture
+def make_toy(tmp_path: Path) -> Any:
+    """Return a function that makes a trial of update rules, and close all of them at the end."""
+    trials: list[UpdateRules] = []
+
+    def make(name: str, seed: int | list[int], **config: Any) -> UpdateRules:
+        trials.append(type("Here", (UpdateRules,), {"logdir": str(tmp_path / name)})({**TOY, "seed": seed, **config}))
+        return trials[-1]
+
+    yield make
+    for trial in trials:
+        trial.cleanup()
+
+
+def save(trial: PPO, folder: Path) -> str:
+    folder.mkdir()
+    trial.save_checkpoint(str(folder))
+    return folder.as_uri()
+
+
+def test_a_seed_that_joins_a_trial_does_not_continue_from_another_one(make_toy: Any, tmp_path: Path) -> None:
+    first = make_toy("first", [0])
+    while not first.step()["done"]:
+        pass
+    uri = save(first, tmp_path / "checkpoint")
+    for seeds in ([1], [1, 2]):
+        joined = make_toy(f"joined{seeds}", seeds, run={"checkpoints": [uri]})
+        result = joined.step()
+        assert (result["step"], result["finished"]) == (0, False)
+        assert "has no runs of the seeds 1" in result["note"]
+        assert {row["seed"] for row in result["rows"].values()} == set(seeds)
+    assert make_toy("again", [0], run={"checkpoints": [uri]}).step()["finished"]
+
+
+def test_a_failure_before_the_first_step_keeps_what_was_there(make_trial: Any, tmp_path: Path) -> None:
+    first = make_trial("trial", **SMALL)
+    first.step()
+    first.cleanup()
+    second = make_trial("trial", **{**SMALL, "model.path": str(tmp_path / "gone")})
+    result = second.step()
+    assert result["done"]
+    assert result["failure"]
+    save(second, tmp_path / "checkpoint")
+    assert (tmp_path / "checkpoint" / "0" / METRICS_FILE).read_bytes()
+    assert [path.name for path in (tmp_path / "checkpoint" / "0" / "state").iterdir()] == ["step_1"]
+
+
+def test_a_state_that_is_loaded_is_no_link(make_trial: Any, tmp_path: Path) -> None:
+    first = make_trial("first", **SMALL)
+    first.step()
+    save(first, tmp_path / "checkpoint")
+    second = make_trial("second", **SMALL)
+    second.load_checkpoint(str(tmp_path / "checkpoint"))
+    (state,) = (tmp_path / "second").rglob("step_1")
+    assert {path.stat().st_nlink for path in state.iterdir()} == {1}
+
+
+def test_a_toy_run_of_one_seed_fails_with_its_reason_and_again_after_a_restart(make_toy: Any) -> None:
+    from trainable.runs.training import StepResult
+
+    trial = make_toy("one", 3)
+    trial.step()
+    trainer = trial.begin().trainer
+    trainer.step = lambda before_update: StepResult(failures={3: "the loss is nan"})
+    result = trial.step()
+    assert (result["failure_class"], result["failure"], result["done"]) == ("non-finite", "the loss is nan", True)
+    trial.cleanup()
+    again = make_toy("one", 3).step()
+    assert (again["failure_class"], again["failure"], again["finished"]) == ("non-finite", "the loss is nan", True)
+
+
+def test_the_mean_of_several_seeds_has_every_column_when_one_of_them_fails(make_toy: Any) -> None:
+    from trainable.runs.training import StepResult
+
+    trial = make_toy("two", [0, 1])
+    before = trial.step()
+    trainer = trial.begin().trainer
+    trainer.step = lambda before_update: StepResult(failures={1: "the loss is nan"})
+    result = trial.step()
+    assert before.keys() <= result.keys()
+    (row,) = (row for run_id, row in trial._last_rows.items() if run_id.endswith("-s0"))
+    assert result["test_error"] == row["test_error"]
+    assert result["failed"] == {"default-s1": "the loss is nan"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"seed": 1, "run": {"runs": [{"run_id": "a", "seed": 2}]}}, "seeds of `run` / `runs` are not those of `seed`"),
+        ({"seed": [0, 1], "__trial_index__": 1}, "Repeater repeats a trial"),
+    ],
+)
+def test_seeds_that_disagree_are_refused(make_trial: Any, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trial(**SMALL, **config)
+
+
+def test_the_repetitions_of_tune_are_seeds(make_trial: Any) -> None:
+    trial = make_trial(**SMALL, seed=4, __trial_index__=2)
+    assert [run["seed"] for run in trial._runs] == [6]
+
+
+# Checkpoints of somebody else.
+
+
+def test_no_pickle_of_a_checkpoint_is_read(make_trial: Any, tmp_path: Path) -> None:
+    first = make_trial("first", **SMALL)
+    first.step()
+    save(first, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "_dict_checkpoint.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/no'\ntR.")
+    second = make_trial("second", **SMALL)
+    for checkpoint in (str(tmp_path / "checkpoint"), tune.Checkpoint.from_directory(tmp_path / "checkpoint")):
+        with pytest.raises(CheckpointError, match=r"has a pickle, _dict_checkpoint\.pkl"):
+            second.restore(checkpoint)
+
+
+@pytest.mark.parametrize("is_pointer", [False, True])
+def test_no_link_to_a_run_is_followed(make_trial: Any, tmp_path: Path, is_pointer: bool) -> None:
+    first = make_trial("first", **SMALL)
+    first.step()
+    save(first, tmp_path / "real")
+    folder = tmp_path / "study" / "trial" / "checkpoint_000000"
+    folder.mkdir(parents=True)
+    link = tmp_path / "study" / "runs" / "a" if is_pointer else folder / "0"
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path / "real" / "0")
+    if is_pointer:
+        write_object(folder / "runs.json", {"0": "a"})
+    with pytest.raises(OSError, match="symbolic link"):
+        PPO.from_checkpoint(tune.Checkpoint.from_directory(folder))
+    with pytest.raises(OSError, match="symbolic link"):
+        make_trial("second", **SMALL).load_checkpoint(str(folder))
+
+
+def test_a_trial_continues_from_a_checkpoint_of_a_study(tmp_path: Path, make_trial: Any) -> None:
+    trial = start_trial(tmp_path)
+    trial.step()
+    folder = tmp_path / "kl" / "checkpoint_000000"
+    folder.mkdir(parents=True)
+    trial.save_checkpoint(str(folder))
+    trial.cleanup()
+    (run,) = make_trial_config(tmp_path)["run"]["runs"]
+    (tmp_path / "runs" / "r").rename(tmp_path / "runs" / run["run_id"])
+    other = make_trial("other", **SMALL)
+    other.load_checkpoint(str(folder))
+    assert other.step()["step"] == 2
+
+
+def test_what_a_checkpoint_names_outside_of_it_is_not_used(make_trial: Any, tmp_path: Path) -> None:
+    address = "http://127.0.0.1:9/judge"
+    trial = make_trial(**SMALL)
+    trial.step()
+    save(trial, tmp_path / "checkpoint")
+    (state,) = (tmp_path / "checkpoint" / "0" / "state").iterdir()
+    tensors, values = read_checkpoint(state)
+    values["settings"]["env"]["papers"]["judge_url"] = address
+    shutil.rmtree(state)
+    write_checkpoint(state, tensors, values)
+    checkpoint = tune.Checkpoint.from_directory(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match=f"env.papers.judge_url={address}"):
+        PPO.from_checkpoint(checkpoint)
+    PPO.from_checkpoint(checkpoint, **{"env.papers.judge_url": address}).close()
