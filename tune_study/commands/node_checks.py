@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +59,7 @@ class NodeReport(NamedTuple):
         versions: versions of packages, and `code`, a hash of our sources.
         marker_error: why the node does not see the marker; empty if it does.
         setup_error: message of the first error of its models and engines; empty without an error.
-        free_disk_bytes: bytes available for scratch folders; 0 without a storage.
+        free_disk_bytes: bytes available for the files of trials; 0 without a storage.
         free_memory_bytes: bytes of CPU memory available to new processes.
         gpu_memory_mib: MiB of each GPU that nvidia-smi reports.
     """
@@ -97,7 +98,7 @@ def inspect_node(query: NodeQuery) -> NodeReport:
         setup_error = ""
     except PlanError as error:
         setup_error = str(error)
-    free_disk_bytes = 0 if query.study_uri is None else _measure_free_scratch()
+    free_disk_bytes = 0 if query.study_uri is None else _measure_free_space()
     gpu_memory_mib = [entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None]
     return NodeReport(
         {**read_versions(), "code": compute_code_hash()},
@@ -117,17 +118,24 @@ def _find_marker_error(query: NodeQuery) -> str:
 
     folder, name = split_uri(query.marker)
     try:
-        StoredFolder(folder).read(name)
+        stored_folder = StoredFolder(folder)
+        stored_folder.read(name)
+        stored_folder.put(answer := f"{name}-{uuid4().hex}", b"")  # runs write there, too
+        stored_folder.remove(answer)
     except (OSError, PlanError) as error:
         return format_error(error)
     return ""
 
 
-def _measure_free_scratch() -> int:
-    """Free bytes in the folder of Ray on this machine, in which the trials of a study with a storage work."""
-    folder = find_ray_folder(os.environ)
-    # The folder may not exist yet: its nearest existing parent is on the same disk.
-    return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
+def _measure_free_space() -> int:
+    """Free bytes where trials of a study with a storage write: in Ray's folder and that of temporary files."""
+    free_bytes = []
+    for folder in (find_ray_folder(os.environ), Path(tempfile.gettempdir())):
+        # The folder may not exist yet: its nearest existing parent is on the same disk.
+        free_bytes.append(
+            shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
+        )
+    return min(free_bytes)
 
 
 def query_nodes(nodes: Sequence[Node], query: NodeQuery) -> dict[Node, NodeReport]:
@@ -255,7 +263,7 @@ def check_scratch(n_runs: int, run_bytes: int | None) -> None:
 
     n_runs: maximum number of concurrent runs. run_bytes: bytes per run; None if unknown.
     """
-    free_bytes = _measure_free_scratch()
+    free_bytes = _measure_free_space()
     if run_bytes is not None and free_bytes < n_runs * run_bytes:
         raise PlanError(
             f"This machine has {decimal(free_bytes)} free for the checkpoints of up to {n_runs} runs until they are "
@@ -273,7 +281,7 @@ def check_capacity(
         reports: the reports of the nodes.
         n_gpus: GPUs per run.
         runs_per_node: maximum number of concurrent runs per node.
-        scratch_bytes: disk space per run; None if it is unknown or if runs write no scratch folders.
+        scratch_bytes: disk space per run; None if it is unknown or if there is no storage.
         host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
