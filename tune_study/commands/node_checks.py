@@ -16,7 +16,12 @@ from rich.filesize import decimal
 import trainable
 from trainable.config.run_config import RunConfig
 from tune_study.folder.outputs import read_versions
-from tune_study.host.machine_checks import find_ray_folder, measure_available_memory, query_gpu_memory
+from tune_study.host.machine_checks import (
+    find_nearest_existing,
+    find_ray_folder,
+    measure_available_memory,
+    query_gpu_memory,
+)
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_engines
@@ -129,13 +134,8 @@ def _find_marker_error(query: NodeQuery) -> str:
 
 def _measure_free_space() -> int:
     """Free bytes where trials of a study with a storage write: in Ray's folder and that of temporary files."""
-    free_bytes = []
-    for folder in (find_ray_folder(os.environ), Path(tempfile.gettempdir())):
-        # The folder may not exist yet: its nearest existing parent is on the same disk.
-        free_bytes.append(
-            shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
-        )
-    return min(free_bytes)
+    folders = find_ray_folder(os.environ), Path(tempfile.gettempdir())
+    return min(shutil.disk_usage(find_nearest_existing(folder)).free for folder in folders)
 
 
 def query_nodes(nodes: Sequence[Node], query: NodeQuery) -> dict[Node, NodeReport]:

@@ -340,7 +340,7 @@ def _prepare_study(
         if memory is not None:  # of the nodes, whose GPUs the driver's machine does not know
             resource_plan = _add_placement(resource_plan, memory)
     outputs.check_writable(plan.output)
-    # With a storage, checkpoints are written to folders of the nodes, whose space was checked with the machine or the nodes.
+    # With a storage, checkpoints are written to folders of the nodes, whose space was checked with these.
     if plan.storage is None:
         disk.check_budget(requirements.disk_budget)
     return PreparedStudy(
