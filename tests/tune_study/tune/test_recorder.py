@@ -17,6 +17,7 @@ from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune import callbacks
 from tune_study.tune.callbacks import MAX_ATTEMPTS, CheckpointFollower, Recorder
 from tune_study.tune.progress import Progress
 from tune_study.tune.trials import make_trial_configs
@@ -147,7 +148,10 @@ def test_a_run_that_ends_on_another_node_before_its_trial_is_judged_by_what_it_r
     assert [recorded_trial.get_status(seed).status for seed in (0, 1)] == ["early_stopped", "failed"]
 
 
-def test_the_rows_of_the_newest_checkpoint_are_fetched_before_an_end_is_recorded(recorded_trial: RecordedTrial) -> None:
+def test_the_rows_of_the_newest_checkpoint_are_fetched_before_an_end_is_recorded(
+    recorded_trial: RecordedTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callbacks, "PULL_PATIENCE_S", 0.0)
     calls: list[object] = []
 
     class Storage:
@@ -191,3 +195,22 @@ def test_a_failure_that_is_a_result_ends_the_runs_of_its_trial(recorded_trial: R
         status = recorded_trial.get_status(seed)
         assert (status.status, status.failure_class, status.reason) == ("failed", "error", "KeyError: 'x'")
         assert "Traceback: x" in recorded_trial.read_log(seed)
+
+
+def test_a_storage_that_fails_is_asked_for_a_while_before_its_failures_count(
+    recorded_trial: RecordedTrial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    path = tmp_path / "error.pkl"
+    path.write_bytes(ray.cloudpickle.dumps(OSError("the bucket does not answer")))
+    recorded_trial.trial.pickled_error_file = str(path)
+    for _ in range(2 * MAX_ATTEMPTS):
+        recorded_trial.restart_after_death()
+        now[0] += 50.0
+    assert not recorded_trial.recorder.given_up_trials
+    now[0] += recorded_trial.plan.base_config.trainer.disk_patience
+    for _ in range(MAX_ATTEMPTS):
+        recorded_trial.restart_after_death()
+    assert recorded_trial.recorder.given_up_trials == {"one"}
+    assert recorded_trial.get_status(0).failure_class == "storage"
