@@ -213,4 +213,4 @@ def test_a_storage_that_fails_is_asked_for_a_while_before_its_failures_count(
     for _ in range(MAX_ATTEMPTS):
         recorded_trial.restart_after_death()
     assert recorded_trial.recorder.given_up_trials == {"one"}
-    assert recorded_trial.get_status(0).failure_class == "storage"
+    assert "=== failed (storage) " in recorded_trial.read_log(0)
