@@ -67,14 +67,15 @@ def train(name: str, seed: int, steps: int, levels: int, output: Path, scheduler
 def read_members(results: tune.ResultGrid, seed: int) -> list[Member]:
     """What the trials of an experiment have reached. Raise RuntimeError if one of them has failed or has not ended."""
     members = []
-    for point, result in enumerate(results):
+    for result in results:
         if result.error is not None or not (result.metrics or {}).get("finished"):
             raise RuntimeError(f"A trial in {results.experiment_path} has not ended: remove that folder and try again.")
         rows = read_rows(Path(result.checkpoint.path, str(seed), METRICS_FILE))
         validations = [row["val_success"] for row in rows if row.get("val_success") is not None]
         late_validation = float(np.mean(validations[-3:]))
+        point = result.config["run"]["arm"]  # of a copy, that of its donor
         members.append(Member(point, late_validation, rows[-1]["test_success"], result.config))
-    return members
+    return sorted(members, key=lambda member: member.point)  # a restored experiment has another order
 
 
 def choose(members: list[Member]) -> Member:
