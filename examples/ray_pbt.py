@@ -7,16 +7,12 @@ from ray.tune.schedulers import PopulationBasedTraining
 
 from tune_study import PPO, param_space
 
-settings = {
-    "trainer.total_training_steps": 6,
-    "trainer.test_freq": 2,
-    "env.val_env_groups": 64,
-    "actor.use_kl_loss": True,
-}
+settings = {"trainer.total_training_steps": 6, "trainer.test_freq": 2, "env.val_env_groups": 64}
 space = param_space("kl", values=("0.1",), **settings)
 scheduler = PopulationBasedTraining(
     time_attr="step",
     perturbation_interval=2,
+    synch=True,
     hyperparam_mutations={"actor.lr": tune.loguniform(1e-4, 3e-3), "actor.kl_loss_coef": tune.loguniform(1e-3, 1)},
 )
 tuner = tune.Tuner(

@@ -77,6 +77,7 @@ STUDY_FILES = {
     "tune/experiment_state": rf"{RESULTS}/experiment_state-[^/]+\.json",
     "tune/searcher-state": rf"{RESULTS}/search(er-state|_gen_state)-[^/]+",
     "tune/tuner.pkl": rf"{RESULTS}/tuner\.pkl",
+    "tune/checkpoint": rf"{RESULTS}/(?!runs/)[^/]+/checkpoint_\d+/[^/]+",
     "tune/events": rf"{RESULTS}/(?!runs/)[^/]+/events\.out\.tfevents\.[^/]+",
     **{
         f"tune/{name}": rf"{RESULTS}/(?!runs/)[^/]+/{re.escape(name)}"

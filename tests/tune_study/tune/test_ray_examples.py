@@ -132,6 +132,7 @@ def test_a_killed_experiment_continues_to_the_same_rows(examples: dict[str, Any]
         assert json.dumps(by_step[row["step"]], sort_keys=True) == json.dumps(drop_times(row), sort_keys=True)
 
 
+@pytest.mark.slow
 def test_the_study_of_populations_reads_every_member_and_continues(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "population_study.py"), str(tmp_path), "--seeds", "2"]
     command += ["--steps", "5", "--levels", "8"]
