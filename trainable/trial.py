@@ -287,11 +287,11 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         if self._has_study_folder:
             write_object(Path(checkpoint_dir, POINTER_FILE), {str(run["seed"]): run["run_id"] for run in self._runs})
             return
-        for run in () if self.training is None else self.training.runs.values():
-            run.copy_to(Path(checkpoint_dir, str(run.seed)))
-        for entry in (
-            self._runs if self.training is None else ()
-        ):  # of a run that failed before it began, what was there
+        if self.training is not None:
+            for run in self.training.runs.values():
+                run.copy_to(Path(checkpoint_dir, str(run.seed)))
+            return
+        for entry in self._runs:  # a run that failed before it began keeps what was there
             source = Path(entry["run_dir"])
             if source.is_dir():
                 copy_run_files(source, Path(checkpoint_dir, str(entry["seed"])), list_states(source), links=True)
