@@ -24,9 +24,16 @@ COMMANDS = {
     "run gradient-analysis --seeds 1 --steps 2 --set trainer.gradient_analysis_every=1": "sweeps",
     "run smoke --groups 3 --steps 5": "sweeps",
     "run grpo-entropy-sokoban --seeds 1 --steps 5 --arms std-clip0.2,tpo": "sweeps",
+    "run mismatch --seeds 1 --steps 3": "sweeps",
+    "run distill --seeds 1 --steps 3": "sweeps",
+    "run tree-grpo --seeds 1 --steps 3": "sweeps",
+    "run kl --seeds 1 --steps 4 --kl-values 0,0.1 --set rollout.name=torch": "torch",
+    "run kl --seeds 1 --steps 4 --kl-values 0,0.1 --set model.lora_rank=4": "adapters",
     "run sandbox-all --smoke": "sandbox",
+    "run sandbox-companions --smoke": "companions",
+    "run opd --smoke": "companions",
 }
-"""What is run, after one another, on the laptop preset -> the folder that it goes to."""
+"""What is run, after one another, on the laptop preset -> the folder that it goes to: every family, both engines."""
 
 TABLES = {
     "trials": ("run_id",),

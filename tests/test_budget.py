@@ -1,0 +1,111 @@
+"""The size of the project as a ratchet: a bound is lowered freely, and raised only with a sentence that says why."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
+from tune_study.demo.archive import unpack
+
+STATEMENTS: Mapping[str, int] = {"analysis": 6721, "search_spaces": 627, "trainable": 14619, "tune_study": 8582}
+"""Package -> most statements, docstrings left out."""
+
+READERS: Mapping[str, int] = {"study.json": 11, "run.json": 7, "status.json": 5}
+"""File of a study -> most modules that name it. One that reads and writes it is what there should be."""
+
+TRACED_FILES: Mapping[str, int] = {"dry run": 68, "status": 20, "first step": 69}
+"""What is done -> most files of the project of which a function is called."""
+
+
+@cache
+def count_statements() -> Counter[str]:
+    """The statements of each package, without docstrings."""
+    counts: Counter[str] = Counter()
+    for name, path in MODULES.items():
+        nodes = list_nodes(path.read_text(encoding="utf-8"))
+        counts[name.split(".")[0]] += sum(isinstance(node, ast.stmt) and not is_docstring(node) for node in nodes)
+    return counts
+
+
+def is_docstring(node: ast.AST) -> bool:
+    """Whether a statement is a text alone."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_has_more_statements(package: str) -> None:
+    assert count_statements()[package] <= STATEMENTS[package]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_format_has_few_readers(name: str) -> None:
+    modules = [
+        module
+        for module, path in MODULES.items()
+        if any(
+            isinstance(node, ast.Constant) and node.value == name
+            for node in list_nodes(path.read_text(encoding="utf-8"))
+        )
+    ]
+    assert len(modules) <= READERS[name], modules
+
+
+TRACE = """
+import inspect, json, sys
+from pathlib import Path
+root, packages, files = sys.argv[1], set(json.loads(sys.argv[2])), set()
+
+def note(frame, event, argument):
+    if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function, no module and no class
+        name = frame.f_code.co_filename
+        if name.startswith(root) and name[len(root) + 1:].split("/")[0] in packages:
+            files.add(name[len(root) + 1:])
+
+from tune_study.commands.cli import app
+from trainable.families import LANGUAGE_MODEL
+
+def trace(function):
+    sys.setprofile(note)
+    try:
+        function()
+    except SystemExit as error:
+        assert not error.code, error.code
+    finally:
+        sys.setprofile(None)
+        print(json.dumps(sorted(files)))
+"""
+COMMANDS: Mapping[str, str] = {
+    "dry run": "trace(lambda: app('run kl --preset laptop --kl-values 0 --seeds 1 --output out --dry-run'.split()))",
+    "status": "trace(lambda: app(['status', 'results/study']))",
+    "first step": """
+from search_spaces import STUDIES
+from tune_study.plan.study_plan import make_arm_config, make_base_config
+config = make_arm_config(STUDIES["kl"], make_base_config(STUDIES["kl"], "laptop"), "0.01")
+trace(lambda: LANGUAGE_MODEL.make_trainer(config, (0,)).step())
+""",
+}
+
+
+def list_traced_files(code: str, folder: Path) -> list[str]:
+    """Return the files of this project of which a process calls a function."""
+    words = [sys.executable, "-c", f"{TRACE}\n{code}", str(ROOT), json.dumps(PACKAGES)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(words, capture_output=True, text=True, check=True, cwd=folder, env=environment)
+    files: list[str] = json.loads(process.stdout.splitlines()[-1])
+    return files
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_enters_few_files(name: str, tmp_path: Path) -> None:
+    unpack(tmp_path / "results" / "study")
+    files = list_traced_files(COMMANDS[name], tmp_path)
+    assert len(files) <= TRACED_FILES[name], files
