@@ -6,7 +6,9 @@ python -m tests.golden_outputs        # records everything again, after a change
 import hashlib
 import re
 import tempfile
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +21,7 @@ from tests.fakes import grid_folders, sandbox_folders
 from tune_study.commands.cli import app
 from tune_study.demo.archive import read_recorded_study, unpack
 from tune_study.folder.outputs import write_report, write_tables
+from tune_study.host import machine_checks
 from tune_study.host.gpus import Gpu
 from tune_study.placement.memory import GIB
 from tune_study.placement.memory_plan import GpuCapacity, plan_memory
@@ -31,15 +34,6 @@ MAX_RUN_LINES = 3
 """Lines of the table of runs that are recorded of each dry run."""
 MAX_TABLE_LINES = 30
 """Lines of a table that is recorded as text."""
-
-# What depends on the machine.
-MASKS: Mapping[str, str] = {
-    r"[\d.]+ [GT]B free": "... GB free",
-    r"[\d.]+ GiB available": "... GiB available",
-    r"\d+ at once on \d+ CPUs?": "... at once on ... CPUs",
-    r"^Time: .*$": "Time: ...",
-    r"^Disk: .*$": "Disk: ...",
-}
 
 MODELS = ("0.5B", "1.5B", "3B", "7B")
 CARDS = {"24 GiB": 24, "40 GiB": 40, "80 GiB": 80, "141 GiB": 141}
@@ -64,17 +58,9 @@ def list_dry_runs(folder: Path) -> Iterator[str]:
     commands = [(name, "laptop") for name in STUDIES] + [("kl", preset) for preset in ("paper", "stress", "small")]
     for name, preset in commands:
         result = invoke("run", name, "--preset", preset, "--output", str(folder), "--dry-run", "--seeds", "2")
-        lines = mask(result.stdout + result.stderr, folder).splitlines()
+        lines = [line.rstrip() for line in (result.stdout + result.stderr).replace(str(folder), "OUT").splitlines()]
         table = next((index for index, line in enumerate(lines) if line.startswith("run ")), len(lines))
         yield "\n".join([f"== run {name} --preset {preset}", *lines[: table + 1 + MAX_RUN_LINES]])
-
-
-def mask(text: str, folder: Path) -> str:
-    """Return a text without what depends on the machine and on the folder."""
-    text = text.replace(str(folder), "OUT")
-    for pattern, replacement in MASKS.items():
-        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
-    return re.sub(r" +$", "", text, flags=re.MULTILINE)
 
 
 def list_memory_choices() -> Iterator[str]:
@@ -124,7 +110,7 @@ def list_reports(root: Path) -> Iterator[str]:
         page, conclusion = write_report(folder, with_pictures=False)
         lines = (conclusion.headline, *conclusion.arms, conclusion.collapse, *conclusion.factors)
         yield f"== {name}: conclusion\n" + "\n".join(lines)
-        yield f"== {name}: page\n{mask(extract_text(page.read_text(encoding='utf-8')), root)}"
+        yield f"== {name}: page\n{extract_text(page.read_text(encoding='utf-8')).replace(str(root), 'OUT')}"
         for path in sorted(folder.glob("figures/*.csv")):
             yield f"== {name}: {path.name}\n{format_table(pd.read_csv(path))}"
 
@@ -155,9 +141,22 @@ RECORDS: Mapping[str, Callable[[Path], Iterable[str]]] = {
 """File in tests/golden -> what makes its paragraphs, in an empty folder."""
 
 
+@contextmanager
+def fix_machine() -> Iterator[None]:
+    """Give this process a machine of two cores, 16 GiB of memory and a disk of 100 GB, without GPUs and models."""
+    usage = namedtuple("usage", "total used free")(200 * 10**9, 100 * 10**9, 100 * 10**9)
+    with (
+        mock.patch.dict("os.environ", NO_MACHINE),
+        mock.patch("shutil.disk_usage", return_value=usage),
+        mock.patch("os.sched_getaffinity", return_value={0, 1}, create=True),
+        mock.patch.object(machine_checks, "measure_available_memory", return_value=16 * 2**30),
+    ):
+        yield
+
+
 def make_record(name: str, folder: Path) -> str:
     """Return the text of a file of `RECORDS` as this version makes it."""
-    with mock.patch.dict("os.environ", NO_MACHINE):
+    with fix_machine():
         return "".join(paragraph.rstrip("\n") + "\n" for paragraph in RECORDS[name](folder))
 
 
