@@ -37,7 +37,13 @@ MAX_TABLE_LINES = 30
 
 MODELS = ("0.5B", "1.5B", "3B", "7B")
 CARDS = {"24 GiB": 24, "40 GiB": 40, "80 GiB": 80, "141 GiB": 141}
-NO_MACHINE = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": "/nowhere", "COLUMNS": "80", "TERM": "dumb"}
+NO_MACHINE = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_CACHE": "/nowhere",
+    "XDG_CACHE_HOME": "/nowhere",
+    "COLUMNS": "80",
+    "TERM": "dumb",
+}
 
 
 def invoke(*words: str) -> Result:
@@ -88,7 +94,7 @@ def choose_placement(model: str, gib: int, num_gpus: int) -> str:
 
 def write_folders(root: Path) -> dict[str, Path]:
     """Write the studies whose reports are recorded; return their folders by name."""
-    demo = root / "demo" / "results" / read_recorded_study()["run"]
+    demo = root / "demo" / "results" / read_recorded_study().run
     unpack(demo)
     seeds = (0.1, 0.12, 0.11)
     runs = [

@@ -15,13 +15,16 @@ import pytest
 from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
-STATEMENTS: Mapping[str, int] = {"analysis": 6721, "search_spaces": 627, "trainable": 14619, "tune_study": 8582}
-"""Package -> most statements, docstrings left out."""
+STATEMENTS: Mapping[str, int] = {"analysis": 6595, "search_spaces": 615, "trainable": 14880, "tune_study": 8337}
+"""Package -> most statements, docstrings left out.
 
-READERS: Mapping[str, int] = {"study.json": 11, "run.json": 7, "status.json": 5}
+`trainable` was raised from 14,619 when the records of a study came to it, of which `tune_study` and `analysis` had one
+each."""
+
+READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""
 
-TRACED_FILES: Mapping[str, int] = {"dry run": 68, "status": 20, "first step": 69}
+TRACED_FILES: Mapping[str, int] = {"dry run": 69, "status": 20, "first step": 69}
 """What is done -> most files of the project of which a function is called."""
 
 

@@ -188,7 +188,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             return self._make_result(report)
         except Exception as error:
             # Read from disk, since the error may have come before the runs were loaded.
-            has_rows = any(read_rows(Path(run["run_dir"]) / METRICS_FILE, first_step=0) for run in self._runs)
+            has_rows = any(read_rows(Path(run["run_dir"]) / METRICS_FILE) for run in self._runs)
             failure = classify_failure(error, has_rows)
         if failure.is_retried:
             # Without the cause: a RunFailedError consists of text and flags, so that it can be sent to the driver. The

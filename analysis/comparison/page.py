@@ -118,11 +118,11 @@ def _describe_source(label: str, frames: StudyFrames, folder: str) -> dict[str, 
     seeds = sorted(set(frames.trials["seed"]))
     return {
         "label": label,
-        "name": study["name"],
+        "name": study.name,
         "folder": folder,
-        "question": study.get("question", ""),
-        "preset": study.get("preset") or "",
+        "question": study.question,
+        "preset": study.preset,
         "seeds": findings.format_seeds(seeds),
         "statuses": findings.format_status_counts(frames.trials),
-        "commit": ((study.get("git") or {}).get("commit") or "")[:7],
+        "commit": (study.git.commit if study.git else "")[:7],
     }

@@ -20,9 +20,10 @@ from analysis.data.compare import (
     select_runs,
 )
 from analysis.data.families import Row
-from analysis.data.frames import Study, StudyFrames
+from analysis.data.frames import StudyFrames
 from analysis.data.run_files import flatten_config
 from analysis.sweep.verdicts import name_verdict
+from trainable.runs.study_record import StudyRecord
 
 ARM_COLUMNS = (
     *("study", "arm", "other_arm", "reference", "other", "reference_runs", "other_runs"),
@@ -31,7 +32,7 @@ ARM_COLUMNS = (
 )
 
 
-def compare_settings(studies: Mapping[str, Study]) -> pd.DataFrame:
+def compare_settings(studies: Mapping[str, StudyRecord]) -> pd.DataFrame:
     """One row per setting that is not the same in all studies: `setting`, and its value in each study as JSON.
 
     The settings are those that the arms of a study share, and, as `preset`, the name of its preset. A setting that a
@@ -41,11 +42,8 @@ def compare_settings(studies: Mapping[str, Study]) -> pd.DataFrame:
     Args:
         studies: content of each study.json, by label.
     """
-    values = {
-        label: {"preset": study.get("preset"), **flatten_config(study.get("settings") or {})}
-        for label, study in studies.items()
-    }
-    defaults = {label: flatten_config(study.get("defaults") or {}) for label, study in studies.items()}
+    values = {label: {"preset": study.preset, **flatten_config(study.settings)} for label, study in studies.items()}
+    defaults = {label: flatten_config(study.defaults) for label, study in studies.items()}
     rows = []
     for setting in dict.fromkeys(name for settings in values.values() for name in settings):
         texts = {label: json.dumps(own[setting]) if setting in own else "" for label, own in values.items()}
@@ -74,7 +72,7 @@ def find_common_arms(reference: StudyFrames, other: StudyFrames) -> list[tuple[s
 
 
 def _get_axis(frames: StudyFrames) -> str:
-    return str(frames.studies[0].get("axis", {}).get("setting", ""))
+    return frames.studies[0].axis.setting
 
 
 def _get_axis_key(frames: StudyFrames, arm: str) -> str | float:

@@ -32,7 +32,8 @@ from analysis.stats.sequential import (
     estimate_mean_sequentially,
     find_fewest_seeds,
 )
-from trainable.runs.run_ends import MASTERED_SUCCESS
+from trainable.runs.history import MASTERED_SUCCESS
+from trainable.runs.study_record import StudyRecord
 
 SCORED_STATUSES = ("completed", "early_stopped")
 SIGNIFICANCE_LEVEL = 0.05
@@ -49,7 +50,7 @@ def find_failed_stops(runs: pd.DataFrame) -> "pd.Series[bool]":
 
 def require_single_study(frames: StudyFrames) -> StudyFrames:
     """Return `frames` if they contain exactly one study. Otherwise raise a ValueError that lists the studies."""
-    study_names = [study["name"] for study in frames.studies]
+    study_names = [study.name for study in frames.studies]
     if len(study_names) != 1:
         raise ValueError(
             f"These frames contain {len(study_names)} studies ({', '.join(study_names)}). Select one: "
@@ -216,7 +217,7 @@ def _is_equal(ones: Mapping[str, int], others: Mapping[str, int]) -> bool:
     return all(ones[name] == others[name] for name in ones.keys() & others.keys())
 
 
-def _fit_noise(study: Mapping[str, Any], column: str, values: pd.DataFrame, digests: Digests) -> tuple[Noise, int]:
+def _fit_noise(study: StudyRecord, column: str, values: pd.DataFrame, digests: Digests) -> tuple[Noise, int]:
     """The noise of outcomes (arms, seeds), and the number of recorded runs that it is from.
 
     Arms with equal rows are copies of the same runs, which show the noise once.
@@ -233,26 +234,26 @@ def _fit_noise(study: Mapping[str, Any], column: str, values: pd.DataFrame, dige
     return Noise(*pools), len(recorded)
 
 
-def has_added_seeds(study: Mapping[str, Any]) -> bool:
+def has_added_seeds(study: StudyRecord) -> bool:
     """Whether seeds were added after a look at results, or may be: a t test would not keep its error rate then.
 
     study: content of study.json. Further seeds of the baseline that were planned do not count.
     """
-    num_seeds = len(study.get("seeds", ()))
-    num_baseline_seeds = num_seeds + len((study.get("extra_seeds") or {}).get(study.get("baseline"), ()))
+    num_seeds = len(study.seeds)
+    num_baseline_seeds = num_seeds + len(study.extra_seeds.get(study.baseline, ()))
     # A study of an older version has no planned numbers, and is taken as it is.
-    planned_seeds = study.get("planned_seeds") or num_seeds
-    planned_baseline_seeds = study.get("planned_baseline_seeds") or num_baseline_seeds
+    planned_seeds = study.planned_seeds or num_seeds
+    planned_baseline_seeds = study.planned_baseline_seeds or num_baseline_seeds
     return (
-        study.get("max_seeds") is not None
+        study.max_seeds is not None
         or num_seeds > planned_seeds
         or num_baseline_seeds > max(planned_baseline_seeds, planned_seeds)
     )
 
 
-def _count_comparisons(study: Mapping[str, Any], column: str) -> int:
+def _count_comparisons(study: StudyRecord, column: str) -> int:
     """The number of tests in the family of tests that the column belongs to."""
-    family, num_arms = get_family(study), len(study.get("axis", {}).get("values", ()))
+    family, num_arms = get_family(study), len(study.axis.values)
     return max(num_arms - 1, 1) * (1 if column == family.primary_column else len(family.secondary_columns))
 
 
@@ -446,13 +447,13 @@ def _count_seeds(count: int) -> str:
     return "one seed" if count == 1 else f"{count} seeds"
 
 
-def get_margin(study: Mapping[str, Any], column: str) -> float:
+def get_margin(study: StudyRecord, column: str) -> float:
     """The difference within which arms are equal in a column of `trials`; NaN if the column has no margin.
 
     study: content of study.json, which declares margins by column before the first run.
     """
     units = {trial_column.name: trial_column.unit for trial_column in get_family(study).trial_columns}
-    return float((study.get("margins") or {}).get(column, DEFAULT_MARGINS.get(units[column], math.nan)))
+    return float(study.margins.get(column, DEFAULT_MARGINS.get(units[column], math.nan)))
 
 
 def make_estimate_columns(name: str, estimate: Estimate) -> Row:

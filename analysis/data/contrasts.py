@@ -2,20 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from analysis.data.frames import Study
-
-
-class Contrast(NamedTuple):
-    """A declared comparison. needs_all_pairs: whether it means nothing over some of its pairs, as an interaction."""
-
-    name: str
-    pairs: list[tuple[str, str]]
-    needs_all_pairs: bool = False
+from trainable.runs.study_record import DeclaredContrast, StudyRecord
 
 
-def read_contrasts(study: Study) -> list[Contrast]:
+def read_contrasts(study: StudyRecord) -> list[DeclaredContrast]:
     """The contrasts of study.json; an empty list if it declares none.
 
     A contrast that needs all of its pairs is left out if the study does not have all of their arms.
@@ -23,18 +14,11 @@ def read_contrasts(study: Study) -> list[Contrast]:
     Raises ValueError if a name or a pair occurs twice (the pair would have double weight), if an arm is compared with
     itself, or if the pairs cancel each other.
     """
-    declarations = [
-        Contrast(
-            entry["name"], [(first, second) for first, second in entry["pairs"]], entry.get("needs_all_pairs") is True
-        )
-        for entry in study.get("contrasts") or []
-    ]
-    names = [contrast.name for contrast in declarations]
-    for name, pairs, _ in declarations:
+    names = [contrast.name for contrast in study.contrasts]
+    for contrast in study.contrasts:
+        name, pairs = contrast.name, contrast.pairs
         if names.count(name) > 1:
-            raise ValueError(
-                f"study.json of `{study['name']}` has two contrasts named {name!r}: give each its own name."
-            )
+            raise ValueError(f"study.json of `{study.name}` has two contrasts named {name!r}: give each its own name.")
         # A pair in the other order is the same pair; a pair of one arm has a set of size 1.
         invalid_pairs = [
             pair for pair in pairs if sum(set(pair) == set(other) for other in pairs) > 1 or len(set(pair)) < 2
@@ -43,17 +27,17 @@ def read_contrasts(study: Study) -> list[Contrast]:
             first, second = invalid_pairs[0]
             problem = f"{first} with itself" if first == second else f"{first} with {second} twice"
             raise ValueError(
-                f"The contrast {name!r} of `{study['name']}` pairs {problem}: list each pair of different arms once."
+                f"The contrast {name!r} of `{study.name}` pairs {problem}: list each pair of different arms once."
             )
         if not (pairs and compute_weight_norm(pairs) > 0):
             raise ValueError(
-                f"The contrast {name!r} of `{study['name']}` compares nothing: in its {len(pairs)} pairs every arm is "
+                f"The contrast {name!r} of `{study.name}` compares nothing: in its {len(pairs)} pairs every arm is "
                 "as often first as second. Give pairs that differ in the same way."
             )
-    arms = set((study.get("axis") or {}).get("values") or ())
+    arms = set(study.axis.values)
     return [
         contrast
-        for contrast in declarations
+        for contrast in study.contrasts
         if not contrast.needs_all_pairs or arms.issuperset(arm for pair in contrast.pairs for arm in pair)
     ]
 

@@ -6,18 +6,18 @@ See the settings `trainer.log_val_generations` and `trainer.log_train_generation
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from analysis.data.families import FLOAT, TEXT, Row
-from analysis.data.run_files import has_valid_entries, is_bool, is_int64, is_number, is_text, select_lines
+from analysis.data.run_files import has_valid_entries, is_bool, is_int64, is_number, is_text
 from trainable.files.control_characters import escape_controls
 from trainable.files.json_values import DamageWarning
 from trainable.files.paths import check_path
 from trainable.files.schema import is_run_id
 from trainable.runs.episode_lines import RecordedChild, RecordedEpisode, RecordedTurn
-from trainable.runs.run_files import EPISODES_FILE, RunLines
+from trainable.runs.run_files import EPISODES_FILE, RunLines, select_lines
+from trainable.runs.study_record import StudyRecord
 
 
 def read_episodes(run_dir: Path) -> list[RecordedEpisode]:
@@ -36,7 +36,7 @@ def read_episodes(run_dir: Path) -> list[RecordedEpisode]:
     for problem in (*lines.find_damage(), *map(_find_problem, lines.files[EPISODES_FILE].records)):
         if problem:
             warnings.warn(f"{escape_controls(str(run_dir))}: {problem}.", DamageWarning, stacklevel=2)
-    return [_make_episode(line) for line in select_lines(lines.files[EPISODES_FILE], _get_episode_key)]
+    return [_make_episode(line) for line in select_lines(lines.files[EPISODES_FILE].records, _get_episode_key)]
 
 
 def read_episodes_of_run(folder: Path, run_id: str) -> list[RecordedEpisode]:
@@ -52,7 +52,7 @@ def read_episodes_of_run(folder: Path, run_id: str) -> list[RecordedEpisode]:
     return read_episodes(run_dir)
 
 
-def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]], *, is_trained: bool = False) -> pd.DataFrame:
+def read_episodes_frame(studies: Iterable[tuple[Path, StudyRecord]], *, is_trained: bool = False) -> pd.DataFrame:
     """The recorded validation episodes of all runs of studies: a row for each, in the order of runs, steps and levels.
 
     Columns: study, run_id, arm, seed; step (training steps before the validation), level (its seed), success, score,
@@ -68,8 +68,8 @@ def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]], *, is
     types = {**_FRAME_TYPES, **(_TRAINED_TYPES if is_trained else {})}
     rows = [
         {
-            "study": study["name"],
-            **{name: entry[name] for name in ("run_id", "arm", "seed")},
+            "study": study.name,
+            **{name: getattr(entry, name) for name in ("run_id", "arm", "seed")},
             **{name: getattr(episode, name) for name in ("step", "level", "success", "score", "stop_reason")},
             **({"rollout": episode.rollout, "advantage": episode.advantage} if is_trained else {}),
             "turns": len(episode.turns),
@@ -77,8 +77,8 @@ def read_episodes_frame(studies: Iterable[tuple[Path, Mapping[str, Any]]], *, is
             "text": "\n".join(format_turns(episode)),
         }
         for folder, study in studies
-        for entry in study["runs"]
-        for episode in read_episodes_of_run(folder, entry["run_id"])
+        for entry in study.runs
+        for episode in read_episodes_of_run(folder, entry.run_id)
         if episode.is_trained == is_trained
     ]
     return pd.DataFrame(rows, columns=list(types)).astype(types)

@@ -18,6 +18,7 @@ import trainable.sandbox.measure.records as sandbox
 import trainable.sandbox.pedagogy.records as pedagogy
 import trainable.sandbox.vector_rewards.records as vector_rewards
 from analysis.stats.estimates import area_under_curve
+from trainable.runs.history import find_last_value
 from trainable.runs.records import (
     GRADIENT_COLUMNS,
     GRADIENT_GROUP_COLUMNS,
@@ -28,7 +29,7 @@ from trainable.runs.records import (
     TRIAL_LAST_VALUES,
     Column,
 )
-from trainable.runs.run_ends import find_last_value
+from trainable.runs.study_record import StudyRecord
 
 Row = dict[str, Any]
 Schema = dict[str, str]
@@ -94,8 +95,6 @@ class TableFamily:
 
     Attributes:
         name: as in study.json.
-        first_step: step of the first row that a run can write: 1 if rows are training steps, 0 if they are evaluations,
-            the first of which is before training.
         step_columns: measurements in each row.
         trial_columns: columns of `trials`, in order, in addition to names, axis and settings.
         summarize_rows: computes `steps_done` and the trial columns that no file contains. Its arguments are the rows
@@ -114,7 +113,6 @@ class TableFamily:
     """
 
     name: str
-    first_step: int
     step_columns: tuple[Column, ...]
     trial_columns: tuple[Column, ...]
     summarize_rows: Callable[[Sequence[Row], int | None], Row]
@@ -137,12 +135,12 @@ class TableFamily:
         }
 
 
-def get_family(study: Mapping[str, Any]) -> TableFamily:
+def get_family(study: StudyRecord) -> TableFamily:
     """The family named in study.json, "ppo" if it names none. ValueError for an unknown family."""
-    name = study.get("family", "ppo")
+    name = study.family
     if name not in FAMILIES:
         raise ValueError(
-            f"study.json of `{study.get('name', '')}` names the family {name!r}, which this version cannot read. "
+            f"study.json of `{study.name}` names the family {name!r}, which this version cannot read. "
             f"Known families: {', '.join(FAMILIES)}."
         )
     return FAMILIES[name]
@@ -332,7 +330,6 @@ UNCONTRASTED_COLUMNS: Mapping[str, str] = {
 
 _DISTILLATION = TableFamily(
     name="distillation",
-    first_step=0,
     step_columns=distillation.STEP_COLUMNS,
     trial_columns=(*_COMMON_COLUMNS, *STOP_COLUMNS, *distillation.TRIAL_COLUMNS),
     summarize_rows=_summarize_distillation_run,
@@ -352,7 +349,6 @@ _DISTILLATION = TableFamily(
 FAMILIES: dict[str, TableFamily] = {
     "ppo": TableFamily(
         name="ppo",
-        first_step=1,
         step_columns=STEP_COLUMNS,
         trial_columns=(*TRIAL_COLUMNS, *STOP_COLUMNS, *_LAST_VALUE_COLUMNS),
         summarize_rows=_summarize_ppo_run,
@@ -373,7 +369,6 @@ FAMILIES: dict[str, TableFamily] = {
     ),
     "update_rules": TableFamily(
         name="update_rules",
-        first_step=0,
         step_columns=sandbox.STEP_COLUMNS,
         trial_columns=(*_COMMON_COLUMNS, *STOP_COLUMNS, *sandbox.TRIAL_COLUMNS),
         summarize_rows=_summarize_update_rule_run,
@@ -401,7 +396,6 @@ FAMILIES: dict[str, TableFamily] = {
     "distillation": _DISTILLATION,
     "pedagogy": TableFamily(
         name="pedagogy",
-        first_step=0,
         step_columns=pedagogy.STEP_COLUMNS,
         trial_columns=(*_COMMON_COLUMNS, *STOP_COLUMNS, *pedagogy.TRIAL_COLUMNS),
         summarize_rows=_summarize_pedagogy_run,
@@ -417,7 +411,6 @@ FAMILIES: dict[str, TableFamily] = {
     ),
     "vector_rewards": TableFamily(
         name="vector_rewards",
-        first_step=0,
         step_columns=vector_rewards.STEP_COLUMNS,
         trial_columns=(*_COMMON_COLUMNS, *STOP_COLUMNS, *vector_rewards.TRIAL_COLUMNS),
         summarize_rows=_summarize_vector_reward_run,

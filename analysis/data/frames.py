@@ -27,8 +27,7 @@ from analysis.data.families import (
 )
 from analysis.data.tables import write_table
 from trainable.runs.records import TIME_COLUMNS
-
-Study = dict[str, Any]
+from trainable.runs.study_record import StudyRecord
 
 CONFIG_PREFIX = "config/"
 """Beginning of the names of the columns of `trials` that are settings."""
@@ -64,7 +63,7 @@ class StudyFrames:
     trials: pd.DataFrame
     steps: pd.DataFrame
     levels: pd.DataFrame
-    study: Study | list[Study]
+    study: StudyRecord | list[StudyRecord]
     gradients: pd.DataFrame = field(default_factory=lambda: make_empty_frame("gradients"))
     gradient_groups: pd.DataFrame = field(default_factory=lambda: make_empty_frame("gradient_groups"))
     folders: tuple[Path, ...] = ()
@@ -72,13 +71,13 @@ class StudyFrames:
     def __repr__(self) -> str:
         """The studies with their numbers of runs, and the size of each frame, without the rows."""
         studies = ", ".join(
-            f"{study['name']} ({(self.trials['study'] == study['name']).sum()} runs)" for study in self.studies
+            f"{study.name} ({(self.trials['study'] == study.name).sum()} runs)" for study in self.studies
         )
         sizes = ", ".join(f"{name} {len(getattr(self, name))}" for name in FRAME_NAMES)
         return f"StudyFrames of {studies}; rows: {sizes}"
 
     @property
-    def studies(self) -> list[Study]:
+    def studies(self) -> list[StudyRecord]:
         """study.json of each study, as a list even for a single study."""
         return self.study if isinstance(self.study, list) else [self.study]
 
@@ -162,7 +161,7 @@ class StudyFrames:
 
         name: the study's value in the `study` column. ValueError if no study has it.
         """
-        names = [study["name"] for study in self.studies]
+        names = [study.name for study in self.studies]
         if name not in names:
             raise ValueError(f"There is no study `{name}` here. Choose one of: {', '.join(names)}.")
         study = self.studies[names.index(name)]
@@ -326,12 +325,12 @@ def _list_names(study_frames: Sequence[StudyFrames]) -> list[str]:
     studies = [frames.studies[0] for frames in study_frames]
     # A confirmation has the name and the run of its study, and only another folder.
     folders = [
-        frames.folders[0] if frames.folders else Path(study["run"])
+        frames.folders[0] if frames.folders else Path(study.run)
         for frames, study in zip(study_frames, studies, strict=True)
     ]
     loaded_parents = {frames.folders[0].parent for frames in study_frames if frames.folders}
     parent = Path(os.path.commonpath(loaded_parents)) if loaded_parents else Path()
-    names = [study["name"] for study in studies]
+    names = [study.name for study in studies]
     for other_names in (
         [folder.name for folder in folders],
         [str(folder.relative_to(parent)) if folder.is_relative_to(parent) else folder.name for folder in folders],
@@ -348,10 +347,10 @@ def _list_names(study_frames: Sequence[StudyFrames]) -> list[str]:
 
 def _rename_study(study_frames: StudyFrames, study_name: str) -> StudyFrames:
     study = study_frames.studies[0]
-    if study["name"] == study_name:
+    if study.name == study_name:
         return study_frames
     frames = {name: getattr(study_frames, name).assign(study=study_name) for name in FRAME_NAMES}
-    return replace(study_frames, **frames, study={**study, "name": study_name})
+    return replace(study_frames, **frames, study=replace(study, name=study_name))
 
 
 def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str] = ()) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,66 +11,49 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.families import Row, Schema, TableFamily, get_family
-from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, cast_frame, concat_studies, make_setting_column
+from analysis.data.frames import FRAME_NAMES, StudyFrames, cast_frame, concat_studies, make_setting_column
 from analysis.data.run_files import (
     MAX_OWN_COLUMNS,
-    find_steps_total,
-    find_valid_object,
     flatten_config,
     get_analysis_key,
     get_evaluation_key,
     make_gradient_rows,
     make_group_rows,
-    make_step_key,
     parse_step_row,
-    read_valid_object,
-    select_lines,
-    select_valid_values,
 )
 from analysis.data.tables import get_damage, read_table
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
 from trainable.files.paths import UnsafePathError, check_path
-from trainable.files.schema import find_file_schema_problem, find_schema_problem
 from trainable.files.step_phase import STEP_PHASE
+from trainable.runs.history import RunHistory
 from trainable.runs.records import STOP_COLUMNS
-from trainable.runs.run_ends import (
+from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, PROBES_FILE, select_lines
+from trainable.runs.study_record import (
     OPEN_STATUSES,
-    RunEnd,
-    describe_end,
-    find_contradiction,
-    get_status_before_waiting,
+    RUN_FILE,
+    STUDY_FILE,
+    RunEntry,
+    RunRecord,
+    StatusRecord,
+    StudyRecord,
+    find_total_steps,
+    read_record,
 )
-from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, METRICS_FILE, PROBES_FILE, RunLines
-
-_STATUS_FIELDS = (
-    "trial_id",
-    "failure_class",
-    "started_at",
-    "ended_at",
-    "stop_rule",
-    "stop_value",
-    "stop_threshold",
-    "stop_step",
-)
-_HEADER_FIELDS = ("config_hash", "experiment_name")
 
 
 class RunFiles(NamedTuple):
-    """Contents of the files of one run: run.json, the last line per step, evaluation and analysis, and status.json.
+    """What the files of one run tell: the last line per step, evaluation and analysis, and how the run stands.
 
-    steps_total: the planned number of steps, if known. end: how the run ended by its rows. contradiction: why its rows
-    contradict its recorded status; empty if they agree.
+    steps_total: the planned number of steps, if known.
     """
 
-    header: Row
+    header: RunRecord
     rows: list[Row]
     evaluations: list[Row]
     analyses: list[Row]
-    status: Row
+    status: StatusRecord
     steps_total: int | None
-    end: RunEnd
-    contradiction: str
 
 
 def load(path: Path | str, *, live: bool = False) -> StudyFrames:
@@ -101,11 +85,11 @@ def find_study_folders(path: Path) -> list[Path]:
         UnsafePathError: the way from `path` to a study leads through a symbolic link.
         ValueError: there is no study.json.
     """
-    if os.path.lexists(path / "study.json"):
+    if os.path.lexists(path / STUDY_FILE):
         return [path]
     # An output folder also has logs and checkpoints, which may be many files and contain no study.
     root = path / "results" if (path / "results").is_dir() else path
-    folders = sorted(study_file.parent for study_file in root.rglob("study.json"))
+    folders = sorted(study_file.parent for study_file in root.rglob(STUDY_FILE))
     for folder in folders:
         check_path(path, folder)
     if not folders:
@@ -132,22 +116,18 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
     """
     folder = Path(folder)
     study = _read_study_file(folder)
-    return make_frames(study, _read_runs(folder, study, get_family(study)), (Path(os.path.abspath(folder)),), live=live)
+    return make_frames(study, _read_runs(folder, study, get_family(study), live), (Path(os.path.abspath(folder)),))
 
 
-def make_frames(
-    study: Study, study_runs: Iterable[RunFiles], folders: tuple[Path, ...], *, live: bool = False
-) -> StudyFrames:
+def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tuple[Path, ...]) -> StudyFrames:
     """The frames of a study from what its runs wrote. folders: those of the study; empty if it has none."""
     family = get_family(study)
     schemas = family.schemas
     runs = sorted(study_runs, key=_make_sort_key(study))
-    trials = [_make_trial_row(study, run, family, live) for run in runs]
+    trials = [_make_trial_row(study, run, family) for run in runs]
     steps = [row for run in runs for row in _make_step_rows(study, run, family)]
     frames = {
-        "trials": _make_trials_frame(
-            trials, [flatten_config(run.header.get("config") or {}) for run in runs], schemas["trials"]
-        ),
+        "trials": _make_trials_frame(trials, [flatten_config(run.header.config) for run in runs], schemas["trials"]),
         "steps": _make_frame(steps, [*schemas["steps"], *_list_own_columns(steps, schemas["steps"])]),
         "levels": _make_levels_frame(study, runs, schemas["levels"]),
         "gradients": _make_analysis_frame(schemas["gradients"], make_gradient_rows, study, runs),
@@ -157,68 +137,68 @@ def make_frames(
     return StudyFrames(**typed_frames, study=study, folders=folders)
 
 
-def _read_study_file(folder: Path) -> Study:
+def _read_study_file(folder: Path) -> StudyRecord:
     try:
-        study = read_valid_object(folder / "study.json")
+        return read_record(StudyRecord, folder)
     except FileNotFoundError:
         raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.") from None
-    except DamagedFileError as error:
-        if problem := find_file_schema_problem(folder / "study.json"):
-            raise ValueError(problem) from None
-        raise ValueError(
-            f"{error}. It is always written in one piece, so another program or a disk error changed it: restore it "
-            "from a copy."
-        ) from None
-    if problem := find_schema_problem(folder, study):
-        raise ValueError(problem)
-    return study
 
 
-def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[RunFiles]:
+def _read_runs(folder: Path, study: StudyRecord, family: TableFamily, live: bool) -> list[RunFiles]:
     """Every run that is listed in study.json or has a folder.
 
     A listed run without a folder never ran. A folder that study.json does not list is read too, so that no result is
     lost. Raises UnsafePathError if the folder of a run is a symbolic link.
     """
     STEP_PHASE.enter("reading rows")
-    default_steps = find_steps_total(study.get("settings"))
     check_path(folder, folder / "runs")
-    headers_by_id = {head["run_id"]: head for head in study.get("runs", [])}
+    entries = {entry.run_id: entry for entry in study.runs}
     run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
     return [
-        _read_run_files(folder / "runs" / run_id, headers_by_id.get(run_id, {"run_id": run_id}), default_steps, family)
-        for run_id in STEP_PHASE.track(list(dict.fromkeys((*headers_by_id, *run_ids_on_disk))), "run")
+        _read_run_files(folder / "runs" / run_id, entries.get(run_id) or RunEntry(run_id), study, family, live)
+        for run_id in STEP_PHASE.track(list(dict.fromkeys((*entries, *run_ids_on_disk))), "run")
     ]
 
 
-def _read_run_files(folder: Path, listed_header: Row, default_steps: int | None, family: TableFamily) -> RunFiles:
+def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: TableFamily, live: bool) -> RunFiles:
     check_path(folder.parent, folder)
-    header = {**listed_header, **find_valid_object(folder / "run.json"), "run_id": folder.name}
-    status = find_valid_object(folder / "status.json")
-    lines = RunLines.read(folder)
-    rows = lines.list_rows(family.first_step)
-    # A study starts after each of its runs has a run.json, so one without it lost it.
-    if rows and not (folder / "run.json").exists():
-        message = f"{folder / 'run.json'} is missing, so the settings of this run are not known."
-        warnings.warn(message, DamageWarning, stacklevel=2)
+    header = _read_header(folder, entry)
     # Without run.json, the run is taken to have the number of steps of the study; an arm may have another.
-    steps_total = find_steps_total(header.get("config")) or default_steps
-    if not status and rows:  # without status.json, the last row tells which rule stopped the run
-        status = select_valid_values({column.name: rows[-1].get(column.name) for column in STOP_COLUMNS})
+    steps_total = find_total_steps(header.config) or study.total_steps
+    history = RunHistory.read(folder, steps_total, is_live=live)
+    # A study starts after each of its runs has a run.json, so one without it lost it.
+    if history.rows and not (folder / RUN_FILE).exists():
+        _warn(f"{folder / RUN_FILE} is missing, so the settings of this run are not known.")
+    for note in history.notes:
+        _warn(note)
+    files = {name: lines.records for name, lines in history.lines.files.items()}
     return RunFiles(
         header=header,
-        rows=[parse_step_row(row, family) for row in select_lines(lines.files[METRICS_FILE], make_step_key(family))],
-        evaluations=select_lines(lines.files[LEVELS_FILE], get_evaluation_key),
+        rows=[parse_step_row(row, family) for row in history.rows],
+        evaluations=select_lines(files[LEVELS_FILE], get_evaluation_key),
         analyses=[
-            *select_lines(lines.files[GRADIENTS_FILE], get_analysis_key),
+            *select_lines(files[GRADIENTS_FILE], get_analysis_key),
             # Probes read checkpoints in any order: an earlier step does not invalidate later ones.
-            *select_lines(_read_probes(folder / PROBES_FILE), get_analysis_key, drop_rolled_back=False),
+            *select_lines(_read_probes(folder / PROBES_FILE).records, get_analysis_key, drop_rolled_back=False),
         ],
-        status=status,
+        status=history.status,
         steps_total=steps_total,
-        end=describe_end(rows, steps_total),
-        contradiction=find_contradiction(status.get("status") or "", rows, steps_total, lines.find_damage()),
     )
+
+
+def _read_header(folder: Path, entry: RunEntry) -> RunRecord:
+    """run.json in the folder of a run; with a warning, what study.json says of it if run.json cannot be read."""
+    try:
+        return replace(read_record(RunRecord, folder), run_id=folder.name)
+    except FileNotFoundError:  # a run that has not started may have no files
+        pass
+    except (DamagedFileError, UnsafePathError) as error:
+        _warn(f"{error}.")
+    return RunRecord(**asdict(entry))
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, DamageWarning, stacklevel=2)
 
 
 def _read_probes(path: Path) -> Lines:
@@ -235,60 +215,38 @@ def _read_probes(path: Path) -> Lines:
     return lines
 
 
-def _make_sort_key(study: Study) -> Callable[[RunFiles], tuple[int, str, int, str]]:
+def _make_sort_key(study: StudyRecord) -> Callable[[RunFiles], tuple[int, str, int, str]]:
     """A sort key for runs: arms in the order of study.json, then other arms by name, then seeds."""
-    rank = {arm: index for index, arm in enumerate(study.get("axis", {}).get("values", []))}
+    rank = {arm: index for index, arm in enumerate(study.axis.values)}
     # run_id comes last so that the order is the same on every machine, even if two runs share arm and seed.
     return lambda run: (
-        rank.get(run.header.get("arm", ""), len(rank)),
-        run.header.get("arm", ""),
-        int(run.header.get("seed", 0)),
-        run.header["run_id"],
+        rank.get(run.header.arm, len(rank)),
+        run.header.arm,
+        run.header.seed,
+        run.header.run_id,
     )
 
 
-def _make_run_columns(study: Study, run: RunFiles) -> Row:
+def _make_run_columns(study: StudyRecord, run: RunFiles) -> Row:
     return {
-        "run_id": run.header["run_id"],
-        "study": study["name"],
-        "arm": run.header.get("arm", ""),
-        "seed": int(run.header.get("seed", 0)),
+        "run_id": run.header.run_id,
+        "study": study.name,
+        "arm": run.header.arm,
+        "seed": run.header.seed,
     }
 
 
-def _resolve_status(run: RunFiles, live: bool) -> tuple[str, str]:
-    """Status and reason of a run, from status.json and its rows."""
-    # A run can fail before its first row, so a failure is reported even without one; any other status is not.
-    status, reason = run.status.get("status") or "", run.status.get("reason") or ""
-    if live and status in OPEN_STATUSES:
-        return status, reason
-    if run.contradiction:
-        return "interrupted", run.contradiction
-    if status == "waiting":  # the process that would have continued the run was killed
-        status = get_status_before_waiting(run.status.get("failure_class") or "", bool(run.rows))
-    if not run.rows and status != "failed":
-        return "never_ran", reason or "no training step was recorded"
-    # The process ended without writing a final status: it was killed.
-    if status == "running":
-        return "interrupted", reason or f"no end was recorded; the last step is {run.rows[-1]['step']}"
-    if not status:
-        return run.end.status, run.end.reason
-    return status, reason
-
-
-def _make_trial_row(study: Study, run: RunFiles, family: TableFamily, live: bool) -> Row:
-    status, reason = _resolve_status(run, live)
+def _make_trial_row(study: StudyRecord, run: RunFiles, family: TableFamily) -> Row:
     return {
         **_make_run_columns(study, run),
-        "axis_setting": study.get("axis", {}).get("setting", ""),
-        "axis_value": _parse_number(run.header.get("arm", "")),
-        **{name: run.header.get(name) for name in _HEADER_FIELDS},
-        **{name: run.status.get(name) for name in _STATUS_FIELDS},
-        "status": status,
-        "reason": reason,
+        "axis_setting": study.axis.setting,
+        "axis_value": _parse_number(run.header.arm),
+        "config_hash": run.header.config_hash,
+        "experiment_name": run.header.experiment_name,
+        **asdict(replace(run.status, run_id=run.header.run_id)),
         "steps_total": run.steps_total,
         # Only a run stopped by a rule keeps its last values up to the planned end.
-        **family.summarize_rows(run.rows, run.steps_total if status == "early_stopped" else None),
+        **family.summarize_rows(run.rows, run.steps_total if run.status.status == "early_stopped" else None),
     }
 
 
@@ -307,10 +265,10 @@ def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) ->
     return pd.concat([frame, pd.DataFrame(settings, index=frame.index)], axis=1)
 
 
-def _make_step_rows(study: Study, run: RunFiles, family: TableFamily) -> list[Row]:
+def _make_step_rows(study: StudyRecord, run: RunFiles, family: TableFamily) -> list[Row]:
     """The rows of a run. Only the row of the step at which a rule stopped the run has the values of `STOP_COLUMNS`."""
     names = _make_run_columns(study, run)
-    stop_columns = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
+    stop_columns = {column.name: getattr(run.status, column.name) for column in STOP_COLUMNS}
     stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None  # None is the step of no row
     return [
         {
@@ -330,7 +288,7 @@ def _list_own_columns(rows: Iterable[Row], schema: Schema) -> list[str]:
     return list(names)[:MAX_OWN_COLUMNS]
 
 
-def _make_levels_frame(study: Study, runs: Iterable[RunFiles], schema: Schema) -> pd.DataFrame:
+def _make_levels_frame(study: StudyRecord, runs: Iterable[RunFiles], schema: Schema) -> pd.DataFrame:
     evaluations = [(_make_run_columns(study, run), line) for run in runs for line in run.evaluations]
     if not evaluations:
         return pd.DataFrame(columns=list(schema))
@@ -345,7 +303,7 @@ def _make_levels_frame(study: Study, runs: Iterable[RunFiles], schema: Schema) -
 
 
 def _make_analysis_frame(
-    schema: Schema, make_rows: Callable[[Iterable[Row]], list[Row]], study: Study, runs: Iterable[RunFiles]
+    schema: Schema, make_rows: Callable[[Iterable[Row]], list[Row]], study: StudyRecord, runs: Iterable[RunFiles]
 ) -> pd.DataFrame:
     rows = [{**_make_run_columns(study, run), **row} for run in runs for row in make_rows(run.analyses)]
     return _make_frame(rows, schema)
@@ -376,7 +334,7 @@ def _is_parquet_newest(folder: Path) -> bool:
     tables = [folder / f"{name}.parquet" for name in FRAME_NAMES]
     if not all(table.is_file() for table in tables):
         return False
-    sources = [folder / "study.json", folder / "runs", *folder.glob("runs/*/*.json"), *folder.glob("runs/*/*.jsonl")]
+    sources = [folder / STUDY_FILE, folder / "runs", *folder.glob("runs/*/*.json"), *folder.glob("runs/*/*.jsonl")]
     # The folder runs/ is a source too: its time changes when a run is added or deleted. A file with the same time as a
     # table may have been written after it, since some file systems have coarse times; it counts as newer.
     oldest_table_ns = min(table.stat().st_mtime_ns for table in tables)

@@ -8,10 +8,10 @@ nothing is known before the runs. The other arms of a study may be noisier than 
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -19,7 +19,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import find_study_folders, load
 from trainable.files.json_values import read_json
 from trainable.files.paths import write_text
-from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.study_record import ENDED_STATUSES, StudyRecord
 
 REPLICATES_PATH = Path(__file__).parent / "replicates.json"
 MIN_REPLICATES = 20
@@ -54,7 +54,7 @@ def write_replicates(replicates: Iterable[Replicates], path: Path = REPLICATES_P
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
-def find_recorded_values(study: Mapping[str, Any], column: str) -> tuple[float, ...]:
+def find_recorded_values(study: StudyRecord, column: str) -> tuple[float, ...]:
     """The recorded outcomes of a study's baseline; empty if there are none. study: content of study.json."""
     config_hash = _find_baseline_hash(study)
     return next(
@@ -62,24 +62,24 @@ def find_recorded_values(study: Mapping[str, Any], column: str) -> tuple[float, 
     )
 
 
-def _find_baseline_hash(study: Mapping[str, Any]) -> str:
-    runs = (run for run in study.get("runs", ()) if run["arm"] == study.get("baseline"))
-    return next((run.get("config_hash", "") for run in runs), "")
+def _find_baseline_hash(study: StudyRecord) -> str:
+    runs = (run for run in study.runs if run.arm == study.baseline)
+    return next((run.config_hash for run in runs), "")
 
 
 def make_replicates(frames: StudyFrames) -> Replicates:
     """The replicates of a study's baseline arm. ValueError if it has fewer than `MIN_REPLICATES` scored runs."""
     (study,), (family,) = frames.studies, frames.families
-    column, baseline = family.primary_column, study.get("baseline") or ""
+    column, baseline = family.primary_column, study.baseline
     runs = frames.runs[(frames.runs["arm"] == baseline) & frames.runs["status"].isin(ENDED_STATUSES)]
     values = [row[column] for row in to_records(runs.sort_values("seed")) if not pd.isna(row[column])]
     if len(values) < MIN_REPLICATES:
         raise ValueError(
-            f"The baseline of {study['name']} has {len(values)} scored runs, and {MIN_REPLICATES} are needed: run the "
+            f"The baseline of {study.name} has {len(values)} scored runs, and {MIN_REPLICATES} are needed: run the "
             f"study with --seeds {MIN_REPLICATES} first."
         )
     rounded_values = tuple(round(value, 6) for value in values)
-    return Replicates(_find_baseline_hash(study), column, study["name"], baseline, rounded_values)
+    return Replicates(_find_baseline_hash(study), column, study.name, baseline, rounded_values)
 
 
 def main(folders: Sequence[str]) -> None:

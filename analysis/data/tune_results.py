@@ -15,14 +15,13 @@ from analysis.data.run_files import (
     get_analysis_key,
     get_evaluation_key,
     parse_step_row,
-    select_lines,
-    select_valid_values,
 )
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.paths import atomic_write
+from trainable.runs.history import RunEnd, describe_end
 from trainable.runs.records import STOP_COLUMNS, drop_carried
-from trainable.runs.run_ends import CENSORED, RunEnd, describe_end
-from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, select_rows
+from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, select_lines, select_rows
+from trainable.runs.study_record import CENSORED, AxisRecord, RunRecord, StatusRecord, StudyRecord
 
 _NO_SETTINGS = ("run", "seed", "__trial_index__")
 """Keys of a configuration that are no settings; the last one is that of Tune's Repeater."""
@@ -50,10 +49,11 @@ def read_results(results: Any, baseline: str | None = None) -> StudyFrames:
         values = ",".join(str(settings.get(name)) for name in varying)
         arm = str((result.config or {}).get("run", {}).get("arm") or (values if settings else "") or "all")
         for run_id, seed, rows, failure in _split_rows(result, family):
-            header = {"run_id": run_id, "study": study_name, "arm": arm, "seed": seed, "config": settings}
+            header = RunRecord(run_id, arm, seed, study_name, config=settings)
             runs.append(_make_run(result, header, rows, failure, family))
-    axis = {"setting": " x ".join(varying), "values": list(dict.fromkeys(run.header["arm"] for run in runs))}
-    study = {"name": study_name, "family": family.name, "axis": axis, "baseline": baseline}
+    axis = AxisRecord(" x ".join(varying), values=tuple(dict.fromkeys(run.header.arm for run in runs)))
+    seeds = tuple(sorted({run.header.seed for run in runs}))
+    study = StudyRecord(study_name, "", axis, seeds, (), {}, family=family.name, baseline=baseline or "")
     return make_frames(study, runs, ())
 
 
@@ -79,7 +79,7 @@ def _split_rows(result: Any, family: TableFamily) -> Iterator[tuple[str, int, li
                 rows_by_run.setdefault(run_id, []).append(row)
         failed = last.get("failed") or {}
         for run_id in dict.fromkeys((*rows_by_run, *failed)):
-            rows = select_rows(rows_by_run.get(run_id, []), family.first_step)
+            rows = select_rows(rows_by_run.get(run_id, []))
             seed = int(rows[-1]["seed"]) if rows else int(run_id.rpartition("-s")[2])
             is_open = not rows or describe_end(rows, _find_total(config)).status == "interrupted"
             yield run_id, seed, rows, str(failed.get(run_id, "")) or (failure if is_open else "")
@@ -87,7 +87,7 @@ def _split_rows(result: Any, family: TableFamily) -> Iterator[tuple[str, int, li
     rows = [drop_carried(report) for report in reported if not report.get("failure_class")]
     seed = rows[-1]["seed"] if rows else last.get("seed", config.get("seed", 0))
     run_id = str(last.get("run_id") or result.path.rpartition("/")[2])
-    yield run_id, int(seed), select_rows(rows, family.first_step), failure
+    yield run_id, int(seed), select_rows(rows), failure
 
 
 def _find_total(config: Mapping[str, Any]) -> int | None:
@@ -95,27 +95,31 @@ def _find_total(config: Mapping[str, Any]) -> int | None:
     return total
 
 
-def _make_run(result: Any, header: Row, rows: list[Row], failure: str, family: TableFamily) -> RunFiles:
+def _make_run(result: Any, header: RunRecord, rows: list[Row], failure: str, family: TableFamily) -> RunFiles:
     """What a run wrote. failure: why it failed; empty if it did not."""
-    lines = _read_lines(result.checkpoint, header["seed"])
-    last, metrics, total = rows[-1] if rows else {}, result.metrics or {}, _find_total(header["config"])
+    lines = _read_lines(result.checkpoint, header.seed)
+    last, metrics, total = rows[-1] if rows else {}, result.metrics or {}, _find_total(header.config)
     end = describe_end(rows, total if total is not None or not metrics.get("finished") else last.get("step"))
     if failure:
         end = RunEnd("failed", failure)
     elif end.status == "interrupted":
         end = RunEnd(CENSORED, _SCHEDULER_REASON)
-    status = {"status": end.status, "reason": end.reason, "trial_id": metrics.get("trial_id")}
-    status |= {"failure_class": metrics.get("failure_class") or ("error" if failure else "")}
-    status |= {column.name: last.get(column.name) for column in STOP_COLUMNS if last.get("stop_rule")}
+    stop: dict[str, Any] = {column.name: last.get(column.name) for column in STOP_COLUMNS if last.get("stop_rule")}
+    status = StatusRecord(
+        run_id=header.run_id,
+        status=end.status,
+        reason=end.reason,
+        failure_class=metrics.get("failure_class") or ("error" if failure else ""),
+        trial_id=str(metrics.get("trial_id") or ""),
+        **stop,
+    )
     return RunFiles(
         header=header,
         rows=[parse_step_row(row, family) for row in rows],
-        evaluations=select_lines(lines[LEVELS_FILE], get_evaluation_key),
-        analyses=select_lines(lines[GRADIENTS_FILE], get_analysis_key),
-        status=select_valid_values(status),
+        evaluations=select_lines(lines[LEVELS_FILE].records, get_evaluation_key),
+        analyses=select_lines(lines[GRADIENTS_FILE].records, get_analysis_key),
+        status=status,
         steps_total=total,
-        end=end,
-        contradiction="",
     )
 
 

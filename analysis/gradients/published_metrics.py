@@ -11,10 +11,11 @@ from typing import NamedTuple
 import pandas as pd
 
 from analysis.data.frames import SCHEMAS, cast_frame, to_records
-from analysis.data.run_files import get_analysis_key, make_gradient_rows, make_group_rows, select_lines
+from analysis.data.run_files import get_analysis_key, make_gradient_rows, make_group_rows
 from analysis.gradients.tables import COMPONENTS, WHOLE_BATCH, check_single_analysis, drop_empty_batches
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.files.json_lines import read_lines
+from trainable.runs.run_files import select_lines
 
 TABLE_COLUMNS = ("bucket", "group_id", "reward_std")
 # Our columns and the published keys, or prefixes of keys.
@@ -48,7 +49,7 @@ class PublishedMetrics(NamedTuple):
 
 def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
     """Numbers and tables of one step in a run's gradients.jsonl; empty if the step has no analysis."""
-    lines = [line for line in select_lines(read_lines(path), get_analysis_key) if line["step"] == step]
+    lines = [line for line in select_lines(read_lines(path).records, get_analysis_key) if line["step"] == step]
     # The files of a run do not contain its study and seed, and the metrics need neither: any value makes valid frames.
     frames = [
         cast_frame(pd.DataFrame(rows).assign(run_id=path.parent.name, seed=0), SCHEMAS[name]) if rows else None

@@ -188,11 +188,11 @@ def compare_edges(frames: StudyFrames, generator: np.random.Generator) -> pd.Dat
     study = require_single_study(frames).studies[0]
     runs = make_run_table(frames)
     rows = []
-    for name, pairs, _ in read_contrasts(study) if len(runs) else []:
-        present_pairs = [pair for pair in pairs if set(pair) <= set(runs["arm"])]
+    for contrast in read_contrasts(study) if len(runs) else []:
+        present_pairs = [pair for pair in contrast.pairs if set(pair) <= set(runs["arm"])]
         first_runs, second_runs = (runs[runs["arm"].isin([pair[side] for pair in present_pairs])] for side in range(2))
         if present_pairs:
-            rows.append({"contrast": name, **_compare_lines(first_runs, second_runs, generator)})
+            rows.append({"contrast": contrast.name, **_compare_lines(first_runs, second_runs, generator)})
     names = ["contrast", "line", "reference", "doses", "seeds", "shift", "shift_low", "shift_high"]
     return pd.DataFrame(rows, columns=[*names, "collapsed", "reference_collapsed", "p", "note"])
 

@@ -47,8 +47,8 @@ def make_factor_grid(frames: StudyFrames) -> FactorGrid | None:
     scored run of every arm.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
-    settings = (study.get("axis") or {}).get("factors")
-    if not isinstance(settings, list) or len(settings) < 2:
+    settings = study.axis.factors
+    if len(settings) < 2:
         return None
     columns = [f"config/{setting}" for setting in settings]
     if not set(columns) <= set(frames.trials):

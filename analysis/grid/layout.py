@@ -14,11 +14,11 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_single_study
-from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, to_records
+from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
 from analysis.grid.measures import LATE_MEANS, MEASURES
 from analysis.sweep import series
 from trainable.config.aliases import shorten_setting
-from trainable.runs.run_ends import OPEN_STATUSES
+from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
 
 PLANE_SETTINGS = {"actor.kl_loss_coef", "actor.entropy_coeff"}
 """The settings that span the plane whenever a study varies both."""
@@ -102,9 +102,9 @@ def find_grid(frames: StudyFrames) -> Grid | None:
     return Grid(x, y, tuple(setting for setting in factor_values if setting not in (x, y)), factor_values)
 
 
-def get_dose(study: Study) -> str:
+def get_dose(study: StudyRecord) -> str:
     """The setting that study.json declares as the dose of its arms, as a dotted name; empty if it declares none."""
-    return str((study.get("axis") or {}).get("dose", ""))
+    return study.axis.dose
 
 
 def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
@@ -266,7 +266,7 @@ def name_arms(frames: StudyFrames) -> StudyFrames:
 
 def make_axis_labels(frames: StudyFrames) -> dict[str, str]:
     """The name of each arm that is a number, with the short name of the setting of the axis."""
-    setting = shorten_setting(str((require_single_study(frames).studies[0].get("axis") or {}).get("setting", "")))
+    setting = shorten_setting(require_single_study(frames).studies[0].axis.setting)
     numeric_arms = frames.trials.loc[frames.trials["axis_value"].notna(), "arm"].unique()
     return {str(arm): f"{setting} {arm}" for arm in numeric_arms} if setting else {}
 
@@ -282,18 +282,17 @@ def rename_arms(frames: StudyFrames, labels: Mapping[str, str]) -> StudyFrames:
     return replace(frames, **renamed_frames, study=_rename_study(frames.studies[0], labels))
 
 
-def _rename_study(study: Study, labels: Mapping[str, str]) -> Study:
-    def rename(arm: Any) -> Any:
-        return labels.get(arm, arm) if isinstance(arm, str) else arm
+def _rename_study(study: StudyRecord, labels: Mapping[str, str]) -> StudyRecord:
+    def rename(arm: str) -> str:
+        return labels.get(arm, arm)
 
-    axis, extra_seeds = study.get("axis") or {}, study.get("extra_seeds") or {}
-    return {
-        **study,
-        "baseline": rename(study.get("baseline", "")),
-        "axis": {**axis, "values": [rename(arm) for arm in axis.get("values") or ()]},
-        "extra_seeds": {rename(arm): seeds for arm, seeds in extra_seeds.items()},
-        "contrasts": [
-            {**contrast, "pairs": [[rename(arm) for arm in pair] for pair in contrast["pairs"]]}
-            for contrast in study.get("contrasts") or ()
-        ],
-    }
+    return replace(
+        study,
+        baseline=rename(study.baseline),
+        axis=replace(study.axis, values=tuple(map(rename, study.axis.values))),
+        extra_seeds={rename(arm): seeds for arm, seeds in study.extra_seeds.items()},
+        contrasts=tuple(
+            replace(contrast, pairs=tuple((rename(first), rename(second)) for first, second in contrast.pairs))
+            for contrast in study.contrasts
+        ),
+    )

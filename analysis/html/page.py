@@ -3,7 +3,7 @@
 import io
 import json
 import re
-from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.data.frames import Study
 from analysis.drawing.save import save_figure
 from analysis.gradients import plots as gradient_plots
 from analysis.sweep import verdicts
 from trainable.config.aliases import flatten_settings
 from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.paths import atomic_write
+from trainable.runs.study_record import StudyRecord
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -47,12 +47,12 @@ def add_contents(page: str) -> str:
     return page.replace(_CONTENTS_PLACE, f'<nav aria-label="Contents"><ol>\n{links}\n</ol></nav>', 1)
 
 
-def make_settings_rows(study: Study) -> list[dict[str, Any]]:
+def make_settings_rows(study: StudyRecord) -> list[dict[str, Any]]:
     """Every setting of the study: name, value and default as JSON, and whether it was changed from the default.
 
     Defaults come from `defaults` in study.json. If that is missing, `changed` is None, since nothing is known.
     """
-    settings, defaults = (flatten_settings(study.get(name) or {}) for name in ("settings", "defaults"))
+    settings, defaults = map(flatten_settings, (study.settings, study.defaults))
     return [
         {
             "name": name,
@@ -64,34 +64,25 @@ def make_settings_rows(study: Study) -> list[dict[str, Any]]:
     ]
 
 
-def list_commands(study: Study) -> list[str]:
+def list_commands(study: StudyRecord) -> list[str]:
     """The commands that started the study, in their order and each once: several if arms or seeds were added.
 
     Those that only resumed it are left out. A folder of an earlier version has the last one only.
     """
-    starts = [start for start in study.get("starts") or [] if isinstance(start, dict)]
-    commands = [command for start in starts if isinstance(command := start.get("command"), str)]
     # The program is `python -m tune_study`, or the installed `tune-study`.
-    commands = [command for command in commands if not re.match(r"(python -m tune_study|tune-study) resume\b", command)]
-    if not commands and isinstance(study.get("command"), str):
-        commands = [study["command"]]
-    return [*dict.fromkeys(commands)]
+    is_resume = re.compile(r"(python -m tune_study|tune-study) resume\b").match
+    commands = [start.command for start in study.starts if start.command and not is_resume(start.command)]
+    return [*dict.fromkeys(commands or filter(None, [study.command]))]
 
 
-def list_sources(study: Study) -> list[dict[str, str]]:
+def list_sources(study: StudyRecord) -> list[dict[str, str]]:
     """The texts that a user wrote for the study: its declaration and the files of its parts, as study.json has them."""
-    declaration = study.get("declaration")
-    earlier_declarations, code = ([*(study.get(name) or [])] for name in ("earlier_declarations", "code"))
-    entries = [
-        *([("Study", declaration)] if declaration else []),
-        *(("Study, an earlier text", entry) for entry in earlier_declarations),
-        *(("Parts", entry) for entry in code),
+    files = [
+        *([("Study", study.declaration)] if study.declaration else []),
+        *(("Study, an earlier text", file) for file in study.earlier_declarations),
+        *(("Parts", file) for file in study.code),
     ]
-    return [
-        {"title": title, **{key: str(entry.get(key, "")) for key in ("path", "sha256", "text")}}
-        for title, entry in entries
-        if isinstance(entry, Mapping)
-    ]
+    return [{"title": title, **asdict(file)} for title, file in files]
 
 
 def render_svg(name: str, figure: Figure) -> str:

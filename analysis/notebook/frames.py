@@ -13,6 +13,7 @@ from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames
 from analysis.data.tune_results import read_results
 from trainable.config.aliases import shorten_setting
+from trainable.runs.study_record import STUDY_FILE
 
 if TYPE_CHECKING:
     from analysis.notebook.plots import StudyPlots
@@ -129,7 +130,7 @@ class StudyRun:
         folder = next(
             folder
             for folder, entry in zip(self.frames.folders, self.frames.studies, strict=True)
-            if entry["name"] == self.trial["study"]
+            if entry.name == self.trial["study"]
         )
         return probe.restore(folder, self.run_id, step, settings=settings, study=study, code=code, allow=allow)
 
@@ -144,6 +145,6 @@ def load(results: Any, *, live: bool = False, baseline: str | None = None) -> No
     without a study, the arm with which the others are compared.
     """
     path = getattr(results, "experiment_path", results)  # of a grid that the command line made, which has a study.json
-    is_study = path is results or Path(path, "study.json").exists()
+    is_study = path is results or Path(path, STUDY_FILE).exists()
     frames = loading.load(path, live=live) if is_study else read_results(results, baseline)
     return NotebookFrames(**{field.name: getattr(frames, field.name) for field in fields(frames)})

@@ -59,7 +59,7 @@ def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> 
 
     A cell that two studies run is tested once, with the first of them that is in `frames`.
     """
-    study_names = {study["name"] for study in frames.studies}
+    study_names = {study.name for study in frames.studies}
     rows = [_make_row(frames, cell, study) for cell in cells for study in _select_study(cell, study_names)]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     # Cells that cannot be tested have no p (NaN), so they do not count in Holm's correction.
@@ -77,7 +77,7 @@ def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> 
 
 def describe_sources(frames: StudyFrames) -> str:
     """Where the numbers of the studies in `frames` were published, such as `the documents of A and those of B`."""
-    study_names = {study["name"] for study in frames.studies}
+    study_names = {study.name for study in frames.studies}
     return " and ".join(
         source.SOURCE for source in SOURCES if any(study_names & set(cell.studies) for cell in source.CELLS)
     )

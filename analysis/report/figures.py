@@ -51,7 +51,7 @@ class AxisView:
     @property
     def axis_name(self) -> str:
         """The setting that the arms differ in."""
-        return str(self.frames.studies[0].get("axis", {}).get("setting", ""))
+        return self.frames.studies[0].axis.setting
 
     @cached_property
     def dose_response(self) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import name_arms
 from analysis.html.page import make_environment
 from analysis.report.pages import draw_figures, render_page
-from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.study_record import ENDED_STATUSES
 
 _HEAD = '<meta name="viewport"'
 
@@ -41,7 +41,7 @@ class LivePage:
         ]
         self._context = {
             "metric": metric[1],
-            "title": f"{study['name']} ({study.get('preset', '')})",
+            "title": f"{study.name} ({study.preset})",
             "is_running": is_running,
             "runs": runs,
             "ended": sum(run["status"] in (*ENDED_STATUSES, "failed") for run in runs),

@@ -86,7 +86,7 @@ def write_report(folder: Path | str, *, live: bool = False) -> Path:
 
 def conclude(frames: StudyFrames) -> Conclusion:
     """The headline, the verdicts and the collapses of the report, for the terminal: with arms as `--arm` takes them."""
-    if require_single_study(frames).studies[0].get("search"):
+    if require_single_study(frames).studies[0].search:
         return _conclude_search(frames)
     index_entry = _get_page(frames).make_index_entry(frames)
     lines = (f"{row['arm']}: {index_entry['number']} {row['number']}; {row['verdict']}" for row in index_entry["arms"])
@@ -117,8 +117,8 @@ def summarize_runs(frames: StudyFrames) -> dict[str, dict[str, Any]]:
     for the baseline, and missing in a search.
     """
     study = require_single_study(frames).studies[0]
-    arms = [] if study.get("search") else _get_page(frames).make_index_entry(frames)["arms"]
-    verdicts = {row["arm"]: "baseline" if row["arm"] == study["baseline"] else row["outcome"] for row in arms}
+    arms = [] if study.search else _get_page(frames).make_index_entry(frames)["arms"]
+    verdicts = {row["arm"]: "baseline" if row["arm"] == study.baseline else row["outcome"] for row in arms}
     (family,) = frames.families
     ends = find_run_ends(frames) if family.is_fine_tuning else pd.DataFrame(columns=["run_id", "is_collapse"])
     collapses = dict(zip(ends["run_id"], ends["is_collapse"], strict=True))
@@ -327,7 +327,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
             trend,
             page_p_value,
             tables.make_dose_response(frames),
-            frames.studies[0].get("axis", {}).get("setting", ""),
+            frames.studies[0].axis.setting,
         ),
         "learning": [line for row in arms if row["is_baseline"] for line in findings.describe_learning(row)],
         "caveats": findings.list_caveats(frames, summary),

@@ -179,7 +179,7 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
     if frames.trials.empty:
         return "No run is recorded."
     error_rows = _select_primary(frames, differences)
-    baseline, arm_count = str(frames.studies[0].get("baseline", "")), len(list_arms(frames))
+    baseline, arm_count = frames.studies[0].baseline, len(list_arms(frames))
     # `--arms` may select arms without the baseline.
     baseline_text = f"baseline {baseline}" if baseline in list_arms(frames) else "no baseline among them"
     sentences = [f"{arm_count} arm{'s' if arm_count > 1 else ''}, {baseline_text}."]

@@ -33,7 +33,7 @@ from analysis.sandbox.descriptions import DESCRIPTIONS, Description, Panel
 from analysis.sweep.series import make_curves
 from analysis.sweep.verdicts import name_verdict
 from trainable.runs.records import STATUSES
-from trainable.runs.run_ends import OPEN_STATUSES
+from trainable.runs.study_record import OPEN_STATUSES
 
 COLUMN_ORDER = ("late_", "final_", "last_", "switch_", "error_", "first_step_", "mean_", "log10_")
 """How the names of the trial columns of a report begin, in the order in which it lists them."""
@@ -58,7 +58,7 @@ def list_measured_columns(frames: StudyFrames) -> list[str]:
 def select_panels(frames: StudyFrames) -> tuple[Panel, ...]:
     """The panels of the study for which at least one run has a value."""
     description = get_description(require_single_study(frames))
-    study_panels = description.study_panels.get(frames.studies[0]["name"], description.panels)
+    study_panels = description.study_panels.get(frames.studies[0].name, description.panels)
     return tuple(panel for panel in study_panels if frames.steps[panel.column].notna().any())
 
 
@@ -101,7 +101,7 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     reach one have no number.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
-    baseline, arms = str(study.get("baseline", "")), list_arms(frames)
+    baseline, arms = str(study.baseline), list_arms(frames)
     rows = []
     columns = [name for name in (family.primary_column, *family.secondary_columns) if frames.trials[name].notna().any()]
     for name in columns if baseline in arms else []:

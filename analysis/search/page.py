@@ -1,7 +1,7 @@
 """The section of the report on a search: its best point, its importances, and its figures."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, find_be
 from analysis.search.trials import IMPORTANCE_QUANTILE, Importance, compute_importances, list_pareto_arms
 from analysis.sweep import verdicts
 from trainable.config.command_lines import format_command
+from trainable.runs.study_record import Search
 
 RESAMPLING_SEED = 0
 _NUM_LEADERS = 10
@@ -29,15 +30,11 @@ class SearchResults:
     frames: StudyFrames
 
     @property
-    def study(self) -> Mapping[str, Any]:
-        """The content of study.json."""
-        return self.frames.studies[0]
-
-    @property
-    def entry(self) -> Mapping[str, Any]:
+    def search(self) -> Search:
         """The search in study.json: its space and objectives."""
-        entry: Mapping[str, Any] = self.study["search"]
-        return entry
+        (study,) = self.frames.studies
+        assert study.search is not None, "only a search has results"
+        return study.search
 
     @property
     def is_higher_better(self) -> bool:
@@ -64,28 +61,26 @@ class SearchResults:
     def importances(self) -> list[Importance]:
         """From `trials.compute_importances`."""
         generator = np.random.default_rng(RESAMPLING_SEED)
-        return compute_importances(self.entry, self.points, self.is_higher_better, generator)
+        return compute_importances(self.search, self.points, self.is_higher_better, generator)
 
     @cached_property
     def pareto_arms(self) -> list[str]:
         """The points of the Pareto front of success and cost; none in a family without cost."""
         if self.complete_points[COST].isna().any() or not self.complete_points["is_feasible"].any():
             return []
-        return list_pareto_arms(self.entry, self.complete_points, self.is_higher_better)
+        return list_pareto_arms(self.search, self.complete_points, self.is_higher_better)
 
     @cached_property
     def values(self) -> pd.DataFrame:
         """Outcome of each complete point, and its values by the name of the dimension; missing where it has none."""
         rows = [{**row, **row["values"]} for row in to_records(self.complete_points)]
-        return pd.DataFrame(
-            rows, columns=[*self.complete_points.columns, *(entry["name"] for entry in self.entry["space"])]
-        )
+        return pd.DataFrame(rows, columns=[*self.complete_points.columns, *(entry.name for entry in self.search.space)])
 
 
 def describe_search(results: SearchResults) -> str:
     """What a search came to, as a paragraph: the best point, the default, and what the numbers are worth."""
-    points, study = results.points, results.study
-    num_planned = results.entry["num_points"]
+    points, study = results.points, results.frames.studies[0]
+    num_planned = results.search.num_points
     num_ended = int((points["state"] != OPEN).sum())
     num_broken = int((points["violations"] > 0).sum())
     progress = f"{num_ended} of {num_planned} points have ended" if num_ended < num_planned else f"{num_ended} points"
@@ -101,7 +96,7 @@ def describe_search(results: SearchResults) -> str:
         return f"{progress}; {broken}. The best point{condition} is the default, {_describe_outcome(best)}."
     text = f"{progress}; {broken}. The best point{condition} is {_describe_point(best)}"
     # As it is typed in the folder of this process, where the search was started.
-    location = os.path.relpath(results.frames.folders[0]) if results.frames.folders else study.get("run", "")
+    location = os.path.relpath(results.frames.folders[0]) if results.frames.folders else study.run
     command = format_command("confirm", location, "--arm", best["arm"])
     return (
         f"{text} against {verdicts.format_fraction(default['success'])} of the default. The best of many points is in "
@@ -125,7 +120,7 @@ def make_context(results: SearchResults) -> dict[str, Any]:
     order = points.assign(rank=points["success"].where(points["is_feasible"])).sort_values(
         ["rank", "success"], ascending=not results.is_higher_better, na_position="last", kind="stable"
     )
-    settings = list(dict.fromkeys(dimension["setting"] for dimension in results.entry["space"]))
+    settings = list(dict.fromkeys(dimension.setting for dimension in results.search.space))
     return {
         "sentence": describe_search(results),
         "settings": [name.rpartition(".")[2] for name in settings],
@@ -135,8 +130,8 @@ def make_context(results: SearchResults) -> dict[str, Any]:
         "shown": _NUM_LEADERS,
         "importances": results.importances,
         "pareto": results.pareto_arms,
-        "objectives": results.entry["objectives"],
-        "points_per_round": results.entry["points_per_round"],
+        "objectives": results.search.objectives,
+        "points_per_round": results.search.points_per_round,
     }
 
 
@@ -181,7 +176,7 @@ FIGURES: Sequence[ReportFigure[SearchResults]] = (
         "Outcome of the points against each setting, on the scale on which it was searched. Later points are darker. A "
         "diamond is the default; a cross as above. The sampler prefers good regions, so points are no even sample.",
         _make_values,
-        lambda table, results: plots.draw_slices(table, results.entry["space"]),
+        lambda table, results: plots.draw_slices(table, results.search.space),
     ),
     ReportFigure(
         "search_parallel",
@@ -189,7 +184,7 @@ FIGURES: Sequence[ReportFigure[SearchResults]] = (
         "A line per point through its settings to its outcome. Settings that a point does not have are left out of its "
         "line. The best quarter is dark; points at which a run collapsed or failed are vermilion.",
         _make_values,
-        lambda table, results: plots.draw_parallel(table, results.entry["space"], results.is_higher_better),
+        lambda table, results: plots.draw_parallel(table, results.search.space, results.is_higher_better),
     ),
     ReportFigure(
         "search_pareto",
@@ -234,4 +229,4 @@ VIEW_FIGURES: Sequence[ReportFigure[SearchView]] = tuple(map(_make_view_figure, 
 def find_search(frames: StudyFrames) -> SearchResults | None:
     """The search whose points are the arms of a study; None in a study of arms that were chosen beforehand."""
     study = frames.studies[0]
-    return SearchResults(frames) if study.get("search") and study.get("points") else None
+    return SearchResults(frames) if study.search and study.points else None

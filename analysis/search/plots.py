@@ -1,8 +1,7 @@
 """The figures of a search. Each function draws a table of `SearchResults` and computes no further outcomes."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import matplotlib as mpl
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from analysis.data.frames import to_records
 from analysis.search.trials import Importance
 from analysis.sweep.plots import GHOST_COLOR, STOPPED_COLOR, STYLE, TEXT_COLOR
+from trainable.runs.study_record import Dimension
 
 _POINT_COLOR = "#31688e"
 _SLICES_PER_ROW = 4
@@ -54,7 +54,7 @@ def draw_importances(importances: Sequence[Importance]) -> Figure:
     return figure
 
 
-def draw_slices(table: pd.DataFrame, space: Sequence[Mapping[str, Any]]) -> Figure:
+def draw_slices(table: pd.DataFrame, space: Sequence[Dimension]) -> Figure:
     """A small panel per dimension: outcome against its value. table: `SearchResults.values`."""
     num_rows = math.ceil(len(space) / _SLICES_PER_ROW)
     with mpl.rc_context(dict(STYLE)):
@@ -62,23 +62,23 @@ def draw_slices(table: pd.DataFrame, space: Sequence[Mapping[str, Any]]) -> Figu
         figure = Figure(figsize=(max(2.1 * num_columns, 4.0), 2.3 * num_rows), layout="constrained")
         grid = figure.subplots(num_rows, num_columns, squeeze=False, sharey=True)
         for axes, dimension in zip(grid.flat, space, strict=False):
-            rows = table[table[dimension["name"]].notna()]
-            if dimension["values"]:
-                positions = {value: index for index, value in enumerate(dimension["values"])}
-                rows = rows[rows[dimension["name"]].isin(positions)]
-                x = np.array([positions[value] for value in rows[dimension["name"]]], dtype=float)
+            rows = table[table[dimension.name].notna()]
+            if dimension.values:
+                positions = {value: index for index, value in enumerate(dimension.values)}
+                rows = rows[rows[dimension.name].isin(positions)]
+                x = np.array([positions[value] for value in rows[dimension.name]], dtype=float)
                 axes.set_xticks(list(positions.values()), list(positions))
                 axes.set_xlim(-0.6, len(positions) - 0.4)
             else:
-                x = rows[dimension["name"]].to_numpy(dtype=float)
-                if dimension["is_log"]:
+                x = rows[dimension.name].to_numpy(dtype=float)
+                if dimension.is_log:
                     rows, x = rows[x > 0], x[x > 0]
                     axes.set_xscale("log")
                     axes.xaxis.set_major_locator(LogLocator(numticks=4))
                     axes.xaxis.set_minor_locator(NullLocator())
                 _set_limits(axes, dimension)
             _scatter(axes, x, rows, shade=True)
-            axes.set_title(_wrap(_shorten(dimension["name"])), fontsize=8)
+            axes.set_title(_wrap(_shorten(dimension.name)), fontsize=8)
         for axes in list(grid.flat)[len(space) :]:
             axes.set_visible(False)
         for axes in grid[:, 0]:
@@ -86,17 +86,17 @@ def draw_slices(table: pd.DataFrame, space: Sequence[Mapping[str, Any]]) -> Figu
     return figure
 
 
-def _set_limits(axes: Axes, dimension: Mapping[str, Any]) -> None:
+def _set_limits(axes: Axes, dimension: Dimension) -> None:
     """Show the whole interval of a dimension, with a margin of a twentieth on its own scale."""
-    low, high = dimension["low"], dimension["high"]
-    if dimension["is_log"]:
+    low, high = dimension.low, dimension.high
+    if dimension.is_log:
         factor = (high / low) ** 0.05
         axes.set_xlim(low / factor, high * factor)
     else:
         axes.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
 
 
-def draw_parallel(table: pd.DataFrame, space: Sequence[Mapping[str, Any]], is_higher_better: bool) -> Figure:
+def draw_parallel(table: pd.DataFrame, space: Sequence[Dimension], is_higher_better: bool) -> Figure:
     """A vertical axis per dimension and one for the outcome, and a line per point."""
     columns = [_scale(table, dimension) for dimension in space]
     outcome = table["success"].to_numpy(dtype=float)
@@ -124,7 +124,7 @@ def draw_parallel(table: pd.DataFrame, space: Sequence[Mapping[str, Any]], is_hi
         axes.plot([len(space)] * 2, [0, 1], color="#888888", linewidth=0.8)
         for height, value in ((0.0, low), (1.0, high)):
             axes.text(len(space) + 0.04, height, f"{value:.3g}", fontsize=7, va="center")
-        names = [_wrap(_shorten(dimension["name"])) for dimension in space]
+        names = [_wrap(_shorten(dimension.name)) for dimension in space]
         axes.set_xticks(range(len(space) + 1), [*names, "outcome"], fontsize=7, rotation=25, ha="right")
         axes.set_yticks([])
         axes.set_xlim(-0.2, len(space) + 0.4)
@@ -162,30 +162,30 @@ def _scatter(axes: Axes, x: NDArray[np.float64], table: pd.DataFrame, *, shade: 
     axes.scatter(x[broken], y[broken], s=30, marker="x", color=STOPPED_COLOR, linewidths=1.4, zorder=zorder)
 
 
-def _scale(table: pd.DataFrame, dimension: Mapping[str, Any]) -> NDArray[np.float64]:
+def _scale(table: pd.DataFrame, dimension: Dimension) -> NDArray[np.float64]:
     """The values of a dimension as heights from 0 to 1; NaN where a point has none or one outside."""
-    column = table[dimension["name"]]
-    if dimension["values"]:
-        count = len(dimension["values"])
-        heights = {value: index / max(count - 1, 1) for index, value in enumerate(dimension["values"])}
+    column = table[dimension.name]
+    if dimension.values:
+        count = len(dimension.values)
+        heights = {value: index / max(count - 1, 1) for index, value in enumerate(dimension.values)}
         return np.array([heights.get(value, math.nan) for value in column], dtype=float)
     values = column.to_numpy(dtype=float)
-    low, high = dimension["low"], dimension["high"]
-    if dimension["is_log"]:
+    low, high = dimension.low, dimension.high
+    if dimension.is_log:
         values = np.log(np.where(values > 0, values, math.nan))
         low, high = math.log(low), math.log(high)
     heights_of_values = (values - low) / (high - low)
     return np.where((heights_of_values > -0.01) & (heights_of_values < 1.01), heights_of_values, math.nan)
 
 
-def _draw_scale(axes: Axes, place: int, dimension: Mapping[str, Any]) -> None:
+def _draw_scale(axes: Axes, place: int, dimension: Dimension) -> None:
     """The vertical axis of a dimension with its ends or values."""
     axes.plot([place] * 2, [0, 1], color="#888888", linewidth=0.8, zorder=0)
-    values = dimension["values"]
+    values = dimension.values
     labels = (
         {index / max(len(values) - 1, 1): value for index, value in enumerate(values)}
         if values
-        else {0.0: f"{dimension['low']:.3g}", 1.0: f"{dimension['high']:.3g}"}
+        else {0.0: f"{dimension.low:.3g}", 1.0: f"{dimension.high:.3g}"}
     )
     for height, label in labels.items():
         axes.text(place + 0.04, height, label, fontsize=7, va="center", zorder=4)

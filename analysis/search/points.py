@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -19,9 +19,10 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import Estimate
 from analysis.sweep.collapse import find_run_ends
 from trainable.config.aliases import flatten_settings
-from trainable.runs.run_ends import CENSORED
+from trainable.runs.study_record import CENSORED, Dimension, Search
 
-SUCCESS, COST = "success", "cost"
+SUCCESS: Final = "success"
+COST: Final = "cost"
 """The objectives of a search: the primary outcome of its study, and the tokens that a run samples and trains on."""
 
 _COST_COLUMNS = ("total_sampled_tokens", "total_trained_tokens")
@@ -43,13 +44,13 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
     failure, as a violation: a collapse is a result and never missing.
     """
     study = require_single_study(frames).studies[0]
-    entry, points = study.get("search"), study.get("points")
-    if not entry or not points:
+    search, points = study.search, study.points
+    if not search or not points:
         return pd.DataFrame()
     (family,) = frames.families
     outcomes = collect_outcomes(frames, family.primary_column)
     broken_ids = _find_broken_runs(frames)
-    base = {name: str(value) for name, value in flatten_settings(study.get("settings") or {}).items()}
+    base = {name: str(value) for name, value in flatten_settings(study.settings).items()}
     is_fraction = {column.name: column.unit for column in family.trial_columns}[family.primary_column] == "fraction"
     rows: list[Row] = []
     for number, (arm, settings) in enumerate(points.items()):
@@ -57,9 +58,7 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
         scored_runs = select_runs(frames, arm, scored_only=True)
         if not number:
             settings = {
-                name: base[name]
-                for dimension in _list_dimensions(entry, base)
-                if (name := dimension["setting"]) in base
+                name: base[name] for dimension in _list_dimensions(search, base) if (name := dimension.setting) in base
             }
         violations = int(runs["run_id"].isin(broken_ids).sum())
         state = _find_state(runs, scored_runs)
@@ -80,7 +79,7 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
                 "high": estimate.high,
                 "cost": _compute_cost(scored_runs) if state == COMPLETE else math.nan,
                 "settings": dict(settings),
-                "values": read_values(entry, settings if number else base, is_exact=not number),
+                "values": read_values(search, settings if number else base, is_exact=not number),
             }
         )
     return pd.DataFrame(rows)
@@ -125,43 +124,43 @@ def find_best_point(points: pd.DataFrame, is_higher_better: bool) -> Row | None:
     return to_records(order.iloc[:1])[0]
 
 
-def read_values(entry: Mapping[str, Any], settings: Mapping[str, str], *, is_exact: bool) -> dict[str, Any]:
+def read_values(search: Search, settings: Mapping[str, str], *, is_exact: bool) -> dict[str, Any]:
     """The value of each dimension that a point has, by the name of the dimension.
 
     A dimension whose condition the settings do not meet is left out, and so is one whose text is neither a number nor
     one of its values: a folder may come from somebody else.
 
     Args:
-        entry: `search` of study.json.
+        search: of the study.
         settings: texts by dotted setting.
         is_exact: leave out numbers outside of the interval; else they are moved to its nearest end, since a value that
             was drawn may have been rounded to one a little outside.
     """
     values: dict[str, Any] = {}
-    for dimension in _list_dimensions(entry, settings):
-        value = _parse_value(dimension, settings.get(dimension["setting"]), is_exact)
+    for dimension in _list_dimensions(search, settings):
+        value = _parse_value(dimension, settings.get(dimension.setting), is_exact)
         if value is not None:
-            values[dimension["name"]] = value
+            values[dimension.name] = value
     return values
 
 
-def _list_dimensions(entry: Mapping[str, Any], settings: Mapping[str, str]) -> list[Mapping[str, Any]]:
+def _list_dimensions(search: Search, settings: Mapping[str, str]) -> list[Dimension]:
     """The dimensions of the space whose condition the settings meet."""
     return [
         dimension
-        for dimension in entry["space"]
-        if not dimension["condition"] or settings.get(dimension["condition"][0]) == dimension["condition"][1]
+        for dimension in search.space
+        if not dimension.condition or settings.get(dimension.condition[0]) == dimension.condition[1]
     ]
 
 
-def _parse_value(dimension: Mapping[str, Any], text: str | None, is_exact: bool) -> Any:
-    if text is None or dimension["values"]:
-        return text if text in dimension["values"] else None
+def _parse_value(dimension: Dimension, text: str | None, is_exact: bool) -> Any:
+    if text is None or dimension.values:
+        return text if text in dimension.values else None
     try:
         value = float(text)
     except ValueError:
         return None
-    inside = min(max(value, dimension["low"]), dimension["high"])
+    inside = min(max(value, dimension.low), dimension.high)
     if math.isnan(value) or (is_exact and inside != value):
         return None
-    return int(inside) if dimension["is_integer"] else inside
+    return int(inside) if dimension.is_integer else inside

@@ -4,8 +4,8 @@ The study is made from the rows of the runs whenever it is needed, so it never d
 """
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import optuna
@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from analysis.data.frames import to_records
 from analysis.search.points import COMPLETE, COST, OPEN, SUCCESS
+from trainable.runs.study_record import Dimension, Search
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -31,17 +32,17 @@ _MIN_POINTS = 8
 """With fewer points, the best quarter is a single one, and there is nothing to say about it."""
 
 
-def make_distribution(dimension: Mapping[str, Any]) -> BaseDistribution:
-    """The distribution of a dimension, which is an entry of `space` in study.json."""
-    if dimension["values"]:
-        return CategoricalDistribution(tuple(dimension["values"]))
-    if dimension["is_integer"]:
-        return IntDistribution(int(dimension["low"]), int(dimension["high"]), log=dimension["is_log"])
-    return FloatDistribution(dimension["low"], dimension["high"], log=dimension["is_log"])
+def make_distribution(dimension: Dimension) -> BaseDistribution:
+    """The distribution of a dimension, which is an search of `space` in study.json."""
+    if dimension.values:
+        return CategoricalDistribution(tuple(dimension.values))
+    if dimension.is_integer:
+        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.is_log)
+    return FloatDistribution(dimension.low, dimension.high, log=dimension.is_log)
 
 
 def make_optuna_study(
-    entry: Mapping[str, Any],
+    search: Search,
     points: pd.DataFrame | None,
     is_higher_better: bool,
     sampler: BaseSampler | None = None,
@@ -51,7 +52,7 @@ def make_optuna_study(
     """The Optuna study of a search, with a trial per point that has ended.
 
     Args:
-        entry: `search` of study.json.
+        search: of the study.
         points: from `make_points`; None for a study without a trial.
         is_higher_better: of the primary outcome.
         sampler: draws the next points.
@@ -62,7 +63,7 @@ def make_optuna_study(
         SUCCESS: StudyDirection.MAXIMIZE if is_higher_better else StudyDirection.MINIMIZE,
         COST: StudyDirection.MINIMIZE,
     }
-    objectives = entry["objectives"]
+    objectives = search.objectives
     study = optuna.create_study(
         directions=[directions[objective] for objective in objectives],
         sampler=sampler,
@@ -72,22 +73,22 @@ def make_optuna_study(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         study.set_metric_names(list(objectives))
-    study.add_trials([] if points is None else _make_trials(entry, points))
+    study.add_trials([] if points is None else _make_trials(search, points))
     return study
 
 
-def _make_trials(entry: Mapping[str, Any], points: pd.DataFrame) -> list[FrozenTrial]:
+def _make_trials(search: Search, points: pd.DataFrame) -> list[FrozenTrial]:
     """A trial per point that has ended.
 
     A censored point is a pruned trial, and so is one of which every run failed: the sampler learns of its violations,
     while a failed trial would be as if it had never been drawn.
     """
-    distributions = {dimension["name"]: make_distribution(dimension) for dimension in entry["space"]}
+    distributions = {dimension.name: make_distribution(dimension) for dimension in search.space}
     trials = []
     for row in to_records(points):
         if row["state"] == OPEN:
             continue
-        outcomes = [row[name] for name in entry["objectives"]]
+        outcomes = [row[name] for name in search.objectives]
         is_complete = row["state"] == COMPLETE and not np.isnan(outcomes).any()
         trials.append(
             create_trial(
@@ -112,7 +113,7 @@ class Importance(NamedTuple):
 
 
 def compute_importances(
-    entry: Mapping[str, Any], points: pd.DataFrame, is_higher_better: bool, generator: np.random.Generator
+    search: Search, points: pd.DataFrame, is_higher_better: bool, generator: np.random.Generator
 ) -> list[Importance]:
     """PED-ANOVA importances of the dimensions for the first objective, the largest first; empty with too few points.
 
@@ -121,7 +122,7 @@ def compute_importances(
 
     Source: Watanabe, Bansal & Hutter 2023, https://arxiv.org/abs/2304.10255, in Optuna's implementation.
     """
-    single = {**entry, "objectives": entry["objectives"][:1]}
+    single = replace(search, objectives=(SUCCESS,))
     # The default has a value of every setting, but none that was drawn.
     complete_points = points[(points["number"] > 0) & (points["state"] == COMPLETE)]
     if len(complete_points) < _MIN_POINTS:
@@ -139,15 +140,15 @@ def compute_importances(
     return sorted(importances, key=lambda importance: -importance.value)
 
 
-def _compute_shares(entry: Mapping[str, Any], points: pd.DataFrame, is_higher_better: bool) -> dict[str, float]:
+def _compute_shares(search: Search, points: pd.DataFrame, is_higher_better: bool) -> dict[str, float]:
     evaluator = PedAnovaImportanceEvaluator(target_quantile=IMPORTANCE_QUANTILE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of settings without an effect in a resample
-        return get_param_importances(make_optuna_study(entry, points, is_higher_better), evaluator=evaluator)
+        return get_param_importances(make_optuna_study(search, points, is_higher_better), evaluator=evaluator)
 
 
-def list_pareto_arms(entry: Mapping[str, Any], points: pd.DataFrame, is_higher_better: bool) -> list[str]:
+def list_pareto_arms(search: Search, points: pd.DataFrame, is_higher_better: bool) -> list[str]:
     """The feasible points that no other beats in one of success and cost without being worse in the other."""
-    both = {**entry, "objectives": [SUCCESS, COST]}
+    both = replace(search, objectives=(SUCCESS, COST))
     study = make_optuna_study(both, points[points["is_feasible"]], is_higher_better)
     return sorted((trial.user_attrs["arm"] for trial in study.best_trials), key=list(points["arm"]).index)

@@ -67,7 +67,7 @@ def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> p
         for run in to_records(ends[ends["status"].isin(SCORED_STATUSES)]):
             steps = frames.get_run_steps(run["run_id"])
             steps = steps[steps["step"] <= run["end_step"]]
-            head = {"study": frames.studies[0]["name"], **{name: run[name] for name in ("run_id", "arm", "seed")}}
+            head = {"study": frames.studies[0].name, **{name: run[name] for name in ("run_id", "arm", "seed")}}
             end = {"is_collapse": run["is_collapse"], "end_step": run["end_step"]}
             for index, rule in enumerate(rules):
                 if rule.column in steps and steps[rule.column].notna().any():

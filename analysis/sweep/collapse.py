@@ -11,7 +11,7 @@ from analysis.data.compare import SCORED_STATUSES, find_failed_stops, list_arms,
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.events import find_collapse, kaplan_meier
 from analysis.sweep.series import make_curves
-from trainable.runs.run_ends import SIGNAL_COLUMNS, describe_missing_signal, format_signal_problems
+from trainable.runs.history import SIGNAL_COLUMNS, describe_missing_signal, format_signal_problems
 
 COLLAPSE_DEFINITION = (
     "A run collapses when a rule stops it at a success below 0.9, or when its success is below half of its running "

@@ -17,7 +17,6 @@ from analysis.data.compare import (
 )
 from analysis.data.families import LATE_EVALUATIONS, get_family
 from analysis.data.frames import StudyFrames, to_records
-from analysis.data.run_files import find_steps_total
 from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,
@@ -31,8 +30,9 @@ from analysis.sweep.verdicts import (
     join_arms,
 )
 from trainable.config.aliases import flatten_settings
+from trainable.runs.history import MASTERED_SUCCESS
 from trainable.runs.records import STATUSES
-from trainable.runs.run_ends import MASTERED_SUCCESS, OPEN_STATUSES
+from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
 
 # letters: a longer list of arms is replaced by their number, as in a grid of 164 arms
 MAX_LINE_LENGTH = 120
@@ -311,9 +311,9 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     ]
 
 
-def _describe_changed_declaration(study: Mapping[str, Any]) -> list[str]:
+def _describe_changed_declaration(study: StudyRecord) -> list[str]:
     """That the file of the study was changed after its start, if it was."""
-    count = len(study.get("earlier_declarations") or [])
+    count = len(study.earlier_declarations)
     if not count:
         return []
     return [
@@ -323,9 +323,9 @@ def _describe_changed_declaration(study: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _describe_longer_runs(study: Mapping[str, Any]) -> list[str]:
+def _describe_longer_runs(study: StudyRecord) -> list[str]:
     """That the runs were made longer when they had ended, if they were."""
-    earlier_steps, steps = study.get("earlier_steps") or [], find_steps_total(study.get("settings"))
+    earlier_steps, steps = study.earlier_steps, study.total_steps
     if not earlier_steps or steps is None:
         return []
     return [
@@ -335,20 +335,20 @@ def _describe_longer_runs(study: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def describe_looks(study: Mapping[str, Any]) -> list[str]:
+def describe_looks(study: StudyRecord) -> list[str]:
     """How often a study with added seeds was looked at, and what follows; none if its seeds were fixed.
 
     study: content of study.json.
     """
     if not has_added_seeds(study):
         return []
-    looks = study.get("looks") or []
+    looks = study.looks
     count = {1: "once", 2: "twice"}.get(len(looks), f"{len(looks)} times")
-    numbers = ", ".join(str(look["seeds"]) for look in looks)
+    numbers = ", ".join(str(look.seeds) for look in looks)
     looks_text = f"The results were looked at {count}" + (f", with up to {numbers} seeds per arm" if looks else "")
     planned_text = (
-        f"Seeds are added to open arms, up to {study['max_seeds']} per arm."
-        if study.get("max_seeds") is not None
+        f"Seeds are added to open arms, up to {study.max_seeds} per arm."
+        if study.max_seeds is not None
         else "Seeds were added after a look: more were run than planned."
     )
     return [
@@ -372,7 +372,7 @@ def _list_mismatch_caveats(frames: StudyFrames) -> list[str]:
     steps = frames.steps
     if "engine_mismatch_mean" not in steps or steps["engine_mismatch_mean"].isna().all():
         return []
-    settings = frames.studies[0].get("settings") or {}
+    settings = frames.studies[0].settings
     limit = (settings.get("rollout") or {}).get("logprob_tolerance", DEFAULT_MISMATCH_LIMIT)
     large = steps[steps["engine_mismatch_mean"] > limit]
     if large.empty:
@@ -391,7 +391,7 @@ def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     scored_runs = frames.trials[frames.trials["status"].isin(SCORED_STATUSES)]
     num_seeds = scored_runs["seed"].nunique()
     # The baseline may have more seeds than all other arms.
-    compared_runs = scored_runs[scored_runs["arm"] != (frames.studies[0].get("baseline") or "")]
+    compared_runs = scored_runs[scored_runs["arm"] != frames.studies[0].baseline]
     num_compared_seeds = compared_runs["seed"].nunique() if len(compared_runs) else num_seeds
     if num_seeds == 0:
         return ["No run completed or was stopped by a rule, so nothing is compared."]
@@ -461,7 +461,7 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[st
             f"at a success of {MASTERED_SUCCESS} or more is no failure. A verdict says if it would be another one with "
             "stopped runs scored 0, or left out; the section on stops has the means."
         )
-    group_size = flatten_settings(frames.studies[0].get("settings") or {}).get("env.group_size")
+    group_size = flatten_settings(frames.studies[0].settings).get("env.group_size")
     if type(group_size) is int and group_size > 0:
         episodes = frames.steps["groups_kept"] * group_size
         ratios = (frames.steps["batch_size"] / episodes.where(episodes > 0)).groupby(frames.steps["arm"]).mean()
@@ -518,7 +518,7 @@ def list_games(frames: StudyFrames) -> list[str]:
     (study,), (family,) = require_single_study(frames).studies, frames.families
     column = "config/env.name"
     names = frames.trials[column].dropna().unique() if column in frames.trials else []
-    games = [str(name) for name in names] or [family.get_environment(study.get("settings") or {})]
+    games = [str(name) for name in names] or [family.get_environment(study.settings)]
     own_games = (re.fullmatch(r"(.+\.py):(\w+)(?:#\w+)?", game) for game in games)
     return [match.expand(r"\2 (\1)") if match else game for game, match in zip(games, own_games, strict=True)]
 
@@ -604,18 +604,18 @@ def describe_span(values: "pd.Series[float]", entry: str = "arm") -> str:
     return f"{low} in every {entry}" if len(values) > 1 else low
 
 
-def describe_confirmation(study: Mapping[str, Any]) -> str:
+def describe_confirmation(study: StudyRecord) -> str:
     """What a study confirms, and with which seeds, as a sentence; empty for a study that confirms none.
 
     study: content of study.json.
     """
-    confirms = study.get("confirms")
+    confirms = study.confirms
     if not confirms:
         return ""
-    arms = [arm for arm in study["axis"]["values"] if arm != study.get("baseline")]
+    arms = [arm for arm in study.axis.values if arm != study.baseline]
     return (
-        f"Confirmation of {join_arms(arms)} against {study.get('baseline')} in {confirms['run']}, with seeds "
-        f"{format_seeds(study.get('seeds', ()))}: that study had used seeds {format_seeds(confirms['seeds'])} when "
+        f"Confirmation of {join_arms(arms)} against {study.baseline} in {confirms.run}, with seeds "
+        f"{format_seeds(study.seeds)}: that study had used seeds {format_seeds(confirms.seeds)} when "
         "this one began, so nothing was chosen by the results below."
     )
 
@@ -624,26 +624,19 @@ SHORT_SHARE = 0.5
 """A study is called short if it was planned with less than this share of the training steps of its preset."""
 
 
-def describe_short_runs(study: Mapping[str, Any]) -> str:
+def describe_short_runs(study: StudyRecord) -> str:
     """That a study was planned with far fewer steps than its preset has, as a sentence; empty if it was not.
 
     study: content of study.json. Folders of earlier versions do not have the steps of the preset.
-
-    >>> settings = {"trainer": {"total_training_steps": 3}}
-    >>> describe_short_runs({"preset": "laptop", "preset_steps": 60, "settings": settings})
-    'A short study: 3 training steps instead of the 60 of preset laptop, so it may not show what longer runs do.'
-    >>> settings = {"trainer": {"total_training_steps": 20, "test_freq": 5}}
-    >>> describe_short_runs({"preset": "laptop", "preset_steps": 60, "settings": settings}).split(". ")[1]
-    'What is said of the end is the mean of all 4 validations after step 0, which hides how they changed.'
     """
-    steps, preset_steps = find_steps_total(study.get("settings")), study.get("preset_steps")
+    steps, preset_steps = study.total_steps, study.preset_steps
     if steps is None or preset_steps is None or steps >= SHORT_SHARE * preset_steps:
         return ""
     sentence = (
         f"A short study: {steps:,} training step{'' if steps == 1 else 's'} instead of the {preset_steps:,} of preset "
-        f"{study.get('preset', '')}, so it may not show what longer runs do."
+        f"{study.preset}, so it may not show what longer runs do."
     )
-    test_freq = flatten_settings(study.get("settings") or {}).get("trainer.test_freq")
+    test_freq = flatten_settings(study.settings).get("trainer.test_freq")
     num_validations = math.ceil(steps / test_freq) if type(test_freq) is int and test_freq > 0 else 1
     if not (1 < num_validations <= LATE_EVALUATIONS and get_family(study).primary_column.startswith("late_")):
         return sentence

@@ -6,7 +6,6 @@ difference and every noise: a study in which all outcomes are scaled has the sam
 """
 
 import math
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from analysis.data.replicates import find_recorded_values
 from analysis.stats.estimates import MIN_SEEDS
 from analysis.stats.noise import ARM_DOUBT, blend_variances, compute_doubt
 from analysis.stats.sequential import find_fewest_seeds
+from trainable.runs.study_record import StudyRecord
 
 MAX_SUGGESTED_SEEDS = 20
 POWER = 0.8
@@ -27,7 +27,7 @@ _MAX_ARMS = 24
 """Arms of a drawn study: the noise that more of them would show changes nothing any more, Holm's factor does."""
 
 
-def find_recorded_deviation(study: Mapping[str, Any]) -> float:
+def find_recorded_deviation(study: StudyRecord) -> float:
     """The standard deviation of recorded runs of the study's baseline in its primary outcome; NaN if there are none."""
     values = find_recorded_values(study, get_family(study).primary_column)
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
@@ -71,7 +71,7 @@ def _compute_prominence(y: Any, arm: int, squares: Any, df: int) -> Any:
     return special.fdtr(extra_df, df - extra_df, extra / extra_df / ((squares - extra) / (df - extra_df)))
 
 
-def find_resolved_difference(study: Mapping[str, Any], num_seeds: int, deviation: float | None = None) -> float:
+def find_resolved_difference(study: StudyRecord, num_seeds: int, deviation: float | None = None) -> float:
     """The smallest true difference between an arm and the baseline that is resolved with a probability of `POWER`.
 
     Args:
@@ -82,17 +82,17 @@ def find_resolved_difference(study: Mapping[str, Any], num_seeds: int, deviation
     NaN if nothing is known of the noise or nothing is compared, and infinite below `MIN_SEEDS` seeds.
     """
     sd = find_recorded_deviation(study) if deviation is None else deviation
-    return sd * compute_resolved_ratio(len(study["axis"]["values"]), num_seeds)
+    return sd * compute_resolved_ratio(len(study.axis.values), num_seeds)
 
 
-def describe_power(study: Mapping[str, Any]) -> str:
+def describe_power(study: StudyRecord) -> str:
     """One line on what the planned seeds resolve; empty if the study has nothing to compare."""
-    num_seeds, num_arms = len(study["seeds"]), len(study["axis"]["values"])
-    if num_arms < 2 or study.get("baseline") is None:
+    num_seeds, num_arms = len(study.seeds), len(study.axis.values)
+    if num_arms < 2 or not study.baseline:
         return ""
-    if study.get("max_seeds") is not None:
+    if study.max_seeds is not None:
         return (
-            f"Power: seeds are added to open arms, up to {study['max_seeds']} per arm; the test at every look can "
+            f"Power: seeds are added to open arms, up to {study.max_seeds} per arm; the test at every look can "
             f"decide from {find_fewest_seeds(num_arms - 1)} seeds on"
         )
     column = get_family(study).primary_column

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -47,7 +47,7 @@ from analysis.stats.estimates import (
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
 from trainable.runs.records import STATUSES
-from trainable.runs.run_ends import OPEN_STATUSES
+from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
 
 COST_COLUMNS = (
     "total_optimizer_steps",
@@ -88,7 +88,7 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
       `late_survivors` is the mean without them. `other_scoring` says whether the outcome would be another one then.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
-    baseline = require_single_study(frames).studies[0].get("baseline") or ""
+    baseline = require_single_study(frames).studies[0].baseline
     # The columns of settings are not needed, and copying them for every arm takes time.
     frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
     measures = _collect_measures(frames)
@@ -124,7 +124,7 @@ def _describe_other_scorings(frames: StudyFrames, table: pd.DataFrame, baseline:
     return [" and ".join(clauses) for clauses in texts.values()]
 
 
-def _find_detectable_difference(study: Mapping[str, Any], outcomes: Outcomes, row: Row) -> float:
+def _find_detectable_difference(study: StudyRecord, outcomes: Outcomes, row: Row) -> float:
     """The true difference of an arm from the baseline that its seeds would resolve; NaN if that is not known.
 
     As planned, with the noise of recorded runs, or else that of the study; if one of the arms stands out, with its own.
@@ -152,7 +152,7 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
     outcome and are no verdicts: p is corrected over all rows together. Outcomes that no run has are left out.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
-    baseline = study.get("baseline") or ""
+    baseline = study.baseline
     rows = []
     for column in family.secondary_columns:
         outcomes, margin = collect_outcomes(frames, column), get_margin(study, column)
@@ -189,7 +189,7 @@ def _collect_measures(frames: StudyFrames) -> _Measures:
         greedy=collect_outcomes(frames, "final_val_greedy_success"),
         base_greedy=collect_outcomes(frames, "base_val_greedy_success"),
         margin=get_margin(frames.studies[0], "late_val_success"),
-        level_variances=estimate_level_variances(frames, frames.studies[0].get("baseline") or ""),
+        level_variances=estimate_level_variances(frames, frames.studies[0].baseline),
     )
 
 

@@ -49,7 +49,7 @@ def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> p
     `MIN_SEEDS_OF_INTERVAL` seeds on; p: from exchanging the runs of each seed; p_holm: corrected over the arms. note:
     why there is no interval.
     """
-    baseline = require_single_study(frames).studies[0].get("baseline") or ""
+    baseline = require_single_study(frames).studies[0].baseline
     ends = find_run_ends(frames)
     ends = ends[ends["status"].isin(SCORED_STATUSES) & (ends["signal_problem"] == "")]
     times = {arm: ends[ends["arm"] == arm].set_index("seed").sort_index() for arm in list_arms(frames)}
@@ -116,7 +116,7 @@ def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.
     the midpoint how fast. Empty if the outcomes of single levels are missing, which say how many episodes there were.
     """
     validations = make_costs(frames).dropna(subset="episodes")
-    baseline = require_single_study(frames).studies[0].get("baseline") or ""
+    baseline = require_single_study(frames).studies[0].baseline
     outcomes = collect_outcomes(frames, "late_val_success")
     copies = {arm for arm in list_arms(frames) if outcomes.has_equal_rows(arm, baseline)}
     rows = []

@@ -11,7 +11,8 @@ from analysis.data.compare import SIGNIFICANCE_LEVEL, classify_difference
 from analysis.data.families import Row, TableFamily
 from analysis.data.frames import to_records
 from analysis.stats.estimates import MIN_SEEDS
-from trainable.runs.run_ends import MASTERED_SUCCESS, OPEN_STATUSES
+from trainable.runs.history import MASTERED_SUCCESS
+from trainable.runs.study_record import OPEN_STATUSES
 
 MIN_REGIME_RUNS = 6
 """An arm is a failed regime if rules stop all of so many runs: Wilson's interval then begins at 61 %, not at 44 %."""

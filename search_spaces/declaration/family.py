@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from search_spaces.declaration.presets import GameSettings, Preset
-from search_spaces.declaration.search import Dimension
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import shorten_part_name
 from trainable.config.run_config import list_outside_settings
+from trainable.runs.study_record import Dimension
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ import re
 
 from search_spaces.declaration.family import DisplayColumn, Family, make_value_label
 from search_spaces.declaration.presets import PRESETS
-from search_spaces.declaration.search import Dimension
 from search_spaces.language_model.environments import GAMES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import parse_part_name, shorten_part_name
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import EnvConfig
+from trainable.runs.study_record import Dimension
 
 INCLUDE_ZERO_TAGS = {True: "nofilter", False: "filter_zero"}
 """The published tag of each value of rollout_filter_include_zero."""

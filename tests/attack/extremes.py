@@ -151,7 +151,7 @@ def train(extreme: Extreme, folder: Path) -> Failure | list[dict[str, Any]]:
         return error.failure._replace(trace=error.failure.trace[-1500:])
     finally:
         trial.cleanup()
-    return read_rows(plan.get_run_dir(spec.run_id) / "metrics.jsonl", first_step=0)
+    return read_rows(plan.get_run_dir(spec.run_id) / "metrics.jsonl")
 
 
 def judge_failure(failure: Failure, setting: str) -> str | None:

@@ -25,12 +25,13 @@ from search_spaces import STUDIES
 from tests.attack.children import call_in_child
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import RunFailedError
-from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.history import RunHistory, make_final_status
 from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, write_record
 from trainable.trial import PPO
 from tune_study.commands.cli import app
 from tune_study.folder import outputs
-from tune_study.folder.statuses import RunStatus, make_final_status, make_timestamp, resolve_status, write_status
+from tune_study.folder.statuses import make_timestamp
 from tune_study.folder.study_file import check_unchanged, merge_with_folder, plan_from_folder
 from tune_study.folder.summary import find_finished_runs
 from tune_study.host.console import show_warnings
@@ -87,7 +88,7 @@ def run_command(words: Sequence[str], folder: Path, home: Path) -> Answer:
     return Answer(result.exit_code, result.stdout, result.stderr)
 
 
-def train_without_ray(plan: StudyPlan, max_steps: int = 1_000) -> dict[str, RunStatus]:
+def train_without_ray(plan: StudyPlan, max_steps: int = 1_000) -> dict[str, StatusRecord]:
     """Train the runs that are not over for up to `max_steps` steps in this process, and write their statuses.
 
     Trials, locks and statuses are those of a study; only Ray, which would give each trial a process, is missing.
@@ -99,15 +100,15 @@ def train_without_ray(plan: StudyPlan, max_steps: int = 1_000) -> dict[str, RunS
         if spec.run_id in finished_statuses:
             continue
         run_dir = plan.get_run_dir(spec.run_id)
-        status = RunStatus(spec.run_id, "running", started_at=make_timestamp())
-        write_status(run_dir, status)
+        status = StatusRecord(spec.run_id, "running", started_at=make_timestamp())
+        write_record(run_dir, status)
         trial = PPO(make_trial_config(plan, [spec]))
         try:
             for _ in range(max_steps):
                 result = trial.step()
                 if result["done"]:
                     break
-            status = make_final_status(status, read_rows(run_dir / METRICS_FILE, first_step=0), spec.steps)
+            status = make_final_status(status, read_rows(run_dir / METRICS_FILE), spec.steps)
             if kind := result["failure_class"]:
                 status = replace(status, status="failed", failure_class=kind, reason=result["failure"])
         except RunFailedError as error:
@@ -116,11 +117,11 @@ def train_without_ray(plan: StudyPlan, max_steps: int = 1_000) -> dict[str, RunS
         finally:
             trial.cleanup()
         statuses[spec.run_id] = replace(status, ended_at=make_timestamp())
-        write_status(run_dir, statuses[spec.run_id])
+        write_record(run_dir, statuses[spec.run_id])
     return statuses
 
 
-def resume_without_ray(folder: Path) -> tuple[dict[str, RunStatus], str]:
+def resume_without_ray(folder: Path) -> tuple[dict[str, StatusRecord], str]:
     """Do what `resume` does, without Ray: plan from the folder, check it, train what remains, write the tables.
 
     Returns the statuses by run_id, and what the command would print as an error.
@@ -206,7 +207,7 @@ def _complete_sample_study(output: Path, with_reports: bool) -> SampleStudy:
     train_without_ray(merge_with_folder(make_study_plan(output, [ENDED_ARM]), extend=False))
     plan = merge_with_folder(make_study_plan(output, [ENDED_ARM, INTERRUPTED_ARM]), extend=True)
     train_without_ray(plan, STEPS_BEFORE_INTERRUPT)
-    assert [resolve_status(plan.get_run_dir(spec.run_id), spec.run_id, STEPS).status for spec in plan.runs] == [
+    assert [RunHistory.read(plan.get_run_dir(spec.run_id), STEPS).status.status for spec in plan.runs] == [
         "completed",
         "interrupted",
     ]

@@ -3,6 +3,7 @@
 The rows follow a made-up learning curve, and the outcomes of the levels agree with the rows.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from search_spaces.declaration import presets
 from trainable.config.run_config import RunConfig, apply_overrides
@@ -17,6 +19,7 @@ from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
 from trainable.files.schema import SCHEMA
 from trainable.runs.records import STEP_COLUMNS
+from trainable.runs.study_record import StudyRecord
 
 UNSETTLED_STATUSES = ("", "running", "waiting")
 
@@ -70,6 +73,12 @@ def write_study(output: Path, runs: Sequence[FakeRun], study: FakeStudy | None =
         _write_run(folder / "runs" / run.run_id, run, fake_study)
     write_object(folder / "study.json", _make_study_json(runs, fake_study))
     return folder
+
+
+def make_study_record(**keys: Any) -> StudyRecord:
+    """Make a study.json with these keys, as JSON has them, and the fewest others."""
+    needed = {"name": "s", "preset": "laptop", "axis": {}, "seeds": [], "runs": [], "settings": {}}
+    return TypeAdapter(StudyRecord).validate_json(json.dumps({**needed, **keys}))
 
 
 def _make_config(run: FakeRun | None, fake_study: FakeStudy) -> dict[str, Any]:

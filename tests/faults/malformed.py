@@ -28,8 +28,9 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, list_field_names
 from trainable.config.setting_types import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT
 from trainable.files.json_values import DamageWarning
+from trainable.runs.study_record import MAX_SEEDS
 from tune_study.commands.cli import app
-from tune_study.plan.study_plan import MAX_SEEDS, WANDB_MODES
+from tune_study.plan.study_plan import WANDB_MODES
 
 LONGEST_ANSWER = 4000
 

@@ -18,8 +18,8 @@ from tests.fakes.run_folders import FakeRun, FakeStudy
 from tests.fakes.run_folders import write_study as write_fake_study
 from tests.faults.malformed import Tally, assert_clear, check_examples, draw_equally, json_values, type_in
 from trainable.files.json_values import CHECKSUM_KEY, format_object
+from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.folder.outputs import write_study
-from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
@@ -46,10 +46,10 @@ def write_valid_study(folder: Path) -> StudyPlan:
     for name in LINE_FILES:
         shutil.copy(fake_run_dir / name, plan.get_run_dir(first_run_id) / name)
     shutil.rmtree(folder / "made")
-    status = RunStatus(
+    status = StatusRecord(
         first_run_id, "completed", started_at="2026-01-02T03:04:06+00:00", ended_at="2026-01-02T03:06:06+00:00"
     )
-    write_status(plan.get_run_dir(first_run_id), status)
+    write_record(plan.get_run_dir(first_run_id), status)
     return plan
 
 

@@ -80,7 +80,7 @@ def test_a_killed_driver_loses_nothing(
     files = read_wandb_files(tmp_path)
     assert sorted(files) == sorted(path.name for path in killed.study.find_run_dirs())
     for name, file in files.items():
-        assert file.steps == [row["step"] for row in read_rows(killed.study.folder / "runs" / name / METRICS_FILE, 0)]
+        assert file.steps == [row["step"] for row in read_rows(killed.study.folder / "runs" / name / METRICS_FILE)]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
 from trainable.files.json_lines import read_lines
 from trainable.runs.run_files import read_rows
-from tune_study.plan.study_plan import MAX_SEEDS
+from trainable.runs.study_record import MAX_SEEDS
 
 NESTED = "[" * 5000
 FIRST = f"{RUN}/runs/sokoban_kl_sweep_nofilter_0-sokoban-tiny"

@@ -1,10 +1,6 @@
 """The schema number of the files of a study, by which a version recognizes files that it cannot read."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 from trainable.files.control_characters import is_printable
-from trainable.files.json_values import DamagedFileError, read_json
 
 SCHEMA = 2
 """It increases when a file changes so that an earlier version cannot read it."""
@@ -25,27 +21,14 @@ def is_run_id(text: str) -> bool:
     return is_name and len(text.encode()) <= _MAX_NAME_BYTES
 
 
-def find_schema_problem(folder: object, study: Mapping[str, object]) -> str:
+def find_schema_problem(folder: object, schema: object) -> str:
     """Why this version cannot read the folder of a study; empty if it can.
 
-    folder: results/<run>, as it was typed. study: the content of study.json. Version 0.1 wrote no schema number.
+    folder: results/<run>, as it was typed. schema: that of its study.json.
     """
-    schema = study.get("schema", 0)
     if schema == SCHEMA:
         return ""
     return (
         f"{folder} has files of schema {schema!r}, and this version reads schema {SCHEMA}. Read them with the version "
-        f"that wrote them (`versions` and `git` in study.json), or run the study again with another --output."
+        f"that wrote them (`versions` and `git` in study.json), or run the study again with another --output"
     )
-
-
-def find_file_schema_problem(path: Path) -> str:
-    """Whether a study.json that does not match its checksum is of another schema: `find_schema_problem`, or empty.
-
-    Other versions wrote other checksums, or none.
-    """
-    try:
-        content = read_json(path)
-    except (OSError, DamagedFileError):
-        return ""
-    return find_schema_problem(path.parent, content) if isinstance(content, dict) else ""

@@ -120,7 +120,7 @@ class Run:
         """Read the rows that are on disk."""
         self._lines = RunLines.read(self.run_dir)
         self._ends = {name: lines.end for name, lines in self._lines.files.items()}
-        self.rows = self._lines.list_rows(self.settings.first_row_step)
+        self.rows = self._lines.list_rows()
 
     def append_row(self, row: Mapping[str, Any], lines: LinesByFile) -> None:
         """Write `lines` and then `row`, without the columns that were not measured (None).

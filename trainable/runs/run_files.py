@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,9 @@ from typing import Any, BinaryIO, cast
 
 from trainable.files.json_lines import LineEnd, Lines, read_lines
 from trainable.files.paths import UnsafePathError, check_tree, open_regular
+
+Row = dict[str, Any]
+"""A JSON object with an integer `step`."""
 
 METRICS_FILE, LEVELS_FILE, EPISODES_FILE, GRADIENTS_FILE, PROBES_FILE = (
     "metrics.jsonl",
@@ -95,9 +98,9 @@ class RunLines:
                 refusals[name] = str(error)
         return cls(files, refusals)
 
-    def list_rows(self, first_step: int = 1) -> list[dict[str, Any]]:
+    def list_rows(self) -> list[Row]:
         """The rows of the run, see `read_rows`."""
-        return select_rows(self.files[METRICS_FILE].records, first_step)
+        return select_rows(self.files[METRICS_FILE].records)
 
     def get_ends(self, row_end: LineEnd) -> dict[str, LineEnd]:
         """Where all files ended when the row was written after which METRICS_FILE ended at `row_end`."""
@@ -155,33 +158,45 @@ def _parse_ends(record: Mapping[str, Any]) -> dict[str, LineEnd]:
     return parsed_ends
 
 
-def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Row]:
     """The rows of a metrics file in the order of their steps; a row is a JSON object with an integer `step`.
 
-    Damaged lines, and a file that is refused, are left out (`RunLines.find_damage` names them). first_step: the
-    smallest step that a row can have; it is 0 if weights are measured before they are trained. Other rows are
-    skipped. A run that went back to a rolling checkpoint repeats steps. Its first repeated row replaces the earlier row
-    of that step and drops all later ones, since they belong to the abandoned attempt.
+    Damaged lines, and a file that is refused, are left out (`RunLines.find_damage` names them). A row of step 0 is of
+    weights before they are trained. A run that went back to a rolling checkpoint repeats steps: see `select_lines`.
     """
     try:
         records = read_lines(path).records
     except UnsafePathError:
         records = []
-    return select_rows(records, first_step)
+    return select_rows(records)
 
 
-def select_rows(records: Iterable[Mapping[str, Any]], first_step: int) -> list[dict[str, Any]]:
+def select_rows(records: Iterable[Mapping[str, Any]]) -> list[Row]:
     """The rows of records in the order of their steps, as `read_rows` reads them from a file."""
-    rows: list[dict[str, Any]] = []
-    for record in records:
-        row = {name: value for name, value in record.items() if name != ENDS_KEY}
-        # `type`, because isinstance would accept True. Tables store steps as int64, hence the upper limit.
-        if type(row.get("step")) is not int or not first_step <= row["step"] < 2**63:
+    rows = ({name: value for name, value in record.items() if name != ENDS_KEY} for record in records)
+    return select_lines(rows, lambda row: row["step"])
+
+
+def select_lines(records: Iterable[Row], get_key: Callable[[Row], Any], *, drop_rolled_back: bool = True) -> list[Row]:
+    """The last record of each key, sorted by key. Records without an integer step, or with the key None, are skipped.
+
+    drop_rolled_back: a record whose step is smaller than that of previous ones means that the run was restored from an
+    earlier checkpoint. The previous records of larger steps are then dropped, since the restored run repeats these
+    steps.
+    """
+    rows_by_key: dict[Any, Row] = {}
+    last_step = -1  # the largest step of `rows_by_key`, so that only a record that goes back costs a search
+    for row in records:
+        # `type`, because isinstance would accept True. Tables store steps as int64, hence the limit.
+        step = row.get("step")
+        if type(step) is not int or not 0 <= step < 2**63 or (key := get_key(row)) is None:
             continue
-        while rows and rows[-1]["step"] >= row["step"]:
-            rows.pop()
-        rows.append(row)
-    return rows
+        if drop_rolled_back:
+            if step < last_step:
+                rows_by_key = {old_key: old for old_key, old in rows_by_key.items() if old["step"] <= step}
+            last_step = step
+        rows_by_key[key] = row
+    return [rows_by_key[key] for key in sorted(rows_by_key)]
 
 
 def find_best_step(rows: Iterable[Mapping[str, Any]], column: str) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from trainable.config.alarm_rule import BASELINE_STEPS, AlarmRule, parse_alarm_rule
 from trainable.config.own_parts import get_part, parse_part_name
 from trainable.config.sections import EarlyStopConfig
+from trainable.runs.run_files import select_rows
 
 Row = Mapping[str, Any]
 """One training step: `step` and columns of `trainable.runs.records`."""
@@ -47,23 +48,13 @@ class History(NamedTuple):
     def from_rows(cls, rows: Iterable[Row], alarm_column: str = "") -> "History":
         """The history of `rows`, which are in the order in which they were written.
 
-        A repeated step means that the run went back to an earlier checkpoint. It replaces the earlier row of that step
-        and drops every later row, so that no step counts twice. A value that is missing, None, NaN, infinite or not a
-        number becomes None. A row whose step is not an integer is skipped.
+        Of a run that went back to an earlier checkpoint no step counts twice, see `run_files.select_lines`. A value
+        that is missing, None, NaN, infinite or not a number becomes None. A row without an integer step is skipped.
         """
-        attempt_rows: list[Row] = []
-        for row in rows:
-            step = parse_finite(row.get("step"))
-            if step is None or step != int(step):
-                continue
-            while attempt_rows and attempt_rows[-1]["step"] >= step:
-                attempt_rows.pop()
-            attempt_rows.append(row)
+        rows = select_rows(rows)
         columns = {name: name for name in HISTORY_COLUMNS} | ({"alarm": alarm_column} if alarm_column else {})
-        series = {
-            name: tuple(parse_finite(row.get(column)) for row in attempt_rows) for name, column in columns.items()
-        }
-        return cls(tuple(int(row["step"]) for row in attempt_rows), **series)
+        series = {name: tuple(parse_finite(row.get(column)) for row in rows) for name, column in columns.items()}
+        return cls(tuple(row["step"] for row in rows), **series)
 
     @classmethod
     def for_rules(cls, rows: Iterable[Row], settings: EarlyStopConfig) -> "History":

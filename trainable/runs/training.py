@@ -16,8 +16,7 @@ import torch
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides
 from trainable.files.step_phase import STEP_PHASE, remove_phase, write_phase
-from trainable.runs.failures import CheckpointError
-from trainable.runs.retry import call_with_retry
+from trainable.runs.failures import CheckpointError, call_with_retry
 from trainable.runs.run import LinesByFile, Row, Run, TrainerState
 from trainable.runs.stop_rules import StopDecision
 

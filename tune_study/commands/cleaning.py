@@ -1,23 +1,22 @@
 """The command `clean`: free the disk space of what ended runs no longer need."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 
 from search_spaces import FAMILIES
-from search_spaces.language_model.family import PPO
+from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.files.paths import check_path
-from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, find_best_step, read_rows
+from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, StudyRecord, find_record
 from tune_study.folder import outputs
-from tune_study.folder.statuses import read_status
 from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
 from tune_study.placement.disk import count_folder_bytes
@@ -44,11 +43,11 @@ def find_removable_states(folder: Path) -> list[RemovableState]:
     checkpoint. Raises PlanError if the folder contains no study, and UnsafePathError if it has links for folders.
     """
     study = read_study(folder)
-    run_ids = [entry["run_id"] for entry in study["runs"]]
+    run_ids = [entry.run_id for entry in study.runs]
     outputs.check_run_folders(folder, run_ids)
     states = []
     for run_id in run_ids:
-        status = read_status(folder / "runs" / run_id)
+        status = find_record(StatusRecord, folder / "runs" / run_id)
         path = folder / "runs" / run_id / STATE_FOLDER
         if status is None or status.status not in ENDED_STATUSES or not path.exists():
             continue
@@ -60,16 +59,15 @@ def find_removable_states(folder: Path) -> list[RemovableState]:
     return states
 
 
-def _list_removable(study: Mapping[str, Any], run_dir: Path) -> Iterator[Path]:
+def _list_removable(study: StudyRecord, run_dir: Path) -> Iterator[Path]:
     """The folders that can be removed: all of the rolling checkpoints, or each but the one that --keep-best keeps."""
     from trainable.runs.checkpoint import iter_checkpoints  # imports torch
 
-    trainer = study["settings"]["trainer"]
-    if not trainer.get("keep_best"):
+    if not flatten_settings(study.settings).get("trainer.keep_best"):
         yield run_dir / STATE_FOLDER
         return
-    column = FAMILIES[study.get("family", PPO.name)].primary_metric
-    best_step = find_best_step(read_rows(run_dir / METRICS_FILE, first_step=0), column)
+    column = FAMILIES[study.family].primary_metric
+    best_step = find_best_step(read_rows(run_dir / METRICS_FILE), column)
     for step, path in iter_checkpoints(run_dir / STATE_FOLDER):
         if step != best_step:
             yield path

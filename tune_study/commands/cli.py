@@ -359,7 +359,7 @@ def transcripts(
         raise PlanError("--failed and --solved exclude each other: type one of them, or none for both kinds.")
     with locate.open_for_reading(run) as (folder, _):
         study = study_file.read_study(folder)
-        read_arm = None if arm is None else find_arm(arm, study["axis"]["values"], study["axis"]["setting"])
+        read_arm = None if arm is None else find_arm(arm, study.axis.values, study.axis.setting)
         choice = reading.EpisodeChoice(read_arm, seed, step, None if failed == solved else solved, trained)
         reading.print_transcripts(make_console(), reading.read_run_episodes(folder, study), choice, run)
 

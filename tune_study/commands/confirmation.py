@@ -10,13 +10,14 @@ from pathlib import Path
 from search_spaces.declaration.family import make_value_label
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
+from trainable.runs.study_record import MAX_SEEDS, STUDY_FILE, ConfirmedStudy
 from tune_study.folder import locate
 from tune_study.folder.origin import NOTHING
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
 from tune_study.plan.study_names import find_arm
-from tune_study.plan.study_plan import MAX_SEEDS, ConfirmedStudy, StudyPlan, build_plan
+from tune_study.plan.study_plan import StudyPlan, build_plan
 
 DEFAULT_SEEDS = 5
 
@@ -90,7 +91,7 @@ def plan_confirmation(
 def find_confirmation(plan: StudyPlan, arm: str, own_study: OwnStudy | None) -> StudyPlan | None:
     """The confirmation of an arm against the baseline of a study, if it has begun."""
     folder = _make_folder(plan, arm, plan.baseline)
-    return plan_from_folder(folder, own_study=own_study) if (folder / "study.json").exists() else None
+    return plan_from_folder(folder, own_study=own_study) if (folder / STUDY_FILE).exists() else None
 
 
 def _make_folder(plan: StudyPlan, confirmed: str, compared: str | None) -> Path:
@@ -109,7 +110,7 @@ def _choose_seeds(
     plan: StudyPlan, folder: Path, own_study: OwnStudy | None, allowed: frozenset[str]
 ) -> tuple[ConfirmedStudy, int]:
     """What the confirmation in `folder` confirms, and its first seed. One that has begun keeps both."""
-    if (folder / "study.json").exists():
+    if (folder / STUDY_FILE).exists():
         existing = plan_from_folder(folder, own_study=own_study, allowed=allowed)
         if existing.confirms is not None:
             return existing.confirms, min(existing.seeds)
@@ -117,7 +118,7 @@ def _choose_seeds(
     others = {
         seed
         for path in sorted(plan.folder.parent.glob(f"{plan.folder.name}-confirm-*"))
-        if path != folder and (path / "study.json").exists()
+        if path != folder and (path / STUDY_FILE).exists()
         for seed in plan_from_folder(path, own_study=own_study, allowed=allowed).seeds
     }
     return ConfirmedStudy(plan.run, tuple(sorted(used))), max(used | others) + 1

@@ -2,15 +2,14 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from trainable.config.command_lines import format_command
-from trainable.files.json_values import DamagedFileError, read_object
+from trainable.runs.study_record import StudyRecord, find_record
 from tune_study.commands.describe import print_status
 from tune_study.commands.reading.transcripts import LEGEND, RunEpisodes, print_episode, read_run_episodes
-from tune_study.demo.archive import RECORDED_KEY, read_recorded_study, unpack
+from tune_study.demo.archive import read_recorded_study, unpack
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
 from tune_study.tune.conclusion import print_next_commands, write_results
@@ -23,7 +22,7 @@ def show_demo(console: Console, output: Path) -> str:
     something else at its place.
     """
     study = read_recorded_study()
-    folder = output / "results" / study["run"]
+    folder = output / "results" / study.run
     try:
         if not os.path.lexists(folder):
             unpack(folder)
@@ -34,12 +33,12 @@ def show_demo(console: Console, output: Path) -> str:
     print_line(
         console, "This study was recorded earlier and comes with tune_study. Nothing is trained now. It was run by:"
     )
-    print_line(console, f"  {study[RECORDED_KEY]}")
+    print_line(console, f"  {study.recorded}")
     print_line(console, "")
     print_status(console, folder, str(folder), study, is_running=False)
     print_line(console, "")
     print_line(console, LEGEND)
-    for run, success, words in _choose_episodes(read_run_episodes(folder, study), study["baseline"]):
+    for run, success, words in _choose_episodes(read_run_episodes(folder, study), study.baseline):
         step = max(episode.step for episode in run.episodes)
         episode = next(item for item in run.episodes if item.step == step and item.success == success)
         print_line(console, "")
@@ -64,13 +63,12 @@ def show_demo(console: Console, output: Path) -> str:
     return problem
 
 
-def _is_recorded(folder: Path, study: dict[str, Any]) -> bool:
+def _is_recorded(folder: Path, study: StudyRecord) -> bool:
     """Whether the folder holds this recorded study, and not one of another version."""
-    try:
-        content = read_object(folder / "study.json")
-    except (OSError, DamagedFileError):
-        return False
-    return all(content.get(key) == study[key] for key in (RECORDED_KEY, "run", "created_at"))
+    content = find_record(StudyRecord, folder)
+    return content is not None and all(
+        getattr(content, name) == getattr(study, name) for name in ("recorded", "run", "created_at")
+    )
 
 
 def _choose_episodes(runs: list[RunEpisodes], baseline: str) -> list[tuple[RunEpisodes, bool, str]]:

@@ -12,22 +12,19 @@ from rich.console import Console
 
 from search_spaces import FAMILIES
 from search_spaces.declaration.study import Study
-from search_spaces.language_model.family import PPO, as_run_config
-from trainable.config.aliases import flatten_settings
+from search_spaces.language_model.family import as_run_config
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
 from trainable.config.sections import ActorConfig
 from trainable.config.setting_types import format_value, is_common
-from trainable.files.json_values import DamagedFileError, DamageWarning, find_object, read_object
-from trainable.files.paths import UnsafePathError
+from trainable.files.json_values import DamageWarning
 from trainable.files.step_phase import read_phase
-from trainable.runs.run_ends import ENDED_STATUSES, describe_missing_signal, format_signal_problems
-from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.history import RunHistory, describe_missing_signal, format_signal_problems
 from trainable.runs.stop_rules import parse_finite
-from tune_study.folder.outputs import make_study_entry
+from trainable.runs.study_record import ENDED_STATUSES, RunRecord, StudyRecord, find_record, find_total_steps
+from tune_study.folder.outputs import make_study_record
 from tune_study.folder.saved_checkpoints import find_missing, format_missing
-from tune_study.folder.statuses import resolve_status
 from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
@@ -213,7 +210,7 @@ def _describe_power(plan: StudyPlan) -> list[str]:
     """What the planned seeds resolve."""
     from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
 
-    line = describe_power(make_study_entry(plan))
+    line = describe_power(make_study_record(plan))
     return [line] if line else []
 
 
@@ -315,75 +312,56 @@ def _format_seeds(plan: StudyPlan) -> str:
     return "; ".join([seeds, *further])
 
 
-def _warn_of_damage(path: Path) -> None:
-    """Warn if a status.json cannot be read. The rows of its run are then read instead."""
-    try:
-        read_object(path)
-    except FileNotFoundError:
-        pass  # the run has not started
-    except (DamagedFileError, UnsafePathError) as error:
-        warnings.warn(f"{error}.", DamageWarning, stacklevel=2)
-
-
-def _find_total_steps(run_dir: Path, study: dict[str, Any]) -> int:
-    """The planned steps of a run by its run.json, since arms may differ; without one, those of the study."""
-    config = (find_object(run_dir / "run.json") or {}).get("config")
-    total_steps = flatten_settings(config).get("trainer.total_training_steps") if isinstance(config, dict) else None
-    # The file is read from disk and may hold anything. A bool is an int in Python.
-    if type(total_steps) is int and 0 < total_steps < 2**31:
-        return total_steps
-    planned_steps: int = study["settings"]["trainer"]["total_training_steps"]
-    return planned_steps
-
-
-def print_status(console: Console, folder: Path, location: str, study: dict[str, Any], is_running: bool) -> None:
+def print_status(console: Console, folder: Path, location: str, study: StudyRecord, is_running: bool) -> None:
     """Print whether a study is running, finished or unfinished, and every run with its status.
 
     location: the path of the folder as it was typed, or the URI that its files were fetched from. study: the content of
     study.json. is_running: whether a driver runs the study. Without one, a run with the status `running` was
     interrupted: its driver was killed before it could write another status.
     """
-    # Studies of version 0.1 have no family in study.json. All of them fine-tuned a language model with PPO.
-    rows, metric = [], FAMILIES.get(study.get("family", PPO.name), PPO).primary_metric
+    rows, metric = [], FAMILIES[study.family].primary_metric
     problems: list[tuple[str, str]] = []
     counts: Counter[str] = Counter()
-    for entry in study["runs"]:
-        run_dir = folder / "runs" / entry["run_id"]
-        total_steps = _find_total_steps(run_dir, study)
-        _warn_of_damage(run_dir / "status.json")
-        status = resolve_status(run_dir, entry["run_id"], total_steps, is_live=is_running)
+    for entry in study.runs:
+        run_dir = folder / "runs" / entry.run_id
+        record = find_record(RunRecord, run_dir)
+        # Of the run, since arms may differ; without its run.json, those of the study.
+        total_steps = find_total_steps({} if record is None else record.config) or study.total_steps
+        history = RunHistory.read(run_dir, total_steps, is_live=is_running)
+        for note in history.notes:
+            warnings.warn(note, DamageWarning, stacklevel=2)
+        status, step_rows = history.status, history.rows
         counts[status.display_text] += 1
-        step_rows = read_rows(run_dir / METRICS_FILE, first_step=0)
         step = step_rows[-1]["step"] if step_rows else 0
         if step_rows:
-            problems.append((entry["arm"], describe_missing_signal(step_rows)))
+            problems.append((entry.arm, describe_missing_signal(step_rows)))
         metric_values = (row.get(metric) for row in reversed(step_rows))
         # Rows are read from disk and may be damaged: a value that is not a finite number is skipped.
         finite_values = (value for value in map(parse_finite, metric_values) if value is not None)
         metric_value = next(finite_values, None)
         metric_text = "-" if metric_value is None else f"{metric_value:.3f}"
-        cells = [entry["arm"], str(entry["seed"]), status.display_text, f"{step}/{total_steps}", metric_text]
+        cells = [entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text]
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
-        rows.append([*cells, f"step {step + 1}: {phase}" if phase else status.reason, entry["run_id"]])
+        rows.append([*cells, f"step {step + 1}: {phase}" if phase else status.reason, entry.run_id])
     is_finished = counts.keys() <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
-    print_line(console, f"{study['name']} ({study['preset']}): {state}; runs: {runs_text}")
+    print_line(console, f"{study.name} ({study.preset}): {state}; runs: {runs_text}")
     print_table(console, ("arm", "seed", "status", "step", metric, "reason", "run"), rows, ("run",))
     for sentence in format_signal_problems(problems):
         print_line(console, sentence)
     print_missing_checkpoints(console, folder, study)
     if state == "unfinished":
-        code_paths = [entry["path"] for entry in study.get("code") or []]
-        options = list_resume_options((study.get("declaration") or {}).get("path"), code_paths)
+        code_paths = [file.path for file in study.code]
+        options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
         run = location if is_uri(location) else Path(location)
         print_line(console, f"Continue with: {format_command('resume', run, *options)}")
 
 
-def print_missing_checkpoints(console: Console, folder: Path, study: Mapping[str, Any]) -> None:
+def print_missing_checkpoints(console: Console, folder: Path, study: StudyRecord) -> None:
     """Print which saved checkpoints of a study are missing; nothing if none is. study: the content of study.json."""
     if missing_checkpoints := list(find_missing(folder, study)):
-        output = find_output(Path(os.path.abspath(folder)), study.get("run", ""))
+        output = find_output(Path(os.path.abspath(folder)), study.run)
         print_line(console, format_missing(missing_checkpoints, output))
 
 

@@ -15,7 +15,7 @@ from search_spaces.language_model.family import as_run_config
 from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
-from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.study_record import ENDED_STATUSES, WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands import describe
 from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs
@@ -35,15 +35,7 @@ from tune_study.placement.teachers import describe_teachers, make_missing_teache
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.own_parts import check_parts
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import (
-    NO_WANDB,
-    WANDB_MODES,
-    StudyPlan,
-    WandbMode,
-    WandbTarget,
-    check_level_seeds,
-    check_wandb_project,
-)
+from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, StudyPlan, check_level_seeds
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
 

@@ -31,7 +31,7 @@ def request_stop(run: str, arm: str | None) -> str:
         )
     interrupt = make_interrupt(folder)
     if arm is not None:
-        arm = find_arm(arm, study["axis"]["values"], study["axis"]["setting"])
+        arm = find_arm(arm, study.axis.values, study.axis.setting)
     path = interrupt.path if arm is None else interrupt.get_arm_path(arm)
     try:
         path.touch()

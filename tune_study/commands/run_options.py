@@ -14,6 +14,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.own_parts import PART_FORM, parse_part_name
 from trainable.config.run_config import ConfigError, list_field_names
 from trainable.config.setting_types import format_value
+from trainable.runs.study_record import STUDY_FILE
 from tune_study.folder import locate
 from tune_study.folder.study_file import read_study
 from tune_study.placement.model_files import make_absolute
@@ -200,8 +201,8 @@ def _plan_with_torch_if_needed(
     torch_settings = {name: value for name, value in TORCH_SETTINGS.items() if name not in overrides}
     if plan.model is None or not torch_settings:
         return plan
-    if (plan.folder / "study.json").exists():
-        recorded_settings = flatten_settings(read_study(plan.folder)["settings"])
+    if (plan.folder / STUDY_FILE).exists():
+        recorded_settings = flatten_settings(read_study(plan.folder).settings)
         settings = {name: recorded_settings[name] for name in torch_settings if name in recorded_settings}
     else:
         obstacle = find_compiled_obstacle((spec.ppo_config for spec in plan.runs), os.environ)

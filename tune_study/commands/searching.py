@@ -13,6 +13,7 @@ from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.files.schema import MAX_RUNS
+from trainable.runs.study_record import OBJECTIVES, Search
 from tune_study.commands.confirmation import find_confirmation, plan_confirmation
 from tune_study.commands.preflight import LaunchOptions, choose_wandb, start_studies
 from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
@@ -22,15 +23,13 @@ from tune_study.host.gpus import Gpu
 from tune_study.host.interrupt import start_time_limit
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, StudySource
-from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
+from tune_study.plan.search import DEFAULT_POINT, make_point_study
 from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.search.rounds import draw_first_points, plan_next_round
 
 DEFAULT_SEEDS = 2
 """Seeds per point. One would choose the luckiest run; more would leave fewer points for the same time."""
-
-OBJECTIVES = (("success",), ("success", "cost"))
 
 
 class SearchOptions(NamedTuple):

@@ -5,25 +5,22 @@ tables, figures and the report are made from that.
 """
 
 import io
-import json
 import re
 import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from trainable.files.json_values import format_object, read_object
+from trainable.files.json_values import format_object
 from trainable.files.schema import SCHEMA
 from trainable.runs.run_files import EPISODES_FILE, LEVELS_FILE, METRICS_FILE
+from trainable.runs.study_record import RUN_FILE, STATUS_FILE, STUDY_FILE, StudyRecord, read_record
 from tune_study.plan.errors import PlanError
 
 ARCHIVE = Path(__file__).with_name("recorded_study.tar.xz")
-RECORDED_KEY = "recorded"
-"""The key of study.json that says that the study is this one, with the command that ran it."""
-_STUDY_FILE = "study.json"
-_RUN_FILES = ("run.json", "status.json", METRICS_FILE, LEVELS_FILE, EPISODES_FILE)
+_RUN_FILES = (RUN_FILE, STATUS_FILE, METRICS_FILE, LEVELS_FILE, EPISODES_FILE)
 _ABSOLUTE_PATH = re.compile(rb"[\"'=\s](/[\w.-]+/[\w./-]+)")
 _MAX_BYTES = 2_000_000
 """Size of the archive, which every installation has."""
@@ -35,12 +32,11 @@ def pack(folder: Path, archive: Path = ARCHIVE) -> int:
     The same study gives the same bytes. Raises PlanError if a run has not ended, if a file names a path of this
     machine, or if the archive would have more than 2 MB.
     """
-    study = read_object(folder / _STUDY_FILE)
-    command = str(study.get("command", ""))
-    contents = {_STUDY_FILE: format_object({**_drop_checksum(study), RECORDED_KEY: command}).encode()}
-    for entry in study["runs"]:
+    study = read_record(StudyRecord, folder)
+    contents = {STUDY_FILE: format_object(asdict(replace(study, recorded=study.command))).encode()}
+    for entry in study.runs:
         for name in _RUN_FILES:
-            path = f"runs/{entry['run_id']}/{name}"
+            path = f"runs/{entry.run_id}/{name}"
             if not (folder / path).is_file():
                 raise PlanError(f"{folder / path} is missing: only a study whose runs have all ended can be recorded.")
             contents[path] = (folder / path).read_bytes()
@@ -62,17 +58,11 @@ def unpack(folder: Path, archive: Path = ARCHIVE) -> None:
         (Path(temp_folder) / folder.name).rename(folder)
 
 
-def read_recorded_study(archive: Path = ARCHIVE) -> dict[str, Any]:
+def read_recorded_study(archive: Path = ARCHIVE) -> StudyRecord:
     """study.json of the recorded study, without unpacking all of it."""
-    with tarfile.open(archive, "r:xz") as tar:
-        content = tar.extractfile(_STUDY_FILE)
-        assert content is not None, "every archive has a study.json"
-        study: dict[str, Any] = json.load(content)
-        return study
-
-
-def _drop_checksum(study: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in study.items() if key != "checksum"}
+    with tarfile.open(archive, "r:xz") as tar, tempfile.TemporaryDirectory() as folder:
+        tar.extract(STUDY_FILE, folder, filter="data")
+        return read_record(StudyRecord, Path(folder))
 
 
 def _compress(contents: dict[str, bytes]) -> bytes:
@@ -87,7 +77,7 @@ def _compress(contents: dict[str, bytes]) -> bytes:
 
 def _sort_by_kind(contents: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
     """Files of one kind beside each other, which compresses them to less; study.json first, since it is read alone."""
-    yield from sorted(contents.items(), key=lambda item: (item[0] != _STUDY_FILE, item[0].rpartition("/")[2], item[0]))
+    yield from sorted(contents.items(), key=lambda item: (item[0] != STUDY_FILE, item[0].rpartition("/")[2], item[0]))
 
 
 if __name__ == "__main__":

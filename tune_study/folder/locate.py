@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from trainable.config.setting_types import format_value, is_loopback
+from trainable.runs.study_record import STUDY_FILE
 from tune_study.folder import outputs
 from tune_study.folder.origin import NOTHING, list_plan_values, list_typed_before
 from tune_study.folder.study_file import (
@@ -126,7 +127,7 @@ def plan_resume(
         return _plan_resume_from_uri(text, overrides, own_study, allowed)
     plan = plan_from_folder(_check_local_path(text), overrides, own_study=own_study, allowed=allowed)
     outputs.check_folder_links(plan.folder)
-    check_storage_usable(plan, read_study(plan.folder))
+    check_storage_usable(plan, read_study(plan.folder).storage)
     if plan.storage is None or not is_real:
         check_unchanged(plan)
         return plan
@@ -167,8 +168,8 @@ def _plan_resume_from_uri(
 
 def _check_local_folder(folder: Path, root: str) -> None:
     """Raise PlanError if the local folder for a study in storage contains a study that uses another storage or none."""
-    if (folder / "study.json").exists():
-        check_same_storage(folder, read_study(folder).get("storage"), root)
+    if (folder / STUDY_FILE).exists():
+        check_same_storage(folder, read_study(folder).storage, root)
 
 
 @contextmanager
@@ -197,13 +198,13 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
         return
     folder = _check_local_path(text)
     study = read_study(folder)
-    outputs.check_run_folders(folder, [entry["run_id"] for entry in study["runs"]])
+    outputs.check_run_folders(folder, [entry.run_id for entry in study.runs])
     is_running = outputs.is_running(folder)
-    if study.get("storage") is not None:
-        check_uri(study["storage"])  # before it is repeated
-    if study.get("storage") is not None and not is_running:
+    if study.storage is not None:
+        check_uri(study.storage)  # before it is repeated
+    if study.storage is not None and not is_running:
         print_error(
-            f"The folder is read. The storage of the study, {format_value(study['storage'], 1000)}, may be newer: type "
+            f"The folder is read. The storage of the study, {format_value(study.storage, 1000)}, may be newer: type "
             f"<storage>/<run> in the place of the folder to read it."
         )
     yield folder, is_running
@@ -218,7 +219,7 @@ def _fetch_copy(uri: str) -> Iterator[tuple[Path, bool]]:
     with tempfile.TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir) / "results" / name
         storage.fetch_results(uri, folder)
-        if not (folder / "study.json").exists():
+        if not (folder / STUDY_FILE).exists():
             raise PlanError(
                 f"{format_value(uri, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
             )

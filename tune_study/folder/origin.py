@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from search_spaces.declaration.study import Study
@@ -26,9 +25,10 @@ from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.run_config import list_outside_settings
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import find_object, write_object
+from trainable.runs.study_record import StudyRecord, WandbTarget, find_record
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import check_uri, is_same_folder
-from tune_study.plan.study_plan import StudyPlan, WandbTarget, make_arm_config, make_base_config
+from tune_study.plan.study_plan import StudyPlan, make_arm_config, make_base_config
 
 NOTHING: frozenset[str] = frozenset()
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -74,10 +74,10 @@ def find_last_wandb(folder: Path) -> tuple[WandbTarget | None, str]:
 
     None where there was no start, and for rows that would leave this machine because a folder of somebody else says so.
     """
-    starts = (find_object(folder / "study.json") or {}).get("starts") or [{}]
-    if starts[-1].get("wandb") is None:
+    study = find_record(StudyRecord, folder)
+    target = study.starts[-1].wandb if study is not None and study.starts else None
+    if target is None:
         return None, ""
-    target = WandbTarget(**starts[-1]["wandb"])
     if target.mode != "online" or f"wandb={target.mode}" in list_typed_before(folder):
         return target, ""
     return (
@@ -133,15 +133,12 @@ def check_outside_values(plan: StudyPlan, study: Study, allowed: frozenset[str])
         )
 
 
-def find_usable_storage(
-    folder: Path, content: Mapping[str, Any], allowed: frozenset[str] = NOTHING
-) -> tuple[str | None, str]:
-    """The storage that study.json records, if it may be used, and otherwise why not, as a sentence.
+def find_usable_storage(folder: Path, uri: str | None, allowed: frozenset[str] = NOTHING) -> tuple[str | None, str]:
+    """The storage that study.json records (`uri`), if it may be used, and otherwise why not, as a sentence.
 
     How a storage is reached (another endpoint, no encryption, another library) is never taken from a file. Raises
     PlanError for a URI with credentials, because messages would repeat them.
     """
-    uri = content.get("storage")
     if uri is None:
         return None, ""
     check_uri(uri)

@@ -1,31 +1,45 @@
 """Write and read the files of a study's folder. A file is replaced as a whole, so it is complete at any moment."""
 
-import json
 import os
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from trainable.config.command_lines import PROGRAM, format_command
-from trainable.files.json_values import DamageWarning, find_object, write_object
+from trainable.config.run_config import format_validation_error
+from trainable.files.json_values import DamageWarning
 from trainable.files.paths import UnsafePathError, check_tree, open_regular
 from trainable.files.schema import SCHEMA
-from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.history import RunHistory
+from trainable.runs.study_record import (
+    ENDED_STATUSES,
+    AxisRecord,
+    DeclaredContrast,
+    Git,
+    Look,
+    RunEntry,
+    RunRecord,
+    SourceFile,
+    Start,
+    StatusRecord,
+    StudyRecord,
+    find_record,
+    write_record,
+)
 from tune_study.folder.origin import remember_origin
-from tune_study.folder.statuses import RunStatus, make_timestamp, resolve_status, write_status
-from tune_study.folder.study_file import find_content_problem
+from tune_study.folder.statuses import make_timestamp
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_parts import make_code_entry
 from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.search import Search, parse_search
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 if TYPE_CHECKING:
@@ -58,68 +72,69 @@ def append_line(path: Path, line: str) -> None:
         log.write(line + "\n")
 
 
-def make_run_entry(spec: RunSpec) -> dict[str, Any]:
-    """The content of run.json without the settings: names of a run and paths of its files."""
-    return {
-        "run_id": spec.run_id,
-        "study": spec.study_name,
-        "arm": spec.arm,
-        "label": spec.label,
-        "seed": spec.seed,
-        "experiment_name": spec.experiment_name,
-        "config_hash": spec.config.compute_hash(),
-        "log": spec.log_path.as_posix(),
-        "checkpoints": spec.checkpoint_dir.as_posix(),
-    }
+def make_run_entry(spec: RunSpec) -> RunEntry:
+    """The entry of a run in study.json."""
+    return RunEntry(
+        run_id=spec.run_id,
+        arm=spec.arm,
+        seed=spec.seed,
+        study=spec.study_name,
+        label=spec.label,
+        experiment_name=spec.experiment_name,
+        config_hash=spec.config.compute_hash(),
+        log=spec.log_path.as_posix(),
+        checkpoints=spec.checkpoint_dir.as_posix(),
+    )
 
 
-def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
-    """The content of study.json without its starts: the request, and the runs."""
-    axis = plan.study.axis
-    return {
-        "schema": SCHEMA,
-        "name": plan.study.name,
-        "question": plan.study.question.strip(),
-        "run": plan.run,
-        "preset": plan.preset,
-        "preset_reason": plan.preset_reason,
-        "axis": {
-            "setting": axis.setting,
-            "option": axis.option,
-            "values": list(plan.values),
-            "dose": axis.dose,
-            "factors": list(axis.factors),
-        },
-        "baseline": plan.baseline,
-        "outcomes": list(plan.study.family.outcomes),
-        "margins": {**plan.study.family.margins, **plan.study.margins},
-        "seeds": list(plan.seeds),
-        "extra_seeds": _list_extra_seeds(plan),
-        "max_seeds": plan.max_seeds,
-        "earlier_steps": list(plan.earlier_steps),
-        "runs": [make_run_entry(spec) for spec in plan.runs],
-        "settings": plan.base_config.model_dump(mode="json"),
-        "defaults": type(plan.base_config).model_validate({}).model_dump(mode="json"),
-        "stop_rules": list(plan.study.stop_rules),
-        "family": plan.study.family.name,
-        "model": plan.model or "",
-        "storage": plan.storage,
-        "confirms": None if plan.confirms is None else {"run": plan.confirms.run, "seeds": list(plan.confirms.seeds)},
-        "search": None if plan.search is None else plan.search.make_entry(),
-        "points": {arm: dict(settings) for arm, settings in plan.points.items()},
-        "declaration": None if plan.source is None else plan.source.make_entry(),
-        "code": make_code_entry(plan.code),
-    }
+def make_study_record(plan: StudyPlan) -> StudyRecord:
+    """study.json as it is before the first start: the request, and the runs. Raises ValidationError."""
+    study, axis = plan.study, plan.study.axis
+    return StudyRecord(
+        schema=SCHEMA,
+        name=study.name,
+        question=study.question.strip(),
+        run=plan.run,
+        preset=plan.preset,
+        preset_reason=plan.preset_reason,
+        preset_steps=make_base_config(study, plan.preset).trainer.total_training_steps,
+        axis=AxisRecord(axis.setting, axis.option, tuple(plan.values), axis.dose, tuple(axis.factors)),
+        baseline=plan.baseline or "",
+        outcomes=study.family.outcomes,
+        margins={**study.family.margins, **study.margins},
+        contrasts=_list_contrasts(plan),
+        seeds=tuple(plan.seeds),
+        extra_seeds={value: tuple(seeds) for value, seeds in plan.extra_seeds.items()},
+        planned_seeds=len(plan.seeds),
+        planned_baseline_seeds=None if plan.baseline is None else plan.num_baseline_seeds,
+        max_seeds=plan.max_seeds,
+        earlier_steps=plan.earlier_steps,
+        runs=tuple(map(make_run_entry, plan.runs)),
+        settings=plan.base_config.model_dump(mode="json"),
+        defaults=type(plan.base_config).model_validate({}).model_dump(mode="json"),
+        stop_rules=tuple(study.stop_rules),
+        family=study.family.name,
+        model=plan.model or "",
+        storage=plan.storage,
+        confirms=plan.confirms,
+        search=plan.search,
+        points={arm: {name: str(text) for name, text in settings.items()} for arm, settings in plan.points.items()},
+        declaration=None if plan.source is None else plan.source.record,
+        code=tuple(SourceFile(file.path, file.sha256, file.text) for file in plan.code),
+    )
 
 
-def _list_contrasts(plan: StudyPlan) -> list[dict[str, Any]]:
+def _list_contrasts(plan: StudyPlan) -> tuple[DeclaredContrast, ...]:
     """The contrasts that the study declares, without pairs of arms that only other presets have."""
     arms = {*plan.values, *plan.study.get_grid(plan.preset)}
     pairs_by_name = {name: [pair for pair in pairs if {*pair} <= arms] for name, pairs in plan.study.contrasts.items()}
-    return [
-        *({"name": name, "pairs": pairs} for name, pairs in pairs_by_name.items() if pairs),
-        *({"name": name, "pairs": pairs, "needs_all_pairs": True} for name, pairs in plan.study.interactions.items()),
-    ]
+    return (
+        *(DeclaredContrast(name, tuple(pairs)) for name, pairs in pairs_by_name.items() if pairs),
+        *(
+            DeclaredContrast(name, tuple(pairs), needs_all_pairs=True)
+            for name, pairs in plan.study.interactions.items()
+        ),
+    )
 
 
 def check_recordable(plan: StudyPlan) -> None:
@@ -127,24 +142,20 @@ def check_recordable(plan: StudyPlan) -> None:
 
     The runs are left out: their names were checked with the plan.
     """
-    entry = {**make_study_entry(replace(plan, runs=())), "contrasts": _list_contrasts(plan), "command": ""}
-    if problem := find_content_problem(json.loads(json.dumps(entry))):
+    try:
+        make_study_record(replace(plan, runs=()))
+    except ValidationError as error:
         raise PlanError(
-            f"Study {plan.study.name} cannot be recorded in study.json: {problem} Correct its declaration, or the "
-            "settings that were typed."
-        )
+            f"Study {plan.study.name} cannot be recorded in study.json: {format_validation_error(error)} Correct its "
+            "declaration, or the settings that were typed."
+        ) from None
 
 
-def _list_earlier_declarations(plan: StudyPlan, previous_entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _list_earlier_declarations(plan: StudyPlan, previous: StudyRecord) -> tuple[SourceFile, ...]:
     """The declarations of earlier starts that differ from that of this one, the first one first."""
-    earlier = list(previous_entry.get("earlier_declarations") or [])
-    previous = previous_entry.get("declaration")
-    is_changed = previous is not None and plan.source is not None and previous["sha256"] != plan.source.sha256
-    return [*earlier, previous] if is_changed and previous is not None else earlier
-
-
-def _list_extra_seeds(plan: StudyPlan) -> dict[str, list[int]]:
-    return {value: list(seeds) for value, seeds in plan.extra_seeds.items()}
+    earlier, declaration = previous.earlier_declarations, previous.declaration
+    is_changed = declaration is not None and plan.source is not None and declaration.sha256 != plan.source.sha256
+    return (*earlier, declaration) if is_changed and declaration is not None else earlier
 
 
 def write_study(plan: StudyPlan) -> list[str]:
@@ -157,93 +168,92 @@ def write_study(plan: StudyPlan) -> list[str]:
     Returns the differences from the previous start that could change a number, as `name: old -> new`: versions of
     packages, and the commit of the code.
     """
-    previous_entry = find_object(plan.folder / "study.json") or {}
+    previous = find_record(StudyRecord, plan.folder)
     for spec in plan.runs:
         run_dir = plan.get_run_dir(spec.run_id)
-        write_object(run_dir / "run.json", {**make_run_entry(spec), "config": spec.config.model_dump(mode="json")})
+        write_record(run_dir, RunRecord(**asdict(make_run_entry(spec)), config=spec.config.model_dump(mode="json")))
         # A study that is continued or extended keeps the statuses of its runs, unless their rows contradict them.
-        write_status(run_dir, resolve_status(run_dir, spec.run_id, spec.steps))
-    start = {
-        "at": make_timestamp(),
-        "command": format_command_line(),
-        "versions": read_versions(),
-        "git": read_git_state(Path(__file__).parent),
-        "declaration": None if plan.source is None else plan.source.sha256,
-        "wandb": plan.wandb._asdict(),
-    }
-    starts = [*previous_entry.get("starts", []), start]
-    # The stored command must produce all runs of the study. After --extend, only the new command does.
-    is_same_request = (
-        bool(previous_entry)
-        # A search adds its arms itself, whenever its command is typed.
-        and (plan.search is not None or previous_entry["axis"]["values"] == list(plan.values))
-        and previous_entry["seeds"] == list(plan.seeds)
-        # A study with a maximum adds these seeds itself, whenever its command is typed.
-        and (plan.max_seeds is not None or previous_entry.get("extra_seeds", {}) == _list_extra_seeds(plan))
-        and _find_search(previous_entry) == plan.search
+        write_record(run_dir, RunHistory.read(run_dir, spec.steps).status)
+    start = Start(
+        at=make_timestamp(),
+        command=format_command_line(),
+        versions=read_versions(),
+        git=read_git_state(Path(__file__).parent),
+        declaration=None if plan.source is None else plan.source.sha256,
+        wandb=plan.wandb,
     )
-    is_declared_before = plan.source is not None and "contrasts" in previous_entry
-    entry = make_study_entry(plan)
-    history = {
-        "versions": starts[0]["versions"],
-        "git": starts[0]["git"],
-        "command": previous_entry["command"] if is_same_request else start["command"],
-        "created_at": previous_entry.get("created_at") or start["at"],
-        "starts": starts,
-        # Declared before the first run: what is changed after a look at results would not be a test of them.
-        "margins": previous_entry.get("margins") or entry["margins"],
-        # Those of the package change with its version only, which is recorded; new arms may have further pairs.
-        "contrasts": previous_entry["contrasts"] if is_declared_before else _list_contrasts(plan),
-        "earlier_declarations": _list_earlier_declarations(plan, previous_entry),
-        "planned_seeds": previous_entry.get("planned_seeds") or len(previous_entry.get("seeds") or plan.seeds),
-        # Of the preset as it was then; a folder of an earlier version does not have it.
-        "preset_steps": previous_entry.get("preset_steps")
-        if previous_entry
-        else make_base_config(plan.study, plan.preset).trainer.total_training_steps,
-        # The groups of a grid may be started one by one, and the baseline is in one of them.
-        "planned_baseline_seeds": previous_entry.get("planned_baseline_seeds")
-        or (None if plan.baseline is None else plan.num_baseline_seeds),
-        "looks": previous_entry.get("looks", []),
-    }
+    record = replace(
+        make_study_record(plan),
+        command=start.command,
+        created_at=start.at,
+        versions=start.versions,
+        git=start.git,
+        starts=(start,),
+    )
+    if previous is not None:
+        record = _keep_history(plan, previous, record)
     remember_origin(plan)
     # Last, so that a study.json exists only together with every run.json and status.json.
-    write_object(plan.folder / "study.json", {**entry, **history})
-    return find_changed_code(starts[-2], start) if len(starts) > 1 else []
+    write_record(plan.folder, record)
+    return find_changed_code(*record.starts[-2:]) if len(record.starts) > 1 else []
 
 
-def _find_search(entry: Mapping[str, Any]) -> Search | None:
-    """The search of study.json; None for another study."""
-    return parse_search(entry["search"]) if entry.get("search") else None
+def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -> StudyRecord:
+    """`record` with what study.json keeps of the first start, and of all starts."""
+    # The stored command must produce all runs of the study. After --extend, only the new command does.
+    is_same_request = (
+        # A search adds its arms itself, whenever its command is typed.
+        (plan.search is not None or previous.axis.values == record.axis.values)
+        and previous.seeds == record.seeds
+        # A study with a maximum adds these seeds itself, whenever its command is typed.
+        and (plan.max_seeds is not None or previous.extra_seeds == record.extra_seeds)
+        and previous.search == record.search
+    )
+    return replace(
+        record,
+        command=previous.command if is_same_request else record.command,
+        created_at=previous.created_at or record.created_at,
+        versions=previous.versions,
+        git=previous.git,
+        starts=(*previous.starts, *record.starts),
+        margins=previous.margins or record.margins,
+        # Those of the package change with its version only, which is recorded; new arms may have further pairs.
+        contrasts=record.contrasts if plan.source is None else previous.contrasts,
+        earlier_declarations=_list_earlier_declarations(plan, previous),
+        planned_seeds=previous.planned_seeds or len(previous.seeds),
+        # A folder of an earlier version does not have it.
+        preset_steps=previous.preset_steps,
+        # The groups of a grid may be started one by one, and the baseline is in one of them.
+        planned_baseline_seeds=previous.planned_baseline_seeds or record.planned_baseline_seeds,
+        looks=previous.looks,
+    )
 
 
-def record_look(plan: StudyPlan, statuses: Iterable[RunStatus]) -> None:
+def record_look(plan: StudyPlan, statuses: Iterable[StatusRecord]) -> None:
     """Add a look at the results to study.json, before the report is written: its time, and what there is to see.
 
-    runs: number of runs that have ended. seeds: the most seeds of an arm with which runs have ended. steps: of the
-    study. It is no look if no run has ended since the previous one.
+    It is no look if no run has ended since the previous one.
     """
     ended = {status.run_id for status in statuses if status.status in ENDED_STATUSES}
     by_arm = Counter(spec.arm for spec in plan.runs if spec.run_id in ended)
     # The baseline may have had more seeds than all other arms from the start.
     num_seeds = max((count for arm, count in by_arm.items() if arm != plan.baseline), default=len(ended))
-    path = plan.folder / "study.json"
-    content = find_object(path)
-    if not ended or content is None:  # a damaged study.json is written again by the next start
+    study, steps = find_record(StudyRecord, plan.folder), plan.base_config.trainer.total_training_steps
+    if not ended or study is None:  # a damaged study.json is written again by the next start
         return
-    looks, steps = content.get("looks", []), plan.base_config.trainer.total_training_steps
-    if looks and (looks[-1]["runs"], looks[-1].get("steps", steps)) == (len(ended), steps):
+    if study.looks and (study.looks[-1].runs, study.looks[-1].steps or steps) == (len(ended), steps):
         return
-    look = {"at": make_timestamp(), "runs": len(ended), "seeds": num_seeds, "steps": steps}
-    write_object(path, {**content, "looks": [*looks, look]})
+    look = Look(make_timestamp(), len(ended), num_seeds, steps)
+    write_record(plan.folder, replace(study, looks=(*study.looks, look)))
 
 
-def find_changed_code(previous_start: dict[str, Any], current_start: dict[str, Any]) -> list[str]:
+def find_changed_code(previous_start: Start, current_start: Start) -> list[str]:
     """`name: old -> new` for what differs between two starts: packages, commit of the code, declaration in a file."""
     old, new = (
         {
-            **start["versions"],
-            "commit": (start["git"] or {}).get("commit"),
-            "declaration": str(start.get("declaration"))[:12],
+            **start.versions,
+            "commit": None if start.git is None else start.git.commit,
+            "declaration": str(start.declaration)[:12],
         }
         for start in (previous_start, current_start)
     )
@@ -265,7 +275,7 @@ _SOURCE_FOLDERS = ("tune_study", "trainable", "search_spaces", "analysis")
 """The folders of a checkout in which a new file may be code that a run imports."""
 
 
-def read_git_state(folder: Path) -> dict[str, Any] | None:
+def read_git_state(folder: Path) -> Git | None:
     """The commit of the sources in `folder`, and whether they differ from it; None if git does not track them.
 
     New files count inside the packages alone: results of studies in the folder of the checkout change no code.
@@ -285,7 +295,7 @@ def read_git_state(folder: Path) -> dict[str, Any] | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit.strip(), "dirty": any(text.strip() for text in changes)}
+    return Git(commit.strip(), any(text.strip() for text in changes))
 
 
 def format_command_line() -> str:

@@ -6,10 +6,10 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from trainable.config.aliases import flatten_settings
 from trainable.files.paths import UnsafePathError, check_path
-from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.statuses import read_status
+from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, StudyRecord, find_record
 from tune_study.plan.study_plan import find_output
 
 _MAX_NAMED_RUNS = 3
@@ -38,36 +38,36 @@ def list_saved_steps(rows: Sequence[Mapping[str, Any]], save_freq: int, has_ende
     return [*steps, last_step] if has_ended and last_step > 0 else steps
 
 
-def find_missing(folder: Path, study: Mapping[str, Any]) -> Iterator[MissingCheckpoints]:
+def find_missing(folder: Path, study: StudyRecord) -> Iterator[MissingCheckpoints]:
     """The saved checkpoints that are missing, per run.
 
     With a storage, saved checkpoints are there and not in the folder, so none counts as missing.
 
     folder: the study's folder. study: the content of its study.json.
     """
-    save_freq = study["settings"]["trainer"].get("save_freq", -1)
-    if study.get("storage") or type(save_freq) is not int or save_freq <= 0:
+    save_freq = flatten_settings(study.settings).get("trainer.save_freq", -1)
+    if study.storage or type(save_freq) is not int or save_freq <= 0:
         return
     folder = Path(os.path.abspath(folder))
-    output = find_output(folder, study.get("run", ""))
-    for entry in study["runs"]:
-        checkpoint_dir = _find_checkpoint_dir(output, entry.get("checkpoints"))
+    output = find_output(folder, study.run)
+    for entry in study.runs:
+        checkpoint_dir = _find_checkpoint_dir(output, entry.checkpoints)
         if checkpoint_dir is None:
             continue
-        run_dir = folder / "runs" / entry["run_id"]
-        status = read_status(run_dir)
+        run_dir = folder / "runs" / entry.run_id
+        status = find_record(StatusRecord, run_dir)
         has_ended = status is not None and status.status in ENDED_STATUSES
-        saved_steps = list_saved_steps(read_rows(run_dir / METRICS_FILE, first_step=0), save_freq, has_ended)
+        saved_steps = list_saved_steps(read_rows(run_dir / METRICS_FILE), save_freq, has_ended)
         if missing_steps := tuple(
             step for step in saved_steps if not (checkpoint_dir / f"global_step_{step}").is_dir()
         ):
-            yield MissingCheckpoints(entry["run_id"], checkpoint_dir, missing_steps)
+            yield MissingCheckpoints(entry.run_id, checkpoint_dir, missing_steps)
 
 
-def _find_checkpoint_dir(output: Path, relative_path: object) -> Path | None:
+def _find_checkpoint_dir(output: Path, relative_path: str) -> Path | None:
     """A run's folder of saved checkpoints; None if study.json names none below `output`, or names one behind a link."""
-    path = PurePosixPath(relative_path) if isinstance(relative_path, str) else PurePosixPath("/")
-    if path.is_absolute() or ".." in path.parts:
+    path = PurePosixPath(relative_path)
+    if not relative_path or path.is_absolute() or ".." in path.parts:
         return None
     with suppress(UnsafePathError):
         check_path(output, output / path)

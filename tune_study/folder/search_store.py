@@ -30,7 +30,6 @@ def write_search_store(plan: StudyPlan) -> Path:
     with tempfile.TemporaryDirectory() as temp_dir:
         temp_path = Path(temp_dir) / STORE_FILE
         storage = JournalStorage(JournalFileBackend(str(temp_path)))
-        entry = plan.search.make_entry()
-        make_optuna_study(entry, make_points(frames), family.is_higher_better, storage=storage, name=plan.run)
+        make_optuna_study(plan.search, make_points(frames), family.is_higher_better, storage=storage, name=plan.run)
         write_text(path, read_bytes(temp_path).decode())
     return path

@@ -24,13 +24,14 @@ from trainable.config.command_lines import format_command
 from trainable.files.json_values import format_object, parse_json
 from trainable.files.paths import atomic_write, check_tree, read_bytes
 from trainable.runs.run_files import CHECKSUMS_FILE, LINE_FILES, PROBES_FILE, STATE_FOLDER
+from trainable.runs.study_record import RUN_FILE, STATUS_FILE, STUDY_FILE
 from tune_study.plan.errors import PlanError
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import StudyPlan, find_output
 
-STUDY_FILE, DRIVER_FILE = "study.json", "driver.json"
-STATUS_FILES = ("run.json", "status.json", PROBES_FILE)
+DRIVER_FILE = "driver.json"
+STATUS_FILES = (RUN_FILE, STATUS_FILE, PROBES_FILE)
 """Files in a run's folder that are written by the driver, not by the run."""
 SYNC_SECONDS = 20.0
 """Seconds between copies of rows and statuses."""

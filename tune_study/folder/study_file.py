@@ -8,188 +8,39 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from search_spaces import FAMILIES, STUDIES
 from search_spaces.declaration.study import Study
-from search_spaces.language_model.family import PPO
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import format_value
-from trainable.files.json_values import DamagedFileError, find_object, read_object
+from trainable.files.json_values import DamagedFileError
 from trainable.files.paths import UnsafePathError
-from trainable.files.schema import MAX_RUNS, find_file_schema_problem, find_schema_problem, is_run_id
 from trainable.runs.stop_rules import RULES
+from trainable.runs.study_record import (
+    RUN_FILE,
+    STUDY_FILE,
+    RunRecord,
+    StudyRecord,
+    find_record,
+    read_record,
+)
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage, list_plan_values
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_recorded_files
 from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
-from tune_study.plan.search import find_search_differences, make_point_study, parse_search
+from tune_study.plan.search import find_search_differences, make_point_study
 from tune_study.plan.storage_uri import is_same_folder
 from tune_study.plan.study_names import find_study
-from tune_study.plan.study_plan import (
-    MAX_SEEDS,
-    ConfirmedStudy,
-    StudyPlan,
-    WandbMode,
-    build_plan,
-    check_wandb_project,
-    make_arm_config,
-    rebuild_plan,
-    set_max_seeds,
-    set_points,
-)
+from tune_study.plan.study_plan import StudyPlan, build_plan, make_arm_config, rebuild_plan, set_max_seeds, set_points
 from tune_study.plan.typed_settings import format_values
-
-Text = Annotated[str, Field(max_length=100_000)]
-"""A text of study.json. The limit is far above any that a study writes; the folder may come from somebody else."""
-
-
-def _check_run_id(text: str) -> str:
-    if not is_run_id(text):
-        raise ValueError("it is no name of a folder")
-    return text
-
-
-RunId = Annotated[str, AfterValidator(_check_run_id)]
 
 _MAX_SUGGESTIONS = 3
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
-
-
-class _Section(BaseModel):
-    """A section of study.json. A value of another type is refused; keys that this version does not know are ignored."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class _Axis(_Section):
-    setting: Text
-    option: Text
-    values: list[Text] = Field(max_length=MAX_RUNS)
-    dose: Text = ""
-    factors: list[Text] = []
-
-
-class _RunEntry(_Section):
-    run_id: RunId
-    arm: Text
-    seed: int = Field(ge=0, le=2**31)
-
-
-class _Trainer(_Section):
-    total_training_steps: int = Field(ge=1, le=2**31)
-
-
-class _SettingsEntry(_Section):
-    trainer: _Trainer
-
-
-class _Git(_Section):
-    commit: Text
-    dirty: bool
-
-
-class _Wandb(_Section):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    mode: WandbMode
-    project: Annotated[Text, AfterValidator(check_wandb_project)]
-
-
-class _Start(_Section):
-    versions: dict[Text, Text]
-    git: _Git | None
-    wandb: _Wandb | None = None
-
-
-class _Contrast(_Section):
-    name: Text
-    pairs: list[Annotated[list[Text], Field(min_length=2, max_length=2)]]
-    needs_all_pairs: bool = False
-
-
-class _SourceFile(_Section):
-    path: Text
-    sha256: Text
-    text: Annotated[str, Field(max_length=1_000_000)]
-
-
-class _Look(_Section):
-    at: Text
-    runs: int = Field(ge=0, le=2**31)
-    seeds: int = Field(ge=0, le=2**31)
-    steps: int | None = Field(default=None, ge=1, le=2**31)
-
-
-class _ConfirmedStudy(_Section):
-    run: Text
-    seeds: list[int] = Field(max_length=MAX_RUNS)
-
-
-class _Dimension(_Section):
-    setting: Text
-    low: float
-    high: float
-    is_log: bool
-    is_relative: bool
-    is_integer: bool
-    values: list[Text] = Field(max_length=MAX_RUNS)
-    condition: list[Text] = Field(max_length=2)
-
-
-class _Search(_Section):
-    space: list[_Dimension] = Field(max_length=1000)
-    objectives: list[Text] = Field(min_length=1, max_length=10)
-    num_points: int = Field(ge=1, le=MAX_RUNS)
-    points_per_round: int = Field(ge=1, le=MAX_RUNS)
-    seed: int = Field(ge=0, le=2**31)
-    confirm_seeds: int = Field(ge=0, le=MAX_SEEDS)
-    grace_steps: int | None = Field(default=None, ge=1, le=2**31)
-
-
-class _StudyFile(_Section):
-    """The keys of study.json that `status`, `report` and `resume` rely on. A key with a default may be missing."""
-
-    name: Text
-    preset: Text
-    axis: _Axis
-    seeds: list[int] = Field(max_length=MAX_RUNS)
-    extra_seeds: dict[Text, list[int]] = {}
-    max_seeds: int | None = Field(default=None, ge=1, le=MAX_SEEDS)
-    earlier_steps: list[Annotated[int, Field(ge=1, le=2**31)]] = Field(default=[], max_length=1000)
-    runs: list[_RunEntry] = Field(max_length=MAX_RUNS)
-    settings: _SettingsEntry
-    defaults: dict[Text, Any] = {}
-    stop_rules: list[Text]
-    preset_reason: Text
-    preset_steps: int | None = Field(default=None, ge=1, le=2**31)
-    command: Text
-    question: Text = ""
-    run: Text = ""
-    baseline: Text | None = None
-    outcomes: list[Text] = []
-    margins: dict[Text, float] = {}
-    planned_seeds: int | None = Field(default=None, ge=1, le=2**31)
-    planned_baseline_seeds: int | None = Field(default=None, ge=1, le=2**31)
-    looks: list[_Look] = []
-    contrasts: list[_Contrast] = []
-    versions: dict[Text, Text] = {}
-    git: _Git | None = None
-    starts: list[_Start] = []
-    created_at: Text = ""
-    family: Text = "ppo"
-    model: Text = ""
-    storage: Text | None = None
-    declaration: _SourceFile | None = None
-    earlier_declarations: list[_SourceFile] = Field(default=[], max_length=1000)
-    code: list[_SourceFile] = []
-    confirms: _ConfirmedStudy | None = None
-    search: _Search | None = None
-    points: dict[Text, dict[Text, Text]] = Field(default={}, max_length=MAX_RUNS)
 
 
 def _suggest_studies(folder: Path) -> str:
@@ -203,18 +54,12 @@ def _suggest_studies(folder: Path) -> str:
     return f"such as {' or '.join(names)}" if names else f"as `{format_command('run')}` printed it"
 
 
-def read_study(folder: Path) -> dict[str, Any]:
-    """Read study.json of results/<run>. Raise PlanError if it is missing, incomplete or invalid."""
-    path = folder / "study.json"
+def read_study(folder: Path) -> StudyRecord:
+    """Read study.json of results/<run>. Raise PlanError if it is missing, damaged, or has an unknown family."""
     try:
-        content = read_object(path)
+        study = read_record(StudyRecord, folder)
     except DamagedFileError as error:
-        if problem := find_file_schema_problem(path):
-            raise PlanError(problem) from None
-        raise PlanError(
-            f"{error}. It is always written in one piece, so another program or a disk error changed it. Restore it "
-            f"from a copy, or remove it and type the `run` command of the study again, which continues its runs."
-        ) from None
+        raise PlanError(f"{error}.") from None
     except UnsafePathError:
         raise
     except OSError as error:
@@ -224,31 +69,12 @@ def read_study(folder: Path) -> dict[str, Any]:
             f"{format_value(folder, 1000)} contains no study ({problem}): type the folder results/<run> of a study, "
             f"{_suggest_studies(folder)}."
         ) from None
-    if problem := find_schema_problem(folder, content):
-        raise PlanError(problem)
-    # Before the validation, which would list the missing keys one by one in a longer message.
-    missing_keys = [key for key in ("name", "preset", "axis", "seeds", "runs", "settings") if key not in content]
-    if missing_keys:
+    if study.family not in FAMILIES:
         raise PlanError(
-            f"{folder}/study.json is incomplete: it lacks {', '.join(missing_keys)}. Type the folder of a study."
-        )
-    if problem := find_content_problem(content):
-        raise PlanError(f"{folder}/study.json is damaged, or from another version: {problem}")
-    if content.get("family", PPO.name) not in FAMILIES:
-        raise PlanError(
-            f"{folder}/study.json names the family {format_value(content['family'])}, which this version cannot read. "
+            f"{folder}/study.json names the family {format_value(study.family)}, which this version cannot read. "
             f"It reads {', '.join(FAMILIES)}: install the version that wrote the study."
         )
-    return content
-
-
-def find_content_problem(content: Mapping[str, Any]) -> str:
-    """What of the content of a study.json cannot be read again; empty if it is valid."""
-    try:
-        _StudyFile.model_validate(content)
-    except ValidationError as error:
-        return format_validation_error(error)
-    return ""
+    return study
 
 
 def plan_from_folder(
@@ -275,55 +101,51 @@ def plan_from_folder(
     or is another one than that of the folder, and if the folder names something outside of it that may not be used.
     """
     folder = Path(os.path.abspath(folder))
-    content = read_study(folder)
-    study = study or _find_declaration(folder, content, own_study)
-    check_recorded_files(folder, content.get("code") or [])
+    record = read_study(folder)
+    study = study or _find_declaration(folder, record, own_study)
+    check_recorded_files(folder, record.code)
     try:
-        base = apply_overrides(study.family.config_class.model_validate(content["settings"]), overrides)
+        base = apply_overrides(study.family.config_class.model_validate(record.settings), overrides)
         # A study with variants is identified by its name and the setting that chose the variant.
         if study.variants:
             study = find_study(study.name, str(flatten_settings(base.model_dump(mode="json"))[study.variant_setting]))
         declaration = study
         # The study continues with the rules of its start, also if the declaration has others by now.
-        if unknown := set(content["stop_rules"]) - {*RULES, *study.stop_rules}:
+        if unknown := set(record.stop_rules) - {*RULES, *study.stop_rules}:
             raise PlanError(f"there is no stop rule {format_value(unknown.pop())}.")
-        study = replace(study, stop_rules=tuple(content["stop_rules"]))
-        points = content.get("points") or {}
-        if points:
-            study = make_point_study(study, points)
-        values, seeds = tuple(content["axis"]["values"]), tuple(content["seeds"])
-        confirms = None
-        if content.get("confirms") is not None:
-            confirms = ConfirmedStudy(content["confirms"]["run"], tuple(content["confirms"]["seeds"]))
+        study = replace(study, stop_rules=record.stop_rules)
+        if record.points:
+            study = make_point_study(study, record.points)
+        values, seeds = record.axis.values, record.seeds
+        if record.confirms is not None:
             # Which arm the confirmed one is compared with was typed, and may not be the baseline of the study.
-            study = replace(study, baseline=content["baseline"])
-        preset, reason = content["preset"], content["preset_reason"]
+            study = replace(study, baseline=record.baseline or study.baseline)
+        preset, reason = record.preset, record.preset_reason
         if preset not in study.family.presets:
             raise PlanError(f"there is no preset {format_value(preset)}.")
-        extra_seeds = content.get("extra_seeds") or {}
+        extra_seeds = record.extra_seeds
         if unknown := extra_seeds.keys() - {*values}:
             raise PlanError(f"it has further seeds of {format_value(unknown.pop())}, which is not one of its arms.")
         plan = build_plan(study, preset, reason, base, values, seeds, folder.parent.parent, folder, extra_seeds)
-        if own_study is not None and content.get("baseline") not in (None, plan.baseline):
+        if own_study is not None and record.baseline not in ("", plan.baseline):
             raise PlanError(
-                f"its baseline {format_value(content['baseline'])} was declared before the runs, and "
+                f"its baseline {format_value(record.baseline)} was declared before the runs, and "
                 f"{format_value(own_study.source.typed, 1000)} now declares {format_value(plan.study.baseline)}: "
                 "restore it, or start a new study with another --output."
             )
-        if content.get("max_seeds") is not None:
-            plan = set_max_seeds(plan, content["max_seeds"])
+        if record.max_seeds is not None:
+            plan = set_max_seeds(plan, record.max_seeds)
         source = None if own_study is None else own_study.source
-        search = None if content.get("search") is None else parse_search(content["search"])
         plan = replace(
             plan,
-            storage=find_usable_storage(folder, content, allowed)[0],
+            storage=find_usable_storage(folder, record.storage, allowed)[0],
             source=source,
-            confirms=confirms,
-            search=search,
-            points=points,
-            earlier_steps=tuple(content.get("earlier_steps") or ()),
+            confirms=record.confirms,
+            search=record.search,
+            points=record.points,
+            earlier_steps=record.earlier_steps,
         )
-        if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
+        if {spec.run_id for spec in plan.runs} != {entry.run_id for entry in record.runs}:
             raise PlanError("its list of runs does not match its values and seeds.")
     except ConfigError:
         # A ConfigError is a ValueError too, but its message already says which setting to change.
@@ -340,9 +162,9 @@ def plan_from_folder(
     return plan
 
 
-def _find_declaration(folder: Path, content: Mapping[str, Any], own_study: OwnStudy | None) -> Study:
+def _find_declaration(folder: Path, record: StudyRecord, own_study: OwnStudy | None) -> Study:
     """The declaration of the study in `folder`, see `plan_from_folder`."""
-    name, entry = content["name"], content.get("declaration")
+    name, entry = record.name, record.declaration
     if entry is not None:
         if own_study is None:
             raise PlanError(explain_missing_file(folder, entry))
@@ -384,16 +206,16 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
     Raises PlanError if the folder contains a study with other settings, and without `extend` also if the existing study
     has other values or seeds.
     """
-    if not (plan.folder / "study.json").exists():
+    if not (plan.folder / STUDY_FILE).exists():
         return plan
     own_study = None if plan.source is None else OwnStudy(plan.study, plan.source)
     # The settings are compared below, so the declaration may be the current one.
     allowed |= list_plan_values(plan)
     study = None if own_study else plan.study
     existing = plan_from_folder(plan.folder, study=study, own_study=own_study, allowed=allowed)
-    content = read_study(plan.folder)
-    check_same_storage(existing.folder, content.get("storage"), plan.storage)
-    check_storage_usable(existing, content)
+    storage = read_study(plan.folder).storage
+    check_same_storage(existing.folder, storage, plan.storage)
+    check_storage_usable(existing, storage)
     if plan.search is not None and existing.search is not None:
         plan = _continue_search(plan, existing)
     old_steps, steps = (version.base_config.trainer.total_training_steps for version in (existing, plan))
@@ -471,9 +293,9 @@ def check_same_storage(folder: Path, storage: str | None, requested_uri: str | N
     )
 
 
-def check_storage_usable(plan: StudyPlan, content: Mapping[str, Any]) -> None:
-    """Raise PlanError if study.json records a storage with which the plan may not continue. content: of study.json."""
-    if plan.storage is None and (problem := find_usable_storage(plan.folder, content)[1]):
+def check_storage_usable(plan: StudyPlan, storage: str | None) -> None:
+    """Raise PlanError if study.json records a storage with which the plan may not continue."""
+    if plan.storage is None and (problem := find_usable_storage(plan.folder, storage)[1]):
         raise PlanError(f"{format_value(plan.folder, 1000)} cannot be continued without its storage. {problem}")
 
 
@@ -509,13 +331,15 @@ def _find_changed_arms(plan: StudyPlan, may_be_longer: bool = False) -> list[str
     """`run name: old -> new` for the settings to which the study's current declaration gives another value."""
     all_changes = []
     for spec in plan.runs:
-        path = plan.get_run_dir(spec.run_id) / "run.json"
-        run_entry = find_object(path)
-        if run_entry is not None:  # a run without a readable run.json has no earlier settings to compare with
+        run_dir = plan.get_run_dir(spec.run_id)
+        record = find_record(RunRecord, run_dir)
+        if record is not None:  # a run without a readable run.json has no earlier settings to compare with
             try:
-                old_config = type(spec.config).model_validate(run_entry.get("config"))
+                old_config = type(spec.config).model_validate(record.config)
             except ValidationError as error:
-                raise PlanError(f"{path} cannot be read by this version: {format_validation_error(error)}") from None
+                raise PlanError(
+                    f"{run_dir / RUN_FILE} cannot be read by this version: {format_validation_error(error)}"
+                ) from None
             changes = _find_changed_settings(old_config, spec.config, may_be_longer)
             all_changes += [f"{spec.run_id} {change}" for change in changes]
     return all_changes

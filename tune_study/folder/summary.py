@@ -12,9 +12,10 @@ from search_spaces.language_model.family import get_model_name
 from trainable.config.setting_types import format_value
 from trainable.files.control_characters import escape_controls
 from trainable.files.paths import write_text
-from trainable.runs.run_ends import CENSORED, ENDED_STATUSES, OPEN_STATUSES
+from trainable.runs.history import RunHistory
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.statuses import RunStatus, make_timestamp, read_status, resolve_status
+from trainable.runs.study_record import CENSORED, ENDED_STATUSES, OPEN_STATUSES, StatusRecord, find_record
+from tune_study.folder.statuses import make_timestamp
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.run_spec import RunSpec
@@ -43,7 +44,7 @@ RunTimes = dict[tuple[str, str | None], list[str]]
 
 
 def format_summary_line(
-    plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_label: str, run_times: RunTimes | None = None
+    plan: StudyPlan, spec: RunSpec, status: StatusRecord | None, gpu_label: str, run_times: RunTimes | None = None
 ) -> str:
     """One run in the published form: fields joined by ` | `. seed and early_stop are our additions.
 
@@ -61,7 +62,7 @@ def format_summary_line(
     run_times = {} if run_times is None else run_times
     key = (spec.run_id, status.ended_at)
     if key not in run_times:
-        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE, first_step=0)
+        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
         run_times[key] = format_run_times(rows, plan.study.name_templates.summary_times)
     stop_text = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
     fields = [
@@ -104,7 +105,7 @@ def format_run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[s
     return [f"{name}_time={seconds_by_name[name]:.2f}s" for name in names]
 
 
-def format_wall_seconds(status: RunStatus) -> str:
+def format_wall_seconds(status: StatusRecord) -> str:
     """Whole seconds from a run's first start to its end, including pauses; N/A if either is unknown."""
     if status.started_at is None or status.ended_at is None:
         return "N/A"
@@ -121,7 +122,7 @@ def write_summary(
     appended to, so that a study that is continued has one line per run. run_times: those of earlier calls, extended.
     """
     run_times = {} if run_times is None else run_times
-    run_statuses = [(spec, read_status(plan.get_run_dir(spec.run_id))) for spec in plan.runs]
+    run_statuses = [(spec, find_record(StatusRecord, plan.get_run_dir(spec.run_id))) for spec in plan.runs]
     ended_runs = [
         (spec, status)
         for spec, status in run_statuses
@@ -147,7 +148,7 @@ def write_summary(
     return plan.summary_log
 
 
-def _format_counts(statuses: Sequence[RunStatus | None]) -> str:
+def _format_counts(statuses: Sequence[StatusRecord | None]) -> str:
     """How many runs there are and how they ended. The published scripts count lines, which include retries."""
     published_statuses = [
         _PUBLISHED_STATUS.get(status.status if status else "never_ran", "missing") for status in statuses
@@ -193,7 +194,7 @@ def parse_skipped_statuses(text: str) -> tuple[str, ...]:
     return (*statuses, CENSORED)
 
 
-def find_finished_runs(plan: StudyPlan, skipped_statuses: Sequence[str] = ENDED_STATUSES) -> dict[str, RunStatus]:
+def find_finished_runs(plan: StudyPlan, skipped_statuses: Sequence[str] = ENDED_STATUSES) -> dict[str, StatusRecord]:
     """The statuses, by run_id, of the runs that are not run again: those with a status in `skipped_statuses`."""
-    statuses = [resolve_status(plan.get_run_dir(spec.run_id), spec.run_id, spec.steps) for spec in plan.runs]
+    statuses = [RunHistory.read(plan.get_run_dir(spec.run_id), spec.steps).status for spec in plan.runs]
     return {status.run_id: status for status in statuses if status.status in skipped_statuses}

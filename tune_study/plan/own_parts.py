@@ -7,7 +7,6 @@ A results folder records the texts, for reading and for a comparison. A path in 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from search_spaces.declaration.study import Study
 from trainable.config.base_config import BaseRunConfig
@@ -23,6 +22,7 @@ from trainable.config.own_parts import (
     register_file,
 )
 from trainable.config.setting_types import format_value
+from trainable.runs.study_record import SourceFile
 from tune_study.plan.errors import PlanError
 from tune_study.plan.source_file import format_changes, read_source
 
@@ -139,19 +139,14 @@ def list_used_files(configs: Iterable[BaseRunConfig]) -> tuple[PartFile, ...]:
     return tuple(files.values())
 
 
-def make_code_entry(files: Iterable[PartFile]) -> list[dict[str, str]]:
-    """The record of files in study.json."""
-    return [{"path": file.path, "sha256": file.sha256, "text": file.text} for file in files]
-
-
-def check_recorded_files(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:
     """Raise PlanError unless the files with which a study was started were typed again, with the same texts.
 
     Parts decide what runs compute, so a study never continues with another text.
 
     entries: the record in study.json of `folder`.
     """
-    missing_paths = [entry["path"] for entry in entries if find_registered_file(Path(entry["path"]).name) is None]
+    missing_paths = [entry.path for entry in entries if find_registered_file(Path(entry.path).name) is None]
     if missing_paths:
         files = " and ".join(format_value(path, 1000) for path in missing_paths)
         options = " ".join(f"{CODE_OPTION} {format_value(path, 1000)}" for path in missing_paths)
@@ -160,10 +155,10 @@ def check_recorded_files(folder: Path, entries: Sequence[Mapping[str, Any]]) -> 
             f"typed: add {options}, or their place on this machine."
         )
     for entry in entries:
-        file = find_registered_file(Path(entry["path"]).name)
-        if file is None or file.sha256 == entry["sha256"]:
+        file = find_registered_file(Path(entry.path).name)
+        if file is None or file.sha256 == entry.sha256:
             continue
-        diff = format_changes(entry["text"], file.text)
+        diff = format_changes(entry.text, file.text)
         raise PlanError(
             f"{format_value(file.path, 1000)} has changed since {folder} was started:\n  {diff}\n"
             "It decides what the runs compute, and even a comment counts: restore the file, or start a new study with "

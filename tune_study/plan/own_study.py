@@ -6,9 +6,9 @@ comparison; a path in a folder is shown and never opened.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Study
@@ -16,6 +16,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.own_parts import OwnPartError, execute_text
 from trainable.config.setting_types import format_value
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
+from trainable.runs.study_record import SourceFile
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import CODE_OPTION, load_typed_files
 from tune_study.plan.source_file import format_changes, read_source
@@ -46,9 +47,10 @@ class StudySource(NamedTuple):
         """The path of the file; empty for a study that was declared in Python."""
         return _split_path(self.typed)[0]
 
-    def make_entry(self) -> dict[str, Any]:
+    @property
+    def record(self) -> SourceFile:
         """The record in study.json."""
-        return {"path": self.typed, "sha256": self.sha256, "text": self.text}
+        return SourceFile(self.typed, self.sha256, self.text)
 
 
 class OwnStudy(NamedTuple):
@@ -111,14 +113,14 @@ def list_resume_options(path: str | None, code_paths: Iterable[str] = ()) -> tup
     return (*study_options, *(word for code_path in other_paths for word in (CODE_OPTION, code_path)))
 
 
-def check_same_source(folder: Path, entry: Mapping[str, Any], source: StudySource) -> None:
+def check_same_source(folder: Path, entry: SourceFile, source: StudySource) -> None:
     """Raise PlanError, with the lines that differ, if a study was started with another text of its file.
 
     entry: the declaration in study.json of `folder`.
     """
-    if source.sha256 == entry["sha256"] or source.accepts_change:
+    if source.sha256 == entry.sha256 or source.accepts_change:
         return
-    diff = format_changes(entry["text"], source.text)
+    diff = format_changes(entry.text, source.text)
     raise PlanError(
         f"{format_value(source.typed, 1000)} has changed since {folder} was started:\n  {diff}\n"
         "Restore the file, start a new study with another --output, or type --accept-changed-file to continue with the "
@@ -126,14 +128,14 @@ def check_same_source(folder: Path, entry: Mapping[str, Any], source: StudySourc
     )
 
 
-def explain_missing_file(folder: Path, entry: Mapping[str, Any]) -> str:
+def explain_missing_file(folder: Path, entry: SourceFile) -> str:
     """What to do to continue a study of the user. Its file is named, and not opened."""
-    if not entry["path"]:
+    if not entry.path:
         return (
             f"The study in {folder} was declared in Python, and a results folder never chooses code: call "
             f"tune_study.run again with the same Study and output."
         )
-    path = format_value(entry["path"], 1000)
+    path = format_value(entry.path, 1000)
     return (
         f"The study in {folder} was declared in the file {path}. A results folder never chooses code, so the file "
         f"has to be typed: add --study {path} (in Python, study={path!r}), or its place on this machine."

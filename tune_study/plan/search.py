@@ -1,60 +1,17 @@
 """A search over settings: its space, its points, and the study whose arms are the points."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
-
-from pydantic import TypeAdapter
+from dataclasses import replace
 
 from search_spaces.declaration.presets import Settings
-from search_spaces.declaration.search import Dimension
 from search_spaces.declaration.study import Axis, NameTemplates, Study
+from trainable.runs.study_record import Dimension, Search
 
 DEFAULT_POINT = "default"
 """The arm with the settings of the preset: the first point of every search, with which all others are compared."""
 
 FIRST_POINTS = 10
 """Number of points, with the default, that are drawn before results are used: Optuna's own default."""
-
-
-@dataclass(frozen=True)
-class Search:
-    """What a search looks for, and where.
-
-    Attributes:
-        space: the settings that it changes.
-        objectives: `success` (the primary outcome of the study), and `cost` (tokens) if points are to be cheap as well.
-        num_points: number of points to try, with the default.
-        points_per_round: number of points that are drawn from the same results, and run at once if there is room.
-        seed: seed of the draws.
-        confirm_seeds: number of fresh seeds with which the best point is compared with the default at the end; 0 for
-            no comparison.
-        grace_steps: the first step at which runs are compared by successive halving; None if every run trains all its
-            steps.
-    """
-
-    space: tuple[Dimension, ...]
-    objectives: tuple[str, ...]
-    num_points: int
-    points_per_round: int = 4
-    seed: int = 0
-    confirm_seeds: int = 5
-    grace_steps: int | None = None
-
-    def make_entry(self) -> dict[str, Any]:
-        """The record in study.json."""
-        return {
-            **asdict(self),
-            "space": [{"name": dimension.name, **asdict(dimension)} for dimension in self.space],
-        }
-
-
-_SEARCH = TypeAdapter(Search)
-
-
-def parse_search(entry: Mapping[str, Any]) -> Search:
-    """The search of a record in study.json. Keys of later versions are ignored."""
-    return _SEARCH.validate_python(entry)
 
 
 def name_point(number: int) -> str:

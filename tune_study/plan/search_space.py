@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from search_spaces.declaration.family import Family
-from search_spaces.declaration.search import Dimension
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
 from trainable.config.setting_types import format_value
+from trainable.runs.study_record import Dimension
 from tune_study.plan.errors import PlanError
 
 EXAMPLES = "--vary actor.lr=1e-5:1e-3:log, --vary algorithm.adv_estimator=gae,grpo"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.presets import Settings
@@ -17,15 +17,13 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides,
 from trainable.config.setting_types import format_value
 from trainable.files.control_characters import is_printable
 from trainable.files.schema import MAX_RUNS, is_run_id
+from trainable.runs.study_record import MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import list_used_files
 from tune_study.plan.own_study import StudySource, list_resume_options
 from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.search import Search, make_point_study
+from tune_study.plan.search import make_point_study
 from tune_study.plan.storage_uri import join_uri
-
-MAX_SEEDS = 401
-"""Maximum number of seeds per arm: RunConfig accepts the seeds 0 to 400."""
 
 NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
@@ -33,40 +31,7 @@ MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 """Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings such as `.log`."""
 
 
-@dataclass(frozen=True)
-class ConfirmedStudy:
-    """The study whose result another one confirms with fresh seeds.
-
-    Attributes:
-        run: name of the study.
-        seeds: the seeds with which it had runs when the confirmation began. None of them is used again.
-    """
-
-    run: str
-    seeds: tuple[int, ...]
-
-
-WandbMode = Literal["offline", "online", "off"]
-"""offline writes W&B runs to disk, and online sends every row."""
 WANDB_MODES: tuple[WandbMode, ...] = get_args(WandbMode)
-
-
-def check_wandb_project(text: str) -> str:
-    """`text`, if W&B takes it as the name of a project or if it is empty. Raises ValueError otherwise."""
-    if len(text) > 128 or {*text} & {*"/\\#?%:"} or not is_printable(text):
-        raise ValueError(
-            f"{format_value(text)} is no project of W&B: a name has at most 128 characters, and none of / \\ # ? % :"
-        )
-    return text
-
-
-class WandbTarget(NamedTuple):
-    """Where a start of a study logs to W&B. project: project in W&B; empty for the one that the study declares."""
-
-    mode: WandbMode = "off"
-    project: str = ""
-
-
 NO_WANDB = WandbTarget()
 
 

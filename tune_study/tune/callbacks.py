@@ -12,11 +12,12 @@ from ray import tune
 from ray.tune.progress_reporter import TrialProgressCallback
 
 from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
+from trainable.runs.history import find_signal_problem, make_final_status
 from trainable.runs.orphans import terminate_orphans
-from trainable.runs.run_ends import CENSORED, ENDED_STATUSES, find_signal_problem
 from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord
 from tune_study.folder.outputs import append_line
-from tune_study.folder.statuses import RunStatus, StudyStatuses, make_final_status, make_timestamp
+from tune_study.folder.statuses import StudyStatuses, make_timestamp
 from tune_study.folder.summary import RunTimes, write_summary
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.run_spec import RunSpec
@@ -142,10 +143,10 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             if status.status not in ENDED_STATUSES:
                 self._start_run(status, trial.trial_id)
 
-    def _start_run(self, status: RunStatus, trial_id: str) -> None:
+    def _start_run(self, status: StatusRecord, trial_id: str) -> None:
         # Wall time counts from the first start of a run. All other fields of the old status tell of an earlier ending.
         started_at = status.started_at or make_timestamp()
-        self._statuses.set(RunStatus(status.run_id, "running", trial_id=trial_id, started_at=started_at))
+        self._statuses.set(StatusRecord(status.run_id, "running", trial_id=trial_id, started_at=started_at))
         self._log_line(status.run_id, f"=== {status.run_id} started {make_timestamp()}, trial {trial_id} ===")
         self._progress.start_run(status.run_id)
 
@@ -260,7 +261,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def _read_last_row(self, run_id: str) -> dict[str, Any]:
         """The last row of a run on disk; empty if there is none."""
-        rows = read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE, first_step=0)
+        rows = read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE)
         return rows[-1] if rows else {}
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -270,12 +271,12 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
                 self._conclude_run(status)
         clear_metric_windows(trial)
 
-    def _conclude_run(self, status: RunStatus, last_row: Mapping[str, Any] | None = None) -> None:
+    def _conclude_run(self, status: StatusRecord, last_row: Mapping[str, Any] | None = None) -> None:
         """End a run. Its last row tells how it ended, including the decision of a stop rule.
 
         last_row: None for the one on disk. The rows of a run that ends before its trial may still be on its node.
         """
-        rows = read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE, first_step=0)
+        rows = read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE)
         if last_row is not None and (not rows or rows[-1]["step"] < last_row["step"]):
             rows.append(dict(last_row))
         final_status = make_final_status(status, rows, self._specs[status.run_id].steps)
@@ -301,14 +302,14 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
                 )
             )
 
-    def _list_open_statuses(self, trial: Any) -> list[RunStatus]:
+    def _list_open_statuses(self, trial: Any) -> list[StatusRecord]:
         """The statuses of the trial's runs that are neither completed nor stopped early."""
         return [status for status in self._get_statuses(trial) if status.status not in ENDED_STATUSES]
 
-    def _get_statuses(self, trial: Any) -> list[RunStatus]:
+    def _get_statuses(self, trial: Any) -> list[StatusRecord]:
         return [self._statuses.get(run_id) for run_id in list_run_ids(trial.config)]
 
-    def _end_run(self, status: RunStatus) -> None:
+    def _end_run(self, status: StatusRecord) -> None:
         self._statuses.set(status)
         self._log_line(status.run_id, f"=== {status.display_text} {status.ended_at}: {status.reason} ===")
         with suppress(OSError):  # the summary is written again at the end of the study

@@ -10,7 +10,7 @@ from rich.console import Console
 from trainable.config.command_lines import format_command, quote_argument
 from trainable.files.json_values import DamageWarning
 from trainable.runs.failures import NON_FINITE
-from trainable.runs.run_ends import ENDED_STATUSES
+from trainable.runs.study_record import ENDED_STATUSES
 from tune_study.folder import outputs
 from tune_study.folder.search_store import write_search_store
 from tune_study.folder.statuses import StudyStatuses

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from search_spaces.declaration.family import Family
 from trainable.files.step_phase import QUIET_SECONDS, read_phase
-from trainable.runs.run_ends import OPEN_STATUSES, find_signal_problem, format_signal_problems, format_stop_reason
+from trainable.runs.history import find_signal_problem, format_signal_problems, format_stop_reason
 from trainable.runs.stop_rules import parse_finite
+from trainable.runs.study_record import OPEN_STATUSES
 from tune_study.host.console import SECONDS_PER_PHASE_LINE, EscapedRenderable
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan

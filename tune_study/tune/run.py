@@ -11,11 +11,11 @@ from rich.console import Console
 
 from trainable.config.command_lines import format_command
 from trainable.runs.orphans import terminate_orphans
-from trainable.runs.run_ends import ENDED_STATUSES
 from trainable.runs.run_files import MAX_ROLLING_CHECKPOINTS, METRICS_FILE, read_rows
 from trainable.runs.stop_rules import parse_finite
+from trainable.runs.study_record import ENDED_STATUSES, StatusRecord
 from tune_study.folder import outputs
-from tune_study.folder.statuses import RunStatus, StudyStatuses
+from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.summary import find_finished_runs
 from tune_study.host.console import print_line
 from tune_study.host.interrupt import TimeLimit, make_interrupt
@@ -308,7 +308,7 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
                 session.progress.end_run(status.run_id, status.display_text, status.reason)
 
 
-def _censor_waiting(recorder: "Recorder", statuses: StudyStatuses) -> list[RunStatus]:
+def _censor_waiting(recorder: "Recorder", statuses: StudyStatuses) -> list[StatusRecord]:
     """End the runs that wait and whose arm was stopped by successive halving."""
     from tune_study.tune.search.halving import SIBLING_REASON
 
@@ -441,7 +441,7 @@ def _show_earlier_rows(session: StudySession, *, names_finished: bool) -> None:
     """
     plan, finished_statuses, console = session.plan, session.finished_statuses, session.console
     for spec in plan.runs:
-        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE, first_step=0)
+        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
         measured_values = (row.get(plan.study.family.primary_metric) for row in reversed(rows))
         step, last_value = rows[-1]["step"] if rows else 0, next(filter(_is_number, measured_values), None)
         status = finished_statuses.get(spec.run_id)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from tune_study.folder.statuses import RunStatus
+from trainable.runs.study_record import StatusRecord
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
@@ -43,7 +43,7 @@ class StudySession:
     resource_plan: ResourcePlan
     console: Console
     suite: SuiteContext
-    finished_statuses: Mapping[str, RunStatus]
+    finished_statuses: Mapping[str, StatusRecord]
     progress: Progress
     storage: "StoredStudy | None" = None
     wandb: "WandbLog | None" = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainable.config.own_parts import list_part_files
 from trainable.runs.records import drop_carried
-from tune_study.folder.statuses import RunStatus
+from trainable.runs.study_record import StatusRecord
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.time_estimate import estimate_update_flops
@@ -52,7 +52,7 @@ def list_lone_ends(config: Mapping[str, Any], result: Mapping[str, Any]) -> set[
 
 def make_trial_configs(
     plan: StudyPlan,
-    finished_statuses: Mapping[str, RunStatus],
+    finished_statuses: Mapping[str, StatusRecord],
     interrupt: Interrupt,
     placement_settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from glob import escape
 from typing import Any, NamedTuple
 
-from trainable.runs.run_ends import OPEN_STATUSES
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE, read_rows
-from tune_study.folder.statuses import read_status
+from trainable.runs.study_record import OPEN_STATUSES, StatusRecord, find_record
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 
@@ -69,7 +68,7 @@ class WandbLog:
     def end_runs(self, run_ids: Iterable[str]) -> None:
         """Queue runs that have ended and have their statuses."""
         for run_id in run_ids:
-            status = read_status(self._plan.get_run_dir(run_id))
+            status = find_record(StatusRecord, self._plan.get_run_dir(run_id))
             if status is not None and status.status not in OPEN_STATUSES:
                 self._events.put(_Event(run_id, {"status": status.status, "reason": status.reason}))
 
@@ -105,7 +104,7 @@ class WandbLog:
     def _write_run(self, event: _Event) -> None:
         """Send the rows of a run that W&B does not have, and end its W&B run if the event says so."""
         run_dir = self._plan.get_run_dir(event.run_id)
-        rows = read_rows(run_dir / METRICS_FILE, first_step=0)
+        rows = read_rows(run_dir / METRICS_FILE)
         # A run that failed before its first row has an end, too.
         if not rows and (event.summary is None or event.summary.get("status") == "never_ran"):
             return

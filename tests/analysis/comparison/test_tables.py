@@ -97,7 +97,7 @@ def test_the_noise_is_that_of_all_arms_of_all_studies(studies: dict[str, StudyFr
 
 def test_seeds_that_were_added_after_a_look_need_the_test_for_all_looks(studies: dict[str, StudyFrames]) -> None:
     (study,) = studies["A"].studies
-    extended = replace(studies["A"], study={**study, "planned_seeds": 1})
+    extended = replace(studies["A"], study=replace(study, planned_seeds=1))
     outcomes = collect_joint_outcomes({"A": extended, "B": studies["B"]}, "late_val_success", 2)
     assert outcomes.num_comparisons == 2
     table = tables.compare_arms({"A": extended, "B": studies["B"]})
@@ -123,11 +123,11 @@ def test_studies_without_a_common_arm_are_refused(tmp_path: Path) -> None:
 def test_only_settings_that_differ_are_listed(studies: dict[str, StudyFrames]) -> None:
     (study,) = studies["A"].studies
     assert tables.compare_settings({"A": study, "B": study}).empty
-    settings = {**study["settings"], "actor": {**study["settings"]["actor"], "lr": 0.5}, "new": 1}
-    table = tables.compare_settings({"A": study, "B": {**study, "preset": "stress", "settings": settings}})
+    settings = {**study.settings, "actor": {**study.settings["actor"], "lr": 0.5}, "new": 1}
+    table = tables.compare_settings({"A": study, "B": replace(study, preset="stress", settings=settings)})
     assert to_records(table) == [
         {"setting": "preset", "A": '"laptop"', "B": '"stress"'},
-        {"setting": "actor.lr", "A": str(study["settings"]["actor"]["lr"]), "B": "0.5"},
+        {"setting": "actor.lr", "A": str(study.settings["actor"]["lr"]), "B": "0.5"},
         {"setting": "new", "A": "", "B": "1"},
     ]
 
@@ -137,7 +137,7 @@ def test_a_setting_that_a_study_lacks_is_listed_unless_the_others_have_its_defau
     studies: dict[str, StudyFrames], value: int, is_listed: bool
 ) -> None:
     (study,) = studies["A"].studies
-    newer = {**study, "settings": {**study["settings"], "new": value}, "defaults": {"new": 1}}
+    newer = replace(study, settings={**study.settings, "new": value}, defaults={"new": 1})
     assert list(tables.compare_settings({"A": study, "B": newer})["setting"]) == ["new"] * is_listed
 
 

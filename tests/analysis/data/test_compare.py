@@ -15,6 +15,7 @@ from analysis.sandbox.page import make_notes
 from analysis.sandbox.tables import compute_differences
 from analysis.stats.sequential import compute_e_value, find_fewest_seeds
 from analysis.sweep.contrasts import compute_contrasts, format_sentences
+from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
 
 BASELINE = (0.30, 0.34, 0.35, 0.31, 0.33, 0.36, 0.32, 0.35)
@@ -53,7 +54,7 @@ def get_row(folder: Path, arm: str) -> dict[str, Any]:
     ],
 )
 def test_seeds_beyond_the_planned_ones_were_added(study: dict[str, Any], expected: bool) -> None:
-    assert has_added_seeds(study) is expected
+    assert has_added_seeds(make_study_record(**study)) is expected
 
 
 def test_a_verdict_after_added_seeds_is_that_of_the_e_values(tmp_path: Path) -> None:

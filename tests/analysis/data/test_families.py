@@ -17,6 +17,7 @@ from analysis.data.frames import FRAME_NAMES, NONDETERMINISTIC_COLUMNS, SCHEMAS,
 from analysis.data.load import load, read_study
 from analysis.sweep.series import make_curves
 from tests.fakes import run_folders
+from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, write_sandbox
 from tests.oracles.analysis import area
 from trainable.files.json_lines import read_lines, write_lines
@@ -268,7 +269,7 @@ def test_an_unknown_family_is_named(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], FakeStudy(extra={"family": "trees"}))
     with pytest.raises(ValueError, match=r"`influence` names the family 'trees', .* Known families: ppo, update_rules"):
         load(folder)
-    assert get_family({"name": "kl"}) is FAMILIES["ppo"]
+    assert get_family(make_study_record()) is FAMILIES["ppo"]
 
 
 def test_a_column_of_no_family_has_no_curve(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tests of the recorded replicates: which studies they apply to, and how they are made."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from analysis.data.load import read_study
 from analysis.data.replicates import Replicates, find_recorded_values, make_replicates, read_replicates
 from search_spaces import STUDIES
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
-from tune_study.folder.outputs import make_study_entry
+from tune_study.folder.outputs import make_study_record
 from tune_study.plan.study_plan import make_plan
 
 ENTRY = Replicates("hash-base-0", "late_val_success", "kl", "0", (0.25, 0.5, 0.375))
@@ -40,7 +41,7 @@ def test_only_replicates_of_the_baselines_configuration_are_used(
     assert (outcomes.noise.unpaired is not None) == is_used
     if outcomes.noise.unpaired is not None:
         assert outcomes.noise.unpaired.variance == pytest.approx(np.var(entry.values, ddof=1))
-    unknown = {**frames.studies[0], "baseline": "nofilter"}
+    unknown = replace(frames.studies[0], baseline="nofilter")
     assert find_recorded_values(unknown, "late_val_success") == ()
 
 
@@ -96,8 +97,8 @@ def test_the_shipped_file_applies_to_the_shipped_studies(study: str, monkeypatch
     """A new setting changes the hash of all configurations: then the runs of `make replicates` are recorded again."""
     monkeypatch.setattr(replicates, "read_replicates", read_replicates)
     plan = make_plan(STUDIES[study], "laptop", "", {}, None, 1, Path("out"))
-    values = find_recorded_values(make_study_entry(plan), plan.study.family.outcomes[0])
+    values = find_recorded_values(make_study_record(plan), plan.study.family.outcomes[0])
     assert len(values) >= replicates.MIN_REPLICATES
     for changed in ({"trainer.total_training_steps": 61}, {"actor.lr": 1.5e-3}) if study == "kl" else ():
         plan = make_plan(STUDIES[study], "laptop", "", changed, None, 1, Path("out"))
-        assert find_recorded_values(make_study_entry(plan), plan.study.family.outcomes[0]) == ()
+        assert find_recorded_values(make_study_record(plan), plan.study.family.outcomes[0]) == ()

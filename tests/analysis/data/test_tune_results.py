@@ -81,7 +81,7 @@ def test_each_end_has_its_status(tmp_path: Path) -> None:
     reasons = frames.trials["reason"].tolist()
     assert "0.1 is below the threshold 0.2" in reasons[2]
     assert reasons[3:] == ["KeyError: 'x'", "the node has gone"]
-    assert frames.study["baseline"] == "1"
+    assert frames.study.baseline == "1"
     assert frames.trials["steps_done"].tolist() == [3, 2, 2, 2, 0]
 
 

@@ -20,6 +20,7 @@ from analysis.stats.dose_response import DoseCounts, estimate_edge, estimate_shi
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.strategies.examples import thin_out
+from trainable.runs.study_record import DeclaredContrast
 
 RATES = (1e-4, 3e-4, 1e-3, 1.7e-3, 3e-3)
 STOP = ("low_validation_success", 0.0, 0.01)
@@ -218,13 +219,12 @@ def test_p_of_a_shift_counts_all_exchanges_within_seeds(tmp_path: Path) -> None:
 
 
 def test_a_contrast_of_several_lines_or_without_arms_has_no_shift(frames: StudyFrames) -> None:
-    study = dict(frames.studies[0])
-    study["contrasts"] = [
-        {"name": "mixed", "pairs": [["b0", "a0"], ["d1", "c1"]]},
-        {"name": "absent", "pairs": [["x0", "a0"]]},
-        {"name": "other doses", "pairs": [["b0", "a1"]]},
-    ]
-    rows = compare(replace(frames, study=study))
+    contrasts = (
+        DeclaredContrast("mixed", (("b0", "a0"), ("d1", "c1"))),
+        DeclaredContrast("absent", (("x0", "a0"),)),
+        DeclaredContrast("other doses", (("b0", "a1"),)),
+    )
+    rows = compare(replace(frames, study=replace(frames.studies[0], contrasts=contrasts)))
     assert {name: row["note"] for name, row in rows.items()} == {
         "mixed": "the pairs of this contrast belong to several lines",
         "other doses": "no seed and dose in common",
@@ -265,7 +265,8 @@ def test_the_dose_is_the_horizontal_axis_of_the_grid(frames: StudyFrames) -> Non
     grid = layout.find_grid(frames)
     assert grid is not None
     assert (grid.x, grid.y, grid.panels) == ("actor.lr", "actor.kl_loss_coef", ("algorithm.adv_estimator",))
-    other_study = {**frames.studies[0], "axis": {**frames.studies[0]["axis"], "dose": "actor.kl_loss_coef"}}
+    other_axis = replace(frames.studies[0].axis, dose="actor.kl_loss_coef")
+    other_study = replace(frames.studies[0], axis=other_axis)
     other_grid = layout.find_grid(replace(frames, study=other_study))
     assert other_grid is not None
     assert (other_grid.x, other_grid.y) == ("actor.kl_loss_coef", "actor.lr")

@@ -164,7 +164,7 @@ def test_labels_name_points_and_are_unique(three_loss_frames: StudyFrames) -> No
     name = "g4-smoke-ppo-sokoban-ta-topk100-kl001-ent0003-mse"
     assert labels[name] == "filter 1 · loss mse · zero task advantage · KL 0.01 · entropy 0.003"
     renamed_frames = layout.rename_arms(three_loss_frames, labels)
-    assert renamed_frames.studies[0]["baseline"] == "filter 1 · KL 0 · entropy 0"
+    assert renamed_frames.studies[0].baseline == "filter 1 · KL 0 · entropy 0"
     assert (
         renamed_frames.steps["arm"]
         .map({label: arm for arm, label in labels.items()})

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from analysis.report.live import LivePage
 from analysis.report.pages import write_frames_report, write_index, write_report
 from analysis.sweep import findings, tables
 from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, find_run_ends
-from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
@@ -145,8 +145,7 @@ def test_a_study_of_one_seed_says_so(page: Page) -> None:
 
 @pytest.mark.long
 def test_every_setting_is_listed_and_changed_ones_are_marked(folder: Path, page: Page) -> None:
-    study = json.loads((folder / "study.json").read_text())
-    rows = pages.make_settings_rows(study)
+    rows = pages.make_settings_rows(load(folder).studies[0])
     text = (folder / "report.html").read_text()
     assert len(rows) > 80
     for row in rows:
@@ -181,12 +180,12 @@ def test_the_page_has_what_reproducing_it_needs(page: Page) -> None:
 def test_every_command_that_added_runs_is_listed_in_order() -> None:
     first, more = "python -m tune_study run kl --seeds 2", "python -m tune_study run kl --kl-values 0.3 --extend"
     commands = [first, "python -m tune_study resume out/results/kl", more, more, "tune-study resume out/results/kl"]
-    starts = [{"command": command} for command in commands]
-    assert list_commands({"command": more, "starts": starts}) == [first, more]
-    # A folder of an earlier version, and one of someone else.
-    assert list_commands({"command": first}) == [first]
-    assert list_commands({"starts": [{"command": 3}, {}, 3]}) == []
-    assert list_commands({"command": first, "starts": [{"command": commands[1]}]}) == [first]
+    starts = [{"command": command, "versions": {}} for command in commands]
+    assert list_commands(make_study_record(command=more, starts=starts)) == [first, more]
+    # A folder of an earlier version.
+    assert list_commands(make_study_record(command=first)) == [first]
+    assert list_commands(make_study_record(starts=[{"versions": {}}])) == []
+    assert list_commands(make_study_record(command=first, starts=starts[1:2])) == [first]
 
 
 @pytest.mark.long
@@ -354,11 +353,11 @@ def test_a_missing_column_leaves_out_only_its_section(tmp_path: Path, missing: s
 
 
 @pytest.mark.long
-def test_missing_levels_and_a_bare_study_json(tmp_path: Path) -> None:
+def test_missing_levels_and_a_study_json_with_the_fewest_keys(tmp_path: Path) -> None:
     run = FakeRun("0.1", steps=10)
     study_folder = write_study(tmp_path, [FakeRun("0", steps=10), run], SMALL)
     (study_folder / "runs" / run.run_id / "levels.jsonl").unlink()
-    write_object(study_folder / "study.json", {"schema": SCHEMA, "name": "kl", "run": "kl_sweep"})
+    write_object(study_folder / "study.json", asdict(make_study_record(schema=SCHEMA, name="kl")))
     assert "The defaults are not recorded" in render_without_figures(study_folder).text
 
 

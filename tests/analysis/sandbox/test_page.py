@@ -1,6 +1,7 @@
 """Tests of the report of every kind of sandbox study: complete, self-contained, and the same when rewritten."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +15,7 @@ from analysis.sandbox import page as sandbox_report
 from analysis.sandbox import plots as sandbox_plots
 from analysis.sweep.plots import STOPPED_COLOR
 from tests.analysis.report.test_pages import Page, parse_page
+from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 from trainable.files.json_values import write_object
 from trainable.files.schema import SCHEMA
@@ -173,9 +175,9 @@ def test_a_missing_column_leaves_out_only_its_section(tmp_path: Path, missing: s
     assert f"final_{missing}" not in words
 
 
-def test_a_study_json_with_only_a_name_and_a_family_has_a_report(tmp_path: Path) -> None:
+def test_a_study_json_with_the_fewest_keys_has_a_report(tmp_path: Path) -> None:
     study_folder = write_sandbox(tmp_path, [FakeRun("DG", steps=40)], SMALL)
-    write_object(study_folder / "study.json", {"schema": SCHEMA, "name": "x", "family": "update_rules"})
+    write_object(study_folder / "study.json", asdict(make_study_record(schema=SCHEMA, family="update_rules")))
     assert "The defaults are not recorded" in get_words(load(study_folder))
 
 

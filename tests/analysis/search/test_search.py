@@ -18,8 +18,9 @@ from analysis.search.page import SearchResults, describe_search, make_context
 from analysis.search.points import CENSORED_POINT, COMPLETE, FAILED, OPEN, find_best_point, make_points
 from analysis.search.trials import CONSTRAINT, compute_importances, list_pareto_arms, make_optuna_study
 from tests.analysis.report.test_pages import parse_page
-from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
 from tests.strategies.examples import thin_out
+from trainable.runs.study_record import Search
 
 SPACE = [
     {"setting": "actor.lr", "low": 1e-5, "high": 1e-2, "is_log": True},
@@ -46,10 +47,13 @@ DEFAULTS: dict[str, Any] = {
 
 def make_entry(objectives: tuple[str, ...] = ("success",), num_points: int = 5) -> dict[str, Any]:
     space = [{**DEFAULTS, **dimension} for dimension in SPACE]
-    for dimension in space:
-        condition = f" if {'='.join(dimension['condition'])}" if dimension["condition"] else ""
-        dimension["name"] = f"{dimension['setting']}{condition}"
     return {"space": space, "objectives": list(objectives), "num_points": num_points, "points_per_round": 4, "seed": 0}
+
+
+def make_search(objectives: tuple[str, ...] = ("success",)) -> Search:
+    search = make_study_record(search=make_entry(objectives)).search
+    assert search is not None
+    return search
 
 
 POINTS = {
@@ -151,7 +155,7 @@ def test_a_study_of_chosen_arms_has_no_points(tmp_path: Path) -> None:
 
 
 def test_the_optuna_study_has_the_points_that_have_ended(frames: StudyFrames) -> None:
-    study = make_optuna_study(make_entry(("success", "cost")), make_points(frames), is_higher_better=True)
+    study = make_optuna_study(make_search(("success", "cost")), make_points(frames), is_higher_better=True)
     assert [trial.user_attrs["arm"] for trial in study.trials] == ["default", "point-1", "point-2", "point-3"]
     assert [direction.name for direction in study.directions] == ["MAXIMIZE", "MINIMIZE"]
     assert study.trials[2].constraints == {CONSTRAINT: 1.0}
@@ -167,7 +171,7 @@ def test_the_optuna_study_has_the_points_that_have_ended(frames: StudyFrames) ->
 )
 def test_the_state_of_a_point_is_that_of_its_trial(frames: StudyFrames, state: str, optuna_state: str) -> None:
     points = make_points(frames).iloc[:1].assign(state=state)
-    (trial,) = make_optuna_study(make_entry(), points, is_higher_better=True).trials
+    (trial,) = make_optuna_study(make_search(), points, is_higher_better=True).trials
     assert trial.state.name == optuna_state
     assert (trial.values is not None) == (state == COMPLETE)
 
@@ -197,7 +201,7 @@ def make_drawn_points(seed: int, count: int = 40) -> pd.DataFrame:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", thin_out([0, 1], 2))
 def test_the_setting_that_decides_has_the_largest_importance(seed: int) -> None:
-    importances = compute_importances(make_entry(), make_drawn_points(seed), True, np.random.default_rng(0))
+    importances = compute_importances(make_search(), make_drawn_points(seed), True, np.random.default_rng(0))
     assert importances[0].name == "actor.lr"
     assert importances[0].value > 0.5
     assert sum(importance.value for importance in importances) == pytest.approx(1.0)
@@ -207,7 +211,7 @@ def test_the_setting_that_decides_has_the_largest_importance(seed: int) -> None:
 
 
 def test_few_points_have_no_importances() -> None:
-    assert compute_importances(make_entry(), make_drawn_points(0, count=8), True, np.random.default_rng(0)) == []
+    assert compute_importances(make_search(), make_drawn_points(0, count=8), True, np.random.default_rng(0)) == []
 
 
 def test_the_pareto_front_is_that_of_an_exhaustive_comparison() -> None:
@@ -222,7 +226,7 @@ def test_the_pareto_front_is_that_of_an_exhaustive_comparison() -> None:
             & ((feasible["success"] > row.success) | (feasible["cost"] < row.cost))
         ).any()
     ]
-    assert list_pareto_arms(make_entry(), points, is_higher_better=True) == front
+    assert list_pareto_arms(make_search(), points, is_higher_better=True) == front
 
 
 @pytest.mark.long
@@ -244,7 +248,7 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     page = parse_page(render_page(frames, figures))
     assert page is not None
     assert conclude(frames).headline == sentence
-    short = conclude(replace(frames, study={**frames.studies[0], "preset_steps": 100_000})).headline
+    short = conclude(replace(frames, study=replace(frames.studies[0], preset_steps=100_000))).headline
     assert short.startswith("A short study: ")
     assert short.endswith(f" {sentence}")
 
@@ -289,13 +293,13 @@ def test_texts_from_a_foreign_folder_stay_text(tmp_path: Path) -> None:
     ],
 )
 def test_a_search_that_makes_no_sense_is_damage(tmp_path: Path, change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="invalid values"):
+    with pytest.raises(ValueError, match="damaged"):
         make_foreign_frames(tmp_path, search={**make_entry(), **change})
 
 
 @pytest.mark.parametrize("points", [[], {"default": []}, {"default": {"actor.lr": 1}}])
 def test_points_without_settings_are_damage(tmp_path: Path, points: Any) -> None:
-    with pytest.raises(ValueError, match="invalid values"):
+    with pytest.raises(ValueError, match="damaged"):
         make_foreign_frames(tmp_path, points=points)
 
 

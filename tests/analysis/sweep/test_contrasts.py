@@ -28,6 +28,7 @@ from analysis.sweep.contrasts import (
 )
 from analysis.sweep.tables import summarize_arms
 from tests.fakes import run_folders as language_model
+from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 from tests.oracles.analysis import compute_contrast, holm
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
@@ -140,7 +141,7 @@ def make_frames(cells: dict[tuple[str, int], tuple[str, float]], contrasts: list
         for (arm, seed), (status, value) in cells.items()
     ]
     trials = cast_frame(pd.DataFrame(rows, columns=list(rows[0])), FAMILIES["update_rules"].schemas["trials"])
-    study = {"name": "s", "family": "update_rules", "contrasts": contrasts}
+    study = make_study_record(family="update_rules", contrasts=contrasts)
     return StudyFrames(trials, study=study, **EMPTY_FRAMES)
 
 
@@ -170,6 +171,9 @@ def test_contrasts_equal_a_literal_oracle(
     assert table["contrast"].to_list() == [contrast["name"] for contrast in contrasts]
     for row, contrast in zip(to_records(table), contrasts, strict=True):
         expected = compute_contrast(scored, contrast["pairs"], fit_noise(make_outcome_table(scored)))
+        # A difference of two fractions is in [-1, 1].
+        for name in ("difference_low", "difference_high"):
+            expected[name] = float(np.clip(expected[name], -1, 1))
         for name, number in expected.items():
             assert row[name] == pytest.approx(number, abs=1e-9, nan_ok=True), name
     for name in ("p", "p_equal"):
@@ -362,7 +366,7 @@ def test_contrasts_of_a_language_model_are_of_its_outcomes() -> None:
     assert set(family.contrasted_columns) == {family.primary_column, *family.secondary_columns}
 
 
-@pytest.mark.parametrize("extra", [{}, {"contrasts": []}, {"contrasts": None}])
+@pytest.mark.parametrize("extra", [{}, {"contrasts": []}])
 def test_without_contrasts_the_tables_are_empty(tmp_path: Path, extra: dict[str, Any]) -> None:
     frames = load(write_sandbox(tmp_path, FOUR_ARMS, FakeStudy("some-study", extra=extra)))
     assert compute_contrasts(frames).empty
@@ -388,7 +392,7 @@ def test_without_a_run_the_table_is_empty(tmp_path: Path) -> None:
 )
 def test_an_invalid_contrast_is_refused_with_a_reason(contrasts: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_contrasts({"name": "s", "contrasts": contrasts})
+        read_contrasts(make_study_record(contrasts=contrasts))
 
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "contrast_verdicts.txt"

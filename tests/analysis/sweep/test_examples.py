@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from analysis import load
 from analysis.report.pages import draw_figures, render_page
@@ -15,6 +16,7 @@ from trainable.files.json_lines import read_lines
 from trainable.files.paths import UnsafePathError
 from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
 from trainable.runs.run_files import ENDS_KEY, EPISODES_FILE, METRICS_FILE
+from trainable.runs.study_record import RunEntry
 
 RUNS = [FakeRun(arm, seed) for arm in ("0", "0.1", "1") for seed in (0, 1)]
 
@@ -120,8 +122,8 @@ def test_a_name_that_is_no_run_reads_nothing(folder: Path, run_id: str) -> None:
     frames = load(folder)
     trials = frames.trials.assign(run_id=run_id)
     assert examples.choose_examples(replace(frames, trials=trials)) == []
-    study = {**frames.studies[0], "runs": [{"run_id": run_id, "arm": "0", "seed": 0}]}
-    assert replace(frames, study=study).episodes.empty
+    with pytest.raises(ValidationError):
+        RunEntry(run_id)
 
 
 def test_the_link_of_a_run_is_not_followed(folder: Path, tmp_path: Path) -> None:

@@ -13,20 +13,20 @@ from analysis.data.replicates import Replicates
 from analysis.stats.estimates import Floats, holm_adjust
 from analysis.stats.noise import fit_noise
 from analysis.sweep.planned_power import compute_resolved_ratio, describe_power, find_resolved_difference
+from tests.fakes.run_folders import make_study_record
+from trainable.runs.study_record import StudyRecord
 
 ENTRY = Replicates("a hash", "late_val_success", "kl", "0", tuple(np.linspace(0.75, 0.8, 20).tolist()))
 
 
-def make_study(num_seeds: int = 1, config_hash: str = "a hash", **changes: Any) -> dict[str, Any]:
-    return {
-        "family": "ppo",
-        "preset": "laptop",
+def make_study(num_seeds: int = 1, config_hash: str = "a hash", **changes: Any) -> StudyRecord:
+    keys: dict[str, Any] = {
         "axis": {"values": ["0", "0.1", "1"]},
         "baseline": "0",
-        "runs": [{"arm": "0", "config_hash": config_hash}],
+        "runs": [{"run_id": "a", "arm": "0", "config_hash": config_hash}],
         "seeds": list(range(num_seeds)),
-        **changes,
     }
+    return make_study_record(**{**keys, **changes})
 
 
 @pytest.fixture(autouse=True)

@@ -587,7 +587,7 @@ def test_verdict_of_the_baseline(summary: pd.DataFrame) -> None:
             FakeRun("0.1", status="interrupted", steps=20, reason="stopped by the user"),
             "seed 0 interrupted after 20 of",
         ),
-        (FakeRun("0.1", status="", steps=0), "seed 0 never ran (no training step was recorded)"),
+        (FakeRun("0.1", status="", steps=0), "seed 0 never ran (has not started)"),
     ],
 )
 def test_verdict_of_an_arm_without_a_scored_run(tmp_path: Path, run: FakeRun, sentence: str) -> None:

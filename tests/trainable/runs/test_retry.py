@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from tests.fakes.lines import append_record
-from trainable.runs import retry
+from trainable.runs import failures
 from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_rolling_checkpoint
-from trainable.runs.retry import call_with_retry
+from trainable.runs.failures import call_with_retry
 from trainable.runs.run_files import read_rows
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "_RETRY_INTERVAL_S", 0.001)
+    monkeypatch.setattr(failures, "_RETRY_INTERVAL_S", 0.001)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.trainers import Row, make_quiet_trainer, run_steps
 from tests.trainable.test_part_checks import SAVED_TEXTS
 from trainable.config.own_parts import PartFile, register_file
-from trainable.runs.run_ends import (
+from trainable.runs.history import (
     EQUAL_SCORES,
     NO_VALID_ACTION,
     SIGNAL_COLUMNS,

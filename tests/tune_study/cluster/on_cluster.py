@@ -14,7 +14,8 @@ from rich.console import Console
 
 from tests.fakes.trainer import CRASHES_ONCE, Barrier, make_fake_rows, make_study
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.statuses import StudyStatuses, read_status
+from trainable.runs.study_record import StatusRecord, find_record
+from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.storage import StoredFolder
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.storage_uri import join_uri
@@ -57,7 +58,9 @@ def run_crashing(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...])
     files = StoredFolder(plan.study_uri or "").list_files()
     return {
         "code": code,
-        "statuses": [getattr(read_status(plan.get_run_dir(run.run_id)), "status", None) for run in plan.runs],
+        "statuses": [
+            getattr(find_record(StatusRecord, plan.get_run_dir(run.run_id)), "status", None) for run in plan.runs
+        ],
         "rows": [read_rows(plan.get_run_dir(run.run_id) / METRICS_FILE) for run in plan.runs],
         "wanted": [make_fake_rows(make_trial_config(plan, [run]), run.config, STEPS) for run in plan.runs],
         "sizes": [

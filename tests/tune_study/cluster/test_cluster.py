@@ -21,6 +21,7 @@ from trainable.files.json_lines import read_lines
 from trainable.files.json_values import read_object
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.study_record import StatusRecord, find_record
 from trainable.trial import PPO
 from tune_study.commands import node_checks
 from tune_study.commands.node_checks import (
@@ -33,7 +34,6 @@ from tune_study.commands.node_checks import (
     inspect_node,
 )
 from tune_study.folder import run_checkpoints
-from tune_study.folder.statuses import read_status
 from tune_study.folder.storage import StoredFolder, fetch_checkpoint, fetch_results, list_trial_checkpoints
 from tune_study.placement.samplers import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
@@ -161,7 +161,7 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     for spec in plan.runs:
         folders = [PurePosixPath(name).parent.name for name in files if spec.run_id in name and "checksums" in name]
         assert sorted(folders) == ["global_step_2", "step_1", "step_2"]
-        status = read_status(plan.get_run_dir(spec.run_id))
+        status = find_record(StatusRecord, plan.get_run_dir(spec.run_id))
         assert status is not None
         assert status.status == "completed"
         assert not (plan.get_run_dir(spec.run_id) / "state").exists()

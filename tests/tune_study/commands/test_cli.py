@@ -21,12 +21,12 @@ from tests.fakes.trainer import make_study
 from trainable.config.run_config import RunConfig, list_field_names
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import DamageWarning
+from trainable.runs.study_record import StatusRecord, write_record
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands import preflight
 from tune_study.commands.cli import app
 from tune_study.commands.describe import _describe_power, make_study_list
 from tune_study.folder.outputs import lock_folder, write_study
-from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.placement.published_sizes import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
 
@@ -677,17 +677,19 @@ def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     path = plan.get_run_dir(first_run_id) / "metrics.jsonl"
     write_lines(path, [{"step": 1, "val_success": 0.25}, {"step": 2}, {"step": 3}])
     path.write_bytes(path.read_bytes()[:-20])
-    write_status(plan.get_run_dir(first_run_id), RunStatus(first_run_id, "running"))
+    write_record(plan.get_run_dir(first_run_id), StatusRecord(first_run_id, "running"))
     answer = type_in(f"status {plan.folder}")
     assert answer.out.startswith("kl (laptop): unfinished; runs: 1 interrupted, 1 never_ran\n")
     assert answer.out.endswith(f"\nContinue with: python -m tune_study resume {plan.folder}\n")
     row_pattern = r"\n0 +0 +{} +2/3 +0\.250 *{} +sokoban_kl_sweep_nofilter_0-sokoban-tiny\n"
-    assert re.search(row_pattern.format("interrupted", "the process that ran the study is gone"), answer.out)
+    assert re.search(
+        row_pattern.format("interrupted", "the process that ran the study is gone, after step 2"), answer.out
+    )
     assert re.search(
         r"\n0\.1 +0 +never_ran +0/3 +- +has not started +sokoban_kl_sweep_nofilter_01-sokoban-tiny\n", answer.out
     )
     second_run_id = plan.runs[1].run_id
-    write_status(plan.get_run_dir(second_run_id), RunStatus(second_run_id, "waiting", "has not started"))
+    write_record(plan.get_run_dir(second_run_id), StatusRecord(second_run_id, "waiting", "has not started"))
     assert type_in(f"status {plan.folder}").out == answer.out
     with lock_folder(plan.folder):
         running_output = type_in(f"status {plan.folder}").out
@@ -695,7 +697,7 @@ def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     assert re.search(row_pattern.format("running", ""), running_output)
     for spec in plan.runs:
         append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": 3})
-        write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, "completed"))
+        write_record(plan.get_run_dir(spec.run_id), StatusRecord(spec.run_id, "completed"))
     assert type_in(f"status {plan.folder}").out.startswith("kl (laptop): finished; runs: 2 completed\n")
 
 
@@ -715,7 +717,7 @@ def test_the_status_of_a_run_knows_the_steps_of_its_arm(work_dir: Path) -> None:
     assert len({spec.steps for spec in plan.runs}) > 1
     for spec in plan.runs:
         append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": spec.steps})
-        write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, "completed"))
+        write_record(plan.get_run_dir(spec.run_id), StatusRecord(spec.run_id, "completed"))
     output = type_in(f"status {plan.folder}").out
     assert f": finished; runs: {len(plan.runs)} completed\n" in output
     assert all(f" {spec.steps}/{spec.steps} " in output for spec in plan.runs)
@@ -729,7 +731,7 @@ def test_the_status_has_the_last_finite_value_of_any_size(work_dir: Path) -> Non
     rows = [{"step": step, "val_success": value} for step, value in enumerate(values, start=1)]
     run_id = plan.runs[0].run_id
     write_lines(plan.get_run_dir(run_id) / "metrics.jsonl", rows)
-    write_status(plan.get_run_dir(run_id), RunStatus(run_id, "running"))
+    write_record(plan.get_run_dir(run_id), StatusRecord(run_id, "running"))
     assert re.search(r"\n0 +0 +interrupted +3/3 +3\.700 ", type_in(f"status {plan.folder}").out)
 
 

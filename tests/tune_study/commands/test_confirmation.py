@@ -9,10 +9,9 @@ import pytest
 from analysis.sweep.findings import describe_confirmation
 from search_spaces import STUDIES
 from tests.tune_study.commands.test_cli import read_files, type_in
-from trainable.files.json_values import read_object
 from tune_study.commands.confirmation import plan_confirmation
 from tune_study.folder import outputs
-from tune_study.folder.study_file import plan_from_folder
+from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan, add_seeds, make_plan
 
@@ -127,10 +126,10 @@ def test_a_study_without_its_baseline_needs_one(work_dir: Path) -> None:
 def test_the_report_says_which_seeds_chose_and_which_confirm(study: StudyPlan) -> None:
     plan = confirm(study)
     outputs.write_study(plan)
-    sentence = describe_confirmation(read_object(plan.folder / "study.json"))
+    sentence = describe_confirmation(read_study(plan.folder))
     assert sentence.startswith("Confirmation of 0.01 against 0 in kl_sweep_sokoban-tiny, with seeds 5 to 8: ")
     assert "had used seeds 0 to 4 when" in sentence
-    assert describe_confirmation(read_object(study.folder / "study.json")) == ""
+    assert describe_confirmation(read_study(study.folder)) == ""
 
 
 def test_a_dry_run_writes_nothing(study: StudyPlan, work_dir: Path) -> None:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ import analysis
 from search_spaces import STUDIES
 from trainable.config.command_lines import PROGRAM
 from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.study_record import StatusRecord, write_record
 from trainable.trial import PPO
 from tune_study.commands.cli import app
 from tune_study.folder import outputs
 from tune_study.folder.saved_checkpoints import find_missing, list_saved_steps
-from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
@@ -54,7 +55,7 @@ def whole_study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
         trial.step()
     trial.cleanup()
     run_id = plan.runs[0].run_id
-    write_status(plan.get_run_dir(run_id), RunStatus(run_id, "interrupted", "interrupted after step 3 of 5"))
+    write_record(plan.get_run_dir(run_id), StatusRecord(run_id, "interrupted", "interrupted after step 3 of 5"))
     return plan
 
 
@@ -137,10 +138,10 @@ def test_copied_checkpoints_are_no_longer_missing(moved_folder: Path, whole_stud
     assert list(find_missing(moved_folder, study)) == []
     # With a storage, saved checkpoints are there; a path that leaves the folder is not looked up.
     shutil.rmtree(moved_folder / "model_saving")
-    assert list(find_missing(moved_folder, {**study, "storage": "file:///shelf"})) == []
-    for path in ("../elsewhere", "/elsewhere", None, 3):
-        run_entry = {**study["runs"][0], "checkpoints": path}
-        assert list(find_missing(moved_folder, {**study, "runs": [run_entry]})) == []
+    assert list(find_missing(moved_folder, replace(study, storage="file:///shelf"))) == []
+    for path in ("../elsewhere", "/elsewhere", ""):
+        entries = (replace(study.runs[0], checkpoints=path),)
+        assert list(find_missing(moved_folder, replace(study, runs=entries))) == []
 
 
 def test_a_checkpoint_that_may_not_have_been_written_is_not_missing() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from tests.tune_study.commands.test_cli import read_files, type_in, write_started_study
 from trainable.runs.run_files import STATE_FOLDER
+from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.folder import outputs
-from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.host.interrupt import make_interrupt
 from tune_study.plan.study_plan import StudyPlan
 
@@ -73,7 +73,7 @@ def states(study: StudyPlan) -> dict[str, Path]:
     paths = {}
     for spec, status in zip(study.runs, ("completed", "interrupted"), strict=True):
         run_dir = study.get_run_dir(spec.run_id)
-        write_status(run_dir, RunStatus(spec.run_id, status, "a test"))
+        write_record(run_dir, StatusRecord(spec.run_id, status, "a test"))
         paths[spec.arm] = run_dir / STATE_FOLDER
         (paths[spec.arm] / "step_3").mkdir(parents=True)
         (paths[spec.arm] / "step_3" / "state.safetensors").write_bytes(b"x" * 1000)

@@ -17,7 +17,7 @@ SMALL = FakeStudy(levels=8, total_steps=10)
 
 
 def test_the_recorded_study_is_of_this_schema_and_small() -> None:
-    assert archive.read_recorded_study()["schema"] == SCHEMA, "make it again: make record-demo"
+    assert archive.read_recorded_study().schema == SCHEMA, "make it again: make record-demo"
     assert archive.ARCHIVE.stat().st_size <= 2_000_000
 
 
@@ -26,14 +26,14 @@ def test_the_command_shows_the_recorded_study(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path / "demo")])
     assert result.exit_code == 0, result.stderr
     study = archive.read_recorded_study()
-    folder = tmp_path / "demo" / "results" / study["run"]
+    folder = tmp_path / "demo" / "results" / study.run
     assert "recorded earlier and comes with tune_study. Nothing is trained now." in result.stdout
-    assert study["recorded"] in result.stdout
-    assert f"{study['name']} ({study['preset']}): finished; runs: " in result.stdout
+    assert study.recorded in result.stdout
+    assert f"{study.name} ({study.preset}): finished; runs: " in result.stdout
     assert "A failed episode at the end of arm" in result.stdout
     assert "A solved episode at the end of arm" in result.stdout
     assert "<b>A recorded study, which comes with tune_study" in (folder / "report.html").read_text()
-    assert len(analysis.load(folder).trials) == len(study["runs"])
+    assert len(analysis.load(folder).trials) == len(study.runs)
     assert not list((folder / "figures").glob("*.png"))  # only the page, which is what there is to see
     assert (folder / "report.html").read_text().count("<svg") > 5
 
@@ -45,7 +45,7 @@ def test_the_command_shows_the_same_again(tmp_path: Path) -> None:
 
 
 def test_another_study_is_not_overwritten(tmp_path: Path) -> None:
-    folder = tmp_path / "results" / archive.read_recorded_study()["run"]
+    folder = tmp_path / "results" / archive.read_recorded_study().run
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
     result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path)])
@@ -76,7 +76,7 @@ def test_a_study_is_unpacked_as_it_was_packed(study: Path, tmp_path: Path) -> No
     archive.unpack(copy, path)
     assert analysis.diff_frames(analysis.load(study).steps, analysis.load(copy).steps) == []
     assert analysis.diff_frames(analysis.load(study).levels, analysis.load(copy).levels) == []
-    assert archive.read_recorded_study(path)["recorded"] == read_object(study / "study.json").get("command", "")
+    assert archive.read_recorded_study(path).recorded == read_object(study / "study.json")["command"]
 
 
 def test_a_run_that_has_not_ended_is_refused(study: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from analysis.data.compare import has_added_seeds
 from search_spaces import STUDIES
 from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
 from trainable.files.json_values import read_object, write_object
+from trainable.runs.study_record import StatusRecord, StudyRecord, read_record
 from tune_study.folder.outputs import record_look, write_study
-from tune_study.folder.statuses import RunStatus
 from tune_study.folder.study_file import check_unchanged, merge_with_folder, plan_from_folder
 from tune_study.plan.errors import PlanError
 from tune_study.plan.remarks import find_remarks
@@ -85,9 +85,9 @@ def test_the_runs_of_the_baseline_are_planned_when_its_group_is_started(tmp_path
     for group in ("1", "3"):
         plan = make_plan(smoke, "laptop", "a test", {}, smoke.axis.value_groups[group], None, tmp_path)
         write_study(merge_with_folder(plan, extend=False))
-    content = read_object(plan.folder / "study.json")
-    assert (content["planned_seeds"], content["planned_baseline_seeds"], len(content["runs"])) == (1, 5, 24)
-    assert not has_added_seeds(content)
+    study = read_record(StudyRecord, plan.folder)
+    assert (study.planned_seeds, study.planned_baseline_seeds, len(study.runs)) == (1, 5, 24)
+    assert not has_added_seeds(study)
 
 
 def test_the_command_of_a_study_that_adds_seeds_is_that_of_its_first_start(tmp_path: Path) -> None:
@@ -105,10 +105,11 @@ def read_looks(plan: StudyPlan) -> list[tuple[int, int]]:
     return [(look["runs"], look["seeds"]) for look in read_object(plan.folder / "study.json")["looks"]]
 
 
-def make_ends(plan: StudyPlan, count: int) -> list[RunStatus]:
+def make_ends(plan: StudyPlan, count: int) -> list[StatusRecord]:
     """The first `count` runs have ended, and the others were interrupted."""
     return [
-        RunStatus(spec.run_id, "completed" if index < count else "interrupted") for index, spec in enumerate(plan.runs)
+        StatusRecord(spec.run_id, "completed" if index < count else "interrupted")
+        for index, spec in enumerate(plan.runs)
     ]
 
 
@@ -223,7 +224,7 @@ def test_a_start_that_died_between_its_files_is_continued_by_the_same_command(tm
 def test_to_look_at_a_longer_study_is_another_look(tmp_path: Path) -> None:
     plan = make_long_plan(tmp_path, 4)
     write_study(plan)
-    completed = [RunStatus(spec.run_id, "completed") for spec in plan.runs]
+    completed = [StatusRecord(spec.run_id, "completed") for spec in plan.runs]
     record_look(plan, completed)
     record_look(plan, completed)
     plan = merge_with_folder(make_long_plan(tmp_path, 8), extend=True)

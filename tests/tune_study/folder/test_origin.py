@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +15,7 @@ from tests.tune_study.commands.test_cli import type_in, write_started_study
 from trainable.config.run_config import list_outside_settings
 from trainable.config.setting_types import Outside
 from trainable.files.json_values import read_object, write_object
+from trainable.runs.study_record import StatusRecord, StudyRecord
 from tune_study.folder.origin import (
     find_state_folder,
     find_usable_storage,
@@ -22,8 +23,7 @@ from tune_study.folder.origin import (
     list_typed_before,
 )
 from tune_study.folder.outputs import make_run_entry, write_study
-from tune_study.folder.statuses import RunStatus
-from tune_study.folder.study_file import _StudyFile, plan_from_folder
+from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan, make_plan
@@ -74,7 +74,18 @@ RECORDS = {
         "extra_seeds": "values of the axis",
         "runs.run_id": "the name of a folder below runs/, checked by is_run_id",
         "runs.arm": COMPARED,
+        "settings": "outside: check_outside_values decides",
         "defaults": SHOWN,
+        "runs.study": SHOWN,
+        "runs.label": SHOWN,
+        "runs.experiment_name": SHOWN,
+        "runs.config_hash": SHOWN,
+        "runs.log": "not read: the plan says where a log is",
+        "runs.checkpoints": "only looked at, below the output folder",
+        "starts.at": SHOWN,
+        "starts.command": SHOWN,
+        "starts.declaration": SHOWN,
+        "recorded": SHOWN,
         "preset_reason": SHOWN,
         "command": SHOWN,
         "question": SHOWN,
@@ -117,7 +128,7 @@ RECORDS = {
         "log": "not read: the plan says where a log is",
         "checkpoints": "not read: the plan says where checkpoints are",
     },
-    "status.json": dict.fromkeys((field.name for field in fields(RunStatus)), SHOWN),
+    "status.json": dict.fromkeys((field.name for field in fields(StatusRecord)), SHOWN),
 }
 """Every text of the records of a folder, and why it leads nowhere; `config` of run.json is read as settings are."""
 
@@ -143,10 +154,8 @@ def contains_text(annotation: Any) -> bool:
 
 def list_record_texts(section: Any, prefix: str = "") -> Iterator[str]:
     """The dotted names of all fields of a record with a text in them, also in lists, dictionaries and Any."""
-    for name, field in section.model_fields.items():
-        sections = [
-            part for part in iter_types(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel)
-        ]
+    for name, field in section.__pydantic_fields__.items():
+        sections = [part for part in iter_types(field.annotation) if hasattr(part, "__pydantic_fields__")]
         for inner in sections:
             yield from list_record_texts(inner, f"{prefix}{name}.")
         if not sections and any(part is str or part is Any for part in iter_types(field.annotation)):
@@ -174,9 +183,9 @@ def test_every_text_of_a_configuration_is_in_the_table() -> None:
 
 
 def test_every_text_of_a_record_is_in_the_table(tmp_path: Path) -> None:
-    names = [name for name in list_record_texts(_StudyFile) if not name.startswith("settings.")]
+    names = [name for name in list_record_texts(StudyRecord) if not name.startswith("settings.")]
     assert set(names) == RECORDS["study.json"].keys()
-    assert make_run_entry(write_started_study(tmp_path).runs[0]).keys() == RECORDS["run.json"].keys()
+    assert asdict(make_run_entry(write_started_study(tmp_path).runs[0])).keys() == RECORDS["run.json"].keys()
 
 
 def start_trees(output: Path, **settings: object) -> StudyPlan:
@@ -308,11 +317,11 @@ def test_a_storage_is_used_where_the_study_was_started(work_dir: Path, uri: str,
     plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0",), 1, work_dir / "out")
     write_study(plan)
     path = plan.folder / "study.json"
-    write_object(path, content := {**read_object(path), "storage": uri})
-    assert find_usable_storage(plan.folder, content)[0] is None  # nobody typed it
+    write_object(path, {**read_object(path), "storage": uri})
+    assert find_usable_storage(plan.folder, uri)[0] is None  # nobody typed it
     write_study(plan_with_storage := plan_from_folder(plan.folder, allowed=frozenset({f"storage={uri}"})))
     assert plan_with_storage.storage == uri
-    usable, problem = find_usable_storage(plan.folder, content)
+    usable, problem = find_usable_storage(plan.folder, uri)
     assert (usable == uri, bool(problem)) == (is_usable, not is_usable)
     copy = shutil.copytree(plan.folder, work_dir / "copy")
     assert plan_from_folder(copy).storage is None

@@ -2,7 +2,7 @@ import shlex
 import shutil
 import subprocess
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -12,19 +12,13 @@ from search_spaces import STUDIES
 from tests.fakes.lines import append_record
 from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.files.json_values import read_object, write_object
+from trainable.runs.history import RunHistory, find_contradiction
 from trainable.runs.records import STATUSES
-from trainable.runs.run_ends import ENDED_STATUSES, find_contradiction
 from trainable.runs.run_files import read_rows
+from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, write_record
 from tune_study.folder import summary
 from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
-from tune_study.folder.statuses import (
-    RunStatus,
-    StudyStatuses,
-    make_timestamp,
-    read_status,
-    resolve_status,
-    write_status,
-)
+from tune_study.folder.statuses import StudyStatuses, make_timestamp
 from tune_study.folder.study_file import check_unchanged, plan_from_folder
 from tune_study.folder.summary import (
     find_finished_runs,
@@ -49,9 +43,9 @@ def allocate_resources(plan: StudyPlan) -> ResourcePlan:
     return preflight(plan, None, (), 2, None, is_real=True)._replace(gpu_label="1xH100")
 
 
-def make_ended_status(run_id: str, status: str = "completed", **fields: object) -> RunStatus:
+def make_ended_status(run_id: str, status: str = "completed", **fields: object) -> StatusRecord:
     times = {"started_at": "2026-01-01T00:00:00+00:00", "ended_at": "2026-01-01T01:00:05+00:00"}
-    return RunStatus(run_id, status, **{**times, **fields})  # type: ignore[arg-type]
+    return StatusRecord(run_id, status, **{**times, **fields})  # type: ignore[arg-type]
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -64,72 +58,74 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_a_status_survives_its_file(tmp_path: Path) -> None:
     status = make_ended_status("a", "early_stopped", stop_rule="empty_filtered_steps", stop_value=5.0, stop_step=9)
-    write_status(tmp_path, status)
-    assert read_status(tmp_path) == status
-    assert read_status(tmp_path / "nowhere") is None
+    write_record(tmp_path, status)
+    assert find_record(StatusRecord, tmp_path) == status
+    assert find_record(StatusRecord, tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize("field", ["started_at", "ended_at"])
 @pytest.mark.parametrize("time", ["2:26", "2026-01-01T00:00:00", "yesterday", ""])
 def test_a_status_with_a_time_that_is_none_counts_as_damaged(tmp_path: Path, field: str, time: str) -> None:
-    write_status(tmp_path, make_ended_status("a", **{field: time}))
-    assert read_status(tmp_path) is None
+    write_object(tmp_path / "status.json", {**asdict(make_ended_status("a")), field: time})
+    assert find_record(StatusRecord, tmp_path) is None
 
 
 def test_a_failure_is_read_from_the_rows_without_a_status(tmp_path: Path) -> None:
     rows = [{"step": 1}, {"step": 2, "failure": "the loss is nan"}]
     for row in rows:
         append_record(tmp_path / "metrics.jsonl", row)
-    status = resolve_status(tmp_path, "a", 2)
+    status = RunHistory.read(tmp_path, 2).status
     assert (status.display_text, status.reason) == ("failed (non-finite)", "the loss is nan")
-    write_status(tmp_path, RunStatus("a", "completed"))
-    assert resolve_status(tmp_path, "a", 2).reason == "recorded as completed, but the loss is nan"
+    write_record(tmp_path, StatusRecord("a", "completed"))
+    assert RunHistory.read(tmp_path, 2).status.reason == "recorded as completed, but the loss is nan"
 
 
 def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
     first, second, third = (plan.get_run_dir(run.run_id) for run in plan.runs)
-    assert {read_status(run_dir).status for run_dir in (first, second, third)} == {"never_ran"}  # type: ignore[union-attr]
+    assert {find_record(StatusRecord, run_dir).status for run_dir in (first, second, third)} == {"never_ran"}  # type: ignore[union-attr]
     statuses = StudyStatuses(plan, finished_ids=())
-    assert {read_status(run_dir).status for run_dir in (first, second, third)} == {"waiting"}  # type: ignore[union-attr]
+    assert {find_record(StatusRecord, run_dir).status for run_dir in (first, second, third)} == {"waiting"}  # type: ignore[union-attr]
     statuses.set(make_ended_status(plan.runs[0].run_id))
-    statuses.set(RunStatus(plan.runs[1].run_id, "running", started_at=make_timestamp()))
+    statuses.set(StatusRecord(plan.runs[1].run_id, "running", started_at=make_timestamp()))
     append_record(second / "metrics.jsonl", {"step": 3})
     assert statuses.close("the study was interrupted") == ""
-    statuses = [read_status(run_dir) for run_dir in (first, second, third)]
+    statuses = [find_record(StatusRecord, run_dir) for run_dir in (first, second, third)]
     assert [status.status for status in statuses if status] == ["completed", "interrupted", "never_ran"]
     assert [status.reason for status in statuses if status][2] == "the study was interrupted before it started"
     assert {status.status for status in statuses if status} <= set(STATUSES)
 
 
 EARLIER_STATUSES = (
-    RunStatus("", "failed", "OSError: the disk is full", failure_class="storage", ended_at="2026-01-01T00:00:00+00:00"),
-    RunStatus("", "interrupted", "interrupted after step 3", ended_at="2026-01-01T00:00:00+00:00"),
+    StatusRecord(
+        "", "failed", "OSError: the disk is full", failure_class="storage", ended_at="2026-01-01T00:00:00+00:00"
+    ),
+    StatusRecord("", "interrupted", "interrupted after step 3", ended_at="2026-01-01T00:00:00+00:00"),
 )
 
 
 @pytest.mark.parametrize("earlier_status", EARLIER_STATUSES)
-def test_a_run_that_waited_in_vain_has_its_earlier_status_again(tmp_path: Path, earlier_status: RunStatus) -> None:
+def test_a_run_that_waited_in_vain_has_its_earlier_status_again(tmp_path: Path, earlier_status: StatusRecord) -> None:
     plan = make_plan_in(tmp_path)
     write_study(plan)
     spec = plan.runs[0]
     run_dir, status = plan.get_run_dir(spec.run_id), replace(earlier_status, run_id=spec.run_id)
-    write_status(run_dir, status)
+    write_record(run_dir, status)
     append_record(run_dir / "metrics.jsonl", {"step": 3})
     statuses = StudyStatuses(plan, finished_ids=())
-    waiting_status = resolve_status(run_dir, spec.run_id, spec.steps, is_live=True)
+    waiting_status = RunHistory.read(run_dir, spec.steps, is_live=True).status
     assert (waiting_status.display_text, waiting_status.reason) == ("waiting", status.reason)
-    assert resolve_status(run_dir, spec.run_id, spec.steps) == status  # the driver was killed
+    assert RunHistory.read(run_dir, spec.steps).status == status  # the driver was killed
     assert statuses.close("the study was interrupted") == ""
-    assert read_status(run_dir) == status
+    assert find_record(StatusRecord, run_dir) == status
 
 
 def test_a_skipped_run_does_not_wait(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     write_study(plan)
     spec = plan.runs[0]
-    write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, "failed", "OSError", "storage"))
+    write_record(plan.get_run_dir(spec.run_id), StatusRecord(spec.run_id, "failed", "OSError", "storage"))
     assert StudyStatuses(plan, {spec.run_id}).get(spec.run_id).display_text == "failed (storage)"
 
 
@@ -139,17 +135,17 @@ def test_a_deleted_or_damaged_status_is_written_again_while_the_study_runs(tmp_p
     write_study(plan)
     statuses = StudyStatuses(plan, finished_ids=())
     path = plan.get_run_dir(plan.runs[0].run_id) / "status.json"
-    running_status = RunStatus(plan.runs[0].run_id, "running", trial_id="one", started_at=make_timestamp())
+    running_status = StatusRecord(plan.runs[0].run_id, "running", trial_id="one", started_at=make_timestamp())
     statuses.set(running_status)
     path.unlink()
     if damage:
         path.write_bytes(damage)
     assert statuses.get(running_status.run_id) == running_status
     statuses.restore_file(running_status.run_id)
-    assert read_status(path.parent) == running_status
+    assert find_record(StatusRecord, path.parent) == running_status
     path.unlink()
     assert statuses.close("the study was interrupted") == ""
-    status = read_status(path.parent)
+    status = find_record(StatusRecord, path.parent)
     assert status is not None
     assert (status.status, status.started_at) == ("never_ran", running_status.started_at)
 
@@ -166,7 +162,7 @@ def test_a_status_that_cannot_be_written_is_kept_and_named(tmp_path: Path) -> No
     assert statuses.get(ended_status.run_id) == ended_status
     path.rmdir()
     assert statuses.close("the study was interrupted") == ""
-    assert read_status(path.parent) == ended_status
+    assert find_record(StatusRecord, path.parent) == ended_status
 
 
 def test_a_study_file_gives_the_plan_again(tmp_path: Path) -> None:
@@ -214,7 +210,7 @@ def test_a_study_file_keeps_every_start_and_what_changed_between_two(tmp_path: P
     older_start = {
         **first_study["starts"][0],
         "versions": {**first_study["versions"], "torch": "2.0.0"},
-        "git": {"commit": "abc"},
+        "git": {"commit": "abc", "dirty": False},
     }
     write_object(
         path, {**first_study, "starts": [older_start], "versions": older_start["versions"], "git": older_start["git"]}
@@ -335,14 +331,14 @@ def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -
     git("commit", "-q", "-m", "code")
     state = read_git_state(tmp_path)
     assert state is not None
-    assert (len(state["commit"]), state["dirty"]) == (40, False)
+    assert (len(state.commit), state.dirty) == (40, False)
     # Results of studies in the checkout change no code, and a new module does.
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "rows.jsonl").write_text("{}")
     assert read_git_state(tmp_path) == state
     (tmp_path / "trainable" / "algo").mkdir(parents=True)
     (tmp_path / "trainable" / "algo" / "new.py").write_text("")
-    assert read_git_state(tmp_path) == {**state, "dirty": True}
+    assert read_git_state(tmp_path) == replace(state, dirty=True)
     # Asked from a folder below the top, as here, it is the same.
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "other.py").write_text("")
@@ -350,11 +346,11 @@ def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -
     git("commit", "-q", "-m", "folder")
     below = read_git_state(tmp_path / "folder")
     assert below is not None
-    assert below["dirty"]
-    state = {"commit": below["commit"], "dirty": False}
+    assert below.dirty
+    state = replace(below, dirty=False)
     (tmp_path / "trainable" / "algo" / "new.py").unlink()
     (tmp_path / "code.py").write_text("x = 1")
-    assert read_git_state(tmp_path) == {**state, "dirty": True}
+    assert read_git_state(tmp_path) == replace(state, dirty=True)
 
 
 # The summary log.
@@ -372,10 +368,10 @@ def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
     write_study(plan)
     run_dir = plan.get_run_dir(plan.runs[0].run_id)
     statuses = StudyStatuses(plan, finished_ids=())
-    statuses.set(RunStatus(plan.runs[0].run_id, "running", started_at=make_timestamp()))
+    statuses.set(StatusRecord(plan.runs[0].run_id, "running", started_at=make_timestamp()))
     append_record(run_dir / "metrics.jsonl", {"step": 0})
     statuses.close("the study was interrupted")
-    status = read_status(run_dir)
+    status = find_record(StatusRecord, run_dir)
     assert status is not None
     assert (status.status, status.reason) == ("interrupted", "the study was interrupted, after step 0")
 
@@ -400,7 +396,7 @@ def test_times_add_up() -> None:
 
 def test_wall_time_is_from_first_start_to_end() -> None:
     assert format_wall_seconds(make_ended_status("a")) == "3605s"
-    assert format_wall_seconds(RunStatus("a", "running", started_at=make_timestamp())) == "N/A"
+    assert format_wall_seconds(StatusRecord("a", "running", started_at=make_timestamp())) == "N/A"
 
 
 def test_a_summary_line_has_the_published_fields_of_its_study(tmp_path: Path) -> None:
@@ -441,14 +437,16 @@ def test_a_rule_is_named_with_its_step(tmp_path: Path) -> None:
 def test_a_run_that_never_started_is_missing(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, seeds=2)
     assert format_summary_line(plan, plan.runs[2], None, "1xH100") == "kl=0 | status=missing | seed=1"
-    assert format_summary_line(plan, plan.runs[2], RunStatus("a", "never_ran"), "x") == "kl=0 | status=missing | seed=1"
+    assert (
+        format_summary_line(plan, plan.runs[2], StatusRecord("a", "never_ran"), "x") == "kl=0 | status=missing | seed=1"
+    )
 
 
 def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
-    write_status(plan.get_run_dir(plan.runs[0].run_id), make_ended_status("a", ended_at="2026-01-01T03:00:00+00:00"))
-    write_status(plan.get_run_dir(plan.runs[2].run_id), make_ended_status("b", ended_at="2026-01-01T02:00:00+00:00"))
+    write_record(plan.get_run_dir(plan.runs[0].run_id), make_ended_status("a", ended_at="2026-01-01T03:00:00+00:00"))
+    write_record(plan.get_run_dir(plan.runs[2].run_id), make_ended_status("b", ended_at="2026-01-01T02:00:00+00:00"))
     write_summary(plan, allocate_resources(plan), is_closing=False)
     lines = plan.summary_log.read_text().splitlines()
     assert lines[0].startswith("=== KL Sweep Runner (Qwen2.5-3B): ")
@@ -472,16 +470,16 @@ def test_the_rows_of_a_run_are_read_once_for_all_summaries(tmp_path: Path, monke
     write_study(plan)
     read_paths: list[Path] = []
 
-    def read_and_note(path: Path, first_step: int) -> list[dict[str, object]]:
+    def read_and_note(path: Path) -> list[dict[str, object]]:
         read_paths.append(path)
-        return read_rows(path, first_step)
+        return read_rows(path)
 
     monkeypatch.setattr(summary, "read_rows", read_and_note)
     run_times: summary.RunTimes = {}
     for hour, spec in enumerate(plan.runs):
         run_dir = plan.get_run_dir(spec.run_id)
         append_record(run_dir / "metrics.jsonl", {"step": 1, "seconds_total": 10.0 + hour})
-        write_status(run_dir, make_ended_status(spec.run_id, ended_at=f"2026-01-01T0{hour}:00:00+00:00"))
+        write_record(run_dir, make_ended_status(spec.run_id, ended_at=f"2026-01-01T0{hour}:00:00+00:00"))
         write_summary(plan, allocate_resources(plan), is_closing=hour == 2, run_times=run_times)
     assert len(read_paths) == len(set(read_paths)) == 3
     text = plan.summary_log.read_text()
@@ -491,7 +489,7 @@ def test_the_rows_of_a_run_are_read_once_for_all_summaries(tmp_path: Path, monke
     # A run that was continued has another end, and other times.
     append_record(plan.get_run_dir(plan.runs[0].run_id) / "metrics.jsonl", {"step": 2, "seconds_total": 99.0})
     status = make_ended_status(plan.runs[0].run_id, ended_at="2026-01-01T09:00:00+00:00")
-    write_status(plan.get_run_dir(plan.runs[0].run_id), status)
+    write_record(plan.get_run_dir(plan.runs[0].run_id), status)
     write_summary(plan, allocate_resources(plan), is_closing=True, run_times=run_times)
     assert "total_time=99.00s" in plan.summary_log.read_text()
 
@@ -499,7 +497,7 @@ def test_the_rows_of_a_run_are_read_once_for_all_summaries(tmp_path: Path, monke
 def test_only_runs_that_ended_well_are_finished(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2", "0.3", "0.4", "0.5"))
     for run, status in zip(plan.runs, STATUSES, strict=True):
-        write_status(plan.get_run_dir(run.run_id), RunStatus(run.run_id, status))
+        write_record(plan.get_run_dir(run.run_id), StatusRecord(run.run_id, status))
     # Without rows, no run has ended well; a censored one may have none.
     assert [status.status for status in find_finished_runs(plan).values()] == ["censored"]
     append_record(plan.get_run_dir(plan.runs[0].run_id) / "metrics.jsonl", {"step": plan.runs[0].steps})

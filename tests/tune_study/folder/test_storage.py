@@ -22,10 +22,10 @@ from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_st
 from tests.tune_study.plan.test_storage_uri import SECRET_PLACES
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.study_record import StatusRecord, find_record, write_record
 from tune_study.commands.cli import app
 from tune_study.commands.node_checks import check_scratch
 from tune_study.folder import locate, outputs, storage
-from tune_study.folder.statuses import RunStatus, read_status, write_status
 from tune_study.folder.storage import DRIVER_FILE, StoredFolder, StoredStudy
 from tune_study.placement import disk
 from tune_study.placement.resources import preflight
@@ -94,7 +94,7 @@ def start_study(plan: StudyPlan, status: str = "running") -> None:
     """Write the files of a study and copy them to storage, as a driver does that then ends."""
     with StoredStudy(plan).keep_synced():
         outputs.write_study(plan)
-        write_status(plan.get_run_dir(plan.runs[0].run_id), RunStatus(plan.runs[0].run_id, status, "a test"))
+        write_record(plan.get_run_dir(plan.runs[0].run_id), StatusRecord(plan.runs[0].run_id, status, "a test"))
         assert StoredStudy(plan).push() == ""
 
 
@@ -183,9 +183,9 @@ def test_what_was_not_copied_before_is_not_overwritten_by_what_is_stored(tmp_pat
     plan = make_plan_in(tmp_path / "a", (tmp_path / "s").as_uri())
     start_study(plan)
     run_id = plan.runs[0].run_id
-    write_status(plan.get_run_dir(run_id), RunStatus(run_id, "failed", "and the last copy failed"))
+    write_record(plan.get_run_dir(run_id), StatusRecord(run_id, "failed", "and the last copy failed"))
     with StoredStudy(plan).keep_synced():
-        status = read_status(plan.get_run_dir(run_id))
+        status = find_record(StatusRecord, plan.get_run_dir(run_id))
     assert status is not None
     assert status.status == "failed"
 
@@ -225,14 +225,16 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
     resumed_plan.folder.mkdir(parents=True)
     with StoredStudy(resumed_plan).keep_synced():
         pass
-    status = read_status(resumed_plan.get_run_dir(plan.runs[0].run_id))
-    assert status == RunStatus(plan.runs[0].run_id, "completed", "a test")
+    status = find_record(StatusRecord, resumed_plan.get_run_dir(plan.runs[0].run_id))
+    assert status == StatusRecord(plan.runs[0].run_id, "completed", "a test")
     assert len(read_rows(resumed_plan.get_run_dir(plan.runs[0].run_id) / METRICS_FILE)) == 3
-    write_status(resumed_plan.get_run_dir(plan.runs[1].run_id), RunStatus(plan.runs[1].run_id, "failed", "in b"))
+    write_record(resumed_plan.get_run_dir(plan.runs[1].run_id), StatusRecord(plan.runs[1].run_id, "failed", "in b"))
     StoredStudy(resumed_plan).push()
     with StoredStudy(plan).keep_synced():
         pass
-    assert read_status(plan.get_run_dir(plan.runs[1].run_id)) == RunStatus(plan.runs[1].run_id, "failed", "in b")
+    assert find_record(StatusRecord, plan.get_run_dir(plan.runs[1].run_id)) == StatusRecord(
+        plan.runs[1].run_id, "failed", "in b"
+    )
 
 
 def test_who_only_reads_a_study_copies_no_old_status_back(
@@ -244,7 +246,7 @@ def test_who_only_reads_a_study_copies_no_old_status_back(
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
     folder = locate.fetch_for_writing(plan.study_uri or "")
-    write_status(plan.get_run_dir(run_id), RunStatus(run_id, "completed", "while b made its report"))
+    write_record(plan.get_run_dir(run_id), StatusRecord(run_id, "completed", "while b made its report"))
     assert StoredStudy(plan).push() == ""
     (folder / "report.html").write_text("of b")
     assert storage.push_results(folder, plan.study_uri or "") == ""
@@ -408,7 +410,7 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
     code, text = run_study(resumed_plan)
     assert code == 0, text
     for spec in resumed_plan.runs:
-        status = read_status(resumed_plan.get_run_dir(spec.run_id))
+        status = find_record(StatusRecord, resumed_plan.get_run_dir(spec.run_id))
         assert status is not None
         assert status.status == ("early_stopped" if spec.arm == COLLAPSES else "completed")
         config = make_trial_config(resumed_plan, [spec])

@@ -16,8 +16,8 @@ from tests.strategies.examples import draw_examples
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.runs.checkpoint import write_checkpoint
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER
+from trainable.runs.study_record import StatusRecord, write_record
 from trainable.trial import PPO
-from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.placement.disk import (
     DiskBudget,
     check_budget,
@@ -269,7 +269,7 @@ def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
     statuses = ("completed", "early_stopped", "failed", "interrupted")
     for index, (spec, status) in enumerate(zip(plan.runs, statuses, strict=True)):
         write_bytes(plan.get_run_dir(spec.run_id) / STATE_FOLDER / "state.safetensors", 1_000 * 10**index)
-        write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, status))
+        write_record(plan.get_run_dir(spec.run_id), StatusRecord(spec.run_id, status))
     row_files = [plan.get_run_dir(spec.run_id) / METRICS_FILE for spec in plan.runs]
     append_record(row_files[0], {"step": plan.runs[0].steps})
     append_record(row_files[1], {"step": 3, "stop_rule": "empty_filtered_steps"})
@@ -281,14 +281,14 @@ def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
     )
     status_files = sum((plan.get_run_dir(spec.run_id) / "status.json").stat().st_size for spec in plan.runs[2:])
     assert budget.written_bytes == 1_100_000 + status_files
-    write_status(plan.get_run_dir(plan.runs[2].run_id), RunStatus(plan.runs[2].run_id, "completed"))
+    write_record(plan.get_run_dir(plan.runs[2].run_id), StatusRecord(plan.runs[2].run_id, "completed"))
     append_record(row_files[2], {"step": plan.runs[2].steps})
     assert (
         budget.concurrent_runs,
         estimate_budget(plan).concurrent_runs,
         estimate_budget(plan).rolling_checkpoints,
     ) == (2, 1, 3)
-    write_status(plan.get_run_dir(plan.runs[3].run_id), RunStatus(plan.runs[3].run_id, "completed"))
+    write_record(plan.get_run_dir(plan.runs[3].run_id), StatusRecord(plan.runs[3].run_id, "completed"))
     append_record(row_files[3], {"step": plan.runs[3].steps})
     check_budget(estimate_budget(plan)._replace(free_bytes=0))
     assert format_disk_line(estimate_budget(plan)).startswith("Disk: every run has ended, no more space is needed, ")

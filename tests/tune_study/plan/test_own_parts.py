@@ -11,9 +11,10 @@ from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO, as_run_config
 from tests.trainable.test_part_checks import SAVED_TEXTS
 from trainable.config.own_parts import PartFile
+from trainable.runs.study_record import SourceFile
 from tune_study.commands.cli import app
 from tune_study.commands.run_options import RunOptions, plan_from_options
-from tune_study.folder.outputs import make_study_entry
+from tune_study.folder.outputs import make_study_record
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import check_recorded_files, load_named_files, load_typed_files
 from tune_study.plan.study_plan import make_plan
@@ -55,7 +56,7 @@ def test_an_arm_is_named_after_its_part_and_its_trial_has_the_text(tmp_path: Pat
         f"my_loss.py:loss#{file.digest}",
     ]
     assert ":" not in "".join(spec.run_id + str(spec.log_path) for spec in plan.runs)
-    assert make_study_entry(plan)["code"] == [{"path": "my_loss.py", "sha256": file.sha256, "text": LOSS}]
+    assert make_study_record(plan).code == (SourceFile("my_loss.py", file.sha256, LOSS),)
     assert [make_trial_config(plan, [spec])["run"]["code"] for spec in plan.runs] == [{}, {"my_loss.py": LOSS}]
     assert plan.resume_options == ("--code", "my_loss.py")
 
@@ -86,7 +87,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_study_continues_with_the_recorded_texts_only(tmp_path: Path) -> None:
-    entry = {"path": "elsewhere/kept_loss.py", "sha256": PartFile("", LOSS).sha256, "text": LOSS}
+    entry = SourceFile("elsewhere/kept_loss.py", PartFile("", LOSS).sha256, LOSS)
     with pytest.raises(PlanError, match=r"has to be typed: add --code elsewhere/kept_loss\.py"):
         check_recorded_files(tmp_path, [entry])
     Path("kept_loss.py").write_text(LOSS.replace("-(", "-2 * ("))
@@ -162,6 +163,6 @@ def test_a_setting_with_another_digest_is_refused() -> None:
 
 
 def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
-    entries = [{"path": f"gone{number}.py", "sha256": "0", "text": ""} for number in (1, 2)]
+    entries = [SourceFile(f"gone{number}.py", "0", "") for number in (1, 2)]
     with pytest.raises(PlanError, match=r"add --code gone1\.py --code gone2\.py, or their place"):
         check_recorded_files(tmp_path, entries)

@@ -1,7 +1,7 @@
 """Studies in files of the user: what `new` writes, what is loaded, and what is refused."""
 
 import hashlib
-import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from analysis.sweep import findings
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Axis, Study, make_grid_axis
 from search_spaces.language_model.family import PPO, as_run_config
+from trainable.runs.study_record import StudyRecord, read_record, write_record
 from tune_study.commands.cli import app
-from tune_study.folder.outputs import make_study_entry, write_study
-from tune_study.folder.study_file import find_content_problem, plan_from_folder, read_study
+from tune_study.folder.outputs import make_study_record, write_study
+from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.errors import PlanError
 from tune_study.plan.new_study import format_study
 from tune_study.plan.own_study import OwnStudy, StudySource, is_study_file, load_own_study
@@ -179,7 +180,9 @@ def test_the_names_that_a_plan_accepts_can_be_read_again(text: str, special: str
         plan = make_plan(study, "laptop", "a test", {}, None, 1, Path("out"))
     except PlanError:
         return
-    assert find_content_problem(json.loads(json.dumps({**make_study_entry(plan), "command": ""}))) == ""
+    with tempfile.TemporaryDirectory() as folder:
+        write_record(Path(folder), make_study_record(plan))
+        assert read_record(StudyRecord, Path(folder)) == make_study_record(plan)
     assert plan.runs[0].log_path.parts[0] == "logs"
     assert len(plan.runs[0].checkpoint_dir.parts) == len(plan.runs[1].checkpoint_dir.parts)
 
@@ -246,9 +249,9 @@ def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:
     start(make_own_study("first", "before the runs"))
     folder = start(make_own_study("second", "after a look"))
     content = read_study(folder)
-    assert [contrast["name"] for contrast in content["contrasts"]] == ["before the runs"]
-    assert content["declaration"]["text"] == "second"
-    assert [entry["text"] for entry in content["earlier_declarations"]] == ["first"]
+    assert [contrast.name for contrast in content.contrasts] == ["before the runs"]
+    assert content.declaration.text == "second"
+    assert [entry.text for entry in content.earlier_declarations] == ["first"]
     assert plan_from_folder(folder, own_study=make_own_study("third", "x")).baseline == "1e-4"
     with pytest.raises(
         PlanError, match=r"its baseline 1e-4 was declared before the runs, and lr\.py now declares 3e-4"
@@ -259,6 +262,6 @@ def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:
     for study in (replace(own_study.study, contrasts={}), own_study.study):
         plan = make_plan(study, "laptop", "a test", {}, None, 1, output)
         write_study(replace(plan, source=own_study.source))
-        assert read_study(plan.folder)["contrasts"] == []
+        assert read_study(plan.folder).contrasts == ()
     (caveat,) = findings._describe_changed_declaration(content)
     assert caveat.startswith("The file that declares this study was changed once after the study had started;")

@@ -1,14 +1,15 @@
 """Tests of the space of a search, of the study of its points, and of its record in the folder."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from search_spaces import STUDIES
-from search_spaces.declaration.search import Dimension
 from search_spaces.language_model.family import PPO
+from tests.fakes.run_folders import make_study_record
 from trainable.config.run_config import ConfigError, apply_overrides
+from trainable.runs.study_record import Dimension
 from tune_study.commands.confirmation import plan_confirmation
 from tune_study.folder.outputs import write_study
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
@@ -19,7 +20,6 @@ from tune_study.plan.search import (
     describe_space,
     format_dimension,
     make_point_study,
-    parse_search,
 )
 from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan, make_base_config, make_plan, set_points
@@ -135,7 +135,8 @@ def test_another_family_needs_a_space() -> None:
 
 def test_a_search_survives_its_record() -> None:
     search = Search(make_space(PPO, BASE, ()), ("success", "cost"), 24, 4, 7, 5, 10)
-    assert parse_search({**search.make_entry(), "a_later_key": 1}) == search
+    entry = {**asdict(search), "a_later_key": 1}
+    assert make_study_record(search=entry).search == search
 
 
 def test_the_arms_of_a_search_have_the_settings_of_its_points(tmp_path: Path) -> None:

@@ -38,16 +38,17 @@ from tests.fakes.trainer import (
 )
 from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
+from trainable.runs.history import find_last_value
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
-from trainable.runs.run_ends import find_last_value
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
+from trainable.runs.study_record import StatusRecord, WandbTarget, find_record
+from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, WandbTarget, make_plan
+from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.callbacks import Recorder
 from tune_study.tune.conclusion import list_reading_commands
 from tune_study.tune.local_ray import LocalRay
@@ -82,7 +83,7 @@ class Outcome(NamedTuple):
     plan: StudyPlan
     code: int
     text: str
-    arms: dict[str, RunStatus]
+    arms: dict[str, StatusRecord]
     other_text: str
 
 
@@ -93,7 +94,7 @@ def run_study(plan: StudyPlan, max_concurrent: int = 2) -> Outcome:
     with redirect_stdout(other_output), redirect_stderr(other_output):
         code = execute_study(plan, allocate_resources(plan, max_concurrent), console)
     gc.collect()  # warnings about files that Ray left open belong to this test and not to the next one
-    statuses = {run.arm: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
+    statuses = {run.arm: find_record(StatusRecord, plan.get_run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
     known_statuses = {arm: status for arm, status in statuses.items() if status is not None}
     return Outcome(plan, code, console.export_text(), known_statuses, other_output.getvalue())
 
@@ -292,7 +293,7 @@ def test_wandb_offline_keeps_a_run_for_each_run(outcome: Outcome) -> None:
     files = read_wandb_files(outcome.plan.output)
     for run in outcome.plan.runs:
         file, status = files[run.run_id], outcome.arms[run.arm]
-        rows = read_rows(outcome.plan.get_run_dir(run.run_id) / METRICS_FILE, first_step=0)
+        rows = read_rows(outcome.plan.get_run_dir(run.run_id) / METRICS_FILE)
         assert file.run.run_id.startswith(f"{run.run_id}-")
         assert (file.run.project, file.run.run_group) == (outcome.plan.wandb_project, outcome.plan.run)
         labels = {"study": "kl", "arm": run.arm, "seed": 0, "group": outcome.plan.run, "preset": "laptop"}
@@ -409,7 +410,7 @@ def test_tunes_own_views_list_the_runs_of_the_last_start(extended: Outcome) -> N
         assert history[-1] == read_run_rows(extended.plan.get_run_dir(run_id))[-1]["step"]
 
 
-def map_statuses(outcome: Outcome) -> dict[str, RunStatus]:
+def map_statuses(outcome: Outcome) -> dict[str, StatusRecord]:
     return {status.run_id: status for status in outcome.arms.values()}
 
 
@@ -438,7 +439,7 @@ def resumed(interrupted: Outcome, tmp_path_factory: pytest.TempPathFactory) -> O
 def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(interrupted: Outcome) -> None:
     assert interrupted.code == 130
     assert interrupted.arms[COLLAPSES].status == "interrupted"
-    assert interrupted.arms["0"] == RunStatus(
+    assert interrupted.arms["0"] == StatusRecord(
         interrupted.arms["0"].run_id, "never_ran", "the study was interrupted before it started"
     )
     assert f"Continue with: python -m tune_study resume {interrupted.plan.folder}" in interrupted.text
@@ -450,7 +451,7 @@ def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(interrupted: Outc
 def test_an_arm_that_is_stopped_ends_alone_and_can_be_resumed(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, ("0", STOPS_ITS_ARM), seeds=2, trainer__total_training_steps=40)
     stopped = run_study(plan, max_concurrent=1)  # the dearest first: the arm that stops
-    statuses = {run.run_id: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs}
+    statuses = {run.run_id: find_record(StatusRecord, plan.get_run_dir(run.run_id)) for run in plan.runs}
     ends = {(run.arm, run.seed): status for run in plan.runs if (status := statuses[run.run_id]) is not None}
     assert [ends["0", seed].status for seed in (0, 1)] == ["completed", "completed"]
     first, second = (ends[STOPS_ITS_ARM, seed] for seed in (0, 1))
@@ -494,7 +495,7 @@ def test_a_study_that_was_moved_writes_only_where_it_lies_now(interrupted: Outco
     assert (folder / find_run_id(resumed.plan, "0") / "result.json").is_file()  # Tune's experiment moves along
     assert "training continues after step" in resumed.text
     for spec in interrupted.plan.runs:
-        status = read_status(interrupted.plan.get_run_dir(spec.run_id))
+        status = find_record(StatusRecord, interrupted.plan.get_run_dir(spec.run_id))
         assert status is not None
         assert status.status in ("interrupted", "never_ran")
 

@@ -22,10 +22,10 @@ from search_spaces.sandbox.family import make_sandbox_study
 from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from tune_study.folder.statuses import RunStatus, read_status, write_status
+from trainable.runs.study_record import StatusRecord, WandbTarget, find_record, write_record
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.placement.resources import preflight
-from tune_study.plan.study_plan import StudyPlan, WandbTarget, make_plan, set_max_seeds
+from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
 from tune_study.tune.run import execute_study
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -48,10 +48,10 @@ ARMS = {
 STUDY = make_sandbox_study("influence", "Does it run?", ARMS, "DG", fixed_settings=SMALL_SETTINGS)
 
 
-def run_study(plan: StudyPlan) -> tuple[int, str, dict[str, RunStatus]]:
+def run_study(plan: StudyPlan) -> tuple[int, str, dict[str, StatusRecord]]:
     console = Console(record=True, width=200, force_terminal=False)
     code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), console)
-    run_statuses = {spec.run_id: read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs}
+    run_statuses = {spec.run_id: find_record(StatusRecord, plan.get_run_dir(spec.run_id)) for spec in plan.runs}
     return (
         code,
         console.export_text(),
@@ -66,7 +66,7 @@ def make_plan_in(folder: Path, seeds: int, arms: tuple[str, ...] = tuple(ARMS)) 
 def read_rows_without_times(folder: Path) -> list[dict[str, object]]:
     return [
         {name: value for name, value in row.items() if not name.startswith("seconds")}
-        for row in read_rows(folder / METRICS_FILE, 0)
+        for row in read_rows(folder / METRICS_FILE)
     ]
 
 
@@ -76,7 +76,7 @@ def folder(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield tmp_path_factory.mktemp("sandbox")
 
 
-Start = tuple[StudyPlan, int, str, dict[str, RunStatus]]
+Start = tuple[StudyPlan, int, str, dict[str, StatusRecord]]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_every_seed_is_a_run_with_its_own_end(first_start: Start) -> None:
         2,
     )
     assert stopped_status.reason == "uniform_groups at step 2: 3 reached the threshold 3"
-    assert [row["step"] for row in read_rows(plan.get_run_dir("influence-DG-seed1") / METRICS_FILE, 0)] == [
+    assert [row["step"] for row in read_rows(plan.get_run_dir("influence-DG-seed1") / METRICS_FILE)] == [
         0,
         5,
         10,
@@ -191,7 +191,9 @@ def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_sessio
     plan = make_plan_in(tmp_path, 2, ("uniform",))
     _, _, statuses_before = run_study(plan)
     for status in statuses_before.values():
-        write_status(plan.get_run_dir(status.run_id), RunStatus(status.run_id, "running", started_at=status.started_at))
+        write_record(
+            plan.get_run_dir(status.run_id), StatusRecord(status.run_id, "running", started_at=status.started_at)
+        )
     shutil.rmtree(plan.get_run_dir("influence-uniform-seed1") / "state")
     (plan.get_run_dir("influence-uniform-seed1") / METRICS_FILE).unlink()
     code, _, statuses_after = run_study(plan)

@@ -13,10 +13,10 @@ from analysis.search.points import CENSORED_POINT, COMPLETE, make_points
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
 from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
+from trainable.runs.study_record import StatusRecord, find_record
 from tune_study.commands.option_groups import StudyRequest
 from tune_study.commands.preflight import LaunchOptions
 from tune_study.commands.searching import SearchOptions, plan_search, run_and_confirm
-from tune_study.folder.statuses import RunStatus, read_status
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.search import DEFAULT_POINT
 from tune_study.plan.study_plan import StudyPlan
@@ -89,7 +89,9 @@ def test_a_search_runs_in_rounds_and_ends_with_its_confirmation(tmp_path: Path) 
     if best != DEFAULT_POINT:
         confirmation = plan_from_folder(plan.folder.with_name(f"{plan.folder.name}-confirm-{best}"))
         assert (confirmation.values, confirmation.seeds) == ((DEFAULT_POINT, best), (2, 3))
-        assert all(read_status(confirmation.get_run_dir(spec.run_id)) is not None for spec in confirmation.runs)
+        assert all(
+            find_record(StatusRecord, confirmation.get_run_dir(spec.run_id)) is not None for spec in confirmation.runs
+        )
     # What optuna-dashboard opens.
     storage = JournalStorage(JournalFileBackend(str(plan.folder / "optuna.journal")))
     study = optuna.load_study(study_name=plan.run, storage=storage)
@@ -121,7 +123,7 @@ def test_halved_runs_are_censored_and_have_no_outcome(tmp_path: Path) -> None:
     assert table.loc[DEFAULT_POINT, "state"] == COMPLETE
     assert not table.loc[table["state"] == CENSORED_POINT, "is_feasible"].any()
     for spec in plan.runs:
-        status = read_status(plan.get_run_dir(spec.run_id))
+        status = find_record(StatusRecord, plan.get_run_dir(spec.run_id))
         assert status is not None
         if table.loc[spec.arm, "state"] == COMPLETE:
             assert status.status == "completed"
@@ -140,7 +142,7 @@ def stop_at_start(plan: StudyPlan, run_id: str, monkeypatch: pytest.MonkeyPatch)
     """Ask the study to stop as its run `run_id` ends."""
     end_run = Recorder._end_run
 
-    def end_and_stop(recorder: Recorder, status: RunStatus) -> None:
+    def end_and_stop(recorder: Recorder, status: StatusRecord) -> None:
         end_run(recorder, status)
         if status.run_id == run_id:
             (plan.folder / ".interrupt").touch()
@@ -171,7 +173,7 @@ def test_failed_runs_are_results_and_a_round_without_any_other_ends_the_search(t
     # At these rates the numbers of most runs are no longer finite.
     plan = make_search(tmp_path, STUDIES["influence"], SMALL_SETTINGS, 6, ("lr=1e-2:1e30:log",))
     code, text = run(plan)
-    statuses = {spec.run_id: read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs}
+    statuses = {spec.run_id: find_record(StatusRecord, plan.get_run_dir(spec.run_id)) for spec in plan.runs}
     failed = {run_id for run_id, status in statuses.items() if status is not None and status.status == "failed"}
     assert failed
     assert (code, "point-4" in text) == (0, True)
@@ -182,4 +184,4 @@ def test_failed_runs_are_results_and_a_round_without_any_other_ends_the_search(t
     before = {run_id: statuses[run_id] for run_id in failed}
     code, text = run(plan_from_folder(plan.folder))
     assert (code, "0 of 12 runs remain" in text) == (0, True)
-    assert {run_id: read_status(plan.get_run_dir(run_id)) for run_id in failed} == before
+    assert {run_id: find_record(StatusRecord, plan.get_run_dir(run_id)) for run_id in failed} == before

@@ -10,8 +10,9 @@ from rich.console import Console
 from search_spaces import STUDIES
 from tests.fakes.lines import append_record
 from trainable.runs.run_files import METRICS_FILE
+from trainable.runs.study_record import StatusRecord, find_record
 from tune_study.folder.outputs import write_study
-from tune_study.folder.statuses import RunStatus, StudyStatuses, make_timestamp, read_status
+from tune_study.folder.statuses import StudyStatuses, make_timestamp
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
@@ -39,12 +40,12 @@ def make_session(folder: Path) -> tuple[run.StudySession, StudyStatuses]:
     storage: Any = StoredRows(plan)
     session = run.StudySession(plan, resource_plan, console, suite, {}, Progress(plan, 1, console), storage)
     statuses = StudyStatuses(plan, ())
-    statuses.set(RunStatus(plan.runs[0].run_id, "running", started_at=make_timestamp()))
+    statuses.set(StatusRecord(plan.runs[0].run_id, "running", started_at=make_timestamp()))
     return session, statuses
 
 
 def read_first_reason(session: run.StudySession) -> str:
-    status = read_status(session.plan.get_run_dir(session.plan.runs[0].run_id))
+    status = find_record(StatusRecord, session.plan.get_run_dir(session.plan.runs[0].run_id))
     assert status is not None
     assert status.status == "interrupted"
     return status.reason

@@ -12,8 +12,9 @@ from rich.console import Console
 from search_spaces import STUDIES
 from tests.fakes.lines import append_record
 from trainable.runs.run_files import METRICS_FILE
+from trainable.runs.study_record import StatusRecord, find_record
 from tune_study.folder.outputs import write_study
-from tune_study.folder.statuses import RunStatus, StudyStatuses, read_status
+from tune_study.folder.statuses import StudyStatuses
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
@@ -55,8 +56,8 @@ class RecordedTrial:
         self.recorder.on_trial_recover(0, [], self.trial)
         self.recorder.on_trial_start(0, [], self.trial)
 
-    def get_status(self, seed: int) -> RunStatus:
-        run_status = read_status(self.plan.get_run_dir(self.plan.runs[seed].run_id))
+    def get_status(self, seed: int) -> StatusRecord:
+        run_status = find_record(StatusRecord, self.plan.get_run_dir(self.plan.runs[seed].run_id))
         assert run_status is not None
         return run_status
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from search_spaces import STUDIES
+from trainable.runs.study_record import StatusRecord
 from trainable.trial import PPO
-from tune_study.folder.statuses import RunStatus
 from tune_study.host.interrupt import make_interrupt
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_configs
 
 
-def list_starts(plan: StudyPlan, finished: dict[str, RunStatus] | None = None) -> list[tuple[str, int]]:
+def list_starts(plan: StudyPlan, finished: dict[str, StatusRecord] | None = None) -> list[tuple[str, int]]:
     """Arm and seed of each trial, in the order in which they start."""
     configs = make_trial_configs(plan, finished or {}, make_interrupt(plan.folder))
     return [
@@ -47,12 +47,12 @@ def test_trials_of_unknown_cost_keep_their_order(tmp_path: Path) -> None:
 
 def test_a_trial_trains_what_remains_of_its_runs(tmp_path: Path) -> None:
     plan = plan_study("kl", tmp_path, "0.01", "0.1")
-    finished = {plan.runs[0].run_id: RunStatus(plan.runs[0].run_id, "completed")}
+    finished = {plan.runs[0].run_id: StatusRecord(plan.runs[0].run_id, "completed")}
     assert list_starts(plan, finished) == [("0.1", 0), ("0.01", 1), ("0.1", 1)]
     toy_plan = plan_study("influence", tmp_path, "GRPO")
     (config,) = make_trial_configs(toy_plan, {}, make_interrupt(toy_plan.folder))
     assert config["seed"] == [0, 1]
-    finished = {toy_plan.runs[0].run_id: RunStatus(toy_plan.runs[0].run_id, "completed")}
+    finished = {toy_plan.runs[0].run_id: StatusRecord(toy_plan.runs[0].run_id, "completed")}
     (config,) = make_trial_configs(toy_plan, finished, make_interrupt(toy_plan.folder))
     assert config["seed"] == [1]
 

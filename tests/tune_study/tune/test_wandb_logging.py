@@ -15,12 +15,12 @@ from tests.fakes.wandb_files import read_wandb_files
 from trainable.config.run_config import apply_overrides
 from trainable.runs.records import make_empty_row
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE
+from trainable.runs.study_record import StatusRecord, WandbMode, WandbTarget, write_record
 from tune_study.commands.preflight import LaunchOptions, choose_wandb
 from tune_study.folder.origin import find_last_wandb
 from tune_study.folder.outputs import check_study_links, write_study
-from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import StudyPlan, WandbMode, WandbTarget, make_plan
+from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.callbacks import WandbCallback
 from tune_study.tune.trials import make_trial_config
 from tune_study.tune.wandb_logging import WandbLog, select_loggable
@@ -47,7 +47,7 @@ def write_rows(plan: StudyPlan, steps: Iterable[int]) -> None:
 def end_run(log: WandbLog, plan: StudyPlan, status: str = "completed") -> None:
     """End the first run as Tune does."""
     run_id = plan.runs[0].run_id
-    write_status(plan.get_run_dir(run_id), RunStatus(run_id, status))
+    write_record(plan.get_run_dir(run_id), StatusRecord(run_id, status))
     WandbCallback(log).on_trial_complete(0, [], Trial(make_trial_config(plan, plan.runs[:1])))
 
 

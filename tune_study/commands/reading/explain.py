@@ -48,8 +48,7 @@ def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.Da
     if ends.empty:
         return ends
     if arm is not None:
-        axis = frames.studies[0].get("axis") or {}
-        arm = find_arm(arm, list(dict.fromkeys(frames.trials["arm"])), axis.get("setting"))
+        arm = find_arm(arm, list(dict.fromkeys(frames.trials["arm"])), frames.studies[0].axis.setting)
         if arm not in set(ends["arm"]):
             arms = ", ".join(format_value(name) for name in dict.fromkeys(ends["arm"]))
             raise PlanError(f"Arm {format_value(arm)} has no rows yet: type --arm with one of {arms}.")

@@ -128,7 +128,7 @@ def _make_card(target: RunCheckpoint, config: RunConfig) -> str:
         "game": config.env.name,
         "prompt style": config.model.prompt_style,
         "sampled validation success": "not validated after this step" if success is None else f"{success:.3f}",
-        "commit of tune_study": ((study.get("git") or {}).get("commit") or "unknown")[:12],
+        "commit of tune_study": (study.git.commit if study.git else "unknown")[:12],
         "settings that differ from the defaults": ", ".join(
             f"`{name}={json.dumps(value)}`" for name, value in own_settings.items() if not name.endswith("path")
         ),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -12,10 +12,10 @@ from analysis.data.families import get_family
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, format_validation_error, resolve_key
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import format_value
-from trainable.files.json_values import find_object
+from trainable.files.json_values import DamagedFileError
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import RULES, History, Row, StopDecision, list_active_rules, parse_finite
-from tune_study.folder.statuses import RunStatus, read_status
+from trainable.runs.study_record import RunEntry, RunRecord, StatusRecord, find_record, read_record
 from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError
@@ -146,19 +146,19 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
     study = read_study(folder)
     if not get_family(study).is_fine_tuning:
         raise PlanError(
-            f"The stop rules of study {format_value(study['name'])} count batches, not rows, so they cannot be "
+            f"The stop rules of study {format_value(study.name)} count batches, not rows, so they cannot be "
             f"replayed: type the folder of a study that fine-tunes a language model."
         )
     overrides = _parse_thresholds(assignments)
     try:
-        original_thresholds = RunConfig.model_validate({SECTION: study["settings"].get(SECTION)}).early_stop
+        original_thresholds = RunConfig.model_validate({SECTION: study.settings.get(SECTION)}).early_stop
     except ValidationError as error:
         raise PlanError(
             f"{folder}/study.json is damaged, or from another version: {format_validation_error(error)}"
         ) from None
     # This also checks the typed values in a study without rows, in which no run would use them.
     replayed_thresholds = _override_thresholds(original_thresholds, overrides)
-    results = [_replay_run(folder, entry, overrides) for entry in study["runs"]]
+    results = [_replay_run(folder, entry, overrides) for entry in study.runs]
     runs = tuple(run for run in results if isinstance(run, RunReplay))
     return Replay(
         original_thresholds=tuple(dict.fromkeys(run.original_thresholds for run in runs)) or (original_thresholds,),
@@ -258,23 +258,18 @@ def _override_thresholds(thresholds: EarlyStopConfig, overrides: Mapping[str, ob
     return apply_overrides(RunConfig(early_stop=thresholds), overrides).early_stop
 
 
-def _replay_run(folder: Path, entry: Mapping[str, Any], overrides: Mapping[str, object]) -> RunReplay | SkippedRun:
+def _replay_run(folder: Path, entry: RunEntry, overrides: Mapping[str, object]) -> RunReplay | SkippedRun:
     """Replay one run of the study in `folder`. entry: run_id, arm and seed of the run, from study.json."""
-    run_id, arm, seed = entry["run_id"], entry["arm"], entry["seed"]
+    run_id, arm, seed = entry.run_id, entry.arm, entry.seed
     run_dir = folder / "runs" / run_id
-    status = read_status(run_dir) or RunStatus(run_id, "never_ran")
+    status = find_record(StatusRecord, run_dir) or StatusRecord(run_id, "never_ran")
     # The axis of a study may be a threshold, so the thresholds are read from each run and not from the study.
     try:
-        run_entry = find_object(run_dir / "run.json") or {}
-        original_thresholds = EarlyStopConfig.model_validate(run_entry["config"][SECTION])
-    except (KeyError, TypeError, ValidationError):
+        original_thresholds = EarlyStopConfig.model_validate(read_record(RunRecord, run_dir).config[SECTION])
+    except (OSError, DamagedFileError, KeyError, ValidationError):
         return SkippedRun(run_id, f"its run.json has no valid {SECTION} settings")
-    try:
-        # A damaged file may have lines that are JSON but no rows, such as a list or an object without a step.
-        rows: list[dict[str, Any]] = read_rows(run_dir / METRICS_FILE)
-        steps = len(History.from_rows(rows).steps)
-    except (AttributeError, KeyError, TypeError):
-        return SkippedRun(run_id, f"its {METRICS_FILE} has a line that is not a row of a run")
+    rows = read_rows(run_dir / METRICS_FILE)
+    steps = len(rows)
     if not steps:
         return SkippedRun(
             run_id, f"no rows ({': '.join(format_value(word) for word in (status.status, status.reason) if word)})"

@@ -1,8 +1,8 @@
 """The command `transcripts`: what the policy saw and said in the episodes that a run has recorded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from rich.console import Console
 
@@ -10,6 +10,7 @@ from analysis.data.episodes import format_turns, read_episodes_of_run
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.runs.episode_lines import RecordedEpisode
+from trainable.runs.study_record import StudyRecord
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError
 
@@ -50,14 +51,14 @@ class RunEpisodes(NamedTuple):
     episodes: tuple[RecordedEpisode, ...]
 
 
-def read_run_episodes(folder: Path, study: Mapping[str, Any]) -> list[RunEpisodes]:
+def read_run_episodes(folder: Path, study: StudyRecord) -> list[RunEpisodes]:
     """The episodes of every run of the study in `folder`, results/<run>. study: content of study.json.
 
     Raises UnsafePathError if the folder of a run is a symbolic link.
     """
     return [
-        RunEpisodes(entry["run_id"], entry["arm"], entry["seed"], tuple(read_episodes_of_run(folder, entry["run_id"])))
-        for entry in study["runs"]
+        RunEpisodes(entry.run_id, entry.arm, entry.seed, tuple(read_episodes_of_run(folder, entry.run_id)))
+        for entry in study.runs
     ]
 
 

@@ -126,7 +126,7 @@ class LiveReport:
             except ValueError as error:
                 raise PlanError(str(error)) from None
             problems = [str(warning.message) for warning in caught if warning.category is DamageWarning]
-            family = FAMILIES.get(frames.studies[0].get("family", PPO.name), PPO)
+            family = FAMILIES.get(frames.studies[0].family, PPO)
             metric = (family.progress_columns[0].column, family.progress_columns[0].name)
             page = LivePage(frames, metric, is_running, time.strftime("%H:%M:%S"), problems)
         self._signature = signature

@@ -10,10 +10,9 @@ from typing import Any
 from ray import tune
 
 from trainable.runs.records import drop_carried
-from trainable.runs.run_ends import CENSORED
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.stop_rules import parse_finite
-from tune_study.folder.statuses import RunStatus
+from trainable.runs.study_record import CENSORED, StatusRecord
 from tune_study.plan.search import DEFAULT_POINT
 from tune_study.plan.study_plan import StudyPlan
 
@@ -39,7 +38,7 @@ class Rungs:
         reasons: for each run that was stopped, by run_id, why, as a sentence.
     """
 
-    def __init__(self, plan: StudyPlan, is_higher_better: bool, ended_runs: Mapping[str, RunStatus]) -> None:
+    def __init__(self, plan: StudyPlan, is_higher_better: bool, ended_runs: Mapping[str, StatusRecord]) -> None:
         """Read the rows of `plan`. ended_runs: the statuses, by run_id, of the runs that are not trained again."""
         assert plan.search is not None
         assert plan.search.grace_steps is not None
@@ -52,7 +51,7 @@ class Rungs:
         self._judged: dict[int, set[str]] = {step: {*ended_runs} for step in self.steps}
         self.reasons: dict[str, str] = {}
         for spec in plan.runs:
-            for row in read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE, first_step=0):
+            for row in read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE):
                 self.record(spec.run_id, row)
 
     def record(self, run_id: str, row: Mapping[str, Any]) -> None:

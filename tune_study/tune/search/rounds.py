@@ -4,10 +4,10 @@ import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from search_spaces.declaration.search import Dimension
 from trainable.config.run_config import ConfigError
+from trainable.runs.study_record import Dimension, Search
 from tune_study.plan.errors import PlanError
-from tune_study.plan.search import FIRST_POINTS, Search, name_point
+from tune_study.plan.search import FIRST_POINTS, name_point
 from tune_study.plan.study_plan import StudyPlan, make_arm_config, set_points
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _draw_points(
             group=True,
             constant_liar=True,
         )
-    study = make_optuna_study(search.make_entry(), points, is_higher_better, sampler)
+    study = make_optuna_study(search, points, is_higher_better, sampler)
     hashes = {spec.config.model_copy(update={"seed": 0}).compute_hash() for spec in plan.runs}
     new_points: dict[str, dict[str, str]] = {}
     problem = ""

@@ -86,7 +86,7 @@ def drop_times(row: dict[str, Any]) -> dict[str, Any]:
 def read_written_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Read the rows on disk by run, without times."""
     paths = sorted(folder.glob("s*"))
-    return {path.name: [drop_times(row) for row in read_rows(path / "metrics.jsonl", first_step=0)] for path in paths}
+    return {path.name: [drop_times(row) for row in read_rows(path / "metrics.jsonl")] for path in paths}
 
 
 def read_last_weights(folder: Path) -> list[torch.Tensor]:
@@ -110,7 +110,7 @@ def test_a_report_has_the_rows_of_all_runs_and_they_are_on_disk(uninterrupted: t
     assert [report["saved"] for report in reports] == [False, True, False, True]
     for seed in (0, 1):
         rows = [report["rows"][f"a-s{seed}"] for report in reports]
-        assert rows == read_rows(folder / f"s{seed}" / "metrics.jsonl", first_step=0)
+        assert rows == read_rows(folder / f"s{seed}" / "metrics.jsonl")
         for row in rows:
             assert {"run_id": f"a-s{seed}", "seed": seed, "study": "influence", "arm": "DG"}.items() <= row.items()
             assert 0 <= row["test_error"] <= 1

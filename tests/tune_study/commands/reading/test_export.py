@@ -19,10 +19,10 @@ from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows
+from trainable.runs.study_record import StatusRecord, write_record
 from trainable.trial import PPO
 from tune_study.commands import probe
 from tune_study.folder import outputs
-from tune_study.folder.statuses import RunStatus, write_status
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
 
@@ -176,7 +176,7 @@ def test_the_best_validation_is_exported_and_cleaning_leaves_it(tmp_path: Path) 
     logits = compute_hub_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "best", dtype=torch.float32))
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
     for run in plan.runs:
-        write_status(plan.get_run_dir(run.run_id), RunStatus(run.run_id, "completed"))
+        write_record(plan.get_run_dir(run.run_id), StatusRecord(run.run_id, "completed"))
     assert type_in(shlex.join(["clean", str(plan.folder), "--yes"])).code == 0
     assert [step for step, _ in iter_checkpoints(plan.get_run_dir(spec.run_id) / STATE_FOLDER)] == [best]
     assert export(plan, tmp_path / "again", "--step", "best")[0] == 0

@@ -13,8 +13,9 @@ from search_spaces.language_model.family import PPO
 from tests.fakes.lines import append_record
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.stop_rules import ALARM
+from trainable.runs.study_record import StatusRecord
 from tune_study.folder.outputs import write_study
-from tune_study.folder.statuses import RunStatus, StudyStatuses
+from tune_study.folder.statuses import StudyStatuses
 from tune_study.host.interrupt import make_interrupt
 from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
 from tune_study.plan.search_space import make_space
@@ -83,9 +84,9 @@ def write_rows(plan: StudyPlan, values: dict[int, float]) -> None:
         append_record(run_dir / METRICS_FILE, make_row(5, value))
 
 
-def make_statuses(plan: StudyPlan, statuses: dict[int, str]) -> dict[str, RunStatus]:
+def make_statuses(plan: StudyPlan, statuses: dict[int, str]) -> dict[str, StatusRecord]:
     ids = {number: plan.runs[number].run_id for number in statuses}
-    return {ids[number]: RunStatus(ids[number], status) for number, status in statuses.items()}
+    return {ids[number]: StatusRecord(ids[number], status) for number, status in statuses.items()}
 
 
 def test_a_resumed_search_knows_the_rungs_of_its_rows(plan: StudyPlan, tmp_path: Path) -> None:

@@ -1,25 +1,125 @@
-"""How a run ended, told by its rows: the source of every status, the judge of a recorded one, and runs in vain."""
+"""The history of a run on disk: its rows after a rollback, its damage, and how it ended, with the reason in words.
+
+Rows are the source of every status: they correct the status.json that a driver wrote. Beside it, runs in vain.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainable.files.json_values import DamagedFileError
+from trainable.files.paths import UnsafePathError
+from trainable.runs.failures import NON_FINITE
+from trainable.runs.run_files import Row, RunLines
 from trainable.runs.stop_rules import parse_finite
-
-CENSORED = "censored"
-"""The status of a run that a search stopped, or did not start, because others did better. Its rows end like those of an
-interrupted one, and say nothing of what it would have reached."""
-
-ENDED_STATUSES = ("completed", "early_stopped", CENSORED)
-"""Statuses of runs that are never run again."""
-OPEN_STATUSES = ("waiting", "running")
-"""Statuses of runs that have not ended, while a driver runs their study. No other run has one of them."""
-
+from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord, read_record
 
 MASTERED_SUCCESS = 0.9
 """A run that a rule stops is no failure if the last validation and the episodes of its last step have this success.
 
 The rules that watch the spread of the rewards fire when all rollouts of a level fail, and also when all succeed. Then
 little was left to learn."""
+
+NOT_STARTED = "has not started"
+GONE = "the process that ran the study is gone"
+"""Why a run did not end by itself whose driver was killed."""
+
+
+class RunHistory(NamedTuple):
+    """What the files of a run tell.
+
+    Attributes:
+        rows: the rows in the order of their steps; a step that was repeated after a rollback dropped later rows.
+        lines: the lines of all files.
+        damage: every file with damaged or missing lines, in words.
+        notes: why status.json was not read although there is one, as sentences.
+        status: how the run stands, with its reason: the recorded status unless the rows say otherwise.
+    """
+
+    rows: list[Row]
+    lines: RunLines
+    damage: list[str]
+    notes: list[str]
+    status: StatusRecord
+
+    @classmethod
+    def read(cls, run_dir: Path, total_steps: int | None, *, is_live: bool = False) -> "RunHistory":
+        """Read the files of the run in `run_dir`, whose name is its id.
+
+        total_steps: planned training steps; None if they are not known. is_live: whether a driver runs the study.
+        Without one, no run is waiting or running, whatever its status.json says.
+        """
+        lines, notes = RunLines.read(run_dir), list[str]()
+        rows, damage = lines.list_rows(), lines.find_damage()
+        recorded: StatusRecord | None = None
+        try:
+            recorded = read_record(StatusRecord, run_dir)
+        except (FileNotFoundError, NotADirectoryError):  # the run has not started
+            pass
+        except (DamagedFileError, UnsafePathError) as error:  # the rows are the source of everything in it
+            notes.append(f"{error}.")
+        status = resolve_status(recorded, run_dir.name, rows, damage, total_steps, is_live=is_live)
+        return cls(rows, lines, damage, notes, status)
+
+
+def resolve_status(
+    recorded: StatusRecord | None,
+    run_id: str,
+    rows: Sequence[Row],
+    damage: Sequence[str],
+    total_steps: int | None,
+    *,
+    is_live: bool = False,
+) -> StatusRecord:
+    """How a run stands by its recorded status and its rows; see `RunHistory.read`.
+
+    Without a recorded status, the rows alone say how the run ended. A run that is recorded as ended while rows are
+    damaged or missing is interrupted: it is then never shown as whole, and `resume` trains it again.
+    """
+    status = recorded
+    if status is None:
+        status = StatusRecord(run_id, "never_ran", NOT_STARTED)
+        if not rows and not damage:
+            return status
+        status = make_final_status(status, rows, total_steps)
+    if contradiction := find_contradiction(status.status, rows, total_steps, damage):
+        return StatusRecord(
+            run_id, "interrupted", contradiction, trial_id=status.trial_id, started_at=status.started_at
+        )
+    if not is_live:
+        status = settle_status(status, GONE, rows)
+    return replace(status, reason=NOT_STARTED) if status.status == "never_ran" and not status.reason else status
+
+
+def settle_status(status: StatusRecord, reason: str, rows: Sequence[Row]) -> StatusRecord:
+    """The status of a run whose study has ended.
+
+    reason: why a run that was running has not ended by itself, the beginning of a sentence to which the step is added.
+    """
+    if status.status == "running":
+        end = f"{reason}, after step {rows[-1]['step']}" if rows else f"{reason} before its first step"
+        return replace(status, status="interrupted" if rows else "never_ran", reason=end)
+    if status.status == "waiting":
+        # All other fields are those of its earlier status.
+        name = "failed" if status.failure_class else "interrupted" if rows else "never_ran"
+        return replace(status, status=name)
+    if status.status == "interrupted" and not rows:  # its rows were lost
+        return replace(status, status="never_ran")
+    return status
+
+
+def make_final_status(status: StatusRecord, rows: Sequence[Row], total_steps: int | None) -> StatusRecord:
+    """`status` with the end that the rows of the run tell: any final status."""
+    end = describe_end(rows, total_steps)
+    end_fields: dict[str, Any] = (
+        {name: rows[-1].get(name) for name in ("stop_rule", "stop_value", "stop_threshold", "stop_step")}
+        if end.status == "early_stopped"
+        else {}
+    )
+    if end.status == "failed":  # only non-finite numbers end with a row
+        end_fields["failure_class"] = NON_FINITE
+    return replace(status, status=end.status, reason=end.reason, **end_fields)
 
 
 class RunEnd(NamedTuple):
@@ -58,17 +158,6 @@ def _describe_mastery(rows: Sequence[Mapping[str, Any]]) -> str:
 def find_last_value(rows: Sequence[Mapping[str, Any]], column: str) -> Any:
     """The last value of a column that is not missing, or None."""
     return next((row[column] for row in reversed(rows) if row.get(column) is not None), None)
-
-
-def get_status_before_waiting(failure_class: str, has_rows: bool) -> str:
-    """The status that a waiting run had before its study was started again.
-
-    A waiting run keeps every other field of its earlier status, from which this one follows. failure_class: that field
-    of its status.json.
-    """
-    if failure_class:
-        return "failed"
-    return "interrupted" if has_rows else "never_ran"
 
 
 def find_contradiction(
