@@ -12,8 +12,8 @@ import torch
 from machine import describe
 from options import make_parser, parse_count
 
+from sandboxes.trees.study import STUDY
 from search_spaces.declaration.presets import PRESETS
-from search_spaces.trees.tree_grpo import STUDY
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.ppo.trainer import PPOTrainer
 

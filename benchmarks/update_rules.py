@@ -16,10 +16,10 @@ import torch
 from machine import describe
 from options import make_parser, parse_count
 
-from search_spaces.sandbox.family import GROUP_SETTINGS, REVERSAL_SETTINGS
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.family import GROUP_SETTINGS, REVERSAL_SETTINGS
+from sandboxes.update_rules.training.make import make_trainer
 from trainable.config.run_config import apply_overrides
-from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.training.make import make_trainer
 
 CONDITIONS = {
     "DG": {"method": "DG"},
@@ -40,8 +40,8 @@ def time_run(config: UpdateRuleConfig, seeds: tuple[int, ...]) -> dict[str, floa
 def measure_process_seconds() -> float:
     """Wall seconds of a new process that starts, makes its first models, and exits."""
     code = (
-        "from trainable.sandbox.config.settings import UpdateRuleConfig; "
-        "from trainable.sandbox.training.make import make_trainer; "
+        "from sandboxes.update_rules.config.settings import UpdateRuleConfig; "
+        "from sandboxes.update_rules.training.make import make_trainer; "
         "make_trainer(UpdateRuleConfig(task='token_reversal'), (0,))"
     )
     start = time.perf_counter()

@@ -1,18 +1,9 @@
 """Declare: a question, its axis, its contrasts; every study by name."""
 
-from search_spaces.companions import (
-    opd,
-    opd_cold_start,
-    opd_exact_sampled,
-    opd_soft_teacher,
-    opd_topk_stability,
-    opd_variance,
-    opd_warmup,
-    pedagogy,
-    vpo,
-)
-from search_spaces.companions.distillation import DISTILLATION, GRADIENT_VARIANCE
-from search_spaces.declaration.family import Family
+import importlib
+from collections.abc import Iterator
+from itertools import chain
+
 from search_spaces.declaration.study import Study
 from search_spaces.language_model import (
     collapse_gradients,
@@ -27,23 +18,12 @@ from search_spaces.language_model import (
     smoke,
     top_p,
 )
-from search_spaces.language_model.family import PPO
-from search_spaces.sandbox import (
-    age_not_capacity,
-    delays,
-    dense_correction,
-    entropy_mechanism,
-    grpo_entropy,
-    influence,
-    matched_updates,
-    off_policy,
-    partial_credit,
-    replay,
-    reward_noise,
-    single,
-)
-from search_spaces.sandbox.family import UPDATE_RULES
-from search_spaces.trees import tree_grpo
+from trainable.families import FAMILIES as FAMILY_NAMES
+from trainable.families import Family, get_family
+
+_SANDBOXES = ("update_rules.studies", "distillation.studies", "vector_rewards.study", "pedagogy.study", "trees.study")
+"""The modules below `sandboxes` that declare studies (STUDIES) and parts of suites (SUITES)."""
+_SANDBOX_MODULES = [importlib.import_module(f"sandboxes.{name}") for name in _SANDBOXES]
 
 STUDIES: dict[str, Study] = {
     study.name: study
@@ -57,61 +37,23 @@ STUDIES: dict[str, Study] = {
         filter_under_noise.STUDY,
         mismatch.STUDY,
         distill.STUDY,
+        grpo_entropy_sokoban.STUDY,
         smoke.SMOKE_STUDY,
         smoke.SMOKE_ALL_STUDY,
-        single.STUDY,
-        delays.STUDY,
-        influence.STUDY,
-        reward_noise.STUDY,
-        replay.STUDY,
-        partial_credit.STUDY,
-        dense_correction.STUDY,
-        grpo_entropy.STUDY,
-        entropy_mechanism.STUDY,
-        matched_updates.STUDY,
-        age_not_capacity.STUDY,
-        off_policy.STUDY,
-        grpo_entropy_sokoban.STUDY,
-        opd.STUDY,
-        opd_variance.STUDY,
-        opd_topk_stability.STUDY,
-        opd_cold_start.STUDY,
-        opd_warmup.STUDY,
-        opd_soft_teacher.STUDY,
-        opd_exact_sampled.STUDY,
-        vpo.STUDY,
-        vpo.LARGE_STUDY,
-        pedagogy.STUDY,
-        pedagogy.COLD_STUDY,
-        tree_grpo.STUDY,
+        *chain.from_iterable(module.STUDIES for module in _SANDBOX_MODULES),
     )
 }
 
-# Studies whose numbers are compared with published tables, and studies without a published counterpart.
-_EVIDENCE_STUDIES = ("influence", "reward-noise", "replay", "partial-credit", "dense-correction", "grpo-entropy")
-_PREDICTION_STUDIES = ("entropy-mechanism", "matched-updates", "age-not-capacity", "off-policy", "grpo-entropy-sokoban")
-_COMPANION_STUDIES = (
-    "opd-variance",
-    "opd-topk-stability",
-    "opd-cold-start",
-    "opd-warmup",
-    "opd-soft-teacher",
-    "opd-exact-sampled",
-    "vpo",
-    "vpo-large",
-    "pedagogy",
-    "pedagogy-cold",
-)
 
-SUITES: dict[str, tuple[str, ...]] = {
-    "sandbox-evidence": _EVIDENCE_STUDIES,
-    "sandbox-all": ("sandbox", "sandbox-delays", *_EVIDENCE_STUDIES, *_PREDICTION_STUDIES),
-    "sandbox-companions": _COMPANION_STUDIES,
-}
+def _list_suites() -> Iterator[tuple[str, tuple[str, ...]]]:
+    for module in _SANDBOX_MODULES:
+        yield from module.SUITES.items()
+
+
+SUITES: dict[str, tuple[str, ...]] = {}
 """The studies of each suite, which `run` trains one after another, by the name of the suite."""
+for _name, _studies in _list_suites():
+    SUITES[_name] = (*SUITES.get(_name, ()), *_studies)
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (PPO, UPDATE_RULES, DISTILLATION, GRADIENT_VARIANCE, vpo.VECTOR_REWARDS, pedagogy.PEDAGOGY)
-}
+FAMILIES: dict[str, Family] = {name: get_family(name) for name in FAMILY_NAMES}
 """The families, by the name that study.json stores."""

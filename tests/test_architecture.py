@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.update_rules.config.rules import RULES
 from search_spaces import STUDIES
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from trainable.config.command_lines import PROGRAM
-from trainable.sandbox.config.rules import RULES
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("tune_study", "trainable", "search_spaces", "analysis")
+CORE = ("tune_study", "trainable", "search_spaces", "analysis")
+PACKAGES = (*CORE, "sandboxes")
+SANDBOXES = ("update_rules", "distillation", "vector_rewards", "pedagogy", "trees")
 STANDARD_MODULES = set(sys.stdlib_module_names)
 MAX_MODULES = 14
 """Modules that a folder may hold: as many as one sees at a glance."""
@@ -81,90 +83,23 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.rollout",
     ),
     "trainable.export": ("trainable.backend", "trainable.config", "trainable.models", "trainable.runs"),
-    "trainable.sandbox.config": ("trainable.config",),
-    "trainable.sandbox.batch": ("trainable.sandbox.config", "trainable.config"),
-    "trainable.sandbox.models": (
-        "trainable.sandbox.batch",
-        "trainable.config",
-        "trainable.models",
-        "trainable.rollout",
-    ),
-    "trainable.sandbox.rules": ("trainable.sandbox.batch", "trainable.sandbox.config", "trainable.algo"),
-    "trainable.sandbox.tasks": (
-        "trainable.sandbox.batch",
-        "trainable.sandbox.config",
-        "trainable.sandbox.models",
-        "trainable.config",
-        "trainable.envs",
-        "trainable.models",
-        "trainable.tiny",
-    ),
-    "trainable.sandbox.measure": (
-        "trainable.sandbox.batch",
-        "trainable.sandbox.config",
-        "trainable.sandbox.rules",
-        "trainable.sandbox.tasks",
-        "trainable.runs",
-    ),
-    "trainable.sandbox.training": (
-        "trainable.sandbox.batch",
-        "trainable.sandbox.config",
-        "trainable.sandbox.measure",
-        "trainable.sandbox.rules",
-        "trainable.sandbox.tasks",
-        "trainable.config",
-        "trainable.runs",
-        "trainable.ppo",
-    ),
-    "trainable.sandbox.distillation.settings": ("trainable.config", "trainable.sandbox.config"),
-    "trainable.sandbox.distillation.records": ("trainable.runs.records", "trainable.sandbox.measure.records"),
-    "trainable.sandbox.distillation": (
-        "trainable.algo",
-        "trainable.runs",
-        "trainable.sandbox.batch",
-        "trainable.sandbox.models",
-        "trainable.sandbox.rules",
-        "trainable.sandbox.tasks",
-        "trainable.sandbox.training",
-    ),
-    "trainable.sandbox.vector_rewards.settings": ("trainable.config", "trainable.sandbox.config"),
-    "trainable.sandbox.vector_rewards.records": ("trainable.runs.records", "trainable.sandbox.measure.records"),
-    "trainable.sandbox.vector_rewards": (
-        "trainable.algo",
-        "trainable.runs",
-        "trainable.sandbox.batch",
-        "trainable.sandbox.models",
-        "trainable.sandbox.rules",
-        "trainable.sandbox.training",
-    ),
-    "trainable.sandbox.pedagogy.settings": ("trainable.config", "trainable.sandbox.config"),
-    "trainable.sandbox.pedagogy.records": ("trainable.runs.records", "trainable.sandbox.measure.records"),
-    "trainable.sandbox.pedagogy": (
-        "trainable.algo",
-        "trainable.runs",
-        "trainable.sandbox.batch",
-        "trainable.sandbox.models",
-        "trainable.sandbox.rules",
-        "trainable.sandbox.training",
-    ),
-    # What Ray Tune runs may import all of them.
-    "trainable.families": ("trainable",),
+    # The kinds of runs by name, and what Ray Tune runs, which may import all of them.
+    "trainable.families": ("trainable.config", "trainable.runs.records", "trainable.runs.study_record"),
+    "trainable.language_model": ("trainable",),
     "trainable.trial": ("trainable",),
     # Tries the parts of a user, of which each is used in another folder.
     "trainable.part_checks": ("trainable",),
     "trainable": (),
     # Declare.
-    "search_spaces.declaration": ("trainable.config", "trainable.runs.study_record"),
-    "search_spaces.language_model": ("search_spaces.declaration", "trainable.config", "trainable.runs.study_record"),
-    "search_spaces.sandbox": ("search_spaces.declaration", "trainable.config", "trainable.sandbox.config"),
-    "search_spaces.companions": (
+    "search_spaces.declaration": ("trainable.config", "trainable.families"),
+    "search_spaces.language_model": (
         "search_spaces.declaration",
         "trainable.config",
-        "trainable.sandbox.distillation.settings",
-        "trainable.sandbox.pedagogy.settings",
-        "trainable.sandbox.vector_rewards.settings",
+        "trainable.families",
+        "trainable.runs.records",
+        "trainable.runs.study_record",
     ),
-    "search_spaces": ("search_spaces",),
+    "search_spaces": ("search_spaces", "trainable.families"),
     # Read: of `trainable` only the names and types of rows, how files are written, and the rule of an alarm.
     "analysis": (
         "analysis",
@@ -172,6 +107,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.config.alarm_rule",
         "trainable.config.choices",
         "trainable.config.command_lines",
+        "trainable.families",
         "trainable.runs.records",
         "trainable.files",
         "trainable.runs.episode_lines",
@@ -179,10 +115,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.study_record",
         "trainable.runs.run_files",
         "trainable.runs.stop_rules",
-        "trainable.sandbox.measure.records",
-        "trainable.sandbox.distillation.records",
-        "trainable.sandbox.vector_rewards.records",
-        "trainable.sandbox.pedagogy.records",
     ),
     # Restores runs.
     "analysis.notebook.frames": ("analysis", "trainable", "tune_study.commands.probe"),
@@ -208,6 +140,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "tune_study.tune.search": ("tune_study.folder", "tune_study.plan", "analysis", "search_spaces", "trainable"),
     "tune_study": ("tune_study", "analysis", "search_spaces", "trainable"),
+    # The sandboxes may import all of these, and none of them may import a sandbox; nor may a sandbox another one.
+    "sandboxes": (),
+    "sandboxes.toys": CORE,
+    **{f"sandboxes.{name}": (*CORE, "sandboxes.toys") for name in SANDBOXES},
 }
 """Folder -> own modules and folders that it may import beside itself. The longest matching prefix counts."""
 
@@ -255,16 +191,17 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.diagnostics": ("torch", "numpy"),
     "trainable.tiny": ("torch", "numpy", "safetensors", "transformers", "tokenizers"),
     "trainable.export": ("torch", "huggingface_hub"),
-    "trainable.sandbox": ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
-    "trainable.sandbox.config": ("pydantic",),
-    "trainable.sandbox.rules": ("torch",),
-    "trainable.sandbox.measure.records": (),
-    "trainable.sandbox.distillation.records": (),
-    "trainable.sandbox.distillation.settings": ("pydantic",),
-    "trainable.sandbox.pedagogy.records": (),
-    "trainable.sandbox.pedagogy.settings": ("pydantic",),
-    "trainable.sandbox.vector_rewards.records": (),
-    "trainable.sandbox.vector_rewards.settings": ("pydantic",),
+    "sandboxes": (
+        "torch",
+        "numpy",
+        "transformers",
+        "safetensors",
+        "tokenizers",
+        "huggingface_hub",
+        "pydantic",
+        "pandas",
+        "matplotlib",
+    ),
     "trainable.trial": ("ray", "pyarrow"),
     "search_spaces": (),
     "tune_study.commands.reading.explain": ("numpy", "pandas", "rich"),

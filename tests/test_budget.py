@@ -73,7 +73,7 @@ def note(frame, event, argument):
             files.add(name[len(root) + 1:])
 
 from tune_study.commands.cli import app
-from trainable.families import LANGUAGE_MODEL
+from trainable.language_model import TRAINER as LANGUAGE_MODEL
 
 def trace(function):
     sys.setprofile(note)

@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -28,11 +27,10 @@ from trainable.envs.chat import CHATML
 from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnLimits, TurnOutcome
 from trainable.envs.games.make import make_environment
 from trainable.envs.prompts import ACTION_SEPARATOR
+from trainable.families import list_families, load
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import STEP_COLUMNS, make_empty_row
 from trainable.runs.stop_rules import evaluate_own_rules
-from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.training.make import make_trainer
 
 _DOCS = {"env.name": "docs/add_an_environment.md"}
 """The page with an example of a part, by setting; docs/add_a_part.md for the others."""
@@ -42,7 +40,7 @@ _SEEDS = (1, 2, 3)
 """Seeds of the levels of the example."""
 
 
-class _Trial:
+class PartTrial:
     """Calls a part, and turns its errors into an `OwnPartError` that says which setting, which part and which line."""
 
     def __init__(self, setting: str, value: str, file: PartFile) -> None:
@@ -85,27 +83,30 @@ def check_part(config: BaseRunConfig, setting: str) -> None:
     value = list_parts(config)[setting].format()
     file = get_part_file(value)
     setting = re.sub(r"\.\d+$", "", setting)  # of an entry of a list, the list
-    trial = _Trial(setting, value, file)
+    trial = PartTrial(setting, value, file)
     part = get_part(value)
     if not callable(part) and setting != "env.name":
         raise trial.fail(f"it is {_describe(part)}, and a function is needed")
-    checks: Mapping[str, Callable[[_Trial, Any, Any], None]] = {
+    checks: Mapping[str, Callable[[PartTrial, Any, Any], None]] = {
         "env.name": _check_game,
         "env.reward": _check_reward,
         "filter.rollout_filter_strategy": _check_filter,
         "algorithm.adv_estimator": _check_estimator,
         "actor.policy_loss": _check_policy_loss,
         "trainer.own_stop_rules": _check_stop_rule,
-        "method": _check_update_rule,
     }
-    checks[setting](trial, part, config)
+    if setting in checks:
+        checks[setting](trial, part, config)
+    else:  # of a sandbox
+        family = next(family for family in list_families() if family.config_class is type(config))
+        load(family.part_checks[setting])(trial, part, config)
 
 
 def _describe(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _check_policy_loss(trial: _Trial, loss: Any, config: RunConfig) -> None:
+def _check_policy_loss(trial: PartTrial, loss: Any, config: RunConfig) -> None:
     signature, count = f"{trial.name}(logprobs, old_logprobs, advantages)", 6
     logprobs = torch.linspace(-2.0, -0.1, count).requires_grad_()
     advantages = torch.linspace(-1.0, 1.0, count)
@@ -118,14 +119,14 @@ def _check_policy_loss(trial: _Trial, loss: Any, config: RunConfig) -> None:
     trial.check_tensor(f"{trial.name}() without tokens", empty, (0,))
 
 
-def _check_estimator(trial: _Trial, estimator: Any, config: RunConfig) -> None:
+def _check_estimator(trial: PartTrial, estimator: Any, config: RunConfig) -> None:
     signature = f"{trial.name}(scores, group_ids, mask)"
     mask = torch.tensor([[True, True, False], [False, True, True], [True, False, False], [True, True, True]])
     advantages = trial.call(signature, estimator, torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 1, 1]), mask)
     trial.check_tensor(signature, advantages, (4, 3))
 
 
-def _check_filter(trial: _Trial, keep_groups: Any, config: RunConfig) -> None:
+def _check_filter(trial: PartTrial, keep_groups: Any, config: RunConfig) -> None:
     signature = f"{trial.name}(scores, value, largest)"
     settings = config.filter
     largest = settings.rollout_filter_type == "largest"
@@ -134,7 +135,7 @@ def _check_filter(trial: _Trial, keep_groups: Any, config: RunConfig) -> None:
         trial.check_tensor(signature, is_kept, (len(scores),), is_mask=True)
 
 
-def _check_stop_rule(trial: _Trial, rule: Any, config: RunConfig) -> None:
+def _check_stop_rule(trial: PartTrial, rule: Any, config: RunConfig) -> None:
     columns = make_empty_row(all_quantities=config.collapse_detection.all_quantities)
     measures = trial.call("the game", make_environment, config.env).measures
     numbers = dict.fromkeys([*columns, *(f"train_{name}" for name in measures)], 1.0)
@@ -147,7 +148,7 @@ def _check_stop_rule(trial: _Trial, rule: Any, config: RunConfig) -> None:
             raise trial.fail(str(error)) from None
 
 
-def _check_reward(trial: _Trial, reward: Any, config: RunConfig) -> None:
+def _check_reward(trial: PartTrial, reward: Any, config: RunConfig) -> None:
     signature = f"{trial.name}(level, turns)"
     environment = trial.call("the game", make_environment, config.env)
     (level,) = environment.make_levels(_SEEDS[:1])
@@ -168,17 +169,6 @@ def _check_reward(trial: _Trial, reward: Any, config: RunConfig) -> None:
         )
 
 
-def _check_update_rule(trial: _Trial, rule: Any, config: UpdateRuleConfig) -> None:
-    with suppress(ConfigError):  # a batch of age 0, so that the first step trains
-        config = apply_overrides(config, {"delay": 0})
-    try:
-        trainer = make_trainer(config, (0,))
-    except Exception:  # of the task, such as a file that is not here; what needs it says so
-        return
-    for _ in range(config.delay + 1):
-        trial.call(f"{trial.name}(rollouts, log_probs, config)", trainer.step)
-
-
 # ---------------------------------------------------------------------------------------------------------------- games
 
 _METHODS = (
@@ -194,7 +184,7 @@ _METHODS = (
 )
 
 
-def _check_game(trial: _Trial, part: Any, config: RunConfig) -> None:
+def _check_game(trial: PartTrial, part: Any, config: RunConfig) -> None:
     game = trial.call(f"{trial.name}()", make_environment, config.env)
     attribute_types = {"name": str, "title": str, "has_held_out_levels": bool, "measures": Mapping}
     for name, attribute_type in attribute_types.items():
@@ -229,7 +219,7 @@ def _is_share_array(shares: Any, count: int) -> bool:
     return array.shape == (count,) and array.dtype.kind == "f" and bool(((array >= 0) & (array <= 1)).all())
 
 
-def _check_levels(trial: _Trial, environment: Environment[Any]) -> Sequence[Level]:
+def _check_levels(trial: PartTrial, environment: Environment[Any]) -> Sequence[Level]:
     """Three levels, made by the environment."""
     levels = trial.call("make_levels(seeds)", environment.make_levels, _SEEDS)
     test_levels = trial.call("make_test_levels(2)", environment.make_test_levels, 2)
@@ -250,7 +240,7 @@ def _check_levels(trial: _Trial, environment: Environment[Any]) -> Sequence[Leve
 
 
 def _check_texts(
-    trial: _Trial, environment: Environment[Any], levels: Sequence[Level], config: RunConfig
+    trial: PartTrial, environment: Environment[Any], levels: Sequence[Level], config: RunConfig
 ) -> tuple[str, ...]:
     """The actions of the example in the instructions."""
     max_actions = config.env.max_actions_per_traj
@@ -291,7 +281,7 @@ def _read_example(environment: Environment[Any], config: RunConfig) -> tuple[str
     return tuple(action for action in actions if action is not None)[:1]
 
 
-def _check_words(trial: _Trial, title: str, texts: Sequence[str], config: RunConfig) -> None:
+def _check_words(trial: PartTrial, title: str, texts: Sequence[str], config: RunConfig) -> None:
     """Raise if a shipped policy cannot read title and states or write the actions: its tokenizer has few words."""
     shipped_model = SHIPPED_MODELS.get(config.model.path)
     if shipped_model is None:
@@ -370,7 +360,11 @@ def describe_first_replies(config: RunConfig) -> str:
 
 
 def _check_steps(
-    trial: _Trial, environment: Environment[Any], levels: Sequence[Level], actions: tuple[str, ...], config: RunConfig
+    trial: PartTrial,
+    environment: Environment[Any],
+    levels: Sequence[Level],
+    actions: tuple[str, ...],
+    config: RunConfig,
 ) -> None:
     """A turn without an action, and one with each action of the example."""
     luck = np.full((len(levels), config.env.max_actions_per_turn), 0.5)

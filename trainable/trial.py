@@ -29,10 +29,6 @@ from trainable.runs.failures import NON_FINITE, CheckpointError, Failure, RunFai
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.records import carry_values, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, list_states, read_rows
-from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.distillation.settings import DistillationConfig
-from trainable.sandbox.pedagogy.settings import PedagogyConfig
-from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
 
 if TYPE_CHECKING:
     from trainable.ppo.trainer import PPOTrainer
@@ -102,7 +98,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         trainer = PPO.from_checkpoint(tuner.fit().get_best_result("val_success", "max").checkpoint)
     """
 
-    family: str = "trainable.families:LANGUAGE_MODEL"
+    family: str = "trainable.language_model:TRAINER"
     """ "module:NAME" of the TrainerFamily; imported in the process of the run, because it needs torch."""
     config_class: type[BaseRunConfig] = RunConfig
 
@@ -370,30 +366,6 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         if self.training is not None:
             self.training.close()
             self.training = None
-
-
-class UpdateRules(PPO):
-    """Runs of update rules on toy tasks."""
-
-    family, config_class = "trainable.families:UPDATE_RULES", UpdateRuleConfig
-
-
-class Distillation(PPO):
-    """Runs of on-policy distillation."""
-
-    family, config_class = "trainable.families:DISTILLATION", DistillationConfig
-
-
-class VectorRewards(PPO):
-    """Runs of Vector Policy Optimization."""
-
-    family, config_class = "trainable.families:VECTOR_REWARDS", VectorRewardConfig
-
-
-class Pedagogy(PPO):
-    """Runs of pedagogical reinforcement learning."""
-
-    family, config_class = "trainable.families:PEDAGOGY", PedagogyConfig
 
 
 def _find_run_folders(checkpoint_dir: Path) -> dict[int, Path]:

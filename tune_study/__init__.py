@@ -9,7 +9,11 @@ from typing import Any
 
 _MODULES = {
     "run": "tune_study.api",
-    **dict.fromkeys(("PPO", "UpdateRules", "Distillation", "VectorRewards", "Pedagogy"), "trainable.trial"),
+    "PPO": "trainable.trial",
+    "UpdateRules": "sandboxes.update_rules.trial",
+    "Distillation": "sandboxes.distillation.trial",
+    "VectorRewards": "sandboxes.vector_rewards.trial",
+    "Pedagogy": "sandboxes.pedagogy.trial",
     **dict.fromkeys(("make_tuner", "param_space"), "tune_study.tune.tuner"),
     **dict.fromkeys(("RuleStopper", "rules"), "tune_study.tune.stoppers"),
 }

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Study
 from trainable.config.run_config import resolve_key
+from trainable.families import Settings
 from tune_study.commands.run_options import VALUES_OPTION, RunOptions, plan_from_options
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.host.console import make_console

@@ -9,8 +9,8 @@ import pandas as pd
 
 from analysis.comparison import tables
 from analysis.comparison.plots import draw_differences
-from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
 from analysis.html.page import make_environment, render_svg, write_page
 from analysis.sweep import findings
 from trainable.runs.records import Column

@@ -19,9 +19,9 @@ from analysis.data.compare import (
     require_single_study,
     select_runs,
 )
-from analysis.data.families import Row
 from analysis.data.frames import StudyFrames
 from analysis.data.run_files import flatten_config
+from analysis.data.schemas import Row
 from analysis.sweep.verdicts import name_verdict
 from trainable.runs.study_record import StudyRecord
 

@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from analysis.data.families import LATE_EVALUATIONS, Row, count_missed_evaluations, get_family
 from analysis.data.frames import StudyFrames
 from analysis.data.replicates import find_recorded_values
+from analysis.data.schemas import Row, get_family
+from analysis.data.summaries import LATE_EVALUATIONS, count_missed_evaluations
 from analysis.stats.estimates import MIN_SEEDS, Estimate, Floats, holm_adjust
 from analysis.stats.noise import (
     ARM_DOUBT,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.data.families import FLOAT, TEXT, Row
 from analysis.data.run_files import has_valid_entries, is_bool, is_int64, is_number, is_text
+from analysis.data.schemas import FLOAT, TEXT, Row
 from trainable.files.control_characters import escape_controls
 from trainable.files.json_values import DamageWarning
 from trainable.files.paths import check_path

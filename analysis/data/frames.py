@@ -10,34 +10,22 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-import trainable.sandbox.measure.records as sandbox
 from analysis.data.episodes import read_episodes_frame
-from analysis.data.families import (
-    BOOL,
-    CATEGORY,
-    FAMILIES,
-    FLOAT,
-    INT,
-    NULLABLE_INT,
-    TEXT,
-    TIME,
-    Schema,
-    TableFamily,
-    get_family,
-)
+from analysis.data.schemas import BOOL, CATEGORY, FLOAT, INT, NULLABLE_INT, TEXT, TIME, Schema, get_family, get_schemas
 from analysis.data.tables import write_table
-from trainable.runs.records import TIME_COLUMNS
+from trainable.families import Family
+from trainable.runs.records import TIME_COLUMNS, TOY_TIME_COLUMNS
 from trainable.runs.study_record import StudyRecord
 
 CONFIG_PREFIX = "config/"
 """Beginning of the names of the columns of `trials` that are settings."""
 FRAME_NAMES = ("trials", "steps", "levels", "gradients", "gradient_groups")
-SCHEMAS = FAMILIES["ppo"].schemas
-"""Columns and types of the frames of a PPO study; for other families see `TableFamily.schemas`."""
+SCHEMAS = get_schemas("ppo")
+"""Columns and types of the frames of a PPO study; for other families see `Family.schemas`."""
 
 # Columns that differ between two executions of the same run: times, and the trial name drawn by Ray Tune.
 NONDETERMINISTIC_COLUMNS: frozenset[str] = (
-    TIME_COLUMNS | {column.name for column in sandbox.TIME_COLUMNS} | {"tokens_per_second", "trial_id"}
+    TIME_COLUMNS | {column.name for column in TOY_TIME_COLUMNS} | {"tokens_per_second", "trial_id"}
 )
 
 
@@ -82,7 +70,7 @@ class StudyFrames:
         return self.study if isinstance(self.study, list) else [self.study]
 
     @property
-    def families(self) -> list[TableFamily]:
+    def families(self) -> list[Family]:
         """The distinct families of the studies: several only if studies of several families were loaded together."""
         return list({family.name: family for family in map(get_family, self.studies)}.values())
 
@@ -185,19 +173,19 @@ class StudyFrames:
             write_table(getattr(self, frame_name), Path(folder) / f"{frame_name}.parquet", damage)
 
 
-def merge_schemas(families: Iterable[TableFamily], frame_name: str) -> Schema:
+def merge_schemas(families: Iterable[Family], frame_name: str) -> Schema:
     """The columns of all families in one frame. A test ensures that a shared name has the same type."""
-    return {name: kind for family in families for name, kind in family.schemas[frame_name].items()}
+    return {name: kind for family in families for name, kind in get_schemas(family.name)[frame_name].items()}
 
 
-def find_foreign_columns(families: Iterable[TableFamily], target_family: TableFamily) -> dict[str, list[str]]:
+def find_foreign_columns(families: Iterable[Family], target_family: Family) -> dict[str, list[str]]:
     """For each frame, the columns that other families have and `target_family` does not."""
     all_families = list(families)
     return {
         frame_name: [
             column
             for column in merge_schemas(all_families, frame_name)
-            if column not in target_family.schemas[frame_name]
+            if column not in get_schemas(target_family.name)[frame_name]
         ]
         for frame_name in FRAME_NAMES
     }

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.data.families import Row, Schema, TableFamily, get_family
 from analysis.data.frames import FRAME_NAMES, StudyFrames, cast_frame, concat_studies, make_setting_column
 from analysis.data.run_files import (
     MAX_OWN_COLUMNS,
@@ -21,7 +20,10 @@ from analysis.data.run_files import (
     make_group_rows,
     parse_step_row,
 )
+from analysis.data.schemas import Row, Schema, get_family, get_schemas
 from analysis.data.tables import get_damage, read_table
+from trainable.families import Family
+from trainable.families import load as load_named
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
 from trainable.files.paths import UnsafePathError, check_path
@@ -122,7 +124,7 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
 def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tuple[Path, ...]) -> StudyFrames:
     """The frames of a study from what its runs wrote. folders: those of the study; empty if it has none."""
     family = get_family(study)
-    schemas = family.schemas
+    schemas = get_schemas(family.name)
     runs = sorted(study_runs, key=_make_sort_key(study))
     trials = [_make_trial_row(study, run, family) for run in runs]
     steps = [row for run in runs for row in _make_step_rows(study, run, family)]
@@ -144,7 +146,7 @@ def _read_study_file(folder: Path) -> StudyRecord:
         raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.") from None
 
 
-def _read_runs(folder: Path, study: StudyRecord, family: TableFamily, live: bool) -> list[RunFiles]:
+def _read_runs(folder: Path, study: StudyRecord, family: Family, live: bool) -> list[RunFiles]:
     """Every run that is listed in study.json or has a folder.
 
     A listed run without a folder never ran. A folder that study.json does not list is read too, so that no result is
@@ -160,7 +162,7 @@ def _read_runs(folder: Path, study: StudyRecord, family: TableFamily, live: bool
     ]
 
 
-def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: TableFamily, live: bool) -> RunFiles:
+def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: Family, live: bool) -> RunFiles:
     check_path(folder.parent, folder)
     header = _read_header(folder, entry)
     # Without run.json, the run is taken to have the number of steps of the study; an arm may have another.
@@ -236,7 +238,7 @@ def _make_run_columns(study: StudyRecord, run: RunFiles) -> Row:
     }
 
 
-def _make_trial_row(study: StudyRecord, run: RunFiles, family: TableFamily) -> Row:
+def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
     return {
         **_make_run_columns(study, run),
         "axis_setting": study.axis.setting,
@@ -246,7 +248,7 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: TableFamily) -> R
         **asdict(replace(run.status, run_id=run.header.run_id)),
         "steps_total": run.steps_total,
         # Only a run stopped by a rule keeps its last values up to the planned end.
-        **family.summarize_rows(run.rows, run.steps_total if run.status.status == "early_stopped" else None),
+        **load_named(family.summarize)(run.rows, run.steps_total if run.status.status == "early_stopped" else None),
     }
 
 
@@ -265,7 +267,7 @@ def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) ->
     return pd.concat([frame, pd.DataFrame(settings, index=frame.index)], axis=1)
 
 
-def _make_step_rows(study: StudyRecord, run: RunFiles, family: TableFamily) -> list[Row]:
+def _make_step_rows(study: StudyRecord, run: RunFiles, family: Family) -> list[Row]:
     """The rows of a run. Only the row of the step at which a rule stopped the run has the values of `STOP_COLUMNS`."""
     names = _make_run_columns(study, run)
     stop_columns = {column.name: getattr(run.status, column.name) for column in STOP_COLUMNS}
@@ -344,7 +346,7 @@ def _is_parquet_newest(folder: Path) -> bool:
 def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     """Read the tables of a study, or the files of its runs if the tables are damaged or of another version."""
     study = _read_study_file(folder)
-    schemas, has_runs = get_family(study).schemas, (folder / "runs").is_dir()
+    schemas, has_runs = get_schemas(study.family), (folder / "runs").is_dir()
     try:
         tables = {name: read_table(folder / f"{name}.parquet") for name in FRAME_NAMES}
     except ValueError as error:

@@ -9,18 +9,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from analysis.data.families import (
-    BOOL,
-    CATEGORY,
-    FAMILIES,
-    FLOAT,
-    INT,
-    NULLABLE_INT,
-    TEXT,
-    Row,
-    TableFamily,
-)
+from analysis.data.schemas import BOOL, CATEGORY, FLOAT, INT, NULLABLE_INT, TEXT, Row, get_schemas
 from trainable.config.aliases import flatten_settings
+from trainable.families import Family
 from trainable.runs.records import GRADIENT_COLUMNS
 
 ANALYSIS_SOURCES = ("train", "probe")
@@ -94,9 +85,9 @@ def has_valid_entries(entries: object, validators: Mapping[str, Callable[[object
     )
 
 
-def parse_step_row(row: Row, family: TableFamily) -> Row:
+def parse_step_row(row: Row, family: Family) -> Row:
     """The step and the columns of a line of metrics.jsonl, without values of the wrong type."""
-    dtypes = family.schemas["steps"]
+    dtypes = get_schemas(family.name)["steps"]
     names = [column.name for column in family.step_columns if column.name in row]
     valid_values = {name: row[name] for name in names if row[name] is None or _VALIDATORS[dtypes[name]](row[name])}
     own_names = [name for name in row if name not in dtypes and _is_own_column(name, family)][:MAX_OWN_COLUMNS]
@@ -104,7 +95,7 @@ def parse_step_row(row: Row, family: TableFamily) -> Row:
     return {"step": row["step"], **valid_values, **own_values}
 
 
-def _is_own_column(name: str, family: TableFamily) -> bool:
+def _is_own_column(name: str, family: Family) -> bool:
     """Whether a column may be a measure of a game of the user."""
     return name.startswith(family.own_prefixes) and len(name) <= MAX_OWN_NAME_LENGTH and name.isidentifier()
 
@@ -122,7 +113,7 @@ def make_group_rows(lines: Iterable[Row]) -> list[Row]:
 
 
 def _make_row(line: Row, entry: Row, names: Iterable[str], frame_name: str) -> Row:
-    dtypes = FAMILIES["ppo"].schemas[frame_name]
+    dtypes = get_schemas("ppo")[frame_name]
     valid_values = {
         name: entry[name] for name in names if entry.get(name) is not None and _VALIDATORS[dtypes[name]](entry[name])
     }

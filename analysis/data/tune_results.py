@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from analysis.data.families import FAMILIES, Row, TableFamily
 from analysis.data.frames import StudyFrames
 from analysis.data.load import RunFiles, make_frames
 from analysis.data.run_files import (
@@ -16,6 +15,9 @@ from analysis.data.run_files import (
     get_evaluation_key,
     parse_step_row,
 )
+from analysis.data.schemas import Row
+from trainable.families import Family
+from trainable.families import get_family as get_named_family
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.paths import atomic_write
 from trainable.runs.history import RunEnd, describe_end
@@ -43,7 +45,7 @@ def read_results(results: Any, baseline: str | None = None) -> StudyFrames:
     names = dict.fromkeys(name for _, settings in trials for name in settings)
     varying = [name for name in names if len({str(settings.get(name)) for _, settings in trials if settings}) > 1]
     options: dict[str, Any] = next((result.config.get("run", {}) for result, _ in trials if result.config), {})
-    study_name, family = str(options.get("study", "tune")), FAMILIES[options.get("family", "ppo")]
+    study_name, family = str(options.get("study", "tune")), get_named_family(options.get("family", "ppo"))
     runs: list[RunFiles] = []
     for result, settings in trials:
         values = ",".join(str(settings.get(name)) for name in varying)
@@ -62,7 +64,7 @@ def _read_settings(config: Mapping[str, Any]) -> Row:
     return {name: value for name, value in flatten_config(config).items() if name.split(".")[0] not in _NO_SETTINGS}
 
 
-def _split_rows(result: Any, family: TableFamily) -> Iterator[tuple[str, int, list[Row], str]]:
+def _split_rows(result: Any, family: Family) -> Iterator[tuple[str, int, list[Row], str]]:
     """(run_id, seed, rows, why it failed) of each run of a trial; the last is empty for a run that did not fail."""
     config = result.config or {}
     try:
@@ -95,7 +97,7 @@ def _find_total(config: Mapping[str, Any]) -> int | None:
     return total
 
 
-def _make_run(result: Any, header: RunRecord, rows: list[Row], failure: str, family: TableFamily) -> RunFiles:
+def _make_run(result: Any, header: RunRecord, rows: list[Row], failure: str, family: Family) -> RunFiles:
     """What a run wrote. failure: why it failed; empty if it did not."""
     lines = _read_lines(result.checkpoint, header.seed)
     last, metrics, total = rows[-1] if rows else {}, result.metrics or {}, _find_total(header.config)

@@ -14,8 +14,8 @@ import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, get_margin, make_estimate_columns, require_single_study
 from analysis.data.contrasts import read_contrasts
-from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
 from analysis.grid.layout import format_value, get_dose, select_settings
 from analysis.stats.dose_response import DoseCounts, EdgeEstimate, count_events, estimate_edge, estimate_shift
 from analysis.stats.estimates import Estimate, Floats, wilson_interval

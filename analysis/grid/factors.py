@@ -20,8 +20,8 @@ import pandas as pd
 from scipy import special
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, require_single_study
-from analysis.data.families import Row
 from analysis.data.frames import StudyFrames
+from analysis.data.schemas import Row
 from analysis.grid.layout import format_value
 from analysis.stats.estimates import MIN_SEEDS, holm_adjust
 from analysis.sweep.verdicts import format_holm

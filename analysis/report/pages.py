@@ -33,15 +33,13 @@ from analysis.html.page import (
 from analysis.report import figures
 from analysis.report.processes import compute_beside
 from analysis.report.results import SweepResults
-from analysis.sandbox import figures as sandbox_figures
-from analysis.sandbox import page as sandbox_report
-from analysis.sandbox.descriptions import DESCRIPTIONS
 from analysis.search import page as search_page
 from analysis.sweep import findings, series, tables, time_course, verdicts
 from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, describe_signal_problems, find_run_ends
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
 from analysis.sweep.examples import ArmExamples, choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
+from trainable.families import load as load_named
 from trainable.files.paths import atomic_write, make_folder
 from trainable.files.step_phase import STEP_PHASE
 
@@ -78,7 +76,7 @@ def write_report(folder: Path | str, *, live: bool = False) -> Path:
     """Write report.html and figures/*.png into a results/<run> folder, and return the path of the report.
 
     The page needs no network. A script makes some figures interactive; without it they are pictures. The family of the
-    study selects the page from `PAGES`. Some tables are also written as figures/*.csv. live: the process of the study
+    study selects the page. Some tables are also written as figures/*.csv. live: the process of the study
     is still running, so keep the status "running".
     """
     return write_frames_report(load(folder, live=live), Path(folder))
@@ -216,13 +214,9 @@ def _render(page: "Page", context: Mapping[str, Any], rendered_figures: Sequence
 
 
 def _get_page(frames: StudyFrames) -> "Page":
-    (family,) = require_single_study(frames).families
-    if family.name not in PAGES:
-        raise ValueError(
-            f"The family {family.name} has no report. Families with a report: {', '.join(PAGES)}. Add an entry to "
-            "analysis.report.pages.PAGES."
-        )
-    return PAGES[family.name]
+    (family,) = frames.families
+    page: Page = load_named(family.report)
+    return page
 
 
 def write_index(output: Path | str) -> Path:
@@ -246,12 +240,10 @@ def write_index(output: Path | str) -> Path:
     ]
     frames = concat_studies(study_frames)
     consistency = to_records(series.check_consistency(frames))
-    published_numbers = sandbox_report.make_published_context(frames)
-    page = (
-        make_environment()
-        .get_template("index.html.j2")
-        .render(studies=studies, consistency=consistency, **published_numbers)
-    )
+    index_contexts = {load_named(family.report).make_index_context for family in frames.families}
+    published = next((context for make_context in index_contexts if (context := make_context(frames))), None)
+    template = make_environment().get_template("index.html.j2")
+    page = template.render(studies=studies, consistency=consistency, published=published)
     return write_page(output / "index.html", page)
 
 
@@ -395,6 +387,10 @@ def _make_budget_rows(frames: StudyFrames) -> list[dict[str, Any]]:
     ]
 
 
+def _find_no_published_numbers(frames: StudyFrames) -> None:
+    """None: nothing is published that these studies could be compared with."""
+
+
 @dataclass(frozen=True)
 class Page:
     """The report of one family.
@@ -406,6 +402,7 @@ class Page:
         make_gallery: the figures.
         make_tables: the tables that are also written as figures/*.csv, with their names.
         make_index_entry: the entry of a study in an index.
+        make_index_context: published numbers beside those of all studies of an index; None if the family has none.
     """
 
     make_results: Callable[[StudyFrames], Any]
@@ -414,20 +411,10 @@ class Page:
     make_gallery: Callable[[Any], Gallery[Any]]
     make_tables: Callable[[Any], Iterable[tuple[str, pd.DataFrame]]]
     make_index_entry: Callable[[StudyFrames], dict[str, Any]]
+    make_index_context: Callable[[StudyFrames], dict[str, Any] | None] = _find_no_published_numbers
 
 
-_TOY_PAGE = Page(
-    lambda frames: frames,
-    "sandbox.html.j2",
-    sandbox_report.make_context,
-    sandbox_figures.make_gallery,
-    sandbox_report.make_tables,
-    sandbox_report.make_index_entry,
+SWEEP_PAGE = Page(
+    SweepResults, "report.html.j2", make_report_context, figures.make_gallery, _make_sweep_tables, _make_index_entry
 )
-PAGES: dict[str, Page] = {
-    "ppo": Page(
-        SweepResults, "report.html.j2", make_report_context, figures.make_gallery, _make_sweep_tables, _make_index_entry
-    ),
-    **dict.fromkeys(DESCRIPTIONS, _TOY_PAGE),
-}
-"""Reports by family name (`analysis.data.families.FAMILIES`)."""
+"""The report of a study that fine-tunes a language model."""

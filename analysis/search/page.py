@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
-from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
 from analysis.html.figures import ReportFigure
 from analysis.search import plots
 from analysis.search.points import CENSORED_POINT, COMPLETE, COST, OPEN, find_best_point, make_points

@@ -14,8 +14,8 @@ from analysis.data.compare import (
     require_single_study,
     select_runs,
 )
-from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
 from analysis.sweep.collapse import find_run_ends
 from trainable.config.aliases import flatten_settings

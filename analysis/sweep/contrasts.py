@@ -29,10 +29,11 @@ from analysis.data.compare import (
     require_single_study,
 )
 from analysis.data.contrasts import compute_arm_weights, compute_weight_norm, read_contrasts
-from analysis.data.families import Row, TableFamily
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
 from analysis.sweep.verdicts import format_holm, format_status, name_verdict
+from trainable.families import Family
 
 _DECIMALS = 12
 """Differences are rounded to this many decimals, so that equal runs have a difference and a std of exactly 0."""
@@ -95,7 +96,7 @@ def _read_value(run: Row | None, column: str) -> float:
 
 
 def _is_contrasted(
-    column: str, pairs: Sequence[tuple[str, str]], runs: Mapping[tuple[str, int], Row], family: TableFamily
+    column: str, pairs: Sequence[tuple[str, str]], runs: Mapping[tuple[str, int], Row], family: Family
 ) -> bool:
     """Whether a contrast is made for a column.
 

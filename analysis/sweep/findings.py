@@ -15,8 +15,9 @@ from analysis.data.compare import (
     has_added_seeds,
     require_single_study,
 )
-from analysis.data.families import LATE_EVALUATIONS, get_family
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import get_family
+from analysis.data.summaries import LATE_EVALUATIONS
 from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,

@@ -13,8 +13,8 @@ import numpy as np
 from scipy import special
 
 from analysis.data.compare import SIGNIFICANCE_LEVEL, get_margin
-from analysis.data.families import get_family
 from analysis.data.replicates import find_recorded_values
+from analysis.data.schemas import get_family
 from analysis.stats.estimates import MIN_SEEDS
 from analysis.stats.noise import ARM_DOUBT, blend_variances, compute_doubt
 from analysis.stats.sequential import find_fewest_seeds

@@ -34,8 +34,8 @@ from analysis.data.compare import (
     require_single_study,
     select_runs,
 )
-from analysis.data.families import Row
 from analysis.data.frames import SCHEMAS, StudyFrames, to_records
+from analysis.data.schemas import Row
 from analysis.stats.estimates import (
     Estimate,
     Trend,

@@ -14,8 +14,8 @@ from analysis.data.compare import (
     require_single_study,
     select_runs,
 )
-from analysis.data.families import Row
 from analysis.data.frames import StudyFrames
+from analysis.data.schemas import Row
 from analysis.stats.curves import CurveEstimates, Validations, compare_curves, estimate_curve
 from analysis.stats.estimates import Estimate, holm_adjust
 from analysis.stats.events import EventTimes, compare_restricted_means, restricted_mean

@@ -8,9 +8,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SIGNIFICANCE_LEVEL, classify_difference
-from analysis.data.families import Row, TableFamily
 from analysis.data.frames import to_records
+from analysis.data.schemas import Row
 from analysis.stats.estimates import MIN_SEEDS
+from trainable.families import Family
 from trainable.runs.history import MASTERED_SUCCESS
 from trainable.runs.study_record import OPEN_STATUSES
 
@@ -31,7 +32,7 @@ def format_status(status: str) -> str:
     return STATUS_WORDS.get(status, status)
 
 
-def name_verdict(row: Row, family: TableFamily, *, has_sides: bool = True) -> str:
+def name_verdict(row: Row, family: Family, *, has_sides: bool = True) -> str:
     """The verdict on a difference in one word. row: with `column`, and the columns of a test.
 
     In the primary outcome an arm is `better` or `worse`. The other columns describe a run and have no better side:

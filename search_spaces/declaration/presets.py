@@ -1,45 +1,8 @@
 """The presets of language models: `paper` is the published scale, and the others run on one CPU core per trial."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 
-Settings = Mapping[str, object]
-"""Values by the dotted name of a setting of a family's configuration."""
-
-
-@dataclass(frozen=True)
-class Preset:
-    """The scale at which a study runs.
-
-    Attributes:
-        settings: settings that it changes.
-        n_seeds: default number of seeds per arm.
-        variant_of: another preset, of which it is a variant: the studies then have the axis values and the settings
-            that they have under that preset. Empty if it is none.
-        uses_gpus: whether its runs are meant for GPUs.
-        small_gpu_settings: further settings for GPUs on which the runs do not fit without them. They change results.
-    """
-
-    settings: Settings
-    n_seeds: int
-    variant_of: str = ""
-    uses_gpus: bool = False
-    small_gpu_settings: Settings = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class GameSettings:
-    """The settings that come with a game.
-
-    Attributes:
-        settings: those of all presets.
-        presets: further settings by preset. A variant of a preset has those of that preset.
-    """
-
-    settings: Settings
-    presets: Mapping[str, Settings] = field(default_factory=dict)
-
+from trainable.families import Preset, Settings
 
 _LAPTOP_SETTINGS: Settings = MappingProxyType(
     {

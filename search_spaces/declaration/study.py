@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from search_spaces.declaration.family import Family
-from search_spaces.declaration.presets import Settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import shorten_part_name
+from trainable.families import Family, Settings
 
 Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
 """Pairs of arms that differ in nothing else, by description of the comparison; a difference is first minus second."""
@@ -297,3 +296,11 @@ class Study:
             log="{run}/{label}/{experiment}.log",
             checkpoints="{run}/{label}/{experiment}",
         )
+
+
+def make_value_label(value: str) -> str:
+    """The published label of an axis value: no dots, lower case ("0.001" -> "0001", "1.0" -> "10").
+
+    A part of the user has its name, without the file.
+    """
+    return shorten_part_name(value).replace(".", "").lower()

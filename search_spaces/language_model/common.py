@@ -2,7 +2,7 @@
 
 from types import MappingProxyType
 
-from search_spaces.declaration.presets import Settings
+from trainable.families import Settings
 
 SWEEP_SETTINGS: Settings = MappingProxyType(
     {

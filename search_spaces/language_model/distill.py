@@ -11,10 +11,10 @@ rollouts; as policies change, so does the number of tokens, against which the re
 The teacher of a shipped policy is that policy before it learned its bad habits; it is made on first use.
 """
 
-from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Axis, Contrasts, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
+from trainable.families import Settings
 
 EXACT: Settings = {"actor.use_kl_loss": True, "actor.kl_loss_coef": 1.0, "actor.kl_loss_type": "full"}
 SAMPLED: Settings = {**EXACT, "actor.kl_loss_type": "mse"}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from search_spaces.declaration.presets import GameSettings
+from trainable.families import GameSettings
 
 # One guess per turn, since each one needs the answer to the one before.
 _MASTERMIND_LIMITS = {"env.max_turn": 5, "env.max_actions_per_turn": 1, "env.max_actions_per_traj": 5}

@@ -2,15 +2,20 @@
 
 import re
 
-from search_spaces.declaration.family import DisplayColumn, Family, make_value_label
 from search_spaces.declaration.presets import PRESETS
+from search_spaces.declaration.study import make_value_label
 from search_spaces.language_model.environments import GAMES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import parse_part_name, shorten_part_name
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import EnvConfig
+from trainable.families import DisplayColumn, Family, OutcomeColumn
+from trainable.runs.records import LAST_VALUE_COLUMNS, STEP_COLUMNS, STOP_COLUMNS, TRIAL_COLUMNS
 from trainable.runs.study_record import Dimension
+
+DEFAULT_ENVIRONMENT = "sokoban"
+"""The game of studies that were recorded before there was another one."""
 
 INCLUDE_ZERO_TAGS = {True: "nofilter", False: "filter_zero"}
 """The published tag of each value of rollout_filter_include_zero."""
@@ -112,20 +117,23 @@ PPO = Family(
     games=GAMES,
     config_class=RunConfig,
     presets=PRESETS,
+    step_columns=STEP_COLUMNS,
+    trial_columns=(*TRIAL_COLUMNS, *STOP_COLUMNS, *LAST_VALUE_COLUMNS),
     outcomes=(
-        "late_val_success",
-        "mean_val_success",
-        "final_val_greedy_success",
-        "test_success",
-        "test_greedy_success",
+        OutcomeColumn("late_val_success", 0.05, "it is the outcome that a setting should improve", is_common=True),
+        OutcomeColumn("mean_val_success", 0.05, "it shows whether success came early or lasted"),
+        OutcomeColumn(
+            "final_val_greedy_success", 0.05, "it shows what the policy knows, without the noise of sampling"
+        ),
+        OutcomeColumn("test_success", 0.05, "it is success on levels that played no part in training or in any choice"),
+        OutcomeColumn("test_greedy_success", 0.05, "it is the same without the noise of sampling"),
     ),
-    margins={
-        "late_val_success": 0.05,
-        "mean_val_success": 0.05,
-        "final_val_greedy_success": 0.05,
-        "test_success": 0.05,
-        "test_greedy_success": 0.05,
-    },
+    is_higher_better=True,
+    summarize="analysis.data.summaries:summarize_ppo_run",
+    report="analysis.report.pages:SWEEP_PAGE",
+    get_environment=lambda settings: str(settings.get("env", {}).get("name", DEFAULT_ENVIRONMENT)),
+    own_prefixes=("train_", "val_", "base_val_"),
+    remarks="tune_study.plan.remarks:PPO_REMARKS",
     make_template_values=make_template_values,
     get_model_path=get_model_path,
     progress_columns=(

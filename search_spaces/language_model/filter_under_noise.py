@@ -6,10 +6,10 @@ luck. RAGEN-2 reports that its gain shrinks with slip, and that it is gone at 80
 arms have those of the study top-p.
 """
 
-from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Axis, Contrasts, Study
 from search_spaces.language_model import top_p
 from search_spaces.language_model.family import PPO
+from trainable.families import Settings
 
 GAME = "frozenlake"
 SLIPS = ("0", "0.3", "0.6", "0.9")

@@ -8,10 +8,10 @@ four mini-batches move the ratios away from 1; in a single update no clip could 
 arms of GRPO.
 """
 
-from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
+from trainable.families import Settings
 
 CLIPS: dict[str, tuple[float, float]] = {"0.05": (0.05, 0.05), "0.2": (0.2, 0.2), "0.28": (0.2, 0.28)}
 """clip_ratio_low and clip_ratio_high, by the name of the clip."""

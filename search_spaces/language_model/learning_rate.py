@@ -7,10 +7,10 @@ keeps the learning rate of the preset, and GRPO the loss aggregation of PPO.
 
 from collections.abc import Iterator
 
-from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
+from trainable.families import Settings
 
 RATES: dict[str, tuple[str, ...]] = {
     # sokoban-tiny learns at 3e-4 and collapses at 3e-3 without a KL loss. The rates are closer to each other there.

@@ -9,10 +9,10 @@ whole episodes, and the band of IcePop. The check of a fixed prompt, which ends 
 column engine_prompt_mismatch is compared with the tolerance that runs have.
 """
 
-from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Axis, Contrasts, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
+from trainable.families import Settings
 
 DOSES = ("0.003", "0.03", "0.1")
 CORRECTIONS: dict[str, Settings] = {

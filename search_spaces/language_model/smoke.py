@@ -6,11 +6,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.family import PPO
 from trainable.config.choices import FILTER_STRATEGIES
 from trainable.config.run_config import RunConfig
+from trainable.families import Settings
 
 COEFFICIENTS = ("0.001", "0.003", "0.01", "0.03")
 FILTER_FRACTIONS = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4}

@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+from sandboxes.distillation import records as distillation
+from sandboxes.pedagogy import records as pedagogy
+from sandboxes.update_rules.measure import records as sandbox
+from sandboxes.vector_rewards import records as vector_rewards
 from trainable.runs.records import (
     GRADIENT_COLUMNS,
     GRADIENT_GROUP_COLUMNS,
@@ -13,10 +17,6 @@ from trainable.runs.records import (
     TRIAL_LAST_VALUES,
     Column,
 )
-from trainable.sandbox.distillation import records as distillation
-from trainable.sandbox.measure import records as sandbox
-from trainable.sandbox.pedagogy import records as pedagogy
-from trainable.sandbox.vector_rewards import records as vector_rewards
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from analysis.data.families import LATE_EVALUATIONS
-from analysis.published.update_rule_sandbox import ARM_SETTINGS
+from analysis.data.summaries import LATE_EVALUATIONS
+from sandboxes.toys.published.update_rule_sandbox import ARM_SETTINGS
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.measure.records import STEP_COLUMNS
 from tests.fakes.run_folders import UNSETTLED_STATUSES, make_stop_columns
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
 from trainable.files.schema import SCHEMA
-from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.measure.records import STEP_COLUMNS
 
 UNIFORM_STOP = ("uniform_groups", 10.0, 10.0)
 GROUPED_SETTINGS: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}

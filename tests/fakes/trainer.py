@@ -17,7 +17,7 @@ import ray
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
-from trainable import families
+from trainable import language_model
 from trainable.config.run_config import RunConfig
 from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import NonFiniteError
@@ -180,8 +180,8 @@ class Barrier:
         await self.all_arrived.wait()
 
 
-FAKE = replace(families.LANGUAGE_MODEL, make_trainer=FakeTrainer)
-PLACED = replace(families.LANGUAGE_MODEL, make_trainer=PlacedTrainer)
+FAKE = replace(language_model.TRAINER, make_trainer=FakeTrainer)
+PLACED = replace(language_model.TRAINER, make_trainer=PlacedTrainer)
 
 
 class Fake(PPO):

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.scripted import SMALL_SETTINGS
-from trainable.families import LANGUAGE_MODEL
 from trainable.files.json_lines import read_lines
+from trainable.language_model import TRAINER as LANGUAGE_MODEL
 from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.records import CARRIED_KEY, TIME_COLUMNS, drop_carried
 from trainable.runs.run_files import read_rows

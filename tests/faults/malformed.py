@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from search_spaces import FAMILIES, STUDIES, SUITES
-from search_spaces.declaration.family import Family
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
@@ -27,6 +26,7 @@ from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, list_field_names
 from trainable.config.setting_types import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT
+from trainable.families import Family
 from trainable.files.json_values import DamageWarning
 from trainable.runs.study_record import MAX_SEEDS
 from tune_study.commands.cli import app

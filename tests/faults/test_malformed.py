@@ -8,7 +8,6 @@ import pytest
 from analysis.data.frames import FRAME_NAMES, diff_frames
 from analysis.data.load import read_study
 from search_spaces import FAMILIES
-from search_spaces.declaration.family import Family
 from tests.fakes.lines import chain_lines
 from tests.faults import malformed, malformed_folders
 from tests.faults.malformed import assert_refused, check_any_line, check_line, check_settings
@@ -26,6 +25,7 @@ from tests.faults.malformed_folders import (
 )
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
+from trainable.families import Family
 from trainable.files.json_lines import read_lines
 from trainable.runs.run_files import read_rows
 from trainable.runs.study_record import MAX_SEEDS

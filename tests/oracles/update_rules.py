@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainable.sandbox.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
 
 Table = list[list[list[float]]]
 """[B][T][A] log-probabilities."""

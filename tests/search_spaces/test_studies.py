@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 
 from analysis.data.contrasts import read_contrasts
-from analysis.data.families import FAMILIES
-from search_spaces import STUDIES
-from search_spaces.declaration.family import make_value_label
+from sandboxes.update_rules.studies.age_not_capacity import solve_decay
+from search_spaces import FAMILIES, STUDIES
 from search_spaces.declaration.presets import PRESETS
-from search_spaces.declaration.study import Study
+from search_spaces.declaration.study import Study, make_value_label
 from search_spaces.language_model import kl
 from search_spaces.language_model.family import PPO, format_rate
-from search_spaces.sandbox.age_not_capacity import solve_decay
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides, list_field_names, resolve_key
 from trainable.runs.stop_rules import RULES

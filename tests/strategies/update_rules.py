@@ -7,11 +7,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sandboxes.update_rules.batch.rollouts import Candidates, Rollouts
+from sandboxes.update_rules.config.rules import METHODS, RULES
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from tests.oracles.update_rules import Member
 from tests.strategies.examples import draw_examples
-from trainable.sandbox.batch.rollouts import Candidates, Rollouts
-from trainable.sandbox.config.rules import METHODS, RULES
-from trainable.sandbox.config.settings import UpdateRuleConfig
 
 examples = draw_examples(25)
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from search_spaces.declaration.presets import PRESETS
 from tests.test_docs import PAGES, SAVED_FILE
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import OwnPartError, PartFile, list_parts, pin_parts, register_file
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.part_checks import check_part, describe_first_replies
-from trainable.sandbox.config.settings import UpdateRuleConfig
 
 SAVED_TEXTS = {
     name: text for page in PAGES for name, text in re.findall(SAVED_FILE, Path(page).read_text("utf-8"), re.DOTALL)

@@ -236,7 +236,7 @@ def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
     assert resumed.step()["step"] == 2
 
 
-@pytest.mark.parametrize("family", ["trainable.families:LANGUAGE_MODEL", "trainable.no_such_module:FAMILY"])
+@pytest.mark.parametrize("family", ["trainable.language_model:TRAINER", "trainable.no_such_module:FAMILY"])
 def test_garbage_is_collected_after_the_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr(PPO, "family", family)
     trial = PPO(make_trial_config(tmp_path))

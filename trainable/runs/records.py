@@ -543,6 +543,18 @@ TRIAL_LAST_VALUES: tuple[str, ...] = (
     "seconds_total",
 )
 
+TOY_TIME_COLUMNS: tuple[Column, ...] = (
+    Column("seconds", "s", "seconds since the last row, shared by all runs of the trial"),
+    Column("seconds_total", "s", "seconds since the run started, without pauses"),
+)
+"""Times of the rows of toy tasks."""
+
+LAST_VALUE_COLUMNS = tuple(column for name in TRIAL_LAST_VALUES for column in STEP_COLUMNS if column.name == name)
+COMMON_TRIAL_COLUMNS = tuple(
+    column for column in TRIAL_COLUMNS if not column.name.endswith(("_success", "_success_unseen"))
+)
+"""The trial columns of all families. Only a language model has success rates over levels."""
+
 TIME_COLUMNS: frozenset[str] = frozenset(
     {
         column.name

@@ -19,11 +19,11 @@ from typing import Any
 import typer
 
 from search_spaces import STUDIES, SUITES
-from search_spaces.declaration.presets import Settings
 from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.config.setting_types import format_value
+from trainable.families import Settings
 from trainable.files.paths import UnsafePathError
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt

@@ -7,7 +7,7 @@ of the choice: their result is the result.
 from dataclasses import replace
 from pathlib import Path
 
-from search_spaces.declaration.family import make_value_label
+from search_spaces.declaration.study import make_value_label
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import MAX_SEEDS, STUDY_FILE, ConfirmedStudy

@@ -13,8 +13,8 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from typer import Option
 
-from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Study
+from trainable.families import Settings
 from tune_study.commands.arguments import options as opt
 from tune_study.commands.arguments.settings_file import merge_assignments
 from tune_study.commands.preflight import LaunchOptions, PlacementChoices, names_adapters

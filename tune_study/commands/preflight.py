@@ -10,11 +10,12 @@ from typing import NamedTuple, cast
 from rich.console import Console
 from rich.filesize import decimal
 
-from search_spaces.declaration.presets import PRESETS, Settings
+from search_spaces.declaration.presets import PRESETS
 from search_spaces.language_model.family import as_run_config
 from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
+from trainable.families import Settings
 from trainable.runs.study_record import ENDED_STATUSES, WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands import describe
 from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite

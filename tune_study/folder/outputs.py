@@ -100,7 +100,7 @@ def make_study_record(plan: StudyPlan) -> StudyRecord:
         preset_steps=make_base_config(study, plan.preset).trainer.total_training_steps,
         axis=AxisRecord(axis.setting, axis.option, tuple(plan.values), axis.dose, tuple(axis.factors)),
         baseline=plan.baseline or "",
-        outcomes=study.family.outcomes,
+        outcomes=tuple(outcome.column for outcome in study.family.outcomes if outcome.is_compared),
         margins={**study.family.margins, **study.margins},
         contrasts=_list_contrasts(plan),
         seeds=tuple(plan.seeds),

@@ -1,18 +1,12 @@
 """Remarks of a plan: settings that are allowed, but with which a run has nothing to learn, or cannot learn it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from search_spaces import STUDIES
 from trainable.config.aliases import flatten_settings
-from trainable.config.base_config import BaseRunConfig
-from trainable.config.run_config import RunConfig
-from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.distillation.settings import TOP_K, DistillationConfig
-from trainable.sandbox.pedagogy.settings import PedagogyConfig
-from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
+from trainable.families import Remark, load
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 UNIFORM_TEMPERATURE = 100.0
@@ -36,18 +30,6 @@ VANISHING_DISCOUNT = 0.01
 """A discount per token with which a reward counts a millionth three tokens earlier."""
 VANISHING_EXPONENT = 104.0
 """exp of minus this is below the smallest number of float32, so it is 0."""
-
-
-class Remark(NamedTuple):
-    """A remark about a configuration.
-
-    Attributes:
-        applies: returns whether it holds for a configuration, which is of the family's class.
-        sentence: what happens and why. Settings in braces, such as {c.actor.lr}, are filled in.
-    """
-
-    applies: Callable[[Any], bool]
-    sentence: str
 
 
 PPO_REMARKS: tuple[Remark, ...] = (
@@ -181,72 +163,13 @@ PPO_REMARKS: tuple[Remark, ...] = (
 )
 
 
-UPDATE_RULE_REMARKS: tuple[Remark, ...] = (
-    Remark(
-        lambda c: c.lr <= SMALLEST_STEP,
-        f"lr={{c.lr:g}} makes optimizer steps of at most about {SMALLEST_STEP:g}, which float32 rounds away in every "
-        "weight above 2e-5",
-    ),
-    Remark(
-        lambda c: c.lr >= 1,
-        "lr={c.lr:g} changes each weight by about as much in the first optimizer step: the weights, most of which are "
-        "far below 1, are overwritten",
-    ),
-    Remark(
-        lambda c: c.rule.temperature == "target" and c.tpo_eta >= LARGEST_SMALL_ETA,
-        "tpo_eta={c.tpo_eta:g} divides rewards until their gradients are far below Adam's epsilon of 1e-8: steps are "
-        "at most about a ten-thousandth of lr",
-    ),
-    Remark(
-        lambda c: c.reward_noise_mode == "random_reward" and c.reward_noise == 1,
-        "reward_noise=1 with reward_noise_mode=random_reward replaces every reward by a random number: no reward "
-        "depends on the answer",
-    ),
-    Remark(
-        lambda c: c.reward_noise_mode == "label_flip" and c.reward_noise == 0.5,
-        "reward_noise=0.5 with reward_noise_mode=label_flip gives every answer the same mean reward, 0.5",
-    ),
-    Remark(
-        lambda c: c.rule.discounts_age and c.replay_age_decay * c.delay >= VANISHING_EXPONENT,
-        "replay_age_decay={c.replay_age_decay:g} with delay={c.delay} weights batches by exp(-{c.replay_age_decay:g} x "
-        "age), which is 0 in float32: only the first batches, of age 0, are learned from",
-    ),
-    Remark(
-        lambda c: c.task == "lm_bandit" and c.kl_weight >= DOMINANT_COEFFICIENT,
-        "kl_weight={c.kl_weight:g} outweighs the rewards (0 or 1) for a thousandth of a nat of KL: the KL alone "
-        "decides what is learned",
-    ),
-)
-
-DISTILLATION_REMARKS: tuple[Remark, ...] = (
-    Remark(
-        lambda c: c.normalize_top_k and min(c.top_k, c.num_actions) == 1,
-        "normalize_top_k=true with top_k=1 makes both policies 1 on the only token: the loss is 0, and nothing is "
-        "learned",
-    ),
-    Remark(
-        lambda c: c.method == TOP_K and c.top_k >= c.num_actions,
-        "top_k={c.top_k} counts all {c.num_actions} tokens: this is the exact reverse KL",
-    ),
-)
-
-REMARKS: Mapping[type[BaseRunConfig], tuple[Remark, ...]] = {
-    RunConfig: PPO_REMARKS,
-    UpdateRuleConfig: UPDATE_RULE_REMARKS,
-    DistillationConfig: DISTILLATION_REMARKS,
-    VectorRewardConfig: (),
-    PedagogyConfig: (),
-}
-"""The remarks, by the class of the configurations that they are about."""
-
-
 def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
     """A line for each remark that holds in some arm of the study, with the settings of the first of these arms."""
     configs = {spec.arm: spec.config for spec in plan.runs}
     lines: list[str] = []
     if plan.baseline is None and not plan.study.axis.value_groups and plan.confirms is None:
         lines.append(_describe_missing_baseline(plan))
-    for remark in REMARKS[plan.study.family.config_class]:
+    for remark in load(plan.study.family.remarks) if plan.study.family.remarks else ():
         arms = [arm for arm, config in configs.items() if remark.applies(config)]
         if arms:
             where = "" if len(arms) == len(configs) else f" (in {len(arms)} of {len(configs)} arms, such as {arms[0]})"

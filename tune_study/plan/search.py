@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from search_spaces.declaration.presets import Settings
 from search_spaces.declaration.study import Axis, NameTemplates, Study
+from trainable.families import Settings
 from trainable.runs.study_record import Dimension, Search
 
 DEFAULT_POINT = "default"

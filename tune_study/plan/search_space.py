@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from search_spaces.declaration.family import Family
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
 from trainable.config.setting_types import format_value
+from trainable.families import Family
 from trainable.runs.study_record import Dimension
 from tune_study.plan.errors import PlanError
 

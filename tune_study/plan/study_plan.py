@@ -6,15 +6,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from search_spaces.declaration.family import make_value_label
-from search_spaces.declaration.presets import Settings
-from search_spaces.declaration.study import Study
+from search_spaces.declaration.study import Study, make_value_label
 from search_spaces.language_model.family import as_run_config
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import PartFile, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
 from trainable.config.setting_types import format_value
+from trainable.families import Settings
 from trainable.files.control_characters import is_printable
 from trainable.files.schema import MAX_RUNS, is_run_id
 from trainable.runs.study_record import MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget

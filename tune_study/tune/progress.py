@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from search_spaces.declaration.family import Family
+from trainable.families import Family
 from trainable.files.step_phase import QUIET_SECONDS, read_phase
 from trainable.runs.history import find_signal_problem, format_signal_problems, format_stop_reason
 from trainable.runs.stop_rules import parse_finite

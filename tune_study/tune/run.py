@@ -246,10 +246,9 @@ def _make_rungs(session: StudySession) -> "Rungs | None":
     plan = session.plan
     if plan.search is None or plan.search.grace_steps is None:
         return None
-    from analysis.data.families import FAMILIES  # imports pandas
     from tune_study.tune.search.halving import Rungs  # imports Ray
 
-    return Rungs(plan, FAMILIES[plan.study.family.name].is_higher_better, session.finished_statuses)
+    return Rungs(plan, plan.study.family.is_higher_better, session.finished_statuses)
 
 
 def _format_error(error: Exception) -> str:

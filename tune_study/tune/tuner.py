@@ -1,6 +1,5 @@
 """Ray Tune's Tuner over the runs of a study: what the command line runs, and what a script of a user can change."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from ray.tune.search.sample import Domain
 from search_spaces.declaration.study import Study
 from trainable.config.aliases import flatten_settings
 from trainable.config.run_config import resolve_key
+from trainable.families import load
 from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import find_changed_settings, make_plan
 from tune_study.tune.stoppers import rules
@@ -26,8 +26,7 @@ def _get_study(study: Study | str) -> Study:
 
 def get_trainable(study: Study | str) -> type[tune.Trainable]:
     """The Trainable for the runs of a study: PPO, or its sister for the study's family."""
-    module, _, name = _get_study(study).family.trainable.partition(":")
-    trainable: type[tune.Trainable] = getattr(importlib.import_module(module), name)
+    trainable: type[tune.Trainable] = load(_get_study(study).family.trainable)
     return trainable
 
 

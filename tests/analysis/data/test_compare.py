@@ -11,10 +11,10 @@ from analysis.data.compare import has_added_seeds
 from analysis.data.frames import to_records
 from analysis.data.load import load
 from analysis.report.pages import list_open_arms
-from analysis.sandbox.page import make_notes
-from analysis.sandbox.tables import compute_differences
 from analysis.stats.sequential import compute_e_value, find_fewest_seeds
 from analysis.sweep.contrasts import compute_contrasts, format_sentences
+from sandboxes.toys.report.page import make_notes
+from sandboxes.toys.report.tables import compute_differences
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
 

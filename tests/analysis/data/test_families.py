@@ -12,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import analysis
-from analysis.data.families import FAMILIES, LATE_EVALUATIONS, Row, compute_late_mean, get_family
 from analysis.data.frames import FRAME_NAMES, NONDETERMINISTIC_COLUMNS, SCHEMAS, StudyFrames
 from analysis.data.load import load, read_study
+from analysis.data.schemas import Row, get_family, get_schemas
+from analysis.data.summaries import LATE_EVALUATIONS, compute_late_mean
 from analysis.sweep.series import make_curves
+from sandboxes.update_rules.measure import records as sandbox
+from search_spaces import FAMILIES
 from tests.fakes import run_folders
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, write_sandbox
@@ -23,7 +26,6 @@ from tests.oracles.analysis import area
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.records import ROW_COLUMNS, STOP_COLUMNS
-from trainable.sandbox.measure import records as sandbox
 
 SHORT = FakeStudy(total_steps=60)
 COMMON = (
@@ -69,8 +71,8 @@ def test_columns_are_those_of_the_family(tmp_path: Path) -> None:
     assert frames.trials.loc[0, "config/method"] == "DG"
     for name in FRAME_NAMES:
         dtypes = getattr(frames, name).dtypes
-        assert {column: str(dtypes[column]) for column in FAMILIES["update_rules"].schemas[name]} == dict(
-            FAMILIES["update_rules"].schemas[name]
+        assert {column: str(dtypes[column]) for column in get_schemas("update_rules")[name]} == dict(
+            get_schemas("update_rules")[name]
         )
 
 
@@ -78,7 +80,7 @@ def test_a_study_without_a_family_is_of_language_models(tmp_path: Path) -> None:
     folder = run_folders.write_study(tmp_path, [run_folders.FakeRun("0", steps=3)])
     frames = read_study(folder)
     assert frames.families == [FAMILIES["ppo"]]
-    assert FAMILIES["ppo"].schemas == SCHEMAS
+    assert get_schemas("ppo") == SCHEMAS
     assert "final_val_success" in frames.trials
     write_object(folder / "study.json", {**read_object(folder / "study.json"), "family": "ppo"})
     assert diff_all_frames(frames, read_study(folder)) == []
@@ -86,7 +88,7 @@ def test_a_study_without_a_family_is_of_language_models(tmp_path: Path) -> None:
 
 def test_names_that_families_share_have_one_type() -> None:
     for name in FRAME_NAMES:
-        column_types = [set(family.schemas[name].items()) for family in FAMILIES.values()]
+        column_types = [set(get_schemas(family.name)[name].items()) for family in FAMILIES.values()]
         merged_types = set.union(*column_types)
         assert len(merged_types) == len({column for column, _ in merged_types})
 

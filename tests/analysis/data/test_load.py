@@ -12,9 +12,9 @@ import pytest
 
 import analysis
 from analysis import diff_frames
-from analysis.data.families import CATEGORY
 from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames, cast_frame
 from analysis.data.load import load, read_study
+from analysis.data.schemas import CATEGORY
 from analysis.data.tables import write_table
 from tests.fakes.lines import append_record, change_records
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_study

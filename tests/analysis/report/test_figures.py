@@ -12,8 +12,8 @@ from analysis.data.load import load
 from analysis.html.figures import Gallery, ReportFigure
 from analysis.html.page import TEMPLATES
 from analysis.report import figures, pages
-from analysis.sandbox import figures as sandbox_figures
 from analysis.search.page import VIEW_FIGURES
+from sandboxes.toys.report import figures as sandbox_figures
 from tests.fakes import sandbox_folders
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.runs.records import STEP_COLUMNS

@@ -14,10 +14,9 @@ from scipy import stats
 
 from analysis.data.compare import collect_outcomes, estimate_evaluation_variances
 from analysis.data.contrasts import read_contrasts
-from analysis.data.families import FAMILIES, UNCONTRASTED_COLUMNS
 from analysis.data.frames import StudyFrames, cast_frame, make_empty_frame, to_records
 from analysis.data.load import load
-from analysis.sandbox import plots as sandbox_plots
+from analysis.data.schemas import get_schemas
 from analysis.stats.noise import fit_noise
 from analysis.sweep import contrasts as module
 from analysis.sweep.contrasts import (
@@ -27,11 +26,14 @@ from analysis.sweep.contrasts import (
     format_sentences,
 )
 from analysis.sweep.tables import summarize_arms
+from sandboxes.toys.report import plots as sandbox_plots
+from sandboxes.update_rules.measure.records import TRIAL_COLUMNS
+from sandboxes.update_rules.read import UNCONTRASTED_COLUMNS
+from search_spaces import FAMILIES
 from tests.fakes import run_folders as language_model
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 from tests.oracles.analysis import compute_contrast, holm
-from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
 ERROR = "late_test_error"
 A, B, C, D = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29), (0.50, 0.45, 0.47), (0.44, 0.41, 0.45)
@@ -140,7 +142,7 @@ def make_frames(cells: dict[tuple[str, int], tuple[str, float]], contrasts: list
         }
         for (arm, seed), (status, value) in cells.items()
     ]
-    trials = cast_frame(pd.DataFrame(rows, columns=list(rows[0])), FAMILIES["update_rules"].schemas["trials"])
+    trials = cast_frame(pd.DataFrame(rows, columns=list(rows[0])), get_schemas("update_rules")["trials"])
     study = make_study_record(family="update_rules", contrasts=contrasts)
     return StudyFrames(trials, study=study, **EMPTY_FRAMES)
 

@@ -60,7 +60,7 @@ def test_what_is_no_rule_or_never_fires_is_refused(text: str, reason: str) -> No
 
 
 def test_a_run_obeys_its_alarm_whichever_rules_its_study_has() -> None:
-    from trainable.families import LANGUAGE_MODEL
+    from trainable.language_model import TRAINER as LANGUAGE_MODEL
 
     config = apply_overrides(RunConfig(), {"early_stop.alarm": "entropy < 0.5"})
     rows = [{"step": step, "entropy": entropy} for step, entropy in enumerate((0.9, 0.6, 0.4), start=1)]

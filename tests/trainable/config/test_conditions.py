@@ -13,27 +13,27 @@ import pytest
 import torch
 from pydantic.fields import FieldInfo
 
+from sandboxes.distillation.algorithm import make_trainer as make_distillation_trainer
+from sandboxes.distillation.settings import DistillationConfig
+from sandboxes.pedagogy.algorithm import make_trainer as make_pedagogy_trainer
+from sandboxes.pedagogy.settings import PedagogyConfig
+from sandboxes.toys.ensemble import EnsembleTrainer
+from sandboxes.update_rules.config.rules import METHODS
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.measure.records import TIME_COLUMNS
+from sandboxes.update_rules.training.make import make_trainer as make_update_rule_trainer
+from sandboxes.vector_rewards.algorithm import make_trainer as make_vector_reward_trainer
+from sandboxes.vector_rewards.settings import VectorRewardConfig
 from search_spaces import STUDIES
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import drop_times
-from tests.trainable.sandbox.tabular import train_to_next_rows
+from tests.sandboxes.update_rules.tabular import train_to_next_rows
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.stop_rules import RULES, evaluate_stop_rules
-from trainable.sandbox.config.rules import METHODS
-from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.distillation.algorithm import make_trainer as make_distillation_trainer
-from trainable.sandbox.distillation.settings import DistillationConfig
-from trainable.sandbox.measure.records import TIME_COLUMNS
-from trainable.sandbox.pedagogy.algorithm import make_trainer as make_pedagogy_trainer
-from trainable.sandbox.pedagogy.settings import PedagogyConfig
-from trainable.sandbox.training.ensemble import EnsembleTrainer
-from trainable.sandbox.training.make import make_trainer as make_update_rule_trainer
-from trainable.sandbox.vector_rewards.algorithm import make_trainer as make_vector_reward_trainer
-from trainable.sandbox.vector_rewards.settings import VectorRewardConfig
 from tune_study.plan.study_plan import make_plan
 
 C = TypeVar("C", bound=BaseRunConfig)

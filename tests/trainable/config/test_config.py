@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
-from trainable.sandbox.config.settings import UpdateRuleConfig
 
 # Every key of the two published documents in its original form, its value there, and the field that it sets here.
 PUBLISHED = [

@@ -2,10 +2,10 @@
 
 import pytest
 
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from trainable.config import own_parts
 from trainable.config.own_parts import OwnPartError, PartFile, PartName
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
-from trainable.sandbox.config.settings import UpdateRuleConfig
 
 TEXT = "from math import sqrt\n\ndef loss(new, old, advantages):\n    return old\n\ndef rule(rows):\n    return None\n"
 

@@ -20,7 +20,7 @@ from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_firs
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
-from trainable.families import LANGUAGE_MODEL
+from trainable.language_model import TRAINER as LANGUAGE_MODEL
 from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.models.qwen2 import Qwen2

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
+from sandboxes.update_rules.config.rules import RULES
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.training.make import make_trainer
 from tests.fakes.trainers import make_quiet_trainer
 from tests.trainable.config.test_numbers import list_fields
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.setting_types import MAX_FLOAT, MIN_FLOAT
 from trainable.rollout.logprob_mismatch import EngineMismatchError
 from trainable.runs.failures import NonFiniteError
-from trainable.sandbox.config.rules import RULES
-from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.training.make import make_trainer
 
 SAMPLE_SIZE = 4
 Settings = Mapping[str, object]

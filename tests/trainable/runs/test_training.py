@@ -24,7 +24,7 @@ from tests.fakes.trials import (
     start_trial,
 )
 from tests.strategies.examples import thin_out
-from trainable.families import SingleRunTrainer
+from trainable.language_model import SingleRunTrainer
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs import run
 from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_checkpoint

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import search_spaces
 import tune_study
 from analysis import load
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from search_spaces import STUDIES, SUITES
 from tests.fakes.lines import append_record
 from tests.fakes.trainer import make_study
@@ -22,7 +23,6 @@ from trainable.config.run_config import RunConfig, list_field_names
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import DamageWarning
 from trainable.runs.study_record import StatusRecord, write_record
-from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands import preflight
 from tune_study.commands.cli import app
 from tune_study.commands.describe import _describe_power, make_study_list

@@ -8,11 +8,11 @@ from typer import Typer
 from typer.testing import CliRunner
 
 import search_spaces
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO, as_run_config
-from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands.cli import app
 from tune_study.commands.option_groups import add_axis_options
 from tune_study.commands.run_options import RunOptions, plan_from_options

@@ -8,6 +8,7 @@ import analysis
 from analysis.report.pages import write_report
 from search_spaces import STUDIES
 from tests.tune_study.studies.test_sandbox_run import run_study
+from trainable.families import get_family, load
 from tune_study.plan.study_plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -43,15 +44,13 @@ def test_a_study_of_distillation_becomes_tables_and_a_report(tmp_path: Path) -> 
 def test_the_variance_of_a_run_is_that_of_its_batches() -> None:
     from statistics import variance
 
-    from analysis.data.families import FAMILIES
-
     projections = [0.5, -0.25, 0.125, 1.0]
     rows = [
         {"step": step, "gradient_projection": value, "gradient_norm": 2.0 + step}
         for step, value in enumerate(projections)
     ]
-    summary = FAMILIES["gradient_variance"].summarize_rows([*rows, {"step": 4}], None)
+    summary = load(get_family("gradient_variance").summarize)([*rows, {"step": 4}], None)
     assert 10 ** summary["log10_gradient_variance"] == pytest.approx(variance(projections))
     assert summary["mean_gradient_norm"] == pytest.approx(3.5)
     assert summary["steps_done"] == 4
-    assert "log10_gradient_variance" not in FAMILIES["gradient_variance"].summarize_rows(rows[:1], None)
+    assert "log10_gradient_variance" not in load(get_family("gradient_variance").summarize)(rows[:1], None)

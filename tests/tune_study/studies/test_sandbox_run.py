@@ -17,8 +17,8 @@ import pytest
 from rich.console import Console
 
 from analysis.data.load import load
+from sandboxes.update_rules.family import make_sandbox_study
 from search_spaces import STUDIES
-from search_spaces.sandbox.family import make_sandbox_study
 from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows

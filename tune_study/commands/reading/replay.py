@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from pydantic import ValidationError
 from rich.console import Console
 
-from analysis.data.families import get_family
+from analysis.data.schemas import get_family
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, format_validation_error, resolve_key
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import format_value

@@ -1,1 +1,0 @@
-"""Published numbers, and our runs compared with them."""

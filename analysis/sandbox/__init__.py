@@ -1,1 +1,0 @@
-"""Report of update-rule studies: tables, declared contrasts, figures, page."""

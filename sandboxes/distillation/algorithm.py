@@ -1,0 +1,203 @@
+"""The algorithm of on-policy distillation: sample from the student, compare with the teacher, take a step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sandboxes.distillation import losses
+from sandboxes.distillation.settings import EVAL_PROMPTS, SEQUENCE_PG, TOP_K, DistillationConfig
+from sandboxes.distillation.teacher import make_teacher_table
+from sandboxes.toys.decoding import (
+    Completions,
+    decode_greedily,
+    generate_completions,
+    select_log_probs,
+)
+from sandboxes.toys.descent import descend
+from sandboxes.toys.ensemble import EnsembleTrainer, UpdateResult
+from sandboxes.toys.optimizer import MemberAdam
+from sandboxes.toys.prefixes import add_prefix, select_prefix
+from sandboxes.toys.rngs import MemberRngs
+from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
+from sandboxes.toys.transformer import TransformerShape, init_transformer_ensemble
+from trainable.algo.losses import entropy_from_logits, full_kl
+from trainable.runs.run import Row
+from trainable.runs.training import TrainerFamily
+
+_KINDS = {"reversal": "token_reversal", "soft_reversal": "token_reversal", "format_answer": "format_answer"}
+
+
+@dataclass(frozen=True)
+class DistillationBatch:
+    """Sequences that the student sampled, one batch for each of E members: B sequences of T tokens, A actions.
+
+    Attributes:
+        observations: [E, B, L] tokens (prompt, separator, sampled tokens).
+        actions: [E, B, T], the sampled tokens.
+        labels: [E, B, T], the correct tokens.
+        rewards: [E, B] in [0, 1]; they are measured, and nothing trains on them.
+        behavior_log_probs: [E, B, T], of the sampled tokens under the student that sampled them.
+        teacher_log_probs: [E, B, T, A].
+    """
+
+    observations: Tensor
+    actions: Tensor
+    labels: Tensor
+    rewards: Tensor
+    behavior_log_probs: Tensor
+    teacher_log_probs: Tensor
+
+
+class DistillationAlgorithm:
+    """Students that learn from a teacher (see `sandboxes.toys.ensemble.Algorithm`)."""
+
+    def __init__(self, config: DistillationConfig, seeds: Sequence[int]) -> None:
+        self.config, self.rngs = config, MemberRngs(seeds)
+        self.kind = SEQUENCE_KINDS[_KINDS[config.task]]
+        self.teacher_table = make_teacher_table(config)
+        shape = TransformerShape(
+            config.num_actions, config.d_model, config.nhead, config.num_layers, config.max_positions
+        )
+        self.models = init_transformer_ensemble(shape, self.rngs)
+        self.optimizer = MemberAdam(self.models.get_parameters(), config.lr)
+        self.direction = self._draw_direction() if config.measures_variance else None
+
+    def _draw_direction(self) -> Tensor:
+        """[E, P], a random unit vector for each member, which gradients are projected on."""
+        direction = self.rngs.normal("sandbox_direction", shape=tuple(self.optimizer.weights.shape[1:])).float()
+        return direction / direction.norm(dim=1, keepdim=True)
+
+    def evaluate(self, step: int) -> dict[str, Tensor]:
+        """Error and entropy of greedy answers to EVAL_PROMPTS new prompts; nothing where only variance is measured."""
+        if self.config.measures_variance:
+            return {}
+        prompts = self._sample_prompts("sandbox_evaluation", step, EVAL_PROMPTS)
+        tokens, log_probs = decode_greedily(self.models, self._append_separator(prompts), self.config.seq_len)
+        is_wrong = tokens != self._make_labels(prompts)
+        return {
+            "test_error": is_wrong.float().mean((1, 2)),
+            "entropy": entropy_from_logits(log_probs).mean((1, 2)),
+            "greedy_separator_rate": (tokens == self.config.vocab_size).float().mean((1, 2)),
+        }
+
+    def sample(self, step: int) -> DistillationBatch:
+        """One batch of sampled sequences, with the teacher's distribution at each of their positions."""
+        config = self.config
+        prompts = self._sample_prompts("sandbox_prompts", step, config.batch_size)
+        uniforms = self.rngs.uniform("sandbox_samples", step, shape=(config.batch_size, config.seq_len))
+        completions = generate_completions(self.models, self._append_separator(prompts), config.seq_len, uniforms)
+        return self._make_batch(prompts, completions)
+
+    def _make_batch(self, prompts: Tensor, completions: Completions) -> DistillationBatch:
+        labels = self._make_labels(prompts)
+        scores_all = torch.ones(self.config.seq_len, dtype=torch.bool)
+        return DistillationBatch(
+            observations=torch.cat((self._append_separator(prompts), completions.tokens), dim=-1),
+            actions=completions.tokens,
+            labels=labels,
+            rewards=compute_sequence_rewards(self.kind, completions.tokens == labels, scores_all, binary=False),
+            behavior_log_probs=select_log_probs(completions.log_probs, completions.tokens),
+            teacher_log_probs=self.teacher_table[labels],
+        )
+
+    def find_stops(self, batch: DistillationBatch, step: int) -> dict[int, Row]:
+        """None: no rule stops a run of distillation."""
+        return {}
+
+    def train(self, batch: DistillationBatch, step: int, is_row: bool) -> UpdateResult:
+        """Take one step on the batch, or measure its gradient where `measures_variance`."""
+        student = self.models.compute_logits(batch.observations[..., :-1], self.config.seq_len).log_softmax(-1)
+        is_warmup = step < self.config.warmup_steps
+        loss = self._compute_loss(student, batch, is_warmup)
+        metrics = {"loss": loss.detach()}
+        if is_row:
+            metrics |= self._measure(student.detach(), batch)
+            metrics["is_warmup"] = torch.full_like(metrics["loss"], float(is_warmup))
+        if self.direction is None:
+            return UpdateResult(metrics, descend(self.optimizer, loss))
+        gradient = self.optimizer.compute_gradient(loss)
+        metrics |= {
+            "gradient_projection": (gradient * self.direction).sum(1),
+            "gradient_norm": gradient.norm(dim=1),
+        }
+        is_finite = gradient.isfinite().all(dim=1).tolist()
+        return UpdateResult(metrics, [[] if finite else ["gradient"] for finite in is_finite])
+
+    def _compute_loss(self, student: Tensor, batch: DistillationBatch, is_warmup: bool) -> Tensor:
+        """[E], the loss of the method, or the exact one during the warm-up. student: [E, B, T, A] log-probabilities."""
+        config, teacher = self.config, batch.teacher_log_probs
+        if config.method == "OPDReverseKL" or is_warmup:
+            return losses.reverse_kl_loss(student, teacher)
+        if config.method == TOP_K:
+            support = losses.select_support(student, teacher, config.top_k, config.top_k_support)
+            return losses.truncated_reverse_kl_loss(student, teacher, support.mask, config.normalize_top_k)
+        sampled_log_probs = (
+            select_log_probs(student, batch.actions),
+            batch.behavior_log_probs,
+            select_log_probs(teacher, batch.actions),
+        )
+        if config.method == SEQUENCE_PG:
+            return losses.sequence_policy_gradient_loss(*sampled_log_probs, is_mean=config.sequence_mean)
+        return losses.policy_gradient_loss(*sampled_log_probs, clip=config.clip_epsilon)
+
+    def _measure(self, student: Tensor, batch: DistillationBatch) -> dict[str, Tensor]:
+        """Columns of the batch before the step, [E] each. student: [E, B, T, A] log-probabilities."""
+        config, teacher = self.config, batch.teacher_log_probs
+        sampled_kl = batch.behavior_log_probs - select_log_probs(teacher, batch.actions)
+        student_entropy, teacher_entropy = entropy_from_logits(student), entropy_from_logits(teacher)
+        k = min(config.overlap_k, config.num_actions)
+        overlap = losses.select_support(student, teacher, k, "intersection").mask.sum(-1) / k
+        means = {
+            "reverse_kl": full_kl(student, teacher),
+            "forward_kl": full_kl(teacher, student),
+            "sampled_reverse_kl": sampled_kl,
+            "student_entropy": student_entropy,
+            "teacher_entropy": teacher_entropy,
+            "entropy_gap": student_entropy - teacher_entropy,
+            "top1_agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),
+            "overlap_at_k": overlap,
+        }
+        if config.method == TOP_K:
+            support = losses.select_support(student, teacher, config.top_k, config.top_k_support)
+            means |= {
+                "student_topk_mass": support.student_mass,
+                "teacher_topk_mass": support.teacher_mass,
+                "topk_support_size": support.mask.sum(-1).float(),
+            }
+        return {"reward": batch.rewards.mean(1), **{name: value.mean((1, 2)) for name, value in means.items()}}
+
+    def measure_open_interval(self) -> dict[str, Tensor]:
+        """None: every column is of a single step."""
+        return {}
+
+    def _sample_prompts(self, purpose: str, step: int, count: int) -> Tensor:
+        return self.rngs.integers(purpose, step, high=self.config.vocab_size, shape=(count, self.config.seq_len))
+
+    def _append_separator(self, prompts: Tensor) -> Tensor:
+        return torch.cat((prompts, torch.full_like(prompts[..., :1], self.config.vocab_size)), dim=-1)
+
+    def _make_labels(self, prompts: Tensor) -> Tensor:
+        return self.kind.make_labels(prompts, self.config.vocab_size)
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        """Weights and moments."""
+        return add_prefix(self.optimizer.state_dict(), "adam")
+
+    def get_values(self, member: int) -> dict[str, Any]:
+        """None: the tensors are the whole state."""
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from these tensors."""
+        self.optimizer.load_state_dict(select_prefix(tensors, "adam"))
+
+
+def make_trainer(config: DistillationConfig, seeds: Sequence[int]) -> EnsembleTrainer:
+    """A trainer of `config` with one student per seed."""
+    return EnsembleTrainer(config, seeds, lambda members: DistillationAlgorithm(config, members))
+
+
+TRAINER = TrainerFamily(make_trainer)

@@ -1,0 +1,177 @@
+"""Settings of one run of on-policy distillation. Names and defaults are those of the source's documents."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from sandboxes.toys.settings import RunnerConfig
+from trainable.config.base_config import BaseRunConfig, ReadCondition
+from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
+from trainable.config.setting_types import Common, NonNegative, Positive
+from trainable.families import Remark
+
+Support = Literal["student", "teacher", "intersection"]
+TOP_K = "OPDTopKReverseKL"
+SEQUENCE_PG = "OPDSequencePG"
+EVAL_PROMPTS = 1000
+"""Prompts of an evaluation: with an error of 0.5 per token and 8 tokens, its standard error is below 0.01."""
+MAX_TENSOR_ENTRIES = 2**30
+"""4 GiB in float32; larger sizes are typing errors."""
+
+
+class DistillationRunnerConfig(RunnerConfig):
+    """Length, evaluation, checkpoints and machine of a run."""
+
+    total_training_steps: Common[int] = Field(
+        500, ge=1, le=100_000, description="training steps, one batch of sampled sequences each; alias num_steps"
+    )
+
+
+class DistillationConfig(BaseRunConfig):
+    """Configuration of one run of on-policy distillation.
+
+    aliases: for each name of a setting in the source's documents, the name here.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq", "support": "top_k_support"}
+    )
+    list_command: ClassVar[str] = "settings opd"
+    conditions: ClassVar[tuple[ReadCondition, ...]] = (
+        *derive_conditions("method", {TOP_K: ("top_k", "top_k_support"), "OPDPG": ("clip_epsilon",)}),
+        *derive_conditions(
+            "task",
+            {
+                **dict.fromkeys(("reversal", "format_answer"), ("teacher_epsilon",)),
+                "soft_reversal": ("teacher_temperature", "special_token_weight"),
+            },
+        ),
+        ReadCondition(
+            "clip_epsilon",
+            lambda c: c.clip_epsilon < SMALLEST_CLIP,
+            "a batch is trained on once, by the policy that sampled it, so all ratios are 1",
+        ),
+        ReadCondition("lr", lambda c: not c.measures_variance, "it needs measures_variance=false"),
+        ReadCondition(
+            "max_seq_len", lambda c: c.max_seq_len > c.seq_len, "the model has positions for seq_len in any case"
+        ),
+    )
+    first_row_step: ClassVar[int] = 0
+
+    seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts and samples")
+    task: Common[Literal["reversal", "soft_reversal", "format_answer"]] = Field(
+        "reversal", description="what the teacher knows; soft_reversal: a teacher that is graded around the answer"
+    )
+    method: Common[Literal["OPDReverseKL", "OPDTopKReverseKL", "OPDPG", "OPDSequencePG"]] = Field(
+        "OPDReverseKL",
+        description="the loss: exact reverse KL, its sum over a top-k support, or a policy gradient of sampled tokens, "
+        "per token or with the return of the rest of the sequence",
+    )
+    batch_size: Common[int] = Field(64, ge=1, description="sampled sequences per step")
+    lr: Common[Positive] = Field(1e-3, description="learning rate of Adam")
+    vocab_size: Common[int] = Field(2, ge=1, description="number of content tokens, without the separator")
+    seq_len: Common[int] = Field(10, ge=1, description="tokens to produce")
+    max_seq_len: int = Field(
+        0, ge=0, description="longest seq_len that the model has positions for; 0: seq_len, without spare positions"
+    )
+    d_model: int = Field(64, ge=1, description="width of the transformer")
+    nhead: int = Field(2, ge=1, description="attention heads")
+    num_layers: int = Field(2, ge=1, le=1_000, description="transformer blocks")
+    teacher_epsilon: float = Field(
+        1e-3, gt=0, lt=1, description="reversal, format_answer: probability that the teacher gives to all wrong tokens"
+    )
+    teacher_temperature: Common[Positive] = Field(1.0, description="soft_reversal: breadth of the teacher")
+    special_token_weight: Common[Positive] = Field(
+        0.02, description="soft_reversal: weight of the separator; the best token has a weight of about 1"
+    )
+    clip_epsilon: NonNegative = Field(0.2, lt=1, description="OPDPG: clip range of the ratio, which is 1 on policy")
+    overlap_k: int = Field(2, ge=1, description="k of the column overlap_at_k")
+    top_k: Common[int] = Field(2, ge=1, description="OPDTopKReverseKL: tokens of the support")
+    top_k_support: Common[Support] = Field("student", description="OPDTopKReverseKL: whose most likely tokens count")
+    normalize_top_k: Common[bool] = Field(
+        False,
+        description="OPDTopKReverseKL: normalize both policies over the support, which makes the sum a divergence",
+    )
+    warmup_steps: Common[int] = Field(
+        0, ge=0, description="OPDTopKReverseKL: first steps, which use the exact reverse KL instead"
+    )
+    sequence_mean: bool = Field(
+        False, description="OPDSequencePG: mean over the tokens of a sequence, as the other losses; false: their sum"
+    )
+    measures_variance: bool = Field(
+        False, description="take no step, and record a projection and the norm of each batch's gradient"
+    )
+    trainer: DistillationRunnerConfig = DistillationRunnerConfig()
+
+    @property
+    def num_actions(self) -> int:
+        """A, the tokens that the student can emit: content, the separator, and the answer token of format_answer."""
+        return self.vocab_size + 1 + (self.task == "format_answer")
+
+    @property
+    def max_positions(self) -> int:
+        """Positions of the model: a prompt, the separator and an answer of the longest length."""
+        return 2 * max(self.seq_len, self.max_seq_len) + 1
+
+    def get_row_steps(self, step: int) -> range:
+        """The steps of the rows, one per evaluation, that a run has written after `step` training steps."""
+        return range(0, step, self.trainer.test_freq)
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> "DistillationConfig":
+        entries = max(
+            max(self.batch_size, EVAL_PROMPTS) * self.seq_len * self.num_actions,
+            4 * self.batch_size * self.max_positions * self.d_model,
+            self.batch_size * self.max_positions**2 * self.nhead,
+            4 * self.num_layers * self.d_model**2,
+            (self.num_actions + self.max_positions) * self.d_model,
+            self.num_actions**2,
+        )
+        reasons = {
+            f"nhead={self.nhead} does not divide d_model={self.d_model}: set nhead=1, or another divisor": (
+                self.d_model % self.nhead != 0
+            ),
+            "task=format_answer adds the first two tokens of the prompt: set seq_len=2 or more": (
+                self.task == "format_answer" and self.seq_len < 2
+            ),
+            f"warmup_steps={self.warmup_steps} precede the top-k loss, which only method={TOP_K} has: set "
+            "warmup_steps=0": self.warmup_steps > 0 and self.method != TOP_K,
+            f"warmup_steps={self.warmup_steps} leaves no step for the top-k loss in total_training_steps="
+            f"{self.trainer.total_training_steps}: set num_steps above {self.warmup_steps}, or fewer warmup_steps": (
+                self.warmup_steps >= self.trainer.total_training_steps
+            ),
+            f"normalize_top_k=true is about the support of method={TOP_K}, and method={self.method} has none: set "
+            "normalize_top_k=false": self.normalize_top_k and self.method != TOP_K,
+            "measures_variance=true takes the variance over all batches, and rows are written every "
+            f"test_freq={self.trainer.test_freq} of them: set eval_every=1": (
+                self.measures_variance and self.trainer.test_freq != 1
+            ),
+            f"measures_variance=true trains nothing, and warmup_steps={self.warmup_steps} would mix the gradients of "
+            "two losses: set warmup_steps=0": self.measures_variance and self.warmup_steps > 0,
+            f"sequence_mean=true is about the sum of method={SEQUENCE_PG}, and method={self.method} is a mean already: "
+            "set sequence_mean=false": self.sequence_mean and self.method != SEQUENCE_PG,
+            f"a tensor of this run would have {entries} entries, and the maximum is {MAX_TENSOR_ENTRIES}: set smaller "
+            f"sizes (batch_size={self.batch_size} seq_len={self.seq_len} max_seq_len={self.max_seq_len} "
+            f"vocab_size={self.vocab_size} d_model={self.d_model} num_layers={self.num_layers})": (
+                entries > MAX_TENSOR_ENTRIES
+            ),
+        }
+        reason = next((reason for reason, applies in reasons.items() if applies), None)
+        if reason is not None:
+            raise ValueError(reason)
+        return self
+
+
+REMARKS: tuple[Remark, ...] = (
+    Remark(
+        lambda c: c.normalize_top_k and min(c.top_k, c.num_actions) == 1,
+        "normalize_top_k=true with top_k=1 makes both policies 1 on the only token: the loss is 0, and nothing is "
+        "learned",
+    ),
+    Remark(
+        lambda c: c.method == TOP_K and c.top_k >= c.num_actions,
+        "top_k={c.top_k} counts all {c.num_actions} tokens: this is the exact reverse KL",
+    ),
+)

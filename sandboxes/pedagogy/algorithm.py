@@ -1,0 +1,269 @@
+"""The algorithm of pedagogical reinforcement learning: the teacher's update, then the student's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sandboxes.pedagogy import losses
+from sandboxes.pedagogy.settings import EVAL_PROMPTS, STUDENT_ONLY, PedagogyConfig
+from sandboxes.toys.decoding import decode_greedily, generate_completions, select_log_probs
+from sandboxes.toys.descent import descend, merge_names
+from sandboxes.toys.ensemble import EnsembleTrainer, UpdateResult
+from sandboxes.toys.groups import NO_DUAL_CLIP, group_advantages
+from sandboxes.toys.optimizer import MemberAdam
+from sandboxes.toys.prefixes import add_prefix, select_prefix
+from sandboxes.toys.rngs import MemberRngs
+from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
+from trainable.algo.losses import entropy_from_logits, ppo_clip_loss
+from trainable.runs.run import Row
+from trainable.runs.training import TrainerFamily
+
+_TEACHER_DRAWS, _STUDENT_DRAWS = 0, 1  # indices of the random streams of a step
+
+
+@dataclass(frozen=True)
+class LessonBatch:
+    """Completions of one policy, one batch for each of E members: B completions of T tokens.
+
+    Attributes:
+        inputs: [E, B, 2], the two numbers of each prompt.
+        actions: [E, B, T], the sampled tokens.
+        behavior_log_probs: [E, B, T], under the policy that sampled them, after its own prompt.
+        task_rewards: [E, B], 1 where the answer is correct, otherwise 0.
+    """
+
+    inputs: Tensor
+    actions: Tensor
+    behavior_log_probs: Tensor
+    task_rewards: Tensor
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The task hinted_arithmetic: prompts with and without the answer, and the grading of the last tokens."""
+
+    config: PedagogyConfig
+
+    def make_answers(self, inputs: Tensor) -> Tensor:
+        """[..., answer_len], (x0 + k x1) modulo V for k = 1, 2, ...; the published task has the sum alone."""
+        factors = torch.arange(1, self.config.answer_len + 1)
+        return (inputs[..., :1] + factors * inputs[..., 1:]) % self.config.content_vocab_size
+
+    def make_student_prompts(self, inputs: Tensor) -> Tensor:
+        """[..., 3]: the inputs and the query separator."""
+        return torch.cat((inputs, torch.full_like(inputs[..., :1], self.config.content_vocab_size)), dim=-1)
+
+    def make_teacher_prompts(self, inputs: Tensor) -> Tensor:
+        """[..., 4 + answer_len]: the inputs, the hint separator, the answer, and the query separator."""
+        query = torch.full_like(inputs[..., :1], self.config.content_vocab_size)
+        return torch.cat((inputs, query + 1, self.make_answers(inputs), query), dim=-1)
+
+    def grade(self, inputs: Tensor, actions: Tensor) -> Tensor:
+        """[...], 1 where the last tokens of actions [..., T] are the answer, otherwise 0; earlier ones are free."""
+        return (actions[..., -self.config.answer_len :] == self.make_answers(inputs)).all(-1).float()
+
+
+class PedagogyAlgorithm:
+    """Pairs of a teacher and a student (see `sandboxes.toys.ensemble.Algorithm`)."""
+
+    def __init__(self, config: PedagogyConfig, seeds: Sequence[int]) -> None:
+        self.config, self.rngs, self.task = config, MemberRngs(seeds), Arithmetic(config)
+        shape = TransformerShape(
+            config.num_actions, config.d_model, config.nhead, config.num_layers, config.max_positions
+        )
+        self.student = init_transformer_ensemble(shape, self.rngs)
+        # Both start from the same weights.
+        self.teacher = TransformerEnsemble(
+            shape, {name: tensor.detach().clone().requires_grad_() for name, tensor in self.student.weights.items()}
+        )
+        self.student_optimizer = MemberAdam(self.student.get_parameters(), config.student_lr)
+        self.teacher_optimizer = MemberAdam(self.teacher.get_parameters(), config.teacher_lr)
+
+    def evaluate(self, step: int) -> dict[str, Tensor]:
+        """Errors and entropies of the greedy completions of student and teacher to EVAL_PROMPTS new prompts."""
+        inputs = self._sample_inputs("sandbox_evaluation", EVAL_PROMPTS, step)
+        columns: dict[str, Tensor] = {}
+        prompts = {"": self.task.make_student_prompts(inputs), "teacher_": self.task.make_teacher_prompts(inputs)}
+        for prefix, models in (("", self.student), ("teacher_", self.teacher)):
+            if prefix and self.config.method == STUDENT_ONLY:
+                continue
+            tokens, log_probs = decode_greedily(models, prompts[prefix], self.config.completion_len)
+            columns |= {
+                f"{prefix}test_error": 1 - self.task.grade(inputs, tokens).mean(1),
+                f"{prefix}entropy": entropy_from_logits(log_probs).mean((1, 2)),
+            }
+        return columns
+
+    def sample(self, step: int) -> LessonBatch:
+        """The first batch of the step: of the student if it learns alone, otherwise of the teacher; in groups."""
+        return self._sample_batch((step, _TEACHER_DRAWS, 0), self.config.group_size)
+
+    def _sample_batch(self, indices: tuple[int, ...], group_size: int) -> LessonBatch:
+        """A batch with `group_size` completions per prompt. indices: of the random streams."""
+        config = self.config
+        is_student = config.method == STUDENT_ONLY
+        inputs = self._sample_inputs("sandbox_prompts", config.batch_size // group_size, *indices)
+        prompts = self.task.make_student_prompts(inputs) if is_student else self.task.make_teacher_prompts(inputs)
+        uniforms = self.rngs.uniform("sandbox_samples", *indices, shape=(config.batch_size, config.completion_len))
+        models = self.student if is_student else self.teacher
+        completions = generate_completions(models, prompts, config.completion_len, uniforms, group_size)
+        inputs = inputs.repeat_interleave(group_size, dim=1)
+        return LessonBatch(
+            inputs,
+            completions.tokens,
+            select_log_probs(completions.log_probs, completions.tokens),
+            self.task.grade(inputs, completions.tokens),
+        )
+
+    def _sample_inputs(self, purpose: str, count: int, *indices: int) -> Tensor:
+        return self.rngs.integers(purpose, *indices, high=self.config.content_vocab_size, shape=(count, 2))
+
+    def find_stops(self, batch: LessonBatch, step: int) -> dict[int, Row]:
+        """None: no rule stops a run."""
+        return {}
+
+    def train(self, batch: LessonBatch, step: int, is_row: bool) -> UpdateResult:
+        """Update the teacher on its completions, and the student on new ones of the teacher; or the student alone."""
+        config = self.config
+        if config.method == STUDENT_ONLY:
+            return self._train_student_alone(batch, step)
+        metrics: dict[str, Tensor] = {}
+        nonfinite_names: list[list[str]] = [[] for _ in batch.task_rewards]
+        for index in range(config.teacher_steps):
+            teacher_batch = self._sample_batch((step, _TEACHER_DRAWS, index), config.group_size) if index else batch
+            names, teacher_metrics = self._update_teacher(teacher_batch)
+            nonfinite_names = merge_names(nonfinite_names, names)
+            metrics |= teacher_metrics
+        for index in range(config.student_steps):
+            lessons = self._sample_batch((step, _STUDENT_DRAWS, index), 1)
+            names, student_metrics = self._imitate(lessons)
+            nonfinite_names = merge_names(nonfinite_names, names)
+            metrics |= student_metrics
+        return UpdateResult(metrics, nonfinite_names)
+
+    def _train_student_alone(self, batch: LessonBatch, step: int) -> UpdateResult:
+        """GRPO on the reward of the task, with the student's own completions."""
+        metrics: dict[str, Tensor] = {}
+        nonfinite_names: list[list[str]] = [[] for _ in batch.task_rewards]
+        for index in range(self.config.student_steps):
+            own_batch = self._sample_batch((step, _TEACHER_DRAWS, index), self.config.group_size) if index else batch
+            prompts = self.task.make_student_prompts(own_batch.inputs)
+            loss, advantages = self._compute_grpo_loss(self.student, prompts, own_batch, own_batch.task_rewards)
+            names = descend(self.student_optimizer, loss)
+            nonfinite_names = merge_names(nonfinite_names, names)
+            metrics = {
+                "student_loss": loss.detach(),
+                "task_reward": own_batch.task_rewards.mean(1),
+                "adv_abs_mean": advantages.abs().mean(1),
+                "mixed_group_rate": self._compute_mixed_rate(own_batch.task_rewards),
+            }
+        return UpdateResult(metrics, nonfinite_names)
+
+    def _update_teacher(self, batch: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
+        """One step of the teacher; the student only judges its completions."""
+        config = self.config
+        with torch.no_grad():
+            student_log_probs = self._compute_log_probs(
+                self.student, self.task.make_student_prompts(batch.inputs), batch.actions
+            )
+            gaps = losses.compute_surprise_gaps(student_log_probs, batch.actions)
+            surprisal = -select_log_probs(student_log_probs, batch.actions)
+        penalty = losses.compute_spike_penalty(gaps, config.spike_beta)
+        learnability = losses.compute_learnability(penalty, config.learnability_lambda)
+        rewards = (
+            batch.task_rewards * learnability
+            if config.method == "PedagogicalRL"
+            else batch.task_rewards - config.learnability_lambda * surprisal.mean(-1)
+        )
+        prompts = self.task.make_teacher_prompts(batch.inputs)
+        loss, advantages = self._compute_grpo_loss(self.teacher, prompts, batch, rewards)
+        return descend(self.teacher_optimizer, loss), {
+            "teacher_loss": loss.detach(),
+            "teacher_reward": rewards.mean(1),
+            "task_reward": batch.task_rewards.mean(1),
+            "learnability": learnability.mean(1),
+            "spike_penalty": penalty.mean(1),
+            "avg_surprise_gap": gaps.mean((1, 2)),
+            "max_surprise_gap": gaps.amax(2).mean(1),
+            "avg_student_surprisal": surprisal.mean((1, 2)),
+            "adv_abs_mean": advantages.abs().mean(1),
+            "mixed_group_rate": self._compute_mixed_rate(batch.task_rewards),
+        }
+
+    def _imitate(self, lessons: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
+        """One step of the student on completions of the teacher, right or wrong."""
+        config = self.config
+        log_probs = select_log_probs(
+            self._compute_log_probs(self.student, self.task.make_student_prompts(lessons.inputs), lessons.actions),
+            lessons.actions,
+        )
+        gate = (
+            losses.compute_gate(log_probs, config.gate_kappa, config.gate_gamma)
+            if config.method == "PedagogicalRL"
+            else torch.ones_like(log_probs)
+        )
+        loss = losses.gated_imitation_loss(log_probs, gate)
+        return descend(self.student_optimizer, loss), {
+            "student_loss": loss.detach(),
+            "gate_mean": gate.detach().mean((1, 2)),
+            "lesson_log_prob_mean": log_probs.detach().mean((1, 2)),
+            "lesson_task_reward": lessons.task_rewards.mean(1),
+        }
+
+    def _compute_grpo_loss(
+        self, models: TransformerEnsemble, prompts: Tensor, batch: LessonBatch, rewards: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """GRPO's loss [E] and advantages [E, B] of `batch` with `rewards` [E, B]. prompts: [E, B, L]."""
+        group_ids = torch.arange(rewards.numel()) // self.config.group_size
+        advantages = group_advantages(rewards.flatten(), group_ids, True).view(rewards.shape)
+        log_probs = select_log_probs(self._compute_log_probs(models, prompts, batch.actions), batch.actions)
+        clip = self.config.clip_epsilon
+        policy_loss = ppo_clip_loss(
+            log_probs,
+            batch.behavior_log_probs,
+            advantages[..., None].expand(log_probs.shape),
+            clip,
+            clip,
+            NO_DUAL_CLIP,
+        )
+        return policy_loss.loss.mean((1, 2)), advantages
+
+    def _compute_log_probs(self, models: TransformerEnsemble, prompts: Tensor, actions: Tensor) -> Tensor:
+        """[E, B, T, A] log-probabilities at the positions of actions [E, B, T] after prompts [E, B, L]."""
+        tokens = torch.cat((prompts, actions[..., :-1]), dim=-1)
+        return models.compute_logits(tokens, actions.shape[-1]).log_softmax(-1)
+
+    def _compute_mixed_rate(self, task_rewards: Tensor) -> Tensor:
+        """[E], the share of groups with right and wrong answers."""
+        groups = task_rewards.unflatten(1, (-1, self.config.group_size))
+        return (groups.amax(-1) != groups.amin(-1)).float().mean(1)
+
+    def measure_open_interval(self) -> dict[str, Tensor]:
+        """None: every column is of a single step."""
+        return {}
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        """Weights and moments of teacher and student."""
+        return add_prefix(self.student_optimizer.state_dict(), "student") | add_prefix(
+            self.teacher_optimizer.state_dict(), "teacher"
+        )
+
+    def get_values(self, member: int) -> dict[str, Any]:
+        """None: the tensors are the whole state."""
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from these tensors."""
+        self.student_optimizer.load_state_dict(select_prefix(tensors, "student"))
+        self.teacher_optimizer.load_state_dict(select_prefix(tensors, "teacher"))
+
+
+def make_trainer(config: PedagogyConfig, seeds: Sequence[int]) -> EnsembleTrainer:
+    """A trainer of `config` with a teacher and a student per seed."""
+    return EnsembleTrainer(config, seeds, lambda members: PedagogyAlgorithm(config, members))
+
+
+TRAINER = TrainerFamily(make_trainer)

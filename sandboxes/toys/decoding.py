@@ -1,0 +1,144 @@
+"""Sampling and greedy decoding from a transformer ensemble, with a key-value cache and no loop over sequences."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sandboxes.toys.transformer import (
+    FoldedWeights,
+    TransformerEnsemble,
+    apply_block,
+    compute_keys_values,
+    embed_tokens,
+    layer_norm,
+    linear,
+)
+
+GREEDY_CHUNK = 250  # prompts per member; small enough that the tensors of one token stay in the processor's cache
+
+
+class Completions(NamedTuple):
+    """tokens: [E, B, T]. log_probs: [E, B, T, A], of every token of the vocabulary at each position."""
+
+    tokens: Tensor
+    log_probs: Tensor
+
+
+class _Cache(NamedTuple):
+    """Keys and values of one block, [E, B, heads, slots, d / heads] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@torch.no_grad()
+def generate_completions(
+    models: TransformerEnsemble,
+    prompts: Tensor,
+    num_tokens: int,
+    uniforms: Tensor | None = None,
+    samples_per_prompt: int = 1,
+) -> Completions:
+    """Generate `num_tokens` tokens after each prompt, `samples_per_prompt` times.
+
+    A prompt is read only once, and the last generated token is never read.
+
+    Args:
+        models: E transformers.
+        prompts: [E, P, L].
+        num_tokens: T, the length of every completion.
+        uniforms: [E, P S, T] in [0, 1), by which tokens are drawn; None: greedy decoding.
+        samples_per_prompt: S. The rows i S ... (i + 1) S - 1 of the result belong to prompt i.
+    """
+    folded_weights, length = models.fold_weights(), prompts.shape[-1]
+    # One slot less than tokens, because the last generated token is never read.
+    caches = _make_empty_caches(models, folded_weights, prompts, samples_per_prompt, length + num_tokens - 1)
+    last_hidden = _prefill(
+        models, folded_weights, embed_tokens(folded_weights, prompts, start_position=0), caches, samples_per_prompt
+    )
+    tokens = torch.empty(*last_hidden.shape[:2], num_tokens, dtype=torch.int64)
+    log_probs = last_hidden.new_empty(*last_hidden.shape[:2], num_tokens, models.shape.vocab_size)
+    for step in range(num_tokens):
+        if step > 0:
+            last_hidden = _decode_step(models, folded_weights, tokens[:, :, step - 1 : step], caches, length + step - 1)
+        next_log_probs = linear(layer_norm(last_hidden), folded_weights.head).log_softmax(-1)[:, :, 0]
+        log_probs[:, :, step] = next_log_probs
+        tokens[:, :, step] = (
+            next_log_probs.argmax(-1) if uniforms is None else sample_actions(next_log_probs, uniforms[:, :, step])
+        )
+    return Completions(tokens, log_probs)
+
+
+def decode_greedily(models: TransformerEnsemble, prompts: Tensor, num_tokens: int) -> Completions:
+    """The most likely token after each prefix of prompts [E, B, L], in chunks of prompts, which bounds the memory."""
+    chunks = [generate_completions(models, chunk, num_tokens) for chunk in prompts.split(GREEDY_CHUNK, dim=1)]
+    return Completions(*(torch.cat(outputs, dim=1) for outputs in zip(*chunks, strict=True)))
+
+
+def sample_actions(log_probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse-CDF sampling: actions [...] from log_probs [..., A] and uniforms [...] in [0, 1).
+
+    An action of probability 0 is never drawn.
+    """
+    # In float64, because sums of float32 probabilities lose rare actions. The last sum replaces 1, which rounding can
+    # miss; the last action needs no bound.
+    cumulative_probs = log_probs.double().exp().cumsum(-1)
+    return (cumulative_probs[..., :-1] <= uniforms[..., None] * cumulative_probs[..., -1:]).sum(-1)
+
+
+def select_log_probs(log_probs: Tensor, actions: Tensor) -> Tensor:
+    """Log-probabilities [...] of actions [...] among log_probs [..., A]."""
+    return log_probs.gather(-1, actions[..., None]).squeeze(-1)
+
+
+def _make_empty_caches(
+    models: TransformerEnsemble, folded_weights: FoldedWeights, prompts: Tensor, samples_per_prompt: int, slots: int
+) -> list[_Cache]:
+    shape = models.shape
+    size = (
+        *prompts.shape[:1],
+        prompts.shape[1] * samples_per_prompt,
+        shape.num_heads,
+        slots,
+        shape.d_model // shape.num_heads,
+    )
+    return [
+        _Cache(*(folded_weights.token_embeddings.new_empty(size) for _ in _Cache._fields))
+        for _ in folded_weights.blocks
+    ]
+
+
+def _prefill(
+    models: TransformerEnsemble,
+    folded_weights: FoldedWeights,
+    hidden: Tensor,
+    caches: list[_Cache],
+    samples_per_prompt: int,
+) -> Tensor:
+    """Fill the caches with the prompts; returns hidden states [E, P S, 1, d] of their last tokens after all blocks."""
+    length = hidden.shape[2]
+    for layer, (block, cache) in enumerate(zip(folded_weights.blocks, caches, strict=True)):
+        normed_hidden = layer_norm(hidden)
+        keys, values = compute_keys_values(block, normed_hidden, models.shape.num_heads)
+        cache.keys[..., :length, :] = keys.repeat_interleave(samples_per_prompt, dim=1)
+        cache.values[..., :length, :] = values.repeat_interleave(samples_per_prompt, dim=1)
+        # After the last block, only the last position is needed.
+        num_queries = 1 if layer == len(caches) - 1 else length
+        hidden = apply_block(block, hidden[:, :, -num_queries:], normed_hidden[:, :, -num_queries:], keys, values)
+    return hidden.repeat_interleave(samples_per_prompt, dim=1)
+
+
+def _decode_step(
+    models: TransformerEnsemble, folded_weights: FoldedWeights, tokens: Tensor, caches: list[_Cache], position: int
+) -> Tensor:
+    """Read tokens [E, B, 1] at `position` and fill the caches; returns hidden states [E, B, 1, d] after all blocks."""
+    hidden = embed_tokens(folded_weights, tokens, position)
+    for block, cache in zip(folded_weights.blocks, caches, strict=True):
+        normed_hidden = layer_norm(hidden)
+        cache.keys[..., position : position + 1, :], cache.values[..., position : position + 1, :] = (
+            compute_keys_values(block, normed_hidden, models.shape.num_heads)
+        )
+        past_keys_values = (cache.keys[..., : position + 1, :], cache.values[..., : position + 1, :])
+        hidden = apply_block(block, hidden, normed_hidden, *past_keys_values)
+    return hidden

@@ -1,0 +1,237 @@
+"""Trainer of an ensemble: trains all seeds of a condition together, step by step, whatever they learn."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainable.config.base_config import BaseRunConfig
+from trainable.runs.nonfinite import format_names
+from trainable.runs.run import LinesByFile, Row, TrainerState
+from trainable.runs.training import StepResult, do_nothing
+
+Batch = TypeVar("Batch")
+
+
+class UpdateResult(NamedTuple):
+    """metrics: columns of a row, [E] each, if requested. nonfinite_names: for each member, what was not finite."""
+
+    metrics: dict[str, Tensor]
+    nonfinite_names: list[list[str]]
+
+
+class Algorithm(Protocol[Batch]):
+    """What E members do in a step. Every tensor has a leading axis of members, which do not affect each other.
+
+    Random numbers are a function of seed, purpose and step (`MemberRngs`), so the methods before `train` can be called
+    again for the same step with the same result.
+    """
+
+    def evaluate(self, step: int) -> dict[str, Tensor]:
+        """Columns that describe the weights, [E] each. Changes nothing."""
+        ...
+
+    def sample(self, step: int) -> Batch:
+        """The batch of a step, without gradients. Changes nothing."""
+        ...
+
+    def find_stops(self, batch: Batch, step: int) -> dict[int, Row]:
+        """By seed, the stop columns of each member that a rule ends before it trains on `batch`. Changes nothing."""
+        ...
+
+    def train(self, batch: Batch, step: int, is_row: bool) -> UpdateResult:
+        """Train on `batch`. With `is_row`, return the columns of the row of this step."""
+        ...
+
+    def measure_open_interval(self) -> dict[str, Tensor]:
+        """Columns, [E] each, about the steps since the last row, for the row of a member that ends. Changes nothing."""
+        ...
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        """Every tensor that the members need to continue, [E, ...] each."""
+        ...
+
+    def get_values(self, member: int) -> dict[str, Any]:
+        """Every other value that a member needs to continue, as JSON."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the results of `get_tensors` and, one per member, of `get_values`.
+
+        Raises KeyError, TypeError, RuntimeError or ValueError if they do not fit.
+        """
+        ...
+
+
+class EnsembleTrainer:
+    """Trains one model per seed; all models have the same configuration.
+
+    When a member ends, the others continue as if it had never been there, up to rounding in sums whose order depends on
+    the number of members.
+
+    Attributes:
+        seeds: the members that are still training.
+        algorithm: what they do in a step.
+        final_states: last state of each member that a rule or the last step ended. Members that failed have none.
+
+    Args:
+        config: the configuration; its own seed is ignored.
+        seeds: different numbers, one per member.
+        make_algorithm: function of seeds that returns the algorithm of these members before the first step.
+    """
+
+    def __init__(
+        self, config: BaseRunConfig, seeds: Sequence[int], make_algorithm: Callable[[Sequence[int]], Algorithm[Any]]
+    ) -> None:
+        if len(set(seeds)) != len(seeds) or not seeds:
+            raise ValueError(f"seeds={list(seeds)}: must be one or more different numbers, one per member.")
+        self.config, self._make_algorithm = config, make_algorithm
+        self.seeds = tuple(seeds)
+        self.algorithm = make_algorithm(self.seeds)
+        self.step_index = 0
+        self.final_states: dict[int, TrainerState] = {}
+        self._start_time, self._resumed_seconds, self._seconds_at_last_row = time.perf_counter(), 0.0, 0.0
+
+    def step(self, before_update: Callable[[], None] = do_nothing) -> StepResult:
+        """Train on one batch, in the order of the source: evaluate, sample, check the stop rule, update.
+
+        After the last batch, the next call evaluates, and every member ends. A member that a rule stops ends before it
+        trains on the batch; then this call does no update, and the next call repeats the step for the other members.
+        """
+        step = self.step_index
+        # The last weights are evaluated too, so the last row is written by a call that trains on nothing.
+        if step == self.config.trainer.total_training_steps:
+            return self._end_members({seed: {} for seed in self.seeds})
+        is_row = step in self.config.get_row_steps(step + 1)
+        evaluation = self._evaluate() if is_row else {}
+        batch = self._sample()
+        # Until here nothing of the trainer has changed, and random numbers depend on the step alone. So the members
+        # that continue can repeat the step, and draw the same batch.
+        if stop_columns := self.algorithm.find_stops(batch, step):
+            return self._end_members(stop_columns)
+        before_update()
+        update_result = self.algorithm.train(batch, step, is_row)
+        self.step_index += 1
+        rows = self._make_rows({**evaluation, **update_result.metrics}, step) if is_row else {}
+        return self._drop_failed_members(rows, update_result.nonfinite_names)
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, Tensor]:
+        return self.algorithm.evaluate(self.step_index)
+
+    @torch.no_grad()
+    def _sample(self) -> Any:
+        return self.algorithm.sample(self.step_index)
+
+    def _make_rows(self, metrics: dict[str, Tensor], step: int) -> dict[int, Row]:
+        """One row per seed; a number that is not finite, such as a mean over nothing, is omitted."""
+        elapsed = self._measure_elapsed()
+        time_columns = {"seconds": elapsed - self._seconds_at_last_row, "seconds_total": elapsed}
+        self._seconds_at_last_row = elapsed
+        columns = {name: values.tolist() for name, values in metrics.items()}
+        return {
+            seed: {
+                "step": step,
+                **{name: values[e] for name, values in columns.items() if isfinite(values[e])},
+                **time_columns,
+            }
+            for e, seed in enumerate(self.seeds)
+        }
+
+    def _end_members(self, stop_columns: dict[int, Row]) -> StepResult:
+        """End the members in `stop_columns`, keep their states, and return the last row of each with these columns."""
+        seconds_at_last_row = self._seconds_at_last_row
+        rows = self._make_rows({**self._evaluate(), **self.algorithm.measure_open_interval()}, self.step_index)
+        # The members that continue get no row here, so their clock must not start again.
+        self._seconds_at_last_row = seconds_at_last_row
+        self.final_states |= {seed: self.get_state(seed) for seed in stop_columns}
+        self._keep_members([seed for seed in self.seeds if seed not in stop_columns])
+        return StepResult({seed: {**rows[seed], **stop_row} for seed, stop_row in stop_columns.items()})
+
+    def _drop_failed_members(self, rows: dict[int, Row], nonfinite_names: list[list[str]]) -> StepResult:
+        """The result of the step, in which members with a loss, gradient or weight that is not finite are failures."""
+        step = self.step_index - 1  # step_index already counts the step
+        failures = {
+            seed: f"values of step {step} were not finite: {format_names(names)}"
+            for seed, names in zip(self.seeds, nonfinite_names, strict=True)
+            if names
+        }
+        if not failures:
+            return StepResult(rows)
+        self._keep_members([seed for seed in self.seeds if seed not in failures])
+        return StepResult({seed: row for seed, row in rows.items() if seed not in failures}, failures=failures)
+
+    def _keep_members(self, seeds: Sequence[int]) -> None:
+        """Continue with `seeds` only, through their states, exactly as a run that is resumed from a checkpoint."""
+        if seeds:
+            self.load_states([self.get_state(seed) for seed in seeds])
+        self.seeds = tuple(seeds)
+
+    def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
+        """The last row, unchanged, because every row is an evaluation."""
+        return row, {}
+
+    def close(self) -> None:
+        """Do nothing: the trainer uses memory only."""
+
+    def _measure_elapsed(self) -> float:
+        return self._resumed_seconds + time.perf_counter() - self._start_time
+
+    def get_state(self, seed: int) -> TrainerState:
+        """Everything that the member of `seed` needs to continue after its last step."""
+        # An ended member has no row in the tensors any more.
+        if seed in self.final_states:
+            return self.final_states[seed]
+        member = self.seeds.index(seed)
+        values = {
+            "seed": seed,
+            "step": self.step_index,
+            **self.algorithm.get_values(member),
+            "seconds": self._measure_elapsed(),
+            "seconds_at_row": self._seconds_at_last_row,
+        }
+        # Tensors of all members at first; `slice_member` takes this member's.
+        return TrainerState(slice_member(self.algorithm.get_tensors(), member), values)
+
+    def load_states(self, states: Sequence[TrainerState]) -> None:
+        """Continue with the members of `states`, which may come from different trainers.
+
+        Raises ValueError if they do not fit together or to the configuration; then the trainer is unchanged.
+        """
+        # Loading fills only objects that it has made itself, so a shallow copy is enough to restore the trainer.
+        previous_attributes = dict(vars(self))
+        try:
+            self._load_states(states)
+        except (KeyError, TypeError, RuntimeError, ValueError) as error:
+            # Missing keys, wrong types, and shapes that do not stack all mean the same: the states do not fit.
+            vars(self).update(previous_attributes)
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    def _load_states(self, states: Sequence[TrainerState]) -> None:
+        values = [state.values for state in states]
+        if len({value["step"] for value in values}) > 1:
+            raise ValueError(
+                f"The states are from the steps {[value['step'] for value in values]}, but members that continue "
+                "together must have the same step."
+            )
+        tensors = stack_members([state.tensors for state in states])
+        self.seeds = tuple(value["seed"] for value in values)
+        self.algorithm = self._make_algorithm(self.seeds)
+        self.algorithm.load(tensors, values)
+        self.step_index = values[0]["step"]
+        self._start_time = time.perf_counter()
+        self._resumed_seconds = values[0]["seconds"]
+        self._seconds_at_last_row = values[0]["seconds_at_row"]
+
+
+def slice_member(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:
+    """The slice of `member` of each tensor, as a copy, so that the memory of the other members can be freed."""
+    return {name: tensor[member].detach().clone() for name, tensor in tensors.items()}
+
+
+def stack_members(slices: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The inverse of `slice_member`: stack the members' slices, in this order, along a new first axis."""
+    return {name: torch.stack([member[name] for member in slices]) for name in slices[0]}

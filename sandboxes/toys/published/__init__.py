@@ -1,0 +1,1 @@
+"""Published numbers of the sandboxes, and the comparison with them."""

@@ -1,0 +1,252 @@
+"""Compare our runs with published numbers: one test per cell, fixed before the first run.
+
+Each cell is tested with Welch's t test: our seeds against the published mean, standard deviation and number of seeds.
+A standard deviation of 0, on either side, is replaced by `Cell.min_std`. A cell "differs" if Holm's p over all cells
+that are tested together is below .05. It is "equal" if two one-sided tests show a difference below `Cell.margin`, each
+at .05: every such cell is a claim of its own, so these p-values are not corrected. Otherwise it is "open". Cells that
+cannot be tested stay in the table, with the reason.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
+from analysis.stats.estimates import Estimate, Floats, SampleStats, holm_adjust, welch_t_test
+from analysis.stats.noise import compute_equivalence_p_value
+from analysis.sweep.verdicts import format_p_value, format_status
+from sandboxes.toys.published import distillation_sandbox, update_rule_sandbox
+from sandboxes.toys.published.cells import (
+    DIFFERS,
+    EQUAL,
+    MEAN_ALONE,
+    NEVER_REACHED,
+    NO_EXPECTATION,
+    OPEN,
+    PER_SEED,
+    POOLED,
+    Cell,
+)
+
+SOURCES = (update_rule_sandbox, distillation_sandbox)
+"""The modules of published numbers. Each has `CELLS`, and `SOURCE`, which says where they were published."""
+CELLS: tuple[Cell, ...] = tuple(cell for source in SOURCES for cell in source.CELLS)
+NOT_TESTED = "cannot be tested"
+# Seeds per arm of ours, stated with the test before the first run; a report with fewer says so.
+PLANNED_SEEDS = 10
+# Rounding in a mean of equal numbers would give them a tiny std, and Welch's test a huge t.
+_ZERO_STD_TOLERANCE = 1e-12
+COLUMNS = (
+    *("study", "arm", "column", "section", "kind"),
+    *("published_mean", "published_std", "published_n", "mean", "std", "n"),
+    *("difference", "low", "high", "df", "p", "p_holm", "margin", "p_equal", "verdict", "reason"),
+    *("expected_verdict", "as_expected", "rationale", "notes"),
+)
+
+
+def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> pd.DataFrame:
+    """One row per published cell whose study is in `frames`, in the order of `cells`, with the columns `COLUMNS`.
+
+    * mean, std (ddof 1) and n are ours, over scored runs (completed, or stopped by a rule, which keep their last row).
+      For a pooled cell they are over logged rows.
+    * verdict: equal (within `margin`), differs, open, or cannot be tested; reason: why it cannot be tested.
+    * as_expected: whether the cell differs exactly if that was expected; None without an expectation or a test.
+    * notes: runs of the arm that were not counted, were stopped by a rule, or never reached the step.
+
+    A cell that two studies run is tested once, with the first of them that is in `frames`.
+    """
+    study_names = {study.name for study in frames.studies}
+    rows = [_make_row(frames, cell, study) for cell in cells for study in _select_study(cell, study_names)]
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    # Cells that cannot be tested have no p (NaN), so they do not count in Holm's correction.
+    table["p_holm"] = holm_adjust(table["p"].to_numpy(dtype=float))
+    is_tested = table["reason"] == ""
+    is_equal = table["p_equal"] < SIGNIFICANCE_LEVEL
+    test_verdicts = np.where(table["p_holm"] < SIGNIFICANCE_LEVEL, DIFFERS, np.where(is_equal, EQUAL, OPEN))
+    table["verdict"] = np.where(is_tested, test_verdicts, NOT_TESTED)
+    table["as_expected"] = [
+        (verdict == DIFFERS) == (expected == DIFFERS) if verdict != NOT_TESTED and expected != NO_EXPECTATION else None
+        for verdict, expected in zip(table["verdict"], table["expected_verdict"], strict=True)
+    ]
+    return table
+
+
+def describe_sources(frames: StudyFrames) -> str:
+    """Where the numbers of the studies in `frames` were published, such as `the documents of A and those of B`."""
+    study_names = {study.name for study in frames.studies}
+    return " and ".join(
+        source.SOURCE for source in SOURCES if any(study_names & set(cell.studies) for cell in source.CELLS)
+    )
+
+
+def _select_study(cell: Cell, study_names: set[str]) -> list[str]:
+    return [name for name in cell.studies if name in study_names][:1]
+
+
+def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
+    trials = frames.trials[(frames.trials["study"] == study) & (frames.trials["arm"] == cell.arm)]
+    runs = trials[trials["status"].isin(SCORED_STATUSES)]
+    steps = frames.steps[(frames.steps["study"] == study) & frames.steps["run_id"].isin(runs["run_id"])]
+    # A pooled cell is over logged rows, any other cell is over runs.
+    values = _select_values(steps if cell.kind == POOLED else runs, cell.column)
+    sample = SampleStats(float(values.mean()) if len(values) else math.nan, sample_std(values), len(values))
+    reason = _explain_untestable(cell, runs, values)
+    estimate = Estimate(sample.mean - cell.mean) if reason else _compute_welch_test(sample, cell)
+    return {
+        "study": study,
+        "arm": cell.arm,
+        "column": cell.column,
+        "section": cell.section,
+        "kind": cell.kind,
+        "published_mean": cell.mean,
+        "published_std": cell.std,
+        "published_n": cell.n,
+        "mean": sample.mean,
+        "std": sample.std,
+        "n": sample.n,
+        "difference": estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
+        "df": estimate.df,
+        "p": estimate.p,
+        "margin": cell.margin,
+        "p_equal": compute_equivalence_p_value(estimate, cell.margin),
+        "reason": reason,
+        "expected_verdict": cell.expected_verdict,
+        "rationale": cell.rationale,
+        "notes": _format_notes(cell, trials),
+    }
+
+
+def _select_values(rows: pd.DataFrame, column: str) -> Floats:
+    return rows[column].dropna().to_numpy(dtype=float) if column in rows else np.empty(0)
+
+
+def sample_std(values: Floats) -> float:
+    """Standard deviation (ddof 1) of values (n,); exactly 0 if all are equal, NaN for fewer than two."""
+    if len(values) < 2:
+        return math.nan
+    return 0.0 if np.ptp(values) < _ZERO_STD_TOLERANCE else float(values.std(ddof=1))
+
+
+def _compute_welch_test(ours: SampleStats, cell: Cell) -> Estimate:
+    theirs = SampleStats(cell.mean, cell.std or cell.min_std, cell.n)
+    return welch_t_test(ours._replace(std=ours.std or cell.min_std), theirs)
+
+
+def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
+    """Why a cell cannot be tested; an empty string if it can."""
+    if cell.kind == POOLED:
+        return "the number is pooled over rows, and no standard deviation over seeds is published"
+    if cell.kind == MEAN_ALONE:
+        return "the published mean has no standard deviation"
+    if not len(runs):
+        return "no run of this arm was completed or stopped by a rule"
+    setting_mismatch = _find_setting_mismatch(cell, runs)
+    if setting_mismatch:
+        return setting_mismatch
+    if cell.column.startswith("first_step"):
+        reached_text = f"{len(values)} of our {len(runs)} runs"
+        if cell.kind == NEVER_REACHED:
+            return f"none of the {cell.n} published seeds reaches this step; {reached_text} do"
+        # Runs that never reach a step have no number, so a mean over the others would be that of the fastest runs.
+        if len(values) < len(runs):
+            return (
+                f"{reached_text} reach this step, and all {cell.n} published seeds do: a mean over only the runs that "
+                "reach it would be too small"
+            )
+    return "" if len(values) > 1 else f"a standard deviation needs two values; our runs have {len(values)}"
+
+
+def _find_setting_mismatch(cell: Cell, runs: pd.DataFrame) -> str:
+    """The first setting in which our runs differ from the published ones, in words; empty if there is none.
+
+    A run with other settings is another experiment: its number must not be tested against the published one.
+    """
+    for name, value in cell.conditions.settings.items():
+        our_values = runs[f"config/{name}"].unique().tolist() if f"config/{name}" in runs else []
+        if our_values != [value]:
+            our_text = ", ".join(map(str, our_values)) or "not recorded"
+            return f"{name} is {value} in the published runs, {our_text} in ours"
+    return ""
+
+
+def _format_notes(cell: Cell, trials: pd.DataFrame) -> str:
+    """Seeds of the runs that did not complete, or never reached the step of a first_step column."""
+    notes = []
+    for status, rows in trials[trials["status"] != "completed"].groupby("status", sort=False):
+        counting_text = "counted with the last row" if status in SCORED_STATUSES else "not counted"
+        notes.append(f"{format_status(str(status))}, {counting_text}: {_format_seeds(rows)}")
+    if cell.column.startswith("first_step") and cell.column in trials:
+        scored_runs = trials[trials["status"].isin(SCORED_STATUSES)]
+        missing_runs = scored_runs[scored_runs[cell.column].isna()]
+        notes += [f"never reached: {_format_seeds(missing_runs)}"] if len(missing_runs) else []
+    return "; ".join(notes)
+
+
+def _format_seeds(rows: pd.DataFrame) -> str:
+    seeds = ", ".join(str(seed) for seed in sorted(rows["seed"]))
+    return f"seed{'s' if len(rows) > 1 else ''} {seeds}"
+
+
+def format_sentence(row: Row) -> str:
+    """The verdict on one cell in words. row: a row of `compare_to_published`."""
+    name = f"{row['study']} {row['arm']} {row['column']}" + (f" ({row['section']})" if row["kind"] == POOLED else "")
+    published_text = (
+        f"never (n {row['published_n']})" if row["kind"] == NEVER_REACHED else _format_number(row, "published_")
+    )
+    if row["verdict"] == NOT_TESTED:
+        verdict_text = f"{NOT_TESTED}: {row['reason']}"
+    else:
+        interval_text = f"{row['difference']:+.4g} [{row['low']:+.4g}, {row['high']:+.4g}]"
+        expectation_text = {True: "as expected", False: "not as expected", None: "no expectation"}[row["as_expected"]]
+        word = f"{EQUAL} within {row['margin']:g}" if row["verdict"] == EQUAL else row["verdict"]
+        p_value = row["p_equal"] if row["verdict"] == EQUAL else row["p_holm"]
+        p_text = f"{'' if row['verdict'] == EQUAL else 'Holm '}{format_p_value(p_value)}"
+        verdict_text = f"{word}: {interval_text}, {p_text}, {expectation_text}"
+    notes = f" ({row['notes']})" if row["notes"] else ""
+    return f"{name}: published {published_text}, ours {_format_number(row, '')}: {verdict_text}{notes}"
+
+
+def _format_number(row: Row, prefix: str) -> str:
+    """A number such as `0.3345 (SD 0.0043, n 3)`. prefix: "published_", or "" for ours."""
+    if not row[f"{prefix}n"]:
+        return "none"
+    std_text = "" if math.isnan(row[f"{prefix}std"]) else f"SD {row[f'{prefix}std']:.3g}, "
+    return f"{row[f'{prefix}mean']:.4g} ({std_text}{'rows' if row['kind'] == POOLED else 'n'} {row[f'{prefix}n']})"
+
+
+def format_sentences(table: pd.DataFrame) -> list[str]:
+    """One line per cell. table: the result of `compare_to_published`."""
+    return [format_sentence(row) for row in to_records(table)]
+
+
+def summarize_verdicts(table: pd.DataFrame) -> str:
+    """The number of cells by verdict, in one line. table: the result of `compare_to_published`."""
+    if table.empty:
+        return "No published numbers are recorded for these studies."
+    counts = table["verdict"].value_counts()
+    verdict_counts = [
+        f"{counts[verdict]} {_inflect_verdict(verdict, counts[verdict])}"
+        for verdict in (EQUAL, DIFFERS, OPEN, NOT_TESTED)
+        if verdict in counts
+    ]
+    unexpected_count = int((table["as_expected"] == False).sum())  # noqa: E712 (`~` fails on None)
+    # Pooled cells count rows in n, and cells without a published mean count seeds that reach a step. Without any other
+    # cell, the maximum is NaN, which is not below the plan.
+    max_seeds = table.loc[table["kind"] == PER_SEED, "n"].max()
+    seed_warning = (
+        f" Our arms have at most {max_seeds:.0f} of {PLANNED_SEEDS} planned seeds." if max_seeds < PLANNED_SEEDS else ""
+    )
+    return (
+        f"{len(table)} published cells: {', '.join(verdict_counts)}; {unexpected_count} not as expected.{seed_warning}"
+    )
+
+
+def _inflect_verdict(verdict: str, count: int) -> str:
+    """The verdict as it follows a count: "1 differs", but "2 differ"; the other verdicts do not change."""
+    return "differ" if verdict == DIFFERS and count != 1 else verdict

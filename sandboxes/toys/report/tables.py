@@ -1,0 +1,187 @@
+"""Tables of an update-rule study: statistics of arms, differences from the baseline, mean curves.
+
+Every number of an arm is computed over its scored runs: those that completed and those that a rule stopped. A
+stopped run counts with its last row. The standard error is the standard deviation (ddof 1) divided by the root of n;
+tables have both, under their names.
+"""
+
+import math
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.data.compare import (
+    SCORED_STATUSES,
+    TEST_COLUMNS,
+    add_adjusted_p_values,
+    collect_outcomes,
+    describe_difference_basis,
+    estimate_difference,
+    get_margin,
+    list_arms,
+    make_test_columns,
+    require_single_study,
+    select_runs,
+)
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
+from analysis.sweep.series import make_curves
+from analysis.sweep.verdicts import name_verdict
+from sandboxes.toys.published.reproduction import sample_std
+from sandboxes.toys.report.descriptions import Description, Panel
+from trainable.families import load
+from trainable.runs.records import STATUSES
+from trainable.runs.study_record import OPEN_STATUSES
+
+COLUMN_ORDER = ("late_", "final_", "last_", "switch_", "error_", "first_step_", "mean_", "log10_")
+"""How the names of the trial columns of a report begin, in the order in which it lists them."""
+SEPARATOR_COLUMN = "final_greedy_separator_rate"
+
+
+def get_description(frames: StudyFrames) -> Description:
+    """What the report says of the family of the study in `frames`."""
+    (family,) = frames.families
+    description: Description = load(family.description)
+    return description
+
+
+def list_measured_columns(frames: StudyFrames) -> list[str]:
+    """The trial columns of the family that have a value in some run, in the order of `COLUMN_ORDER`."""
+    (family,) = frames.families
+    names = [
+        column.name for prefix in COLUMN_ORDER for column in family.trial_columns if column.name.startswith(prefix)
+    ]
+    return [name for name in names if frames.trials[name].notna().any()]
+
+
+def select_panels(frames: StudyFrames) -> tuple[Panel, ...]:
+    """The panels of the study for which at least one run has a value."""
+    description = get_description(require_single_study(frames))
+    study_panels = description.study_panels.get(frames.studies[0].name, description.panels)
+    return tuple(panel for panel in study_panels if frames.steps[panel.column].notna().any())
+
+
+def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
+    """One row per measured trial column and arm, in their order: statistics over the arm's scored runs.
+
+    Columns: arm, column, mean, standard_error, standard_deviation, n, scored_runs, and missing_seeds: the seeds of
+    scored runs without a value, such as those that never reach a step. A single value has neither a standard error nor
+    a standard deviation.
+    """
+    measured_columns = list_measured_columns(frames)
+    scored_runs = {arm: select_runs(frames, arm, scored_only=True) for arm in list_arms(frames)}
+    rows = [_make_statistics_row(runs, arm, name) for name in measured_columns for arm, runs in scored_runs.items()]
+    names = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored_runs", "missing_seeds"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def _make_statistics_row(runs: pd.DataFrame, arm: str, column: str) -> Row:
+    values = runs[column].dropna().to_numpy(dtype=float)
+    std = sample_std(values)
+    missing_seeds = ", ".join(str(seed) for seed in runs.loc[runs[column].isna(), "seed"])
+    return {
+        "arm": arm,
+        "column": column,
+        "mean": float(values.mean()) if len(values) else math.nan,
+        "standard_error": std / math.sqrt(len(values)) if len(values) else math.nan,
+        "standard_deviation": std,
+        "n": len(values),
+        "scored_runs": len(runs),
+        "missing_seeds": missing_seeds,
+    }
+
+
+def compute_differences(frames: StudyFrames) -> pd.DataFrame:
+    """One row per outcome and arm other than the baseline: arm minus baseline, with its interval.
+
+    The noise is that of all arms of the study (`analysis.stats.noise`), and `basis` says what the interval is over.
+    p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over the arms and columns together
+    for all other columns. `verdict`: see `verdicts.name_verdict`. First steps are not compared, because runs that never
+    reach one have no number.
+    """
+    (study,), (family,) = require_single_study(frames).studies, frames.families
+    baseline, arms = str(study.baseline), list_arms(frames)
+    rows = []
+    columns = [name for name in (family.primary_column, *family.secondary_columns) if frames.trials[name].notna().any()]
+    for name in columns if baseline in arms else []:
+        outcomes, margin = collect_outcomes(frames, name), get_margin(study, name)
+        for arm in [arm for arm in arms if arm != baseline]:
+            estimate = estimate_difference(outcomes, arm, baseline)
+            rows.append(
+                {
+                    "arm": arm,
+                    "column": name,
+                    "baseline": baseline,
+                    **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(arm, baseline)),
+                    "n": estimate.n,
+                    "basis": describe_difference_basis(outcomes, estimate, arm, baseline),
+                }
+            )
+    table = pd.DataFrame(rows, columns=["arm", "column", "baseline", *TEST_COLUMNS, "n", "basis"])
+    table = add_adjusted_p_values(table, family.primary_column)
+    return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
+
+
+def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
+    """Mean curve of each arm with its standard error: arm, step, value, standard_error (NaN for one run), runs.
+
+    The mean is over scored runs, at the steps at which all of them have a value. A run that a rule stopped keeps its
+    last value to the end, because that is the value it is scored with.
+    """
+    table = make_curves(frames, column)
+    arm_dtype = pd.CategoricalDtype(list_arms(frames))
+    scored_points = table[table["status"].isin(SCORED_STATUSES)].astype({"arm": arm_dtype})
+    # arm as a category keeps the order of the arms; pivot_table would sort names as text.
+    value_table = scored_points.pivot_table(index=["arm", "step"], columns="seed", values="value", observed=True)
+    stopped_runs = scored_points.loc[scored_points["status"] == "early_stopped", ["arm", "seed"]].drop_duplicates()
+    for arm, seed in stopped_runs.itertuples(index=False):
+        value_table.loc[arm, seed] = value_table.loc[arm, seed].ffill().to_numpy()
+    # The number of runs of the arm, in every row: runs that have a value at any step.
+    run_counts = value_table.notna().groupby(level="arm", observed=True).transform("any").sum(axis=1)
+    standard_error = value_table.std(axis=1, ddof=1) / np.sqrt(run_counts)
+    mean_curves = pd.DataFrame(
+        {"value": value_table.mean(axis=1), "standard_error": standard_error, "runs": run_counts}
+    )
+    return mean_curves[value_table.count(axis=1) == run_counts].reset_index().astype({"arm": table["arm"].dtype})
+
+
+def count_statuses(frames: StudyFrames) -> list[Row]:
+    """One row per arm: its number of runs by status, and the last steps of its runs."""
+    rows = []
+    for arm in list_arms(frames):
+        runs = select_runs(frames, arm)
+        counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, *OPEN_STATUSES)}
+        steps = sorted(set(runs["steps_done"]))
+        rows.append({"arm": arm, "runs": len(runs), **counts, "steps": ", ".join(map(str, steps))})
+    return rows
+
+
+def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
+    """Pairs of arms with two seeds or more whose scored runs have equal final numbers in every seed.
+
+    With a single seed, equal numbers may be a coincidence, such as an error of 0 in both arms.
+    """
+    measured_columns = [name for name in list_measured_columns(frames) if name.startswith(("final_", "log10_"))]
+    final_values: dict[str, Any] = {}
+    for arm in list_arms(frames):
+        runs = select_runs(frames, arm, scored_only=True).set_index("seed")[measured_columns].sort_index()
+        if len(runs) > 1 and len(measured_columns):
+            final_values[arm] = runs
+    # DataFrame.equals compares the index as well, so the seeds must be the same; two missing values are equal.
+    return [(a, b) for a, b in combinations(final_values, 2) if final_values[a].equals(final_values[b])]
+
+
+def add_published(table: pd.DataFrame, cells: Iterable[Row]) -> list[Row]:
+    """Rows of `compute_arm_statistics` with the published number of the same arm and column.
+
+    cells: rows of `compare_to_published`. Added keys: published_mean, published_std, published_n; None without a cell.
+    """
+    published_cells = {(cell["arm"], cell["column"]): cell for cell in cells if cell["kind"] == "per seed"}
+    columns = ("published_mean", "published_std", "published_n")
+    return [
+        {**row, **{name: published_cells.get((row["arm"], row["column"]), {}).get(name) for name in columns}}
+        for row in to_records(table)
+    ]

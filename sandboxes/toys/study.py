@@ -1,0 +1,103 @@
+"""Studies of toy tasks, whose arms are named conditions, and what their families share."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Study, keep_settings
+from trainable.families import Family, Preset, Settings
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")}
+)
+"""The presets of a toy family: they are equal, because the tasks are small everywhere."""
+SMOKE_SETTINGS: Settings = MappingProxyType(
+    {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
+)
+"""Settings of --smoke: small enough to run a study in seconds, so its numbers show nothing."""
+BYTES_PER_ROW = 12_000
+"""metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
+_BYTES_PER_PARAMETER = 12
+"""A weight and Adam's two moments, in float32."""
+_STATE_OVERHEAD_BYTES = 100_000
+
+
+def make_template_values(config: Any) -> dict[str, str]:
+    """Values for every template of a study: {task} and {method}."""
+    return {"task": config.task, "method": config.method}
+
+
+def estimate_state_bytes(n_parameters: int, n_networks: int = 1) -> int:
+    """Maximum bytes of a checkpoint of networks with `n_parameters` parameters each."""
+    return n_networks * (_BYTES_PER_PARAMETER * n_parameters + _STATE_OVERHEAD_BYTES)
+
+
+def count_transformer_parameters(config: Any) -> int:
+    """At least the parameters of the transformer of a configuration with num_layers, d_model, num_actions and so on."""
+    # 12 d^2 weights of a block are in matrices, and d^2 is more than its biases and norms.
+    return config.num_layers * 13 * config.d_model**2 + config.d_model * (
+        2 * config.num_actions + config.max_positions + 2
+    )
+
+
+def make_toy_study(
+    family: Family,
+    name: str,
+    question: str,
+    arms: Mapping[str, Settings],
+    baseline: str,
+    fixed_settings: Settings,
+    smoke_settings: Settings,
+    setting: str,
+    run_template: str | None = None,
+    contrasts: Contrasts = MappingProxyType({}),
+    adapt: Callable[[Settings, Any], Settings] = keep_settings,
+    stop_rules: tuple[str, ...] = (),
+    wandb_project: str | None = None,
+) -> Study:
+    """A study whose arms are named conditions of a toy task.
+
+    Args:
+        family: of the study; its configuration has the settings `task` and `method`.
+        name: of the study.
+        question: the docstring of the study's module. Its first paragraph becomes the question.
+        arms: for each arm, by its name, the settings in addition to `fixed_settings`.
+        baseline: the arm that the others are compared with.
+        fixed_settings: settings of all arms.
+        smoke_settings: settings of --smoke.
+        setting: how the arms differ, in words.
+        run_template: name of the study's folder; by default the study's name with underscores.
+        contrasts: see `Study`.
+        adapt: see `Axis`.
+        stop_rules: names of the rules by which the trainer may end a run.
+        wandb_project: project in W&B; by default the family's name and `_sandbox`.
+    """
+    run_template = run_template or name.replace("-", "_")
+    return Study(
+        name=name,
+        question=question.split("\n\n")[0],
+        axis=Axis(
+            setting=setting,
+            option="--arms",
+            grids={"paper": tuple(arms), "laptop": tuple(arms)},
+            named_settings=arms,
+            adapt=adapt,
+        ),
+        fixed_settings=fixed_settings,
+        baseline=baseline,
+        published_templates=NameTemplates(
+            run=run_template,
+            experiment=f"{run_template}-{{arm}}",
+            title=name.replace("-", " ").capitalize(),
+            summary="{arm} | task={task} | method={method}",
+            wandb_project=wandb_project or f"{family.name}_sandbox",
+            log="{run}/{experiment}.log",
+            checkpoints="{run}/{experiment}",
+            summary_times=("total",),
+            probe_log="",
+        ),
+        family=family,
+        stop_rules=stop_rules,
+        smoke_settings=smoke_settings,
+        contrasts=contrasts,
+    )

@@ -1,0 +1,169 @@
+"""The family of update-rule studies, and the conditions that its studies share."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sandboxes.toys.study import (
+    BYTES_PER_ROW,
+    PRESETS,
+    SMOKE_SETTINGS,
+    make_template_values,
+    make_toy_study,
+)
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.measure.records import STEP_COLUMNS, TRIAL_COLUMNS
+from search_spaces.declaration.study import Contrasts, Study, keep_settings
+from trainable.families import DisplayColumn, Family, OutcomeColumn, Settings
+from trainable.runs.records import COMMON_TRIAL_COLUMNS, STOP_COLUMNS
+
+GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
+"""The condition that the documents call grouped: 12 prompts with 8 rollouts, four optimizer steps per batch."""
+
+REVERSAL_SETTINGS: Settings = MappingProxyType(
+    {
+        "task": "token_reversal",
+        "batch_size": 96,
+        "trainer.total_training_steps": 300,
+        "trainer.test_freq": 20,
+        "trainer.resume_every": 100,
+    }
+)
+"""The shared conditions of the published sweeps."""
+
+_BYTES_PER_PARAMETER = 12
+"""A weight and Adam's two moments, in float32."""
+_STATE_OVERHEAD_BYTES = 200_000
+"""Headers, counters and settings of a checkpoint."""
+
+
+def get_model_path(config: UpdateRuleConfig) -> str | None:
+    """The language model that the task lm_bandit loads; None for every other task."""
+    return config.model_name if config.task == "lm_bandit" else None
+
+
+def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, int]:
+    """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it.
+
+    n_parameters: parameters of the model that the run loads; 0 if it loads none.
+    """
+    sequence_length = 2 * config.seq_len + 1  # prompt, separator, answer
+    # A block has 12 d^2 weights in matrices (attention 4 d^2, feed-forward 8 d^2), and d^2 is more than its biases and
+    # norms. The rest is embedding and head of at most V + 2 tokens, positions, and the last norm.
+    transformer_parameters = (
+        config.num_layers * 13 * config.d_model**2 + (2 * config.vocab_size + 8 + sequence_length) * config.d_model
+    )
+    # 784 pixels; 12: the weights to ten classes, and the biases of the two hidden layers.
+    mlp_parameters = (784 + config.hidden + 12) * config.hidden
+    # A checkpoint contains the batches that will still be trained on: the replay buffer, or the delayed batches.
+    n_batches = max(config.replay_capacity, config.delay + 1)
+    # An observation is pixels (float32) or tokens (int64). 40 bytes: action, label, log-prob, baseline and mask per
+    # token.
+    batch_bytes = config.batch_size * (max(784 * 4, sequence_length * 8, config.context_len * 8) + config.seq_len * 40)
+    # Upper bound: the largest model that any task could train.
+    weight_bytes = _BYTES_PER_PARAMETER * max(transformer_parameters, mlp_parameters, n_parameters)
+    return weight_bytes + n_batches * batch_bytes + _STATE_OVERHEAD_BYTES, BYTES_PER_ROW
+
+
+def estimate_step_seconds(config: UpdateRuleConfig) -> float | None:
+    """See `Family`. Networks have their default sizes."""
+    if config.task == "mnist":
+        return 4e-3 * config.batch_size / 100
+    if config.task == "lm_bandit":
+        return None
+    return (13e-3 + 17e-3 * config.inner_epochs) * config.batch_size / 96
+
+
+UPDATE_RULES = Family(
+    name="update_rules",
+    trainable="sandboxes.update_rules.trial:UpdateRules",
+    config_class=UpdateRuleConfig,
+    presets=PRESETS,
+    step_columns=STEP_COLUMNS,
+    trial_columns=(*COMMON_TRIAL_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS),
+    outcomes=(
+        OutcomeColumn("late_test_error", 0.05, "it is the outcome that a rule should improve", is_common=True),
+        OutcomeColumn(
+            "final_entropy",
+            0.1,
+            "it shows how much exploration is left at the end; a run that collapsed is near 0",
+            is_common=True,
+        ),
+        OutcomeColumn(
+            "mean_entropy",
+            0.1,
+            "it shows how long entropy lasted, and has a value whether or not entropy ever gets low",
+            is_common=True,
+        ),
+        OutcomeColumn(
+            "final_test_error_unscored",
+            0.05,
+            "in masked_reversal, it shows how much was learned where nothing is scored",
+        ),
+        OutcomeColumn("final_chain_reward", contrast="it is the reward that chain tasks give"),
+        OutcomeColumn(
+            "final_perplexity", contrast="in lm_bandit, it shows whether the model is still a language model"
+        ),
+        OutcomeColumn(
+            "mean_replay_age",
+            contrast="it is no outcome, but checks that pairs meant to have equal ages have them",
+            is_compared=False,
+        ),
+    ),
+    is_higher_better=False,
+    summarize="sandboxes.update_rules.read:summarize_run",
+    report="sandboxes.toys.report.figures:PAGE",
+    description="sandboxes.update_rules.read:DESCRIPTION",
+    get_environment=lambda settings: str(settings.get("task", "")),
+    part_checks={"method": "sandboxes.update_rules.part_check:check_update_rule"},
+    remarks="sandboxes.update_rules.remarks:REMARKS",
+    make_template_values=make_template_values,
+    get_model_path=get_model_path,
+    has_batched_seeds=True,
+    estimate_bytes=estimate_bytes,
+    estimate_step_seconds=estimate_step_seconds,
+    progress_columns=(
+        DisplayColumn("test_error", "test error", ".3f"),
+        DisplayColumn("entropy", "entropy", ".3f"),
+        DisplayColumn("loss", "loss", ".4f"),
+    ),
+    log_columns=(
+        DisplayColumn("test_error", "test_error", ".4f"),
+        DisplayColumn("test_error_unscored", "test_error_unscored", ".4f"),
+        DisplayColumn("chain_reward", "chain_reward", ".4f"),
+        DisplayColumn("entropy", "entropy", ".4f"),
+        DisplayColumn("reward", "reward", ".4f"),
+        DisplayColumn("loss", "loss", ".5f"),
+        DisplayColumn("seconds", "seconds", ".2f"),
+    ),
+)
+
+
+def make_sandbox_study(
+    name: str,
+    question: str,
+    arms: Mapping[str, Settings],
+    baseline: str,
+    fixed_settings: Settings = REVERSAL_SETTINGS,
+    setting: str = "update rule",
+    run_template: str | None = None,
+    smoke_settings: Settings = SMOKE_SETTINGS,
+    contrasts: Contrasts = MappingProxyType({}),
+    adapt: Callable[[Settings, Any], Settings] = keep_settings,
+) -> Study:
+    """A study of update rules whose arms are named conditions; see `make_toy_study`."""
+    return make_toy_study(
+        family=UPDATE_RULES,
+        name=name,
+        question=question,
+        arms=arms,
+        baseline=baseline,
+        fixed_settings=fixed_settings,
+        setting=setting,
+        run_template=run_template,
+        smoke_settings=smoke_settings,
+        contrasts=contrasts,
+        adapt=adapt,
+        stop_rules=("uniform_groups",),
+        wandb_project="update_rule_sandbox",
+    )

@@ -1,0 +1,93 @@
+"""Read: what a run of an update rule came to, and the words of its report."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from analysis.data.schemas import Row
+from analysis.data.summaries import compute_late_mean
+from analysis.stats.estimates import area_under_curve
+from sandboxes.toys.report.descriptions import ENTROPY_PANEL, ERROR_PANEL, Description, Panel
+from sandboxes.update_rules.measure.records import TRIAL_COLUMNS
+
+LOW_ENTROPY = 0.1
+"""nats; the threshold of `first_step_entropy_low` (docs/metrics.md)."""
+
+UNCONTRASTED_COLUMNS: Mapping[str, str] = {
+    "final_test_error": "it is a single evaluation, and late_test_error is the mean over the last ones",
+    "final_greedy_separator_rate": "it only identifies a collapse, whose error late_test_error has",
+    "first_step_entropy_low": "runs that never reach the step have no value, so a mean over the others is biased",
+    "first_step_error_zero": "runs that never reach the step have no value, so a mean over the others is biased",
+    "mean_effective_age": "it equals mean_replay_age, except for FreshDG",
+}
+"""The trial columns of update-rule studies that are not contrasted, and why."""
+
+
+def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
+    """Values of the last evaluation, first steps at which a threshold is reached, and means.
+
+    Each row is an evaluation, so `steps_done` is the step of the last row and not the number of rows.
+    """
+    last_row = rows[-1] if rows else {}
+    final_columns = [column.name for column in TRIAL_COLUMNS if column.name.startswith("final_")]
+    return {
+        "steps_done": last_row.get("step", 0),
+        "late_test_error": compute_late_mean(
+            [(row["step"], row["test_error"]) for row in rows if row.get("test_error") is not None], end_step
+        ),
+        **{name: last_row.get(name.removeprefix("final_")) for name in final_columns},
+        "first_step_entropy_low": _find_first_step(rows, "entropy", LOW_ENTROPY),
+        "first_step_error_zero": _find_first_step(rows, "test_error", threshold=0.0),
+        "mean_entropy": _compute_mean_over_steps(
+            rows, "entropy", last_row.get("step", 0) if end_step is None else end_step
+        ),
+        "mean_replay_age": _compute_mean_over_batches(rows, "age_mean"),
+        "mean_effective_age": _compute_mean_over_batches(rows, "effective_age"),
+    }
+
+
+def _find_first_step(rows: Sequence[Row], column: str, threshold: float) -> Any:
+    """The first step at which the column is at most `threshold`, or None."""
+    return next((row["step"] for row in rows if row.get(column) is not None and row[column] <= threshold), None)
+
+
+def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None:
+    """Mean over batches of a column whose rows are means over the batches since the previous row; None without a value.
+
+    Rows cover unequal numbers of batches, so they are weighted. A row with a loss was written after the batch of its
+    step, a row without a loss before it. The first row of a run without delay covers a single batch, of age 0.
+    """
+    # True counts as 1: with a loss, the batch of the row's own step is already done.
+    batches_done = [row["step"] + (row.get("loss") is not None) for row in rows]
+    counts = [after - before for before, after in pairwise([0, *batches_done])]
+    weighted_values = [
+        (count, row[column]) for count, row in zip(counts, rows, strict=True) if row.get(column) is not None
+    ]
+    return (
+        sum(count * value for count, value in weighted_values) / sum(count for count, _ in weighted_values)
+        if weighted_values
+        else None
+    )
+
+
+def _compute_mean_over_steps(rows: Sequence[Row], column: str, end_step: int) -> float:
+    """Mean height of the column's curve from its first value to `end_step`; NaN without a value."""
+    measured_rows = [row for row in rows if row.get(column) is not None]
+    return area_under_curve([row["step"] for row in measured_rows], [row[column] for row in measured_rows], end_step)
+
+
+DESCRIPTION = Description(
+    label="update-rule sandbox",
+    outcome="test error at the end",
+    number="test error",
+    panels=(ERROR_PANEL, ENTROPY_PANEL),
+    run_columns={"final_test_error": "test error", "final_entropy": "entropy"},
+    study_panels={
+        "replay": (ERROR_PANEL, Panel("replay_age", "age of the batch (updates)")),
+        "partial-credit": (
+            Panel("test_error", "test error, scored (fraction)"),
+            Panel("test_error_unscored", "test error, not scored (fraction)"),
+        ),
+        "dense-correction": (ERROR_PANEL, Panel("chain_reward", "chain reward (reward)")),
+    },
+)

@@ -1,0 +1,102 @@
+"""Rules that assign credit to every token, from a verifier that knows the correct token."""
+
+import torch
+from torch import Tensor
+
+from sandboxes.toys.groups import group_advantages
+from sandboxes.update_rules.batch.rollouts import Candidates, Rollouts
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rules.delight import compute_gate
+from sandboxes.update_rules.rules.grouped import clipped_surrogate
+from sandboxes.update_rules.rules.rule import (
+    RuleLoss,
+    gather_log_probs,
+    make_rule_loss,
+    masked_mean,
+    policy_gradient_loss,
+    sum_squared_probs,
+)
+
+
+def get_score_mask(rollouts: Rollouts) -> Tensor:
+    """[E, B, T] bool: positions that count for the reward."""
+    score_mask = rollouts.score_mask
+    return torch.ones_like(rollouts.actions, dtype=torch.bool) if score_mask is None else score_mask
+
+
+def find_correct_tokens(rollouts: Rollouts) -> Tensor:
+    """[E, B, T] bool: the sampled token is correct, at a position that counts."""
+    return (rollouts.actions == rollouts.labels) & get_score_mask(rollouts)
+
+
+def dg_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
+    """−mean( l · sg(g · A) ),  g = σ(A · s / eta),  A_t = G_t − m_t Σ_a π(a)².
+
+        G_t = Σ_{u>=t} m_u 1[a_u correct] / max(1, Σ_{u>=t} m_u)
+
+    m_t is 1 where a position counts. At other positions the baseline is 0 but G_t is not: the sampled token is
+    reinforced by the fraction of later tokens that are correct, whatever it is.
+
+    Source: this sandbox.
+    Reduces to: on bandits, DG with baseline `expected`; at the last position, SelfDistillDG's first term.
+    Axis: granularity. A token is credited with the rewards from its position onwards.
+    """
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    score_mask = get_score_mask(rollouts).to(action_log_probs.dtype)
+    correct = find_correct_tokens(rollouts).to(action_log_probs.dtype)
+    # After the last scored position both sums are 0, and so is the reward-to-go.
+    reward_to_go = _reverse_cumsum(correct) / _reverse_cumsum(score_mask).clamp(min=1)
+    advantage = reward_to_go - score_mask * sum_squared_probs(log_probs)
+    gates = compute_gate(advantage, action_log_probs, config.eta)
+    return policy_gradient_loss(rollouts, action_log_probs, gates * advantage, gate_mean=gates, rtg_mean=reward_to_go)
+
+
+def _reverse_cumsum(x: Tensor) -> Tensor:
+    """[E, B, T] Σ_{u>=t} x_u."""
+    return x.flip(-1).cumsum(-1).flip(-1)
+
+
+def get_candidates(rollouts: Rollouts) -> Candidates:
+    """The batch's candidates; ValueError if it has none."""
+    if rollouts.candidates is None:
+        raise ValueError("This update rule compares candidates for each token, but this batch has none.")
+    return rollouts.candidates
+
+
+def make_row_ids(x: Tensor) -> Tensor:
+    """[N] row numbers of the N entries of `x`, in order; a row is a slice along the last axis."""
+    return torch.arange(x.numel()) // x.shape[-1]
+
+
+def compute_candidate_metrics(rollouts: Rollouts) -> dict[str, Tensor]:
+    """[E] mean reward of all candidates, and of those that are in the sampled sequences."""
+    rewards = get_candidates(rollouts).rewards
+    return {
+        "candidate_reward": masked_mean(rewards, rollouts.keep_mask),
+        "behavior_token_reward": masked_mean(rewards[..., 0], rollouts.keep_mask),
+    }
+
+
+def grpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
+    """mean over prefixes of Σ_k [ −min(r G, clip(r, 1 ± clip_low) G) + grpo_beta · kl(x) ], over K candidates k.
+
+        G = (R_k − mean) / (std + 1e-8) over the candidates (divisor K), r = π(a_k) / μ(a_k), kl as in GRPO
+
+    Source: this sandbox: GRPO at every prefix.
+    Reduces to: at r = 1 to −mean over prefixes of Σ_k log π(a_k) · sg(G_k).
+    Axis: granularity. Each position has its own rewards, and GRPO's update.
+    ValueError: the batch has no candidates.
+    """
+    candidates = get_candidates(rollouts)
+    candidate_log_probs = log_probs.gather(-1, candidates.actions)
+    advantages = (
+        group_advantages(candidates.rewards.flatten(), make_row_ids(candidate_log_probs), divide_by_std=True)
+        .view_as(candidate_log_probs)
+        .to(candidate_log_probs.dtype)
+    )
+    clip_range = (config.clip_low, config.clip_low)
+    losses, metrics = clipped_surrogate(
+        candidate_log_probs, candidates.log_probs, advantages, rollouts.keep_mask, clip_range, config.grpo_beta
+    )
+    loss = masked_mean(losses.sum(-1), rollouts.keep_mask)
+    return make_rule_loss(rollouts, loss, **metrics, **compute_candidate_metrics(rollouts))

@@ -1,0 +1,87 @@
+"""Sample the rollouts of a bandit, which have one action each, from the policy's probabilities."""
+
+import torch
+from torch import Tensor
+
+from sandboxes.toys.decoding import sample_actions, select_log_probs
+from sandboxes.toys.rngs import MemberRngs
+from sandboxes.update_rules.batch.reward_noise import corrupt_rewards, detect_bandit_feature
+from sandboxes.update_rules.batch.rollouts import Rollouts
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.tasks.groups import filter_groups, find_mixed_groups, keep_all_rollouts
+
+
+def count_prompts_per_step(config: UpdateRuleConfig) -> int:
+    """Number of different observations in a batch: batch_size, or batch_size / group_size for grouped rules."""
+    return config.batch_size // (config.group_size if config.rule.has_groups else 1)
+
+
+def make_bandit_rollouts(
+    config: UpdateRuleConfig,
+    rngs: MemberRngs,
+    step: int,
+    observations: Tensor,
+    labels: Tensor,
+    log_probs: Tensor,
+    action_cost: Tensor | None = None,
+) -> Rollouts:
+    """Sample batch_size actions and their rewards.
+
+    As published, a bandit with action costs filters its groups by correct actions without noise, and knows its expected
+    reward in grouped batches too. A bandit without costs filters by rewards, and knows it in ungrouped batches only.
+
+    Args:
+        config: settings of the run.
+        rngs: random numbers of the members.
+        step: index of the batch, from which random numbers are derived.
+        observations: [E, P, ...].
+        labels: [E, P], the correct actions, whose reward is 1.
+        log_probs: [E, P, A] of the sampling policy.
+        action_cost: [E, P, A], subtracted from the reward after noise; None: no costs.
+    """
+    is_grouped = config.rule.has_groups
+    samples_per_prompt = config.group_size if is_grouped else 1
+    # With noise, the probability of the correct action is no longer the mean reward.
+    has_expected_reward = config.reward_noise == 0 and (action_cost is not None or not is_grouped)
+    cost = torch.zeros_like(log_probs) if action_cost is None else action_cost
+    expected_reward = select_log_probs(log_probs, labels).exp() - (log_probs.exp() * cost).sum(-1)
+    observations, labels, log_probs, cost, expected_reward = (
+        tensor.repeat_interleave(samples_per_prompt, dim=1)
+        for tensor in (observations, labels, log_probs, cost, expected_reward)
+    )
+    actions = sample_actions(log_probs, rngs.uniform("sandbox_samples", step, shape=(config.batch_size,)))
+    is_solved = actions == labels
+    rewards = _make_noisy_rewards(config, rngs, step, actions, is_solved) - select_log_probs(cost, actions)
+    # `find_mixed_groups` needs scores of 0 and 1, and rewards minus costs are other numbers.
+    filter_scores = rewards if action_cost is None else is_solved
+    keep_mask, scalars = (
+        filter_groups(find_mixed_groups(filter_scores, samples_per_prompt), samples_per_prompt)
+        if is_grouped
+        else keep_all_rollouts(rewards)
+    )
+    return Rollouts(
+        observations=observations,
+        actions=actions[..., None],
+        labels=labels[..., None],
+        rewards=rewards,
+        behavior_log_probs=select_log_probs(log_probs, actions)[..., None],
+        behavior_baseline=log_probs.exp().square().sum(-1, keepdim=True),
+        keep_mask=keep_mask,
+        age=torch.zeros(len(rewards), dtype=torch.int64),
+        group_size=samples_per_prompt if is_grouped else None,
+        expected_reward=expected_reward if has_expected_reward else None,
+        scalars=scalars,
+    )
+
+
+def _make_noisy_rewards(
+    config: UpdateRuleConfig, rngs: MemberRngs, step: int, actions: Tensor, is_solved: Tensor
+) -> Tensor:
+    mode = config.reward_noise_mode
+    if mode == "none":
+        return is_solved.float()
+    # Two numbers per rollout in every mode, although only random_reward reads the second: see `corrupt_rewards`.
+    uniforms = rngs.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
+    return corrupt_rewards(
+        is_solved.float(), uniforms, mode, config.reward_noise, is_solved, detect_bandit_feature(mode, actions)
+    )

@@ -1,0 +1,1 @@
+"""Vector rewards: policies that cover several objectives with sets of answers."""

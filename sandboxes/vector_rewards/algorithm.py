@@ -1,0 +1,208 @@
+"""The algorithm of Vector Policy Optimization: sample sets of candidates, score them, take clipped policy steps."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sandboxes.toys.decoding import sample_actions, select_log_probs
+from sandboxes.toys.descent import descend, merge_names
+from sandboxes.toys.ensemble import EnsembleTrainer, UpdateResult
+from sandboxes.toys.groups import NO_DUAL_CLIP, group_advantages
+from sandboxes.toys.optimizer import MemberAdam
+from sandboxes.toys.prefixes import add_prefix, select_prefix
+from sandboxes.toys.rngs import MemberRngs
+from sandboxes.vector_rewards import fronts, scores
+from sandboxes.vector_rewards.settings import VectorRewardConfig
+from trainable.algo.losses import entropy_from_logits, ppo_clip_loss
+from trainable.runs.run import Row
+from trainable.runs.training import TrainerFamily
+
+BEST_OF = (1, 3, 9)
+"""The k of best_at_k."""
+
+
+@dataclass(frozen=True)
+class SetBatch:
+    """Sets of candidates, one batch for each of E members: G groups of K sets (B = G K) of M candidates.
+
+    Attributes:
+        prompts: [E, B], the prompt of each set; the K sets of a group share it.
+        actions: [E, B, M], the action of each candidate.
+        behavior_log_probs: [E, B, M], of the actions under the policy that sampled them.
+        vector_rewards: [E, B, M, D].
+        set_scores: [E, B], what the method trains on.
+        gold_scores: [E, B], the best gold score of each set.
+    """
+
+    prompts: Tensor
+    actions: Tensor
+    behavior_log_probs: Tensor
+    vector_rewards: Tensor
+    set_scores: Tensor
+    gold_scores: Tensor
+
+
+class SetPolicies:
+    """E policies: the embeddings of a prompt and of an answer slot are added, then Linear, tanh, Linear."""
+
+    def __init__(self, config: VectorRewardConfig, num_actions: int, rngs: MemberRngs) -> None:
+        hidden = config.hidden
+        bound = hidden**-0.5
+        self.weights = {
+            "prompts": rngs.normal("sandbox_weights", 1, shape=(config.num_prompts, hidden)),
+            "slots": rngs.normal("sandbox_weights", 2, shape=(config.num_candidates, hidden)),
+            **{
+                name: (2 * rngs.uniform("sandbox_weights", index, shape=shape) - 1) * bound
+                for index, (name, shape) in enumerate(
+                    {
+                        "hidden.matrix": (hidden, hidden),
+                        "hidden.bias": (hidden,),
+                        "head.matrix": (hidden, num_actions),
+                        "head.bias": (num_actions,),
+                    }.items(),
+                    start=3,
+                )
+            },
+        }
+        self.weights = {name: tensor.float().requires_grad_() for name, tensor in self.weights.items()}
+
+    def compute_log_probs(self) -> Tensor:
+        """[E, P, M, A] log-probabilities of the actions in each slot, for every prompt."""
+        weights = self.weights
+        states = weights["prompts"][:, :, None] + weights["slots"][:, None]
+        shape = states.shape[:3]
+        states = torch.baddbmm(weights["hidden.bias"][:, None], states.flatten(1, 2), weights["hidden.matrix"]).tanh()
+        logits = torch.baddbmm(weights["head.bias"][:, None], states, weights["head.matrix"])
+        return logits.view(*shape, -1).log_softmax(-1)
+
+
+class VectorRewardAlgorithm:
+    """Policies over sets of candidates (see `sandboxes.toys.ensemble.Algorithm`)."""
+
+    def __init__(self, config: VectorRewardConfig, seeds: Sequence[int]) -> None:
+        self.config, self.rngs = config, MemberRngs(seeds)
+        self.front = fronts.make_front(config.task)
+        self.rewards = fronts.make_prompt_rewards(self.front, config.num_prompts)
+        self.policies = SetPolicies(config, len(self.front.rewards), self.rngs)
+        self.optimizer = MemberAdam(self.policies.weights, config.lr)
+        best_set = fronts.find_best_set(self.front.rewards, config.eval_candidates)
+        self.best_score = math.nan if best_set is None else best_set[0]
+
+    def evaluate(self, step: int) -> dict[str, Tensor]:
+        """The published scores of sampled sets, and the exact score over all weights of the objectives."""
+        config = self.config
+        log_probs = self.policies.compute_log_probs()
+        uniforms = self.rngs.uniform(
+            "sandbox_evaluation", step, shape=(config.num_prompts, config.eval_sets, config.num_candidates)
+        )
+        actions = sample_actions(log_probs[:, :, None].expand(*uniforms.shape, -1), uniforms)
+        prompts = torch.arange(config.num_prompts)[:, None, None]
+        rewards = self.rewards[prompts, actions]
+        # A pool has the candidates of all sets of a prompt, in the order in which they were drawn.
+        pools = (rewards @ self.front.deployment_weights.T).flatten(2, 3)
+        slots = torch.arange(config.eval_candidates) % config.num_candidates
+        simplex_score = fronts.compute_simplex_scores(log_probs[:, :, slots].exp(), self.rewards).mean(1)
+        return {
+            "mean_scalar_reward": (rewards @ self.front.gold_weights).mean((1, 2, 3)),
+            **{f"best_at_{k}": pools[:, :, :k].amax(2).mean((1, 2)) for k in BEST_OF},
+            "pool_diversity_l1": _compute_diversity(rewards).mean((1, 2)),
+            "entropy": entropy_from_logits(log_probs).mean((1, 2)),
+            "simplex_score": simplex_score,
+            "simplex_gap": self.best_score - simplex_score,
+        }
+
+    def sample(self, step: int) -> SetBatch:
+        """One batch of sets, with their scores."""
+        config = self.config
+        groups = config.batch_size // config.group_size
+        prompts = self.rngs.integers("sandbox_prompts", step, high=config.num_prompts, shape=(groups,))
+        prompts = prompts.repeat_interleave(config.group_size, dim=1)
+        log_probs = self._select_prompts(self.policies.compute_log_probs(), prompts)
+        uniforms = self.rngs.uniform("sandbox_samples", step, shape=(config.batch_size, config.num_candidates))
+        actions = sample_actions(log_probs, uniforms)
+        vector_rewards = self.rewards[prompts[..., None], actions]
+        gold_scores = scores.score_scalar(vector_rewards, self.front.gold_weights)
+        set_scores = gold_scores
+        if config.method == "VPOGRPO":
+            set_scores = scores.score_over_weights(vector_rewards, self._draw_weights(step, groups), config.group_size)
+        return SetBatch(prompts, actions, select_log_probs(log_probs, actions), vector_rewards, set_scores, gold_scores)
+
+    def _draw_weights(self, step: int, groups: int) -> Tensor:
+        """[E, G, W, D] weights, uniform on the simplex: normalized exponential numbers."""
+        shape = (groups, self.config.num_weight_samples, self.front.rewards.shape[1])
+        exponentials = -torch.log1p(-self.rngs.uniform("sandbox_scalarizations", step, shape=shape))
+        return (exponentials / exponentials.sum(-1, keepdim=True)).float()
+
+    def _select_prompts(self, log_probs: Tensor, prompts: Tensor) -> Tensor:
+        """[E, B, M, A], the rows of log_probs [E, P, M, A] of prompts [E, B]."""
+        return log_probs.gather(1, prompts[..., None, None].expand(*prompts.shape, *log_probs.shape[2:]))
+
+    def find_stops(self, batch: SetBatch, step: int) -> dict[int, Row]:
+        """None: no rule stops a run."""
+        return {}
+
+    def train(self, batch: SetBatch, step: int, is_row: bool) -> UpdateResult:
+        """Take the inner epochs on the batch; every candidate of a set has the advantage of its set."""
+        config = self.config
+        group_ids = torch.arange(batch.set_scores.numel()) // config.group_size
+        advantages = group_advantages(batch.set_scores.flatten(), group_ids, True).view(batch.set_scores.shape)
+        advantages = advantages[..., None].expand(batch.actions.shape)
+        nonfinite_names: list[list[str]] = [[] for _ in batch.set_scores]
+        metrics: dict[str, Tensor] = {}
+        for _ in range(config.inner_epochs):
+            log_probs = self._select_prompts(self.policies.compute_log_probs(), batch.prompts)
+            policy_loss = ppo_clip_loss(
+                select_log_probs(log_probs, batch.actions),
+                batch.behavior_log_probs,
+                advantages,
+                config.clip_epsilon,
+                config.clip_epsilon,
+                NO_DUAL_CLIP,
+            )
+            loss = policy_loss.loss.mean((1, 2))
+            nonfinite_names = merge_names(nonfinite_names, descend(self.optimizer, loss))
+            metrics = {"loss": loss.detach(), "ratio_mean": policy_loss.ratio.mean((1, 2))}
+        if is_row:
+            metrics |= {
+                "reward": batch.set_scores.mean(1),
+                "gold_set_reward": batch.gold_scores.mean(1),
+                "adv_abs_mean": advantages.abs().mean((1, 2)),
+            }
+        return UpdateResult(metrics, nonfinite_names)
+
+    def measure_open_interval(self) -> dict[str, Tensor]:
+        """None: every column is of a single step."""
+        return {}
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        """Weights and moments."""
+        return add_prefix(self.optimizer.state_dict(), "adam")
+
+    def get_values(self, member: int) -> dict[str, Any]:
+        """None: the tensors are the whole state."""
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from these tensors."""
+        self.optimizer.load_state_dict(select_prefix(tensors, "adam"))
+
+
+def _compute_diversity(rewards: Tensor) -> Tensor:
+    """[E, P, S], the mean L1 distance of the pairs of reward vectors [E, P, S, M, D] in a set; 0 for one candidate."""
+    candidates = rewards.shape[-2]
+    if candidates == 1:
+        return torch.zeros(rewards.shape[:-2])
+    distances = (rewards[..., :, None, :] - rewards[..., None, :, :]).abs().sum(-1)
+    return distances.sum((-1, -2)) / (candidates * (candidates - 1))
+
+
+def make_trainer(config: VectorRewardConfig, seeds: Sequence[int]) -> EnsembleTrainer:
+    """A trainer of `config` with one policy per seed."""
+    return EnsembleTrainer(config, seeds, lambda members: VectorRewardAlgorithm(config, members))
+
+
+TRAINER = TrainerFamily(make_trainer)

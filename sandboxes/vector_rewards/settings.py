@@ -1,0 +1,104 @@
+"""Settings of one run of Vector Policy Optimization. Names and defaults are those of the source's documents."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from sandboxes.toys.settings import RunnerConfig
+from trainable.config.base_config import BaseRunConfig, ReadCondition
+from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
+from trainable.config.setting_types import Common, NonNegative, Positive
+
+SCALAR = "ScalarGRPO"
+SIMPLEX_POINTS = 2048
+"""Number of weights over which a mean over the simplex is taken."""
+_MAX_ACTIONS = 64
+"""At least the actions of every front."""
+MAX_TENSOR_ENTRIES = 2**28
+"""1 GiB in float32; larger sizes are typing errors."""
+
+
+class VectorRewardRunnerConfig(RunnerConfig):
+    """Length, evaluation, checkpoints and machine of a run."""
+
+    total_training_steps: Common[int] = Field(
+        500, ge=1, le=100_000, description="training steps, one batch of sets each; alias num_steps"
+    )
+
+
+class VectorRewardConfig(BaseRunConfig):
+    """Configuration of one run of Vector Policy Optimization.
+
+    aliases: for each name of a setting in the source's documents, the name here.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
+    )
+    list_command: ClassVar[str] = "settings vpo"
+    conditions: ClassVar[tuple[ReadCondition, ...]] = (
+        *derive_conditions("method", {"VPOGRPO": ("num_weight_samples",)}),
+        ReadCondition(
+            "clip_epsilon",
+            lambda c: c.inner_epochs > 1 or c.clip_epsilon < SMALLEST_CLIP,
+            "a batch is trained on once, so all ratios are 1: set inner_epochs=2, or more",
+        ),
+    )
+    first_row_step: ClassVar[int] = 0
+
+    seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts, samples and scalarizations")
+    task: Common[Literal["pareto_front", "pareto_large"]] = Field(
+        "pareto_front", description="the rewards: the published front of 2 objectives, or one of 20 points in 4"
+    )
+    method: Common[Literal["ScalarGRPO", "MultiRLVR", "VPOGRPO"]] = Field(
+        "VPOGRPO",
+        description="the score of a set: its only candidate, its best one, or the mean of the best over random weights",
+    )
+    batch_size: Common[int] = Field(128, ge=2, description="sets per step")
+    group_size: Common[int] = Field(8, ge=2, description="sets per prompt")
+    inner_epochs: Common[int] = Field(4, ge=1, le=1_000, description="optimizer steps per batch")
+    lr: Common[Positive] = Field(3e-3, description="learning rate of Adam")
+    clip_epsilon: Common[NonNegative] = Field(0.2, lt=1, description="clip range of the ratios")
+    num_prompts: int = Field(8, ge=1, description="different prompts; each has its own order of actions")
+    num_candidates: Common[int] = Field(3, ge=1, description="candidates of a set; ScalarGRPO has one")
+    num_weight_samples: Common[int] = Field(16, ge=1, description="VPOGRPO: random weights per group of sets")
+    hidden: int = Field(32, ge=1, description="width of the policy")
+    eval_sets: int = Field(12, ge=1, description="sets per prompt in an evaluation")
+    eval_candidates: int = Field(
+        3, ge=1, description="candidates of the sets whose score over all weights is computed; slots repeat in turn"
+    )
+    trainer: VectorRewardRunnerConfig = VectorRewardRunnerConfig()
+
+    def get_row_steps(self, step: int) -> range:
+        """The steps of the rows, one per evaluation, that a run has written after `step` training steps."""
+        return range(0, step, self.trainer.test_freq)
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> "VectorRewardConfig":
+        entries = max(
+            self.batch_size * self.num_candidates * self.num_weight_samples,
+            self.num_prompts * self.eval_sets * self.num_candidates,
+            # Probabilities of the actions in each slot, for every weight of the simplex, in float64.
+            2 * self.num_prompts * SIMPLEX_POINTS * self.eval_candidates * _MAX_ACTIONS,
+            self.hidden * max(self.hidden, self.num_prompts, self.num_candidates),
+        )
+        reasons = {
+            f"method={SCALAR} scores single candidates: set num_candidates=1": (
+                self.method == SCALAR and self.num_candidates != 1
+            ),
+            f"method={self.method} chooses among the candidates of a set: set num_candidates=2 or more": (
+                self.method != SCALAR and self.num_candidates == 1
+            ),
+            f"batch_size={self.batch_size} is not a multiple of group_size={self.group_size}: set batch_size="
+            f"{max(1, self.batch_size // self.group_size) * self.group_size}": self.batch_size % self.group_size != 0,
+            f"a tensor of this run would have {entries} entries, and the maximum is {MAX_TENSOR_ENTRIES}: set smaller "
+            f"sizes (batch_size={self.batch_size} num_candidates={self.num_candidates} num_weight_samples="
+            f"{self.num_weight_samples} num_prompts={self.num_prompts} eval_candidates={self.eval_candidates} hidden="
+            f"{self.hidden})": (entries > MAX_TENSOR_ENTRIES),
+        }
+        reason = next((reason for reason, applies in reasons.items() if applies), None)
+        if reason is not None:
+            raise ValueError(reason)
+        return self

@@ -1,0 +1,112 @@
+"""Do scores of whole sets over random weights of the objectives teach a policy to cover them, and what does that cost?
+
+The published front has one deployment weight, at which a single compromise is the best: no method can gain from
+coverage there. On the large front four objectives are asked for one by one, too. `simplex_score` says on both what a
+set is worth over all weights.
+"""
+
+from collections.abc import Mapping
+
+from sandboxes.toys.study import (
+    BYTES_PER_ROW,
+    PRESETS,
+    SMOKE_SETTINGS,
+    estimate_state_bytes,
+    make_template_values,
+    make_toy_study,
+)
+from sandboxes.vector_rewards.records import STEP_COLUMNS, TRIAL_COLUMNS
+from sandboxes.vector_rewards.settings import VectorRewardConfig
+from search_spaces.declaration.study import Contrasts, Study
+from trainable.families import DisplayColumn, Family, OutcomeColumn, Settings
+from trainable.runs.records import COMMON_TRIAL_COLUMNS, STOP_COLUMNS
+
+
+def estimate_bytes(config: VectorRewardConfig, n_parameters: int) -> tuple[int, int]:
+    """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
+    max_actions = 24  # of the large front
+    parameters = config.hidden * (config.num_prompts + config.num_candidates + config.hidden + max_actions + 1)
+    return estimate_state_bytes(parameters + max_actions), BYTES_PER_ROW
+
+
+VECTOR_REWARDS = Family(
+    name="vector_rewards",
+    trainable="sandboxes.vector_rewards.trial:VectorRewards",
+    config_class=VectorRewardConfig,
+    presets=PRESETS,
+    step_columns=STEP_COLUMNS,
+    trial_columns=(*COMMON_TRIAL_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS),
+    outcomes=(
+        OutcomeColumn(
+            "late_simplex_score",
+            0.01,
+            "it is what a set is worth if the weights of the objectives are not known in advance",
+            is_common=True,
+        ),
+        OutcomeColumn("late_best_at_1", 0.02, "it is what a single answer is worth at deployment"),
+        OutcomeColumn("late_best_at_3", 0.02),
+        OutcomeColumn("late_best_at_9", 0.02, "it is what nine answers are worth at deployment"),
+        OutcomeColumn("late_mean_scalar_reward", 0.02),
+        OutcomeColumn("late_pool_diversity_l1", 0.1, "it shows whether the candidates of a set differ"),
+    ),
+    is_higher_better=True,
+    summarize="sandboxes.vector_rewards.read:summarize_run",
+    report="sandboxes.toys.report.figures:PAGE",
+    description="sandboxes.vector_rewards.read:DESCRIPTION",
+    get_environment=lambda settings: str(settings.get("task", "")),
+    make_template_values=make_template_values,
+    has_batched_seeds=True,
+    estimate_bytes=estimate_bytes,
+    estimate_step_seconds=lambda config: 3e-3 * config.batch_size / 128,
+    progress_columns=(
+        DisplayColumn("simplex_score", "simplex score", ".3f"),
+        DisplayColumn("best_at_9", "best@9", ".3f"),
+        DisplayColumn("entropy", "entropy", ".3f"),
+    ),
+    log_columns=(
+        DisplayColumn("simplex_score", "simplex_score", ".4f"),
+        DisplayColumn("mean_scalar_reward", "mean_scalar_reward", ".4f"),
+        DisplayColumn("best_at_1", "best_at_1", ".4f"),
+        DisplayColumn("best_at_9", "best_at_9", ".4f"),
+        DisplayColumn("pool_diversity_l1", "pool_diversity_l1", ".4f"),
+        DisplayColumn("entropy", "entropy", ".4f"),
+        DisplayColumn("loss", "loss", ".5f"),
+        DisplayColumn("seconds", "seconds", ".2f"),
+    ),
+)
+
+ARMS: Mapping[str, Settings] = {
+    "ScalarGRPO": {"method": "ScalarGRPO", "num_candidates": 1},
+    "MultiRLVR": {"method": "MultiRLVR"},
+    "VPOGRPO": {"method": "VPOGRPO"},
+}
+CONTRASTS: Contrasts = {"VPOGRPO against ScalarGRPO": (("VPOGRPO", "ScalarGRPO"),)}
+
+
+def _make_study(name: str, question: str, task: str) -> Study:
+    return make_toy_study(
+        family=VECTOR_REWARDS,
+        name=name,
+        question=question,
+        arms=ARMS,
+        baseline="MultiRLVR",
+        fixed_settings={
+            "task": task,
+            "trainer.total_training_steps": 500,
+            "trainer.test_freq": 20,
+            "trainer.resume_every": 100,
+        },
+        smoke_settings=SMOKE_SETTINGS,
+        setting="method",
+        contrasts=CONTRASTS,
+    )
+
+
+STUDY = _make_study("vpo", __doc__, "pareto_front")
+LARGE_STUDY = _make_study(
+    "vpo-large",
+    "Do scores of whole sets help at deployment where four objectives are asked for one by one?",
+    "pareto_large",
+)
+STUDIES = (STUDY, LARGE_STUDY)
+SUITES = {"sandbox-companions": tuple(study.name for study in STUDIES)}

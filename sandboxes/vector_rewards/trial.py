@@ -1,0 +1,10 @@
+"""The Trainable of this sandbox; a module of its own because it imports Ray."""
+
+from sandboxes.vector_rewards.settings import VectorRewardConfig
+from trainable.trial import PPO
+
+
+class VectorRewards(PPO):
+    """Runs of Vector Policy Optimization."""
+
+    family, config_class = "sandboxes.vector_rewards.algorithm:TRAINER", VectorRewardConfig

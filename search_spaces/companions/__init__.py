@@ -1,1 +1,0 @@
-"""Studies of the companions of the update-rule sandbox: distillation, vector rewards, pedagogy."""

@@ -1,1 +1,0 @@
-"""Studies of update rules on toy tasks."""

@@ -1,1 +1,0 @@
-"""Studies of trees of rollouts."""

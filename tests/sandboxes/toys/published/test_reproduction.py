@@ -1,0 +1,247 @@
+"""Tests of comparing our runs with published numbers: Welch's test, Holm, floors, untestable cells and verdicts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from analysis.data.frames import to_records
+from analysis.data.load import load
+from analysis.stats.estimates import SampleStats, holm_adjust, welch_t_test
+from sandboxes.toys.published.cells import MEAN_ALONE, POOLED, Cell
+from sandboxes.toys.published.reproduction import (
+    compare_to_published,
+    describe_sources,
+    format_sentences,
+    summarize_verdicts,
+)
+from sandboxes.toys.published.update_rule_sandbox import CELLS, make_conditions
+from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
+
+DG = (0.33, 0.34, 0.335, 0.331, 0.339)
+DISTANT = (0.50, 0.51, 0.505, 0.503, 0.507)
+
+
+def make_study(name: str) -> FakeStudy:
+    """Make a study with the published settings. The names of its arms imply the settings of the arms."""
+    settings = dict(make_conditions(name, "DG").settings)
+    steps, freq = (int(str(settings.pop(f"trainer.{key}"))) for key in ("total_training_steps", "test_freq"))
+    return FakeStudy(name, total_steps=steps, test_freq=freq, settings=settings)
+
+
+def make_rows(folder: Path, runs: Sequence[FakeRun], name: str = "influence") -> dict[tuple[str, str], dict[str, Any]]:
+    table = compare_to_published(load(write_sandbox(folder, runs, make_study(name))))
+    return {(row["arm"], row["column"]): row for row in to_records(table) if "early" not in row["section"]}
+
+
+def compute_welch_by_hand(values: Sequence[float], cell: Cell) -> Mapping[str, float]:
+    """Compute Welch's test from its formulas."""
+    a, b = np.var(values, ddof=1) / len(values), cell.std**2 / cell.n
+    difference, se = float(np.mean(values)) - cell.mean, math.sqrt(a + b)
+    df = (a + b) ** 2 / (a**2 / (len(values) - 1) + b**2 / (cell.n - 1))
+    half_width = stats.t.ppf(0.975, df) * se
+    p = 2 * stats.t.sf(abs(difference) / se, df)
+    return {"difference": difference, "low": difference - half_width, "high": difference + half_width, "df": df, "p": p}
+
+
+def test_a_cell_is_tested_with_welchs_test(tmp_path: Path) -> None:
+    row = make_rows(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", DISTANT)])["DG", "final_test_error"]
+    cell = next(cell for cell in CELLS if (cell.studies[0], cell.arm) == ("influence", "DG"))
+    for name, value in compute_welch_by_hand(DG, cell).items():
+        assert row[name] == pytest.approx(value, rel=1e-9)
+    assert (row["mean"], row["n"]) == (pytest.approx(0.335), 5)
+    assert row["difference"] > 0  # our mean minus the published one
+    se = (row["high"] - row["low"]) / 2 / stats.t.ppf(0.975, row["df"])
+    assert row["p_equal"] == pytest.approx(stats.t.sf((0.05 - abs(row["difference"])) / se, row["df"]), rel=1e-6)
+    assert (row["margin"], row["verdict"], row["as_expected"]) == (0.05, "equal", True)
+
+
+def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
+    table = compare_to_published(
+        load(
+            write_sandbox(
+                tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", DISTANT)], make_study("influence")
+            )
+        )
+    )
+    tested = table[table["verdict"] != "cannot be tested"]
+    assert tested["arm"].to_list() == ["DG", "GRPO"]
+    assert tested["p_holm"].to_list() == holm_adjust(tested["p"]).tolist()
+    assert tested["p_holm"].iloc[1] == pytest.approx(2 * tested["p"].iloc[1])
+    assert table["verdict"].to_list() == ["equal", "differs", "cannot be tested"]
+    assert table["as_expected"].to_list() == [True, False, None]
+
+
+def test_welch_agrees_with_scipy_on_the_numbers_themselves() -> None:
+    our_values, published_values = np.array(DG), np.array([0.3, 0.36, 0.35])
+    comparison = welch_t_test(*(SampleStats(x.mean(), x.std(ddof=1), len(x)) for x in (our_values, published_values)))
+    expected = stats.ttest_ind(our_values, published_values, equal_var=False)
+    interval = expected.confidence_interval(0.95)
+    assert comparison.p == pytest.approx(expected.pvalue, rel=1e-9)
+    assert comparison.df == pytest.approx(expected.df, rel=1e-9)
+    assert (comparison.low, comparison.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
+    assert math.isnan(welch_t_test(SampleStats(0.3, math.nan, 1), SampleStats(0.3, 0.1, 3)).p)
+    assert math.isnan(welch_t_test(SampleStats(0.3, 0.0, 3), SampleStats(0.4, 0.0, 3)).p)
+
+
+SAMPLES = st.builds(SampleStats, st.floats(-10, 10), st.floats(0.01, 5), st.integers(2, 40))
+
+
+@given(SAMPLES, SAMPLES)
+def test_exchanging_the_samples_flips_the_difference(a: SampleStats, b: SampleStats) -> None:
+    comparison, reversed_comparison = welch_t_test(a, b), welch_t_test(b, a)
+    assert (comparison.value, comparison.low, comparison.high) == pytest.approx(
+        (-reversed_comparison.value, -reversed_comparison.high, -reversed_comparison.low), abs=1e-9
+    )
+    assert comparison.p == pytest.approx(reversed_comparison.p, abs=1e-9)
+    assert min(a.n, b.n) - 1 <= comparison.df * (1 + 1e-9)
+    assert comparison.df <= (a.n + b.n - 2) * (1 + 1e-9)
+    assert comparison.low <= comparison.value <= comparison.high
+
+
+def test_a_spread_of_0_counts_as_the_floor_on_either_side(tmp_path: Path) -> None:
+    runs = [replace(run, entropy=(1, 0.4), steps=1500) for run in make_seed_runs("CE", [0.0] * 4)]
+    row = make_rows(tmp_path, runs, "dense-correction")["CE", "final_test_error"]
+    expected = welch_t_test(SampleStats(0.0, 0.01, 4), SampleStats(0.0, 0.01, 3))
+    assert (row["low"], row["high"], row["p"]) == (expected.low, expected.high, 1.0)
+    assert (row["std"], row["published_std"]) == (0.0, 0.0)  # the table shows them without the floor
+    assert row["verdict"] == "equal"
+
+
+def test_the_floor_of_a_step_is_that_of_its_grid(tmp_path: Path) -> None:
+    runs = [FakeRun("CE", seed, steps=1500, error=(0.0, 0.0)) for seed in range(3)]
+    row = make_rows(tmp_path, runs, "dense-correction")["CE", "first_step_error_zero"]
+    expected = welch_t_test(SampleStats(0.0, 50 / math.sqrt(12), 3), SampleStats(733.3333, 57.7350, 3))
+    assert row["p"] == pytest.approx(expected.p, rel=1e-9)
+    assert row["mean"] == 0.0  # these runs have an error of 0 at step 0
+    assert row["margin"] == 50
+
+
+def test_a_step_that_some_runs_never_reach_is_reported_without_a_test(tmp_path: Path) -> None:
+    runs = [FakeRun("GRPO", seed, entropy=(1.0, 0.5 if seed == 2 else 0.05)) for seed in range(4)]
+    runs += [FakeRun("DG", seed, entropy=(1.0, 0.5 if seed < 2 else 0.05)) for seed in range(4)]
+    rows = make_rows(tmp_path, runs, "grpo-entropy")
+    partly_reached = rows["GRPO", "first_step_entropy_low"]
+    assert (partly_reached["verdict"], partly_reached["n"], partly_reached["notes"]) == (
+        "cannot be tested",
+        3,
+        "never reached: seed 2",
+    )
+    assert partly_reached["reason"].startswith("3 of our 4 runs reach this step, and all 3 published seeds do")
+    never_reached = rows["DG", "first_step_entropy_low"]
+    assert (never_reached["verdict"], never_reached["kind"]) == ("cannot be tested", "never")
+    assert never_reached["reason"] == "none of the 3 published seeds reaches this step; 2 of our 4 runs do"
+    assert never_reached["notes"] == "never reached: seeds 0, 1"
+    error_row = rows["GRPO", "final_test_error"]
+    assert (error_row["study"], error_row["verdict"]) == ("grpo-entropy", "equal")
+
+
+def test_runs_that_failed_are_left_out_and_named_and_stopped_ones_count(tmp_path: Path) -> None:
+    stopped_fields = {"status": "early_stopped", "steps": 107, "stop": UNIFORM_STOP}
+    runs = [*make_seed_runs("TPO", (0.24, 0.3)), FakeRun("TPO", 2, error=(0.6, 0.5), **stopped_fields)]
+    runs += [FakeRun("TPO", 3, status="failed", steps=40, reason="X"), FakeRun("TPO", 4, status="", steps=None)]
+    row = make_rows(tmp_path, runs)["TPO", "final_test_error"]
+    assert (row["n"], row["mean"]) == (3, pytest.approx((0.24 + 0.3 + 0.5) / 3))
+    assert row["notes"] == (
+        "early stopped, counted with the last row: seed 2; failed, not counted: seed 3; never ran, not counted: seed 4"
+    )
+
+
+def test_pooled_cells_are_compared_without_a_test(tmp_path: Path) -> None:
+    runs = [FakeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}) for seed in range(3)]
+    row = make_rows(tmp_path, runs, "replay")["ReplayDG-5", "replay_age"]
+    assert (row["mean"], row["std"], row["n"], row["published_n"]) == (4.0, 0.0, 48, 45)
+    assert (row["verdict"], row["as_expected"]) == ("cannot be tested", None)
+    assert math.isnan(row["p"])
+
+
+def test_a_mean_without_a_spread_is_shown_and_not_tested(tmp_path: Path) -> None:
+    folder = write_sandbox(tmp_path, [FakeRun("DG", seed) for seed in range(3)], make_study("influence"))
+    cell = next(cell for cell in CELLS if cell.arm == "DG" and cell.column == "final_test_error")
+    cells = [replace(cell, kind=MEAN_ALONE, std=math.nan)]
+    (row,) = compare_to_published(load(folder), cells).to_dict("records")
+    assert (row["verdict"], row["reason"]) == ("cannot be tested", "the published mean has no standard deviation")
+    assert row["difference"] == pytest.approx(0.35 - 0.3345)
+    assert describe_sources(load(folder)) == "the documents of the update-rule sandbox"
+
+
+def test_runs_with_other_settings_are_not_compared_with_the_published_ones(tmp_path: Path) -> None:
+    short_study = replace(make_study("influence"), total_steps=40)
+    table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG, steps=40), short_study)))
+    assert table["reason"].to_list()[0] == "trainer.total_training_steps is 300 in the published runs, 40 in ours"
+    assert set(table["verdict"]) == {"cannot be tested"}
+    assert "no run of this arm was completed or stopped by a rule" in table["reason"].to_list()
+    table_of_one_run = compare_to_published(
+        load(write_sandbox(tmp_path / "one", make_seed_runs("DG", DG[:1]), make_study("influence")))
+    )
+    assert table_of_one_run["reason"].iloc[0] == "a standard deviation needs two values; our runs have 1"
+    assert math.isnan(table_of_one_run["std"].iloc[0])
+
+
+@pytest.mark.parametrize(
+    ("of_all", "of_tpo", "difference"),
+    [
+        ({"lr": 0.1}, {}, "lr is 0.001 in the published runs, 0.1 in ours"),
+        ({"seq_len": 4}, {}, "seq_len is 10 in the published runs, 4 in ours"),
+        ({}, {"method": "GRPO"}, "method is TPO in the published runs, GRPO in ours"),
+        ({}, {"inner_epochs": 1}, "inner_epochs is 4 in the published runs, 1 in ours"),
+        ({}, {"group_size": 12}, "group_size is 8 in the published runs, 12 in ours"),
+    ],
+)
+def test_every_setting_of_an_arm_must_be_the_published_one(
+    tmp_path: Path, of_all: dict[str, object], of_tpo: dict[str, object], difference: str
+) -> None:
+    fake_study = make_study("influence")
+    runs = [replace(run, settings=of_tpo) for run in make_seed_runs("TPO", (0.24, 0.3, 0.2))]
+    changed_study = replace(fake_study, settings={**fake_study.settings, **of_all})
+    table = compare_to_published(load(write_sandbox(tmp_path, [*make_seed_runs("DG", DG), *runs], changed_study)))
+    reasons = dict(zip(table["arm"], table["reason"], strict=True))
+    assert reasons["TPO"] == difference
+    assert (reasons["DG"] == "") == (not of_all)
+
+
+def test_a_cell_that_two_studies_run_is_tested_once(tmp_path: Path) -> None:
+    for name in ("influence", "grpo-entropy"):
+        write_sandbox(tmp_path, make_seed_runs("DG", DG), make_study(name))
+    table = compare_to_published(load(tmp_path))
+    error_rows = table[(table["arm"] == "DG") & (table["column"] == "final_test_error")]
+    assert error_rows["study"].to_list() == ["influence"]
+    assert len(table) == len([cell for cell in CELLS if set(cell.studies) & {"influence", "grpo-entropy"}])
+
+
+def test_a_study_without_published_cells_has_an_empty_table(tmp_path: Path) -> None:
+    table = compare_to_published(
+        load(write_sandbox(tmp_path, make_seed_runs("DG", DG), FakeStudy("entropy-mechanism")))
+    )
+    assert table.empty
+    assert summarize_verdicts(table) == "No published numbers are recorded for these studies."
+
+
+GOLDEN = (Path(__file__).parents[2] / "golden" / "sandbox_verdicts.txt").read_text(encoding="utf-8")
+
+
+def test_the_words_of_every_verdict(tmp_path: Path) -> None:
+    runs = [
+        *make_seed_runs("DG", DG),
+        *make_seed_runs("GRPO", DISTANT[:4]),
+        FakeRun("GRPO", 4, status="failed", steps=20),
+    ]
+    runs += [*make_seed_runs("ASPO", (0.37, 0.52, 0.43), entropy=(1.0, 0.02)), *make_seed_runs("R2VPO", (0.37,))]
+    table = compare_to_published(load(write_sandbox(tmp_path, runs, make_study("grpo-entropy"))))
+    selected_rows = table[~table["arm"].isin(("DGEntropyGuard", "TPO")) & (table["column"] != "batch_delta_entropy")]
+    assert "\n".join([summarize_verdicts(table), *format_sentences(selected_rows)]) + "\n" == GOLDEN
+
+
+def test_seeds_are_counted_only_if_a_cell_counts_them(tmp_path: Path) -> None:
+    table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG), make_study("grpo-entropy"))))
+    assert "at most 5 of 10 planned seeds" in summarize_verdicts(table)
+    pooled_cells = table[table["kind"] == POOLED]
+    assert len(pooled_cells)
+    assert "seeds" not in summarize_verdicts(pooled_cells)

@@ -1,0 +1,345 @@
+"""Tests of the report of every kind of sandbox study: complete, self-contained, and the same when rewritten."""
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from analysis.data.frames import StudyFrames
+from analysis.data.load import load
+from analysis.report import pages
+from analysis.sweep.plots import STOPPED_COLOR
+from sandboxes.toys.published.reproduction import format_sentences
+from sandboxes.toys.report import page as sandbox_report
+from sandboxes.toys.report import plots as sandbox_plots
+from tests.analysis.report.test_pages import Page, parse_page
+from tests.fakes.run_folders import make_study_record
+from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
+from trainable.files.json_values import write_object
+from trainable.files.schema import SCHEMA
+
+DG, TPO = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29)
+SMALL = FakeStudy("some-study", total_steps=40)
+ALL_RUNS = [
+    *make_seed_runs("DG", DG),
+    *make_seed_runs("TPO", TPO[:2], entropy=(1.0, 0.05)),
+    FakeRun("TPO", 2, status="early_stopped", steps=107, error=(0.6, 0.29), stop=UNIFORM_STOP),
+    *make_seed_runs("GRPO", (0.36, 1.0), final={"greedy_separator_rate": 0.99}),
+    FakeRun("GRPO", 2, status="failed", steps=40, reason="RuntimeError: <x>"),
+    *make_seed_runs("SameAsDG", DG),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of three published arms and a new one, with a stop, a collapse and a failure, and its report."""
+    study_folder = write_sandbox(tmp_path_factory.mktemp("sandbox"), ALL_RUNS)
+    assert pages.write_report(study_folder) == study_folder / "report.html"
+    return study_folder
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return parse_page((folder / "report.html").read_text())
+
+
+def get_words(frames: StudyFrames) -> str:
+    pages.draw_figures(frames)
+    return " ".join(parse_page(pages.render_page(frames, {})).text.split())
+
+
+@pytest.mark.long
+def test_the_terminal_has_the_verdicts_and_no_collapse(folder: Path) -> None:
+    conclusion = pages.conclude(load(folder))
+    assert conclusion.headline.startswith("4 arms, baseline DG. Over 2 to 3 seeds, test error at the end compared with")
+    assert [line.partition(":")[0] for line in conclusion.arms] == ["DG", "TPO", "GRPO", "SameAsDG"]
+    assert conclusion.collapse == ""
+
+
+@pytest.mark.long
+def test_the_page_is_complete(page: Page) -> None:
+    words = " ".join(page.text.split())
+    assert "Test error (fraction): 0.6 at first, from 0.25 (TPO) to 0.68 (GRPO) at the end. Entropy (nats): " in words
+    assert "Runs of one arm end at most 0.64 apart (GRPO)." in words
+    for sentence in (
+        "12 runs: 10 completed, 1 early stopped, 1 failed",
+        "4 arms, baseline DG. Over 2 to 3 seeds, test error at the end compared with it is open for arms TPO, GRPO, "
+        "SameAsDG.",
+        "3 seeds: intervals are over seeds, with the noise of all arms as far as none stands out, and the band of a "
+        "curve is one standard error.",
+        "TPO: uniform_groups stopped 1 of 3 runs (step 107: 10 ≥ 10); a stopped run counts with its last row.",
+        "GRPO, not counted: seed 2 failed after 40 of 300 steps (RuntimeError: <x>).",
+        "GRPO: in 2 of 2 runs (seed 0, 1) more than half of the greedily decoded tokens are separators",
+        "GRPO: the mean test error of 0.680 is no better than that of random content tokens (0.50)",
+        "DG and SameAsDG end with equal numbers in every seed: in this study they are the same algorithm.",
+        "Bands are one standard error of the mean to each side (not the standard deviation of runs)",
+        "3 published cells: 1 equal, 2 open; 0 not as expected. Our arms have at most 3 of 10 planned seeds.",
+        "never reached: seed 0, 1, 2",
+        "python -m tune_study run influence",
+    ):
+        assert sentence in words
+
+
+@pytest.mark.long
+def test_numbers_are_named_and_stand_beside_the_published_ones(folder: Path, page: Page) -> None:
+    text = (folder / "report.html").read_text()
+    late, final = (
+        re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)
+        for row in re.findall(r'<th scope="row">TPO</th>\s*(.*?)</tr>', text, re.DOTALL)[:2]
+    )
+    assert late[:4] == ["0.2500", "0.0265", "0.0458", "3"]
+    assert "−0.0800" in late[4]
+    # The published number is that of a single evaluation, and our comparisons are of the mean over the last ones.
+    assert final[:6] == ["0.2500", "0.0265", "0.0458", "3", "0.2399", "0.0573 (3)"]
+    assert len(final) == 6
+    for head in ("standard<br>error", "standard<br>deviation", "published<br>mean", "published standard<br>deviation"):
+        assert head in text
+
+
+@pytest.mark.long
+def test_tables_and_pictures_are_files_beside_the_page(folder: Path) -> None:
+    names = {path.name for path in (folder / "figures").iterdir()}
+    assert names == {
+        "curves.png",
+        "runs_test_error.png",
+        "runs_entropy.png",
+        "arm_statistics.csv",
+        "differences.csv",
+        "reproduction.csv",
+        "mean_test_error.csv",
+        "mean_entropy.csv",
+    }
+    cells = pd.read_csv(folder / "figures" / "reproduction.csv", keep_default_na=False, na_values=["NaN"])
+    assert cells["arm"].to_list() == ["DG", "GRPO", "TPO"]
+    assert len(format_sentences(sandbox_report.compare_to_published(load(folder)))) == 3
+
+
+@pytest.mark.long
+def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
+    text = (folder / "report.html").read_text()
+    assert page.tags.isdisjoint({"script", "link", "iframe", "img", "object"})
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    outside = {url for url in re.findall(r"https?://[^\s\"'<>)]+", text) if not url.startswith("http://www.w3.org/")}
+    assert outside == set()
+    assert text.count('<svg role="img"') == 3
+
+
+@pytest.mark.long
+def test_a_report_is_the_same_when_written_twice(tmp_path: Path) -> None:
+    study_folder = write_sandbox(tmp_path, [FakeRun("DG", steps=40)], SMALL)
+    first = pages.write_report(study_folder).read_text()
+    assert pages.write_report(study_folder).read_text() == first
+
+
+def test_without_published_numbers_the_page_does_not_mention_them(tmp_path: Path) -> None:
+    words = get_words(
+        load(write_sandbox(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO)], FakeStudy("some-study")))
+    )
+    assert "published" not in words
+    assert "over 3 seeds, with the noise of all arms" in words
+
+
+@pytest.mark.parametrize(
+    ("runs", "sentence"),
+    [
+        ([], "No run is recorded."),
+        ([FakeRun("DG", steps=None, status="")], "No run was completed or stopped by a rule, so nothing is compared."),
+        ([FakeRun("DG", steps=0, status="running")], "DG, not counted: seed 0 interrupted after 0 of 40 steps"),
+        ([FakeRun("DG", steps=40), FakeRun("TPO", steps=40)], "1 seed: there is no standard error. Another seed"),
+        ([FakeRun("TPO", steps=40)], "1 arm, no baseline among them."),
+        (
+            [FakeRun(arm, seed, steps=40) for arm in ("DG", "TPO") for seed in (0, 1)],
+            "2 seeds: intervals are over seeds, with the noise of all arms",
+        ),
+        ([FakeRun("DG", steps=20, status="early_stopped", stop=UNIFORM_STOP)], "uniform_groups stopped 1 of 1 runs"),
+        ([FakeRun("DG", steps=20, status="failed", reason="<script>")], "(<script>)"),
+    ],
+)
+def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], sentence: str) -> None:
+    assert sentence in get_words(load(write_sandbox(tmp_path, runs, SMALL)))
+
+
+def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path) -> None:
+    study = FakeStudy("some-study", total_steps=40, extra={"preset_steps": 300})
+    words = get_words(load(write_sandbox(tmp_path, [FakeRun("DG", steps=40)], study)))
+    assert "A short study: 40 training steps instead of the 300 of preset laptop" in words
+
+
+@pytest.mark.parametrize("missing", ["test_error", "entropy", "greedy_separator_rate", "loss", "seconds_total"])
+def test_a_missing_column_leaves_out_only_its_section(tmp_path: Path, missing: str) -> None:
+    runs = [FakeRun(arm, seed, steps=40, rows={missing: None}) for arm in ("DG", "TPO") for seed in range(3)]
+    words = get_words(load(write_sandbox(tmp_path, runs, SMALL)))
+    assert "What was run" in words
+    assert f"final_{missing}" not in words
+
+
+def test_a_study_json_with_the_fewest_keys_has_a_report(tmp_path: Path) -> None:
+    study_folder = write_sandbox(tmp_path, [FakeRun("DG", steps=40)], SMALL)
+    write_object(study_folder / "study.json", asdict(make_study_record(schema=SCHEMA, family="update_rules")))
+    assert "The defaults are not recorded" in get_words(load(study_folder))
+
+
+def test_a_filter_that_keeps_nothing_has_a_note(tmp_path: Path) -> None:
+    runs = [FakeRun("FilteredDG", steps=40, rows={"kept_frac": 0.0}), FakeRun("DG", steps=40, rows={"kept_frac": 1.0})]
+    notes = sandbox_report.make_notes(load(write_sandbox(tmp_path, runs, SMALL)))
+    assert [line for line in notes if "kept nothing" in line] == [
+        "FilteredDG: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "level"),
+    [
+        ({"task": "token_reversal"}, 0.5),
+        ({"task": "masked_reversal", "vocab_size": 4}, 0.75),
+        ({"task": "chain_reversal"}, None),
+        ({"task": "token_reversal", "binary_reward": True}, None),
+        ({"task": "mnist"}, None),
+    ],
+)
+def test_chance_error_is_that_of_content_tokens_where_single_tokens_count(
+    tmp_path: Path, settings: dict[str, object], level: float | None
+) -> None:
+    frames = load(write_sandbox(tmp_path, [FakeRun("DG", steps=40)], FakeStudy(total_steps=40, settings=settings)))
+    assert sandbox_report.compute_chance_error(frames) == level
+
+
+@pytest.mark.long
+def test_the_figure_shows_the_numbers_of_the_tables(folder: Path) -> None:
+    frames = load(folder)
+    figure = pages.draw_figures(frames, ("curves",))["curves"]
+    error, entropy = figure.axes
+    assert (error.get_ylabel(), entropy.get_ylabel()) == ("test error (fraction)", "entropy (nats)")
+    colors = sandbox_plots.make_rule_colors(["DG", "TPO", "GRPO", "SameAsDG"])
+    for axes, line_count in ((error, 12 + 4 + 1), (entropy, 12 + 4)):  # runs, means, and the line of chance
+        assert len(axes.lines) == line_count
+        assert len([band for band in axes.collections if len(band.get_paths()) and band.get_alpha() == 0.22]) == 4
+    mean_lines = [line for line in error.lines if line.get_linewidth() == 2]
+    assert [line.get_color() for line in mean_lines] == list(colors.values())
+    assert [line.get_ydata()[-1] for line in mean_lines][:2] == [pytest.approx(0.33), pytest.approx(0.25)]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == [*colors, "a rule stopped the run"]
+    assert STOPPED_COLOR not in sandbox_plots.COLORS
+
+
+def test_more_arms_than_hues_still_have_colors() -> None:
+    names = [f"rule {n}" for n in range(31)]
+    assert len(set(sandbox_plots.make_rule_colors(names).values())) == 31
+
+
+@pytest.mark.long
+def test_pooled_cells_are_listed_apart(tmp_path: Path) -> None:
+    fake_study = FakeStudy("replay", settings={"task": "token_reversal", "batch_size": 96, "delay": 4})
+    runs = [FakeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}, error=(0.6, 0.5)) for seed in range(3)]
+    frames = load(write_sandbox(tmp_path, runs, fake_study))
+    words = get_words(frames)
+    assert "ReplayDG-5 replay_age replay 4.00SD 0.00, rows 45 4.00SD 0.00, rows 48" in words
+    context = sandbox_report.make_context(frames)
+    assert {row["kind"] for row in context["cells"]} == {"per seed"}
+    assert len(context["pooled"]) == 5
+
+
+@pytest.mark.long
+def test_mean_curves_have_no_step_that_only_one_run_has(folder: Path) -> None:
+    figure = pages.draw_figures(load(folder), ("runs_test_error",))["runs_test_error"]
+    means = [line for axes in figure.axes for line in axes.lines if line.get_linewidth() == 2.2]
+    assert means
+    assert all(step % 20 == 0 for line in means for step in line.get_xdata())
+
+
+def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path) -> None:
+    runs = [
+        *make_seed_runs("DG", DG),
+        *make_seed_runs("GRPO", (0.5, 0.52, 0.51)),
+        *make_seed_runs("TPO", (0.31, 0.33, 0.36)),
+    ]
+    write_sandbox(tmp_path, runs)
+    write_sandbox(tmp_path, make_seed_runs("DG", DG), FakeStudy("some-study"))
+    index_page = parse_page(pages.write_index(tmp_path).read_text())
+    words = " ".join(index_page.text.split())
+    assert index_page.links == ["results/sandbox_influence/report.html", "results/sandbox_some-study/report.html"]
+    assert "influence 9 runs: 9 completed" in words
+    assert re.search(r"DG 0\.3300 – .*GRPO 0\.5100 worse: \+0\.1800 \[\+.*\] against the baseline, Holm p", words)
+    assert re.search(r"TPO 0\.3333 equal: \+0\.0033 \[−.*\] against the baseline, Holm p", words)
+    assert words.count("Comparison with published numbers") == 1
+    assert "3 published cells: 1 equal, 1 differs, 1 open" in words
+
+
+@pytest.mark.long
+def test_rows_of_several_studies_name_their_study(tmp_path: Path) -> None:
+    write_sandbox(tmp_path, make_seed_runs("DG", DG))
+    noise_settings = {
+        "task": "token_reversal",
+        "batch_size": 96,
+        "reward_noise": 0.2,
+        "reward_noise_mode": "false_positive_rare_token",
+    }
+    write_sandbox(
+        tmp_path,
+        [*make_seed_runs("DG", DG), *make_seed_runs("ASPO", DG)],
+        FakeStudy("reward-noise", settings=noise_settings),
+    )
+    words = " ".join(parse_page(pages.write_index(tmp_path).read_text()).text.split())
+    for row_text in ("influence DG final_test_error 0.3345", "reward-noise DG final_test_error 0.3778"):
+        assert words.count(row_text) == 1
+    assert "reward-noise, ASPO, R2VPO: with one epoch" in words
+    words_of_one_study = " ".join(
+        parse_page(pages.render_page(load(tmp_path / "results" / "sandbox_influence"), {})).text.split()
+    )
+    assert "influence DG final_test_error" not in words_of_one_study
+
+
+CONTRASTS = {
+    "contrasts": [
+        {"name": "DG against <TPO>", "pairs": [["DG", "TPO"], ["SameAsDG", "TPO"], ["GRPO", "TPO"]]},
+        {"name": "never run", "pairs": [["DG", "ASPO"]]},
+    ]
+}
+
+
+@pytest.mark.long
+def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) -> None:
+    study_folder = write_sandbox(tmp_path, ALL_RUNS, FakeStudy("some-study", extra=CONTRASTS))
+    pages.write_report(study_folder)
+    page = parse_page((study_folder / "report.html").read_text())
+    words = " ".join(page.text.split())
+    for sentence in (
+        "Declared contrasts",
+        "DG against <TPO> +0.1",  # the contrast's row
+        "never run – – no comparison",
+        "DG against <TPO>, late_test_error: ",
+        "GRPO failed: seed 2",
+        "TPO: seed 2 at step 107",
+        "ASPO not run: seeds 0, 1, 2",
+        "Reason for this column: it is the outcome that a rule should improve.",
+    ):
+        assert sentence in words, sentence
+    names = {path.name for path in (study_folder / "figures").iterdir()}
+    assert {"contrasts.csv", "contrast_pairs.csv", "contrasts.png"} <= names
+    table = pd.read_csv(study_folder / "figures" / "contrasts.csv")
+    assert table["contrast"].to_list() == ["DG against <TPO>", "never run"] * 3
+    row = table.iloc[0]
+    assert row["difference"] == pytest.approx(((0.10 + 0.10 + 0.16) / 3 + (0.08 + 0.08 + 0.74) / 3 + 0.06) / 3)
+    assert len(pd.read_csv(study_folder / "figures" / "contrast_pairs.csv")) == 3 * 4
+    assert "contrasts" in pages.draw_figures(load(study_folder), ("contrasts",))
+
+
+@pytest.mark.long
+def test_without_contrasts_the_page_does_not_mention_them(folder: Path, page: Page) -> None:
+    assert "contrast" not in page.text.lower()
+    assert not pages.draw_figures(load(folder), ("contrasts",))
+
+
+def test_contrasts_without_a_number_have_a_sentence(tmp_path: Path) -> None:
+    runs = [FakeRun("DG", steps=None, status="")]
+    words = get_words(load(write_sandbox(tmp_path, runs, FakeStudy("some-study", extra=CONTRASTS))))
+    assert "2 contrasts; no run has a number for them yet." in words
+
+
+def test_pairs_of_different_lengths_are_named(tmp_path: Path) -> None:
+    runs = [FakeRun("DG", 0, steps=40), FakeRun("TPO", 0, steps=80, settings={"trainer.total_training_steps": 80})]
+    fake_study = FakeStudy("some-study", total_steps=40, extra={"contrasts": [{"name": "x", "pairs": [["TPO", "DG"]]}]})
+    words = get_words(load(write_sandbox(tmp_path, runs, fake_study)))
+    assert "means over their runs cover different stretches of training: TPO (80 steps) and DG (40)." in words

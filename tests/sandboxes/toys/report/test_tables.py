@@ -1,0 +1,194 @@
+"""Tests of the sandbox tables: statistics of arms, differences and mean curves equal computations by hand."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.load import load
+from analysis.stats.estimates import holm_adjust
+from sandboxes.toys.published.reproduction import compare_to_published
+from sandboxes.toys.report import tables
+from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
+
+DG, TPO = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29)
+
+
+def write_and_load(folder: Path, runs: list[FakeRun], study: FakeStudy | None = None) -> StudyFrames:
+    return load(write_sandbox(folder, runs, study))
+
+
+def get_row(table: pd.DataFrame, arm: str, column: str = "late_test_error") -> dict[str, object]:
+    (row,) = [row for row in to_records(table) if (row["arm"], row["column"]) == (arm, column)]
+    return row
+
+
+def test_standard_error_and_standard_deviation_are_two_columns(tmp_path: Path) -> None:
+    frames = write_and_load(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO[:1])])
+    row = get_row(tables.compute_arm_statistics(frames), "DG")
+    deviation = math.sqrt(sum((value - 0.33) ** 2 for value in DG) / 2)
+    assert row["mean"] == pytest.approx(0.33)
+    assert row["standard_deviation"] == pytest.approx(deviation)
+    assert row["standard_error"] == pytest.approx(deviation / math.sqrt(3))
+    assert (row["n"], row["scored_runs"], row["missing_seeds"]) == (3, 3, "")
+    row_of_one_run = get_row(tables.compute_arm_statistics(frames), "TPO")
+    assert (row_of_one_run["mean"], row_of_one_run["n"]) == (0.20, 1)
+    assert math.isnan(float(str(row_of_one_run["standard_error"])))
+    assert math.isnan(float(str(row_of_one_run["standard_deviation"])))
+
+
+def test_only_scored_runs_count_and_runs_that_never_reach_a_step_are_named(tmp_path: Path) -> None:
+    runs = [FakeRun("DG", seed, entropy=(1.0, 0.05 if seed else 0.5)) for seed in range(3)]
+    runs += [FakeRun("DG", 3, status="failed", steps=40), FakeRun("DG", 4, steps=None, status="")]
+    table = tables.compute_arm_statistics(write_and_load(tmp_path, runs))
+    assert get_row(table, "DG")["n"] == 3
+    step_row = get_row(table, "DG", "first_step_entropy_low")
+    assert (step_row["n"], step_row["scored_runs"], step_row["missing_seeds"]) == (2, 3, "0")
+    assert "final_chain_reward" not in set(table["column"])  # no run measured it
+
+
+def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
+    frames = write_and_load(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO)])
+    row = get_row(tables.compute_differences(frames), "TPO")
+    seed_differences = np.array(TPO) - np.array(DG)
+    # With two arms the noise of all arms is that of the difference, so the interval is Student's.
+    expected = stats.ttest_rel(TPO, DG)
+    interval = expected.confidence_interval(0.95)
+    assert row["difference"] == pytest.approx(seed_differences.mean())  # negative, as the arm is below the baseline
+    assert row["difference_low"] == pytest.approx(interval.low)
+    assert row["difference_high"] == pytest.approx(interval.high)
+    assert row["p"] == pytest.approx(expected.pvalue)
+    assert row["basis"] == "over 3 seeds, with the noise of all arms"
+    assert row["verdict"] == "better"
+
+
+def test_without_common_seeds_runs_are_compared_unpaired_and_one_seed_has_no_interval(tmp_path: Path) -> None:
+    runs_of_other_seeds = [replace(run, seed=run.seed + 5) for run in make_seed_runs("TPO", TPO)]
+    row = get_row(
+        tables.compute_differences(write_and_load(tmp_path / "a", [*make_seed_runs("DG", DG), *runs_of_other_seeds])),
+        "TPO",
+    )
+    # Both variances are near each other, so the common one counts, as in Student's test, unless its own is larger.
+    variance = max(np.var(TPO, ddof=1), (np.var(TPO, ddof=1) + np.var(DG, ddof=1)) / 2)
+    assert row["se"] == pytest.approx(
+        math.sqrt((variance + (np.var(TPO, ddof=1) + np.var(DG, ddof=1)) / 2) / 3), rel=1e-6
+    )
+    frames = write_and_load(tmp_path / "b", [*make_seed_runs("DG", DG[:1]), *make_seed_runs("TPO", TPO[:1])])
+    row_of_one_seed = get_row(tables.compute_differences(frames), "TPO")
+    assert row_of_one_seed["difference"] == pytest.approx(0.20 - 0.30)
+    assert math.isnan(float(str(row_of_one_seed["p"])))
+    assert (row_of_one_seed["verdict"], row_of_one_seed["basis"]) == ("open", "")
+
+
+def test_the_arms_in_the_primary_outcome_are_one_family_and_all_other_tests_another(tmp_path: Path) -> None:
+    arms = {"DG": DG, "TPO": TPO, "GRPO": (0.33, 0.30, 0.36), "ASPO": (0.45, 0.5, 0.49)}
+    table = tables.compute_differences(
+        write_and_load(tmp_path, [run for arm, ends in arms.items() for run in make_seed_runs(arm, ends)])
+    )
+    assert set(table["column"]) == {"late_test_error", "final_entropy", "mean_entropy"}
+    assert set(table["arm"]) == {"TPO", "GRPO", "ASPO"}
+    is_primary = table["column"] == "late_test_error"
+    for rows in (table[is_primary], table[~is_primary]):
+        assert rows["p_holm"].to_numpy() == pytest.approx(holm_adjust(rows["p"]), nan_ok=True)
+        assert rows["p_equal_holm"].to_numpy() == pytest.approx(holm_adjust(rows["p_equal"]), nan_ok=True)
+    assert set(table.loc[is_primary, "verdict"]) == {"better", "worse", "open"}
+
+
+def test_only_the_primary_outcome_has_a_better_side(tmp_path: Path) -> None:
+    frames = write_and_load(
+        tmp_path,
+        [
+            run
+            for arm, error, entropy in (("DG", 0.3, 0.4), ("TPO", 0.2, 0.8))
+            for seed in range(3)
+            for run in [FakeRun(arm, seed, error=(0.6, error + 0.01 * seed), entropy=(1.0, entropy + 0.003 * seed**2))]
+        ]
+        + [FakeRun("GRPO", seed, error=(0.6, 0.5 + 0.013 * seed**2)) for seed in range(3)],
+    )
+    table = tables.compute_differences(frames)
+    assert get_row(table, "TPO")["verdict"] == "better"
+    assert get_row(table, "TPO", "final_entropy")["verdict"] == "higher"
+
+
+def test_without_the_baseline_arm_nothing_is_compared(tmp_path: Path) -> None:
+    table = tables.compute_differences(write_and_load(tmp_path, make_seed_runs("TPO", TPO)))
+    assert table.empty
+    assert "p_holm" in table
+
+
+def test_a_band_is_the_standard_error_of_the_mean(tmp_path: Path) -> None:
+    frames = write_and_load(tmp_path, make_seed_runs("DG", DG))
+    table = tables.compute_mean_curves(frames, "test_error")
+    assert table["step"].to_list() == list(range(0, 301, 20))
+    last = table.iloc[-1]
+    assert (last["value"], last["runs"]) == (pytest.approx(0.33), 3)
+    assert last["standard_error"] == pytest.approx(np.std(DG, ddof=1) / math.sqrt(3))
+    table_of_one_run = tables.compute_mean_curves(
+        write_and_load(tmp_path / "one", make_seed_runs("DG", DG[:1])), "test_error"
+    )
+    assert table_of_one_run["standard_error"].isna().all()
+    assert table_of_one_run["runs"].to_list() == [1] * 16
+
+
+def test_a_stopped_run_keeps_its_last_value_in_the_mean_and_a_failed_one_is_in_none(tmp_path: Path) -> None:
+    runs = [
+        FakeRun("DG", 0, error=(0.6, 0.2)),
+        FakeRun("DG", 1, error=(0.6, 0.5), status="early_stopped", steps=107, stop=UNIFORM_STOP),
+        FakeRun("DG", 2, error=(0.6, 0.9), status="failed", steps=100),
+    ]
+    table = tables.compute_mean_curves(write_and_load(tmp_path, runs), "test_error")
+    assert table["step"].to_list() == list(range(0, 301, 20))  # without 107, which only one run has
+    assert table["value"].iloc[-1] == pytest.approx((0.2 + 0.5) / 2)
+    assert table["runs"].to_list() == [2] * 16
+
+
+@pytest.mark.parametrize(
+    ("study", "columns"),
+    [
+        ("influence", ["test_error", "entropy"]),
+        ("replay", ["test_error", "replay_age"]),
+        ("partial-credit", ["test_error", "test_error_unscored"]),
+        ("dense-correction", ["test_error", "chain_reward"]),
+        ("some-other-study", ["test_error", "entropy"]),
+    ],
+)
+def test_each_study_has_its_panels_and_only_what_was_measured(tmp_path: Path, study: str, columns: list[str]) -> None:
+    rows = {"replay_age": 4.0, "test_error_unscored": 0.5, "chain_reward": 0.1}
+    fake_study = FakeStudy(study, total_steps=40)
+    frames = write_and_load(tmp_path / "all", [FakeRun("DG", steps=40, rows=rows)], fake_study)
+    assert [panel.column for panel in tables.select_panels(frames)] == columns
+    frames_with_one_panel = write_and_load(
+        tmp_path / "few", [FakeRun("DG", steps=40, rows={columns[1]: None})], fake_study
+    )
+    assert [panel.column for panel in tables.select_panels(frames_with_one_panel)] == columns[:1]
+
+
+def test_arms_that_coincide_are_found(tmp_path: Path) -> None:
+    runs = [
+        *make_seed_runs("DG", DG),
+        *make_seed_runs("FilteredDG", DG),
+        *make_seed_runs("TPO", TPO),
+        *make_seed_runs("CE", DG[:2]),
+    ]
+    assert tables.find_equal_arms(write_and_load(tmp_path, runs)) == [("DG", "FilteredDG")]
+
+
+def test_published_numbers_are_added_by_arm_and_column(tmp_path: Path) -> None:
+    frames = write_and_load(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("NewRule", TPO)])
+    rows = tables.add_published(tables.compute_arm_statistics(frames), to_records(compare_to_published(frames)))
+    published_means = {(row["arm"], row["column"]): row["published_mean"] for row in rows}
+    assert published_means["DG", "final_test_error"] == 0.3345
+    assert published_means["DG", "final_entropy"] is None
+    assert published_means["NewRule", "final_test_error"] is None
+
+
+def test_statuses_are_counted_by_arm(tmp_path: Path) -> None:
+    runs = [FakeRun("DG"), FakeRun("DG", 1, status="failed", steps=40), FakeRun("TPO", steps=None, status="")]
+    rows = {row["arm"]: row for row in tables.count_statuses(write_and_load(tmp_path, runs))}
+    assert (rows["DG"]["completed"], rows["DG"]["failed"], rows["DG"]["steps"]) == (1, 1, "40, 300")
+    assert (rows["TPO"]["never_ran"], rows["TPO"]["steps"]) == (1, "0")

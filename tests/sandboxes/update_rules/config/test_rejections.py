@@ -1,0 +1,206 @@
+"""Tests that invalid configurations are refused with a reason, and that published ones are accepted."""
+
+from collections.abc import Mapping
+
+import pytest
+from pydantic import ValidationError
+
+from sandboxes.update_rules.config.names import (
+    BANDIT_TASKS,
+    CHAIN_TASKS,
+    SEQUENCE_NOISE_MODES,
+    SEQUENCE_TASKS,
+    SHARED_NOISE_MODES,
+    TASKS,
+)
+from sandboxes.update_rules.config.rejections import REJECTIONS, find_rejection
+from sandboxes.update_rules.config.settings import RunnerConfig, UpdateRuleConfig
+from tests.oracles.update_rules import CANDIDATE, CLIPPED, DELIGHT, GROUPED, SEQUENCE_ONLY, TARGET
+from tests.strategies.update_rules import REQUIRED_SETTINGS
+from trainable.config.run_config import format_validation_error
+
+SEQUENCE = {"task": "token_reversal"}
+NOISE = {"reward_noise": 0.2, "reward_noise_mode": "label_flip"}
+Case = tuple[dict[str, object], str]
+
+
+def make_cases(names: tuple[str, ...], settings: Mapping[str, object], words: str) -> list[Case]:
+    return [({**SEQUENCE, **REQUIRED_SETTINGS.get(name, {}), "method": name, **settings}, words) for name in names]
+
+
+BOUND_CASES: list[Case] = [
+    ({key: value}, f"{key}={value}: must be ")
+    for key, value in {
+        "task": "go",
+        "method": "PPO",
+        "delay": -1,
+        "batch_size": 0,
+        "lr": 0.0,
+        "hidden": 0,
+        "d_model": 0,
+        "nhead": 0,
+        "num_layers": 0,
+        "baseline": "mean",
+        "inner_epochs": 0,
+        "group_size": 0,
+        "replay_capacity": -1,
+        "replay_age_decay": -0.1,
+        "replay_priority": "age",
+        "seq_len": 0,
+        "score_len": 0,
+        "vocab_size": 0,
+        "context_len": 0,
+        "kl_weight": -0.1,
+        "reward_noise": 1.5,
+        "reward_noise_mode": "flip",
+        "kondo_keep": 0.0,
+        "clip_low": -0.1,
+        "clip_high": -0.1,
+        "iw_cap": 0.0,
+        "grpo_beta": -0.1,
+        "uncertainty_scale": -1.0,
+        "uncertainty_threshold": -1.0,
+        "distill_alpha": -1.0,
+        "eta": -1.0,
+        "tpo_eta": -1.0,
+        "guard_strength": 2.0,
+    }.items()
+]
+NUMBER_CASES: list[Case] = [
+    ({"kondo_keep": 1.5}, "kondo_keep=1.5"),
+    ({"reward_noise": -0.1}, "reward_noise=-0.1"),
+    ({"trainer": {"total_training_steps": 0}}, "total_training_steps=0"),
+    ({"trainer": {"test_freq": 0}}, "test_freq=0"),
+    *make_cases(DELIGHT, {"eta": 0}, "set eta=1"),
+    *make_cases(("PMDMean",), {"eta": 0}, "set eta=1"),
+    *make_cases(TARGET, {"tpo_eta": 0}, "set tpo_eta=1"),
+    ({"delay": 1000}, "set num_steps above 1000"),
+    ({"batch_size": 2_000_000}, "a tensor of this run would have 1568000000 entries"),
+    *make_cases(CLIPPED, {"clip_low": 1.0}, "set clip_low=0.2"),
+]
+SHAPE_CASES: list[Case] = [
+    ({"d_model": 64, "nhead": 3}, "nhead=3 does not divide d_model=64: set nhead=1, or another divisor"),
+    ({"delay": 4, "replay_capacity": 4}, "set replay_capacity above 4, or delay=0"),
+    ({"delay": 4, "replay_capacity": 1}, "replay_capacity=1 drops every batch before delay=4"),
+    ({"task": "chain_arithmetic", "seq_len": 1}, "set seq_len=2 or more"),
+    ({"task": "format_answer", "seq_len": 1}, "set seq_len=2 or more"),
+    ({"task": "masked_reversal", "seq_len": 4, "score_len": 5}, "score_len=5 scores more positions than seq_len=4"),
+    *(({"task": task, "binary_reward": True}, "set binary_reward=false") for task in CHAIN_TASKS),
+]
+NOISE_CASES: list[Case] = [
+    ({"reward_noise": 0.2}, "reward_noise=0.2 needs a mode"),
+    ({"reward_noise_mode": "label_flip"}, "reward_noise_mode=label_flip changes no reward at reward_noise=0"),
+    *(
+        ({"task": task, "reward_noise": 0.2, "reward_noise_mode": mode}, "set reward_noise_mode=false_positive_action0")
+        for task in BANDIT_TASKS
+        for mode in SEQUENCE_NOISE_MODES
+    ),
+]
+REGIME_CASES: list[Case] = [
+    *make_cases((*GROUPED, *CANDIDATE), {"group_size": 1}, "set group_size=2 or more"),
+    *make_cases(GROUPED, {"batch_size": 100, "group_size": 8}, "set batch_size=96 group_size=8"),
+    *(case for task in BANDIT_TASKS for case in make_cases(SEQUENCE_ONLY, {"task": task}, "set task=token_reversal")),
+    *(
+        case
+        for task in CHAIN_TASKS
+        for case in make_cases(
+            (*CANDIDATE, "DGToken"), {"task": task}, "set task=token_reversal or task=masked_reversal"
+        )
+    ),
+    *(case for task in BANDIT_TASKS for case in make_cases(CANDIDATE, {"task": task}, "or task=masked_reversal")),
+    *make_cases((*CANDIDATE, "DGToken"), {"binary_reward": True}, "set binary_reward=false"),
+    *make_cases((*CANDIDATE, "DGToken"), NOISE, "set reward_noise=0 reward_noise_mode=none"),
+    *make_cases(CANDIDATE, {"delay": 1}, "set delay=0 replay_capacity=0"),
+    *make_cases(CANDIDATE, {"replay_capacity": 2}, "set delay=0 replay_capacity=0"),
+    *(
+        case
+        for measure in ("diagnostics", "entropy_diagnostics", "oracle_fit")
+        for case in make_cases(
+            CANDIDATE, {measure: True}, "set diagnostics=false entropy_diagnostics=false oracle_fit=false"
+        )
+    ),
+    ({"method": "ReplayDG"}, "set replay_capacity=5, or method=DG"),
+    ({"method": "ReplayDG", "delay": 4}, "set replay_capacity=5, or method=DG"),
+    ({"method": "FreshDG"}, "set replay_capacity=5 or delay=4, or method=DG"),
+    *(({"method": "LogGrowth", "task": task}, "set task=mnist") for task in SEQUENCE_TASKS),
+    *make_cases(("LogGrowth", "DAPO", "DAPOLite"), {"task": "lm_bandit", "kl_weight": 0.1}, "set kl_weight=0"),
+    *make_cases(("LogGrowth", "MaxRL", "TPOFullAction"), NOISE, "noise breaks that: set reward_noise=0"),
+    *(({"method": "MaxRL", "task": task}, "set task=token_reversal binary_reward=true") for task in CHAIN_TASKS),
+    ({"method": "MaxRL", "task": "token_reversal"}, "set binary_reward=true"),
+    ({"method": "MaxRL", "task": "masked_reversal"}, "set binary_reward=true"),
+    ({"method": "MaxRL", "task": "lm_bandit", "kl_weight": 0.1}, "set kl_weight=0"),
+    *(({"method": "TPOFullAction", "task": task}, "set task=mnist") for task in TASKS if task != "mnist"),
+    *make_cases(("TPOFullAction",), {"delay": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),
+    *make_cases(("TPOFullAction",), {"replay_capacity": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),
+    *make_cases(("TPOFullAction",), {"inner_epochs": 2}, "set delay=0 replay_capacity=0 inner_epochs=1"),
+]
+REFUSED_CASES = [*BOUND_CASES, *NUMBER_CASES, *SHAPE_CASES, *NOISE_CASES, *REGIME_CASES]
+
+
+def get_rejection(settings: Mapping[str, object]) -> str:
+    with pytest.raises(ValidationError) as refusal:
+        UpdateRuleConfig.model_validate(settings)
+    return format_validation_error(refusal.value)
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED_CASES, ids=str)
+def test_a_rejection_says_what_to_set(settings: dict[str, object], words: str) -> None:
+    text = get_rejection(settings)
+    assert words in text
+    assert text.endswith(".")
+    assert "{" not in text
+    if ": must be " not in text:
+        assert "set " in text
+
+
+def test_every_rejection_of_the_table_has_a_case() -> None:
+    """Each is the first that applies to one of the cases, so that none is out of reach."""
+    applied_rejections = set()
+    for settings, _ in (*NUMBER_CASES, *SHAPE_CASES, *NOISE_CASES, *REGIME_CASES):
+        trainer_config = RunnerConfig.model_construct(**settings.get("trainer", {}))
+        config = UpdateRuleConfig.model_construct(**{**settings, "trainer": trainer_config})
+        index = next((i for i, item in enumerate(REJECTIONS) if item.applies(config)), None)
+        applied_rejections.add(index)
+    assert applied_rejections - {None} == set(range(len(REJECTIONS)))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_a_method(task: str) -> None:
+    assert find_rejection(UpdateRuleConfig.model_validate({"task": task})) is None
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("mode", SHARED_NOISE_MODES)
+def test_shared_noise_suits_every_task(task: str, mode: str) -> None:
+    UpdateRuleConfig.model_validate({"task": task, "reward_noise": 0.2, "reward_noise_mode": mode})
+
+
+@pytest.mark.parametrize("mode", SEQUENCE_NOISE_MODES)
+def test_sequences_have_their_own_noise(mode: str) -> None:
+    UpdateRuleConfig.model_validate({**SEQUENCE, "reward_noise": 0.2, "reward_noise_mode": mode})
+
+
+PUBLISHED_SETTINGS: list[dict[str, object]] = [
+    {"method": "DG"},
+    *({"method": method, "group_size": 8, "inner_epochs": 4} for method in ("GRPO", "TPO", "DrGRPO", "DAPO", "TEMPO")),
+    *(
+        {"method": method, "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token"}
+        for method in ("DG", "UncertaintyDG", "FilteredDG", "RewardVarianceDG", "ASPO", "R2VPO")
+    ),
+    {"method": "DG", "delay": 4},
+    *({"method": method, "delay": 4, "replay_capacity": 32} for method in ("ReplayDG", "FreshDG")),
+    *({"method": method, "task": "masked_reversal"} for method in ("CE", "DG", "DGToken")),
+    *({"method": method, "task": "masked_reversal", "group_size": 8} for method in CANDIDATE),
+    *({"method": method, "task": "chain_reversal"} for method in ("CE", "SelfDistillDG", "SCOPELite")),
+]
+
+
+@pytest.mark.parametrize("settings", PUBLISHED_SETTINGS, ids=str)
+def test_published_conditions_are_accepted(settings: dict[str, object]) -> None:
+    UpdateRuleConfig.model_validate({**SEQUENCE, "batch_size": 96, **settings})
+
+
+@pytest.mark.parametrize("method", ["CE", "REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "DG", "Kondo", "GRPO", "TPO"])
+@pytest.mark.parametrize("task", TASKS)
+def test_rules_without_a_restriction_run_on_every_task(method: str, task: str) -> None:
+    UpdateRuleConfig.model_validate({"method": method, "task": task})

@@ -1,0 +1,105 @@
+"""Tests of Kondo's screen: its threshold equals that of a root finder, its kept share, and its two special cases."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+
+from sandboxes.update_rules.rules.kondo import compute_behavior_delight, find_threshold, screen_rollouts
+from tests.strategies.update_rules import Case, cases, examples, make_config, make_random_case
+
+shares = st.sampled_from([0.05, 0.5, 0.9])
+
+
+def compute_literal_scores(case: Case, e: int) -> list[float]:
+    """Compute the largest delight of each rollout with loops."""
+    batch = case.rollouts
+    scores = []
+    for i, reward in enumerate(batch.rewards[e].tolist()):
+        delights = []
+        for t, log_p in enumerate(batch.behavior_log_probs[e, i].tolist()):
+            expected_reward = batch.expected_reward
+            baseline = float(batch.behavior_baseline[e, i, t] if expected_reward is None else expected_reward[e, i])
+            delights.append((reward - baseline) * -log_p)
+        scores.append(max(delights))
+    return scores
+
+
+def compute_excess(level: float, scores: list[float], share: float, eta: float) -> float:
+    return sum(1 / (1 + math.exp((level - score) / eta)) for score in scores) / len(scores) - share
+
+
+@given(case=cases(("Kondo",)), share=shares)
+@examples
+def test_threshold_is_the_root(case: Case, share: float) -> None:
+    eta = case.config.eta
+    thresholds = find_threshold(compute_behavior_delight(case.rollouts).amax(-1), case.rollouts.keep_mask, share, eta)
+    for e, level in enumerate(thresholds.tolist()):
+        keep_mask = case.rollouts.keep_mask[e].tolist()
+        kept_scores = [
+            score for score, is_kept in zip(compute_literal_scores(case, e), keep_mask, strict=True) if is_kept
+        ]
+        root = brentq(
+            compute_excess, min(kept_scores) - 10 * eta, max(kept_scores) + 10 * eta, args=(kept_scores, share, eta)
+        )
+        tolerance = (max(kept_scores) - min(kept_scores) + 20 * eta) / 2**20
+        assert level == pytest.approx(root, abs=tolerance)
+
+
+def test_the_kept_share_is_kondo_keep_on_average() -> None:
+    case = make_random_case(0, "Kondo", 2, 2000, 2, kondo_keep=0.3)
+    uniforms = torch.rand(case.rollouts.rewards.shape, generator=torch.Generator().manual_seed(0))
+    screened, metrics = screen_rollouts(case.rollouts, uniforms, case.config)
+    assert metrics["gate_prob_mean"].tolist() == pytest.approx([0.3, 0.3], abs=1e-4)
+    num_rollouts = case.rollouts.keep_mask.sum(1)
+    assert metrics["kept_frac"].tolist() == pytest.approx((screened.keep_mask.sum(1) / num_rollouts).tolist(), rel=1e-6)
+    bound = 4 * (0.3 * 0.7 / num_rollouts).sqrt()  # four standard deviations of a share of that many draws
+    assert ((metrics["kept_frac"] - 0.3).abs() < bound).all()
+
+
+@given(case=cases(("Kondo",)), share=shares, seed=st.integers(0, 99))
+@examples
+def test_a_rollout_is_kept_where_its_uniform_is_below_its_probability(case: Case, share: float, seed: int) -> None:
+    uniforms = torch.rand(case.rollouts.rewards.shape, generator=torch.Generator().manual_seed(seed))
+    config = make_config("Kondo", kondo_keep=share, eta=case.config.eta)
+    screened, _ = screen_rollouts(case.rollouts, uniforms, config)
+    assert not (screened.keep_mask & ~case.rollouts.keep_mask).any()
+    scores = compute_behavior_delight(case.rollouts).amax(-1)
+    thresholds = find_threshold(scores, case.rollouts.keep_mask, share, config.eta)
+    for e, threshold in enumerate(thresholds.tolist()):
+        keep_probs = [
+            1 / (1 + math.exp(-(score - threshold) / config.eta)) for score in compute_literal_scores(case, e)
+        ]
+        is_kept = [k and u < p for k, u, p in zip(case.rollouts.keep_mask[e], uniforms[e], keep_probs, strict=True)]
+        if any(is_kept):
+            assert screened.keep_mask[e].tolist() == [bool(kept) for kept in is_kept]
+
+
+def test_keeping_all_changes_nothing() -> None:
+    case = make_random_case(0, "Kondo", 2, 3, 2, kondo_keep=1)
+    screened, metrics = screen_rollouts(case.rollouts, torch.ones_like(case.rollouts.rewards), case.config)
+    assert screened is case.rollouts
+    assert metrics["kept_frac"].tolist() == [1, 1]
+
+
+def test_the_best_rollout_is_kept_where_none_would_be() -> None:
+    case = make_random_case(0, "Kondo", 3, 3, 2, kondo_keep=0.05)
+    screened, _ = screen_rollouts(case.rollouts, torch.ones_like(case.rollouts.rewards), case.config)
+    for e in range(3):
+        scores = compute_literal_scores(case, e)
+        candidates = [i for i, keep in enumerate(case.rollouts.keep_mask[e].tolist()) if keep]
+        best = max(candidates, key=lambda i: scores[i])
+        assert screened.keep_mask[e].nonzero().flatten().tolist() == [best]
+
+
+def test_better_rollouts_are_likelier_to_be_kept() -> None:
+    case = make_random_case(1, "Kondo", 1, 4, 1)
+    batch = replace(case.rollouts, keep_mask=torch.ones_like(case.rollouts.keep_mask), expected_reward=None)
+    uniforms = torch.full_like(batch.rewards, 0.5)
+    screened, _ = screen_rollouts(batch, uniforms, case.config)
+    scores = compute_behavior_delight(batch).amax(-1)
+    assert scores[screened.keep_mask].min() > scores[~screened.keep_mask].max()

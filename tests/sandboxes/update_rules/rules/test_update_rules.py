@@ -1,0 +1,211 @@
+"""Tests of every update rule: its value and gradient equal those of loops, and members are independent."""
+
+import inspect
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sandboxes.update_rules.config.names import TASKS
+from sandboxes.update_rules.config.rules import METHODS
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.measure.records import RULE_COLUMNS
+from sandboxes.update_rules.rules.catalog import UPDATE_RULES
+from sandboxes.update_rules.rules.rule import RuleLoss
+from tests.oracles.update_rules import ORACLES, Table
+from tests.strategies.update_rules import (
+    REQUIRED_SETTINGS,
+    Case,
+    cases,
+    examples,
+    make_member,
+    make_random_case,
+    slice_members,
+)
+
+AXES = (
+    "influence",
+    "granularity",
+    "support",
+    "reward uncertainty",
+    "geometry",
+    "privileged acquisition",
+    "search coverage",
+)
+STEP = 1e-5
+
+
+def compute_loss_and_gradient(case: Case) -> tuple[RuleLoss, Tensor]:
+    """Compute the result of the rule, and the gradient [E, B, T, A] of the sum of its losses."""
+    table = case.log_probs.clone().requires_grad_()
+    rule_loss = UPDATE_RULES[case.config.method](case.rollouts, table, case.config)
+    assert rule_loss.loss.shape == (table.shape[0],)
+    (gradient,) = torch.autograd.grad(rule_loss.loss.sum(), table)
+    return rule_loss, gradient
+
+
+def test_every_method_has_a_rule_and_an_oracle() -> None:
+    assert set(UPDATE_RULES) == set(METHODS)
+    assert set(ORACLES) == set(METHODS)
+    assert len(METHODS) == 31
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(data=st.data())
+@examples
+def test_loss_is_that_of_the_loops(method: str, data: st.DataObject) -> None:
+    case = data.draw(cases((method,)))
+    rule_loss, _ = compute_loss_and_gradient(case)
+    for e, loss in enumerate(rule_loss.loss.tolist()):
+        table = case.log_probs[e].tolist()
+        expected = ORACLES[method](make_member(case.rollouts, e), table, table, case.config)
+        assert loss == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def compute_finite_differences(case: Case, e: int) -> Tensor:
+    """Compute central differences of the loss of the loops by each live log-probability of member `e`."""
+    frozen_table: Table = case.log_probs[e].tolist()
+    member, oracle = make_member(case.rollouts, e), ORACLES[case.config.method]
+    gradient = torch.zeros_like(case.log_probs[e])
+    for entry in torch.cartesian_prod(*(torch.arange(n) for n in gradient.shape)).tolist():
+        live_table = [[list(row) for row in rows] for rows in frozen_table]
+        i, t, a = entry
+        losses = []
+        for sign in (1, -1):
+            live_table[i][t][a] = frozen_table[i][t][a] + sign * STEP
+            losses.append(oracle(member, live_table, frozen_table, case.config))
+        gradient[i, t, a] = (losses[0] - losses[1]) / (2 * STEP)
+    return gradient
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seed", range(3))
+def test_gradient_is_that_of_the_loops(method: str, seed: int) -> None:
+    case = make_random_case(seed, method, members=2, groups=2, length=2)
+    _, gradient = compute_loss_and_gradient(case)
+    for e in range(2):
+        torch.testing.assert_close(gradient[e], compute_finite_differences(case, e), rtol=1e-6, atol=1e-8)
+
+
+@given(case=cases())
+@examples
+def test_a_member_has_the_loss_that_it_has_alone(case: Case) -> None:
+    rule_loss, gradient = compute_loss_and_gradient(case)
+    for e in range(rule_loss.loss.shape[0]):
+        member = slice(e, e + 1)
+        single_loss, single_gradient = compute_loss_and_gradient(
+            case._replace(rollouts=slice_members(case.rollouts, member), log_probs=case.log_probs[member])
+        )
+        torch.testing.assert_close(single_loss.loss, rule_loss.loss[member])
+        torch.testing.assert_close(single_gradient, gradient[member])
+        for name, value in single_loss.metrics.items():
+            torch.testing.assert_close(value, rule_loss.metrics[name][member])
+
+
+@given(case=cases(), seed=st.integers(0, 99))
+@examples
+def test_rollouts_that_are_not_kept_do_not_count(case: Case, seed: int) -> None:
+    rule_loss, gradient = compute_loss_and_gradient(case)
+    assert torch.equal(gradient[~case.rollouts.keep_mask], torch.zeros_like(gradient[~case.rollouts.keep_mask]))
+    other_case = make_random_case(
+        seed, case.config.method, *get_shape(case), grouped=case.rollouts.group_size is not None
+    )
+    mixed_case = mix_cases(case, other_case)
+    mixed_loss, _ = compute_loss_and_gradient(mixed_case)
+    torch.testing.assert_close(mixed_loss.loss, rule_loss.loss)
+    for name, value in rule_loss.metrics.items():
+        torch.testing.assert_close(mixed_loss.metrics[name], value)
+
+
+def get_shape(case: Case) -> tuple[int, int, int]:
+    members, rollouts, length, _ = case.log_probs.shape
+    return members, rollouts // 3, length
+
+
+def mix_cases(case: Case, other: Case) -> Case:
+    """Take kept rollouts from `case` and the others from `other`. A field that one of them lacks stays as in `case`."""
+    rollouts, other_rollouts, keep_mask = case.rollouts, other.rollouts, case.rollouts.keep_mask
+
+    def mix(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(keep_mask.reshape(*keep_mask.shape, *[1] * (a.dim() - 2)), a, b)
+
+    names = ("actions", "labels", "rewards", "behavior_log_probs", "behavior_baseline")
+    mixed_fields = {name: mix(getattr(rollouts, name), getattr(other_rollouts, name)) for name in names}
+    if rollouts.candidates is not None and other_rollouts.candidates is not None:
+        rewards = mix(rollouts.candidates.rewards, other_rollouts.candidates.rewards)
+        mixed_fields["candidates"] = replace(rollouts.candidates, rewards=rewards)
+    return case._replace(rollouts=replace(rollouts, **mixed_fields), log_probs=mix(case.log_probs, other.log_probs))
+
+
+@given(case=cases())
+@examples
+def test_metrics_are_documented_finite_and_without_gradient(case: Case) -> None:
+    rule_loss, _ = compute_loss_and_gradient(case)
+    names = {column.name for column in RULE_COLUMNS}
+    assert "reward" in rule_loss.metrics
+    assert rule_loss.metrics.keys() <= names
+    for value in rule_loss.metrics.values():
+        assert value.shape == rule_loss.loss.shape
+        assert value.isfinite().all()
+        assert not value.requires_grad
+
+
+def test_every_documented_column_is_reported_by_some_rule() -> None:
+    reported_names = {"kept_frac", "gate_prob_mean"}  # Kondo's screen
+    for method in METHODS:
+        reported_names |= compute_loss_and_gradient(make_random_case(0, method, 1, 2, 2))[0].metrics.keys()
+    assert reported_names == {column.name for column in RULE_COLUMNS}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_agrees_with_float64(method: str) -> None:
+    case = make_random_case(1, method, 2, 3, 4)
+    float32_fields = {name: value.float() for name, value in vars(case.rollouts).items() if is_float(value)}
+    candidates = case.rollouts.candidates
+    if candidates is not None:
+        log_probs, rewards = candidates.log_probs.float(), candidates.rewards.float()
+        float32_fields["candidates"] = replace(candidates, log_probs=log_probs, rewards=rewards)
+    float32_case = case._replace(rollouts=replace(case.rollouts, **float32_fields), log_probs=case.log_probs.float())
+    (float64_loss, float64_gradient), (float32_loss, gradient) = (
+        compute_loss_and_gradient(case),
+        compute_loss_and_gradient(float32_case),
+    )
+    assert float32_loss.loss.dtype == torch.float32
+    torch.testing.assert_close(float32_loss.loss.double(), float64_loss.loss, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), float64_gradient, rtol=1e-4, atol=1e-6)
+
+
+def is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_docstring_says_source_reduction_and_axis(method: str) -> None:
+    text = inspect.getdoc(UPDATE_RULES[method])
+    assert text is not None
+    assert {"Source:", "Reduces to:", "Axis:"} <= set(re.findall(r"^[A-Z][a-z ]*:", text, re.MULTILINE))
+    (axis,) = re.findall(r"^Axis: ([a-z ]+)", text, re.MULTILINE)
+    assert axis.startswith(AXES)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_can_be_run_on_some_task(method: str) -> None:
+    settings = {key: value for key, value in REQUIRED_SETTINGS.get(method, {}).items() if key != "task"}
+    accepted_tasks = []
+    for task in TASKS:
+        try:
+            accepted_tasks.append(UpdateRuleConfig.model_validate({"method": method, "task": task, **settings}).task)
+        except ValueError:
+            continue
+    assert accepted_tasks
+
+
+def test_the_page_of_update_rules_has_every_name() -> None:
+    page = Path(__file__).parents[4] / "docs" / "update_rules.md"
+    names = set(re.findall(r"^\| `(\w+)`", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert names == set(METHODS)

@@ -1,0 +1,83 @@
+"""Tests that Adam on stacked weights equals torch's Adam on the weights of each member."""
+
+import pytest
+import torch
+from torch import nn
+
+from sandboxes.toys.optimizer import MemberAdam, clip_gradient
+
+
+def make_stacked_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (3, 4, 2), "b": (3, 5), "unused": (3, 2)}
+    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+
+
+def compute_loss(weights: dict[str, torch.Tensor], step: int) -> torch.Tensor:
+    """Compute the losses [E], one per member, which change with the step."""
+    return ((weights["a"] - step).square().sum((1, 2)) + weights["b"].exp().sum(1)) * torch.tensor([1.0, 10.0, 0.01])
+
+
+def test_members_step_as_torchs_clip_and_adam_do_alone() -> None:
+    weights = make_stacked_weights()
+    single_parameters = [
+        {name: nn.Parameter(value[member : member + 1].detach().clone()) for name, value in weights.items()}
+        for member in range(3)
+    ]
+    optimizers = [torch.optim.Adam(parameters.values(), lr=0.1) for parameters in single_parameters]
+    member_adam = MemberAdam(weights, 0.1)
+    for step in range(4):
+        gradient = member_adam.compute_gradient(compute_loss(weights, step))
+        member_adam.step(clip_gradient(gradient, gradient.norm(dim=1), 1.0))
+        for member, (parameters, optimizer) in enumerate(zip(single_parameters, optimizers, strict=True)):
+            optimizer.zero_grad()
+            expanded = {name: value.expand(3, *value.shape[1:]) for name, value in parameters.items()}
+            compute_loss(expanded, step)[member].backward()
+            nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+            optimizer.step()
+            for name, value in parameters.items():
+                torch.testing.assert_close(weights[name][member : member + 1], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_is_per_member_and_zero_where_nothing_depends() -> None:
+    weights = make_stacked_weights()
+    member_adam = MemberAdam(weights, 0.1)
+    gradient = member_adam.compute_gradient(
+        torch.stack([weights["b"][0].sum(), weights["b"][1].sum() * 2, weights["a"][2].sum()])
+    )
+    assert gradient.tolist() == [
+        [0.0] * 8 + [1.0] * 5 + [0.0] * 2,
+        [0.0] * 8 + [2.0] * 5 + [0.0] * 2,
+        [1.0] * 8 + [0.0] * 7,
+    ]
+    gradients = member_adam.split_by_parameter(gradient)
+    assert [tensor.shape for tensor in gradients] == [value.shape for value in weights.values()]
+    assert gradients[1].tolist() == [[1.0] * 5, [2.0] * 5, [0.0] * 5]
+
+
+def test_a_member_that_is_not_finite_does_not_affect_the_others() -> None:
+    weights, finite_weights = make_stacked_weights(), make_stacked_weights()
+    broken_adam, finite_adam = MemberAdam(weights, 0.1), MemberAdam(finite_weights, 0.1)
+    for step in range(2):
+        gradient = broken_adam.compute_gradient(compute_loss(weights, step) * torch.tensor([1.0, torch.nan, 1.0]))
+        broken_adam.step(clip_gradient(gradient, gradient.norm(dim=1), 1.0))
+        gradient = finite_adam.compute_gradient(compute_loss(finite_weights, step))
+        finite_adam.step(clip_gradient(gradient, gradient.norm(dim=1), 1.0))
+    assert bool(weights["a"][1].isnan().all())
+    for name, value in finite_weights.items():
+        assert torch.equal(weights[name][[0, 2]], value[[0, 2]])
+
+
+def test_a_loaded_state_continues_and_one_that_does_not_fit_is_refused() -> None:
+    weights_a, weights_b = make_stacked_weights(), make_stacked_weights()
+    adam_a, adam_b = MemberAdam(weights_a, 0.1), MemberAdam(weights_b, 0.1)
+    for step in range(2):
+        adam_a.step(adam_a.compute_gradient(compute_loss(weights_a, step)))
+    adam_b.load_state_dict({name: value.clone() for name, value in adam_a.state_dict().items()})
+    for optimizer, weights in ((adam_a, weights_a), (adam_b, weights_b)):
+        optimizer.step(optimizer.compute_gradient(compute_loss(weights, 2)))
+    assert all(torch.equal(weights_a[name], weights_b[name]) for name in weights_a)
+    with pytest.raises(ValueError, match="does not fit"):
+        adam_b.load_state_dict({**adam_a.state_dict(), "weights": torch.zeros(2, 15)})
+    with pytest.raises(ValueError, match="after"):
+        adam_b.load_state_dict({**adam_a.state_dict(), "steps": torch.tensor([1.0, 2.0, 1.0])})

@@ -1,0 +1,163 @@
+"""Tests of which batch is trained on, against literal definitions."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandboxes.toys.ensemble import slice_member, stack_members
+from sandboxes.update_rules.batch.rollouts import Rollouts
+from sandboxes.update_rules.batch.slices import flatten_rollouts, unflatten_rollouts
+from sandboxes.update_rules.config.names import REPLAY_PRIORITIES
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.training.replay import AgeStatistics, ReplayBuffer, make_buffer
+from tests.sandboxes.update_rules.batches import add_candidates, make_random_batch
+from tests.strategies.examples import draw_examples
+
+UNIFORMS = torch.tensor([0.3, 0.8])
+
+
+def make_filled_buffer(count: int, **settings: object) -> tuple[ReplayBuffer, list[Rollouts]]:
+    buffer = make_buffer(UpdateRuleConfig(method="DG", **settings))
+    batches = [make_random_batch(seed) for seed in range(count)]
+    for batch in batches:
+        buffer = buffer.with_batch(batch)
+    return buffer, batches
+
+
+def are_equal(one: Rollouts, other: Rollouts) -> bool:
+    return torch.equal(one.rewards, other.rewards) and torch.equal(one.actions, other.actions)
+
+
+def test_without_delay_and_replay_the_fresh_batch_is_drawn() -> None:
+    buffer, _ = make_filled_buffer(3)
+    fresh_batch = make_random_batch(7)
+    draw = buffer.draw(fresh_batch, UNIFORMS)
+    assert are_equal(draw.rollouts, fresh_batch)
+    assert draw.rollouts.age.tolist() == [0, 0]
+    assert len(draw.buffer.batches) == 1
+
+
+@pytest.mark.parametrize("settings", [{"delay": 3}, {"delay": 3, "replay_capacity": 4}])
+def test_a_delayed_batch_is_that_of_delay_steps_ago_or_the_fresh_one(settings: dict[str, int]) -> None:
+    buffer, _ = make_filled_buffer(0, **settings)
+    batches = [make_random_batch(seed) for seed in range(8)]
+    for step, fresh_batch in enumerate(batches):
+        draw = buffer.draw(fresh_batch, UNIFORMS)
+        buffer = draw.buffer
+        assert are_equal(draw.rollouts, batches[step - 3] if step >= 3 else fresh_batch)
+        assert draw.rollouts.age.tolist() == [3 if step >= 3 else 0] * 2
+
+
+def test_the_oldest_batch_leaves_a_full_buffer_and_drawing_changes_nothing() -> None:
+    buffer, batches = make_filled_buffer(6, replay_capacity=4)
+    assert [are_equal(stored.rollouts, batch) for stored, batch in zip(buffer.batches, batches[2:], strict=True)] == [
+        True
+    ] * 4
+    buffer.draw(make_random_batch(9), UNIFORMS)
+    assert are_equal(buffer.batches[0].rollouts, batches[2])
+
+
+def compute_literal_priority(priority: str, batch: Rollouts, member: int) -> float:
+    """Compute the priority of the batch of one member, token by token."""
+    values = []
+    for rollout in range(batch.rewards.shape[1]):
+        if not batch.keep_mask[member, rollout]:
+            continue
+        for position in range(batch.actions.shape[2]):
+            reward = float(batch.rewards[member, rollout])
+            log_prob = float(batch.behavior_log_probs[member, rollout, position])
+            baseline = float(batch.behavior_baseline[member, rollout, position])
+            if batch.expected_reward is not None:
+                baseline = float(batch.expected_reward[member, rollout])
+            advantage = reward - baseline
+            delight = max(0.0, advantage * -log_prob)
+            values.append(
+                {
+                    "uniform": 1.0,
+                    "reward": abs(reward),
+                    "advantage": abs(advantage),
+                    "surprisal": -log_prob,
+                    "delight": delight,
+                    "fresh_delight": delight,
+                    "freshness": 1.0,
+                }[priority]
+            )
+    return sum(values) / len(values)
+
+
+@draw_examples(40)
+@given(
+    st.sampled_from(REPLAY_PRIORITIES),
+    st.integers(0, 100),
+    st.lists(st.floats(0, 0.999), min_size=2, max_size=2),
+    st.booleans(),
+)
+def test_members_draw_with_their_own_priorities(
+    priority: str, seed: int, uniforms: list[float], has_expected_reward: bool
+) -> None:
+    buffer, _ = make_filled_buffer(0, replay_capacity=6, delay=2, replay_priority=priority, replay_age_decay=0.3)
+    batches = [make_random_batch(seed + index) for index in range(5)]
+    if has_expected_reward:
+        batches = [replace(batch, expected_reward=batch.rewards.flip(1)) for batch in batches]
+    for batch in batches[:-1]:
+        buffer = buffer.with_batch(batch)
+    draw = buffer.draw(batches[-1], torch.tensor(uniforms, dtype=torch.float64))
+    assert draw.rollouts.age.min() >= 2
+    for member in range(2):
+        weights = [compute_literal_priority(priority, batch, member) for batch in batches[:3]]
+        if priority in ("fresh_delight", "freshness"):
+            weights = [weight * math.exp(-0.3 * age) for weight, age in zip(weights, (4, 3, 2), strict=True)]
+        index = 4 - int(draw.rollouts.age[member])
+        assert float(draw.priority[member]) == pytest.approx(weights[index], rel=1e-5, abs=1e-7)
+        assert torch.equal(draw.rollouts.rewards[member], batches[index].rewards[member])
+        shares = weights if sum(weights) > 0 else [1.0] * 3
+        below, up_to = sum(shares[:index]) / sum(shares), sum(shares[: index + 1]) / sum(shares)
+        assert below - 1e-6 <= uniforms[member] <= up_to + 1e-6
+
+
+def test_batches_without_any_priority_are_equally_likely() -> None:
+    batches = [replace(make_random_batch(seed), rewards=torch.zeros(2, 5)) for seed in range(4)]
+    buffer, _ = make_filled_buffer(0, replay_capacity=8, replay_priority="reward")
+    for batch in batches[:-1]:
+        buffer = buffer.with_batch(batch)
+    ages = [
+        buffer.draw(batches[-1], torch.tensor([uniform, uniform])).rollouts.age[0] for uniform in (0.1, 0.3, 0.6, 0.9)
+    ]
+    assert [int(age) for age in ages] == [3, 2, 1, 0]
+
+
+@draw_examples(20)
+@given(st.lists(st.tuples(st.integers(0, 31), st.floats(0.01, 1)), max_size=8))
+def test_age_statistics_are_those_of_the_batches_since_the_last_row(ages: list[tuple[int, float]]) -> None:
+    statistics = AgeStatistics(torch.zeros(1, 5, dtype=torch.float64))
+    for age, weight in ages:
+        statistics.add(torch.tensor([age]), torch.tensor([weight], dtype=torch.float64))
+    values = {name: float(value) for name, value in statistics.compute().items()}
+    if not ages:
+        assert all(math.isnan(value) for value in values.values())
+        return
+    mean = sum(age for age, _ in ages) / len(ages)
+    assert values["age_mean"] == pytest.approx(mean)
+    assert values["age_std"] == pytest.approx(
+        math.sqrt(sum((age - mean) ** 2 for age, _ in ages) / len(ages)), abs=1e-6
+    )
+    assert values["effective_age"] == pytest.approx(sum(a * w for a, w in ages) / sum(w for _, w in ages))
+    statistics.reset()
+    assert math.isnan(float(statistics.compute()["age_mean"]))
+
+
+def test_a_batch_is_the_same_when_its_members_are_taken_apart_and_put_together() -> None:
+    batch = add_candidates(replace(make_random_batch(3), expected_reward=torch.rand(2, 5)))
+    member_batches = [slice_member(flatten_rollouts(batch), member) for member in range(2)]
+    restacked_batch = unflatten_rollouts(stack_members(member_batches), batch.group_size)
+    assert flatten_rollouts(restacked_batch).keys() == flatten_rollouts(batch).keys()
+    assert all(
+        torch.equal(value, flatten_rollouts(batch)[name]) for name, value in flatten_rollouts(restacked_batch).items()
+    )
+    assert (restacked_batch.group_size, restacked_batch.score_mask) == (5, None)
+    reversed_batch = unflatten_rollouts(stack_members(member_batches[::-1]), batch.group_size)
+    assert torch.equal(reversed_batch.rewards, batch.rewards.flip(0))

@@ -1,0 +1,373 @@
+"""Tests of a trial of several runs without Ray's driver: they make the calls of Tune in this process."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sandboxes.update_rules.measure.records import TIME_COLUMNS
+from trainable import families
+from trainable.runs import run
+from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
+from trainable.runs.run_files import RunLockedError, read_rows
+from trainable.trial import UpdateRules
+
+Report = dict[str, Any]
+SMALL = {
+    "task": "token_reversal",
+    "seq_len": 2,
+    "d_model": 8,
+    "num_layers": 1,
+    "batch_size": 8,
+    "trainer.total_training_steps": 7,
+    "trainer.test_freq": 3,
+    "trainer.resume_every": 2,
+}
+STOPPING_SETTINGS = {"method": "GRPO", "group_size": 4, "binary_reward": True, "seq_len": 8, "fallback_patience": 2}
+"""Eight tokens that all have to be right: no group has a spread of rewards, so every member stops at step 1."""
+StartTrial = Callable[..., UpdateRules]
+
+
+def make_config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> dict[str, Any]:
+    interrupt = settings.pop("interrupt", None)
+    trial_settings = {**SMALL, **{name.replace("__", "."): value for name, value in settings.items()}}
+    runs = [
+        {
+            "run_id": f"a-s{seed}",
+            "seed": seed,
+            "run_dir": str(folder / f"s{seed}"),
+            "checkpoint_dir": str(folder / f"kept{seed}"),
+        }
+        for seed in seeds
+    ]
+    options = {
+        "study": "influence",
+        "arm": "DG",
+        "stop_rules": ["uniform_groups"],
+        "interrupts": [] if interrupt is None else [str(interrupt)],
+        "runs": runs,
+    }
+    return {**trial_settings, "seed": list(seeds), "run": options}
+
+
+@pytest.fixture
+def start_trial() -> Iterator[StartTrial]:
+    """Return a function that starts a trial as Tune does, after it has cleaned up the previous one."""
+    trials: list[UpdateRules] = []
+
+    def start(folder: Path, **settings: Any) -> UpdateRules:
+        for trial in trials:
+            trial.cleanup()
+        trials.append(UpdateRules(make_config(folder, **settings)))
+        trials[-1].begin()
+        return trials[-1]
+
+    yield start
+    for trial in trials:
+        trial.cleanup()
+
+
+def run_to_end(trial: UpdateRules) -> list[Report]:
+    reports = [trial.step()]
+    while not reports[-1]["done"]:
+        reports.append(trial.step())
+    return reports
+
+
+def drop_times(row: dict[str, Any]) -> dict[str, Any]:
+    times = {column.name for column in TIME_COLUMNS}
+    return {name: value for name, value in row.items() if name not in times}
+
+
+def read_written_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Read the rows on disk by run, without times."""
+    paths = sorted(folder.glob("s*"))
+    return {path.name: [drop_times(row) for row in read_rows(path / "metrics.jsonl")] for path in paths}
+
+
+def read_last_weights(folder: Path) -> list[torch.Tensor]:
+    return [read_checkpoint(folder / f"s{seed}" / "state" / "step_7")[0]["adam/weights"] for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Report]]:
+    folder = tmp_path_factory.mktemp("straight")
+    trial = UpdateRules(make_config(folder))
+    reports = run_to_end(trial)
+    trial.cleanup()
+    return folder, reports
+
+
+def test_a_report_has_the_rows_of_all_runs_and_they_are_on_disk(uninterrupted: tuple[Path, list[Report]]) -> None:
+    folder, reports = uninterrupted
+    assert [report["step"] for report in reports] == [0, 3, 6, 7]
+    assert [report["training_iteration"] for report in reports] == [1, 2, 3, 4]
+    assert [report["done"] for report in reports] == [False, False, False, True]
+    assert [report["saved"] for report in reports] == [False, True, False, True]
+    for seed in (0, 1):
+        rows = [report["rows"][f"a-s{seed}"] for report in reports]
+        assert rows == read_rows(folder / f"s{seed}" / "metrics.jsonl")
+        for row in rows:
+            assert {"run_id": f"a-s{seed}", "seed": seed, "study": "influence", "arm": "DG"}.items() <= row.items()
+            assert 0 <= row["test_error"] <= 1
+    assert reports[0]["rows"]["a-s0"]["test_error"] != reports[0]["rows"]["a-s1"]["test_error"] or (
+        reports[0]["rows"]["a-s0"]["entropy"] != reports[0]["rows"]["a-s1"]["entropy"]
+    )
+    assert all(report["failed"] == {} and report["note"] == "" for report in reports)
+    last_errors = [row["test_error"] for row in reports[-1]["rows"].values()]
+    assert reports[-1]["test_error"] == sum(last_errors) / 2  # of the mean, which schedulers compare
+
+
+@pytest.mark.parametrize("num_reports", [1, 2, 3])
+def test_a_resumed_trial_writes_the_rows_of_an_uninterrupted_one(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]], num_reports: int
+) -> None:
+    first_trial = start_trial(tmp_path)
+    for _ in range(num_reports):
+        first_trial.step()
+    reports = run_to_end(start_trial(tmp_path))
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
+    assert reports[-1]["training_iteration"] == 4
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(read_last_weights(tmp_path), read_last_weights(uninterrupted[0]), strict=True)
+    )
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_trial_that_is_made_longer_writes_the_rows_of_a_longer_one(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]], steps: int
+) -> None:
+    run_to_end(start_trial(tmp_path, trainer__total_training_steps=steps))
+    run_to_end(start_trial(tmp_path))  # 7 steps
+    rows, straight_rows = read_written_rows(tmp_path), read_written_rows(uninterrupted[0])
+    # An end between two evaluations has a row of its own.
+    assert [row["step"] for row in rows["s0"]] == sorted({0, 3, 6, 7, steps})
+    assert {name: [row for row in of_run if row["step"] != 4] for name, of_run in rows.items()} == straight_rows
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(read_last_weights(tmp_path), read_last_weights(uninterrupted[0]), strict=True)
+    )
+
+
+def test_checkpoints_are_written_every_so_many_steps_and_only_the_last_is_kept(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]]
+) -> None:
+    trial = start_trial(tmp_path, trainer__save_freq=3)
+    trial.step()
+    assert not (tmp_path / "s0" / "state").exists()
+    trial.step()
+    assert sorted(path.name for path in (tmp_path / "s0" / "state").iterdir()) == ["step_2", "step_4"]
+    run_to_end(trial)
+    for seed in (0, 1):
+        assert [path.name for path in (tmp_path / f"s{seed}" / "state").iterdir()] == ["step_7"]
+        saved_names = sorted(path.name for path in (tmp_path / f"kept{seed}").iterdir())
+        assert saved_names == ["global_step_3", "global_step_6", "global_step_7"]
+    assert not (uninterrupted[0] / "kept0").exists()
+
+
+def test_an_interrupted_trial_writes_its_states_at_once(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+) -> None:
+    interrupt = tmp_path / "interrupt"
+    trial = start_trial(tmp_path, interrupt=str(interrupt), trainer__resume_every=100)
+    trial.step()
+    interrupt.touch()
+    report = trial.step()
+    assert (report["rows"], report["saved"], report["done"], report["training_iteration"]) == ({}, True, False, 1)
+    assert [path.name for path in (tmp_path / "s1" / "state").iterdir()] == ["step_2"]
+    interrupt.unlink()
+    run_to_end(start_trial(tmp_path, trainer__resume_every=100))
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
+
+
+def test_nothing_remains_of_a_state_that_is_refused_in_part(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+) -> None:
+    first_trial = start_trial(tmp_path)
+    for _ in range(2):
+        first_trial.step()
+    for seed in (0, 1):
+        for checkpoint_folder in list((tmp_path / f"s{seed}" / "state").iterdir()):
+            tensors, values = read_checkpoint(checkpoint_folder)
+            shutil.rmtree(checkpoint_folder)
+            write_checkpoint(
+                checkpoint_folder, tensors, {name: value for name, value in values.items() if name != "batches"}
+            )
+    second_trial = start_trial(tmp_path, trainer__resume_every=100)
+    assert second_trial.training.trainer.step_index == 0
+    run_to_end(second_trial)
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
+
+
+def test_a_damaged_state_is_named_and_the_one_before_is_used(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+) -> None:
+    first_trial = start_trial(tmp_path)
+    for _ in range(2):
+        first_trial.step()
+    (tmp_path / "s1" / "state" / "step_4" / "state.safetensors").write_bytes(b"x")
+    second_trial = start_trial(tmp_path)
+    assert second_trial.training.trainer.step_index == 2
+    report = second_trial.step()
+    assert "s1/state/step_4 is not used: " in report["note"]
+    assert "training continues after step 2" in report["note"]
+    run_to_end(second_trial)
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
+
+
+def test_training_continues_from_the_newest_step_that_all_runs_have(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+) -> None:
+    first_trial = start_trial(tmp_path)
+    for _ in range(2):
+        first_trial.step()
+    shutil.rmtree(tmp_path / "s0" / "state" / "step_4")
+    second_trial = start_trial(tmp_path)
+    assert second_trial.training.trainer.step_index == 2
+    assert second_trial.training.notes == ["training continues after step 2"]
+    run_to_end(second_trial)
+    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
+
+
+def test_runs_that_start_again_because_one_joins_them_say_so(tmp_path: Path, start_trial: StartTrial) -> None:
+    first_trial = start_trial(tmp_path)
+    for _ in range(2):
+        first_trial.step()
+    second_trial = start_trial(tmp_path, seeds=(0, 1, 2))
+    assert second_trial.training.trainer.step_index == 0
+    assert "have no checkpoint at a common step: all start at step 0" in second_trial.step()["note"]
+    steps = {run: [row["step"] for row in rows] for run, rows in read_written_rows(tmp_path).items()}
+    assert steps == {"s0": [0], "s1": [0], "s2": [0]}
+    assert start_trial(tmp_path / "new").training.notes == []
+
+
+def test_a_row_of_a_step_that_is_repeated_does_not_count(tmp_path: Path, start_trial: StartTrial) -> None:
+    first_trial = start_trial(tmp_path, trainer__resume_every=3)
+    for _ in range(2):
+        first_trial.step()
+    second_trial = start_trial(tmp_path, trainer__resume_every=3)
+    assert second_trial.training.trainer.step_index == 3
+    assert [row["step"] for row in second_trial.training.runs[0].rows] == [0]
+    assert second_trial.step()["training_iteration"] == 2
+
+
+@pytest.mark.parametrize("changes", [{"lr": 0.5}, {"seeds": (1, 0)}])
+def test_states_of_other_settings_or_seeds_are_not_used(
+    tmp_path: Path, start_trial: StartTrial, changes: dict[str, Any]
+) -> None:
+    first_trial = start_trial(tmp_path)
+    for _ in range(2):
+        first_trial.step()
+    if "seeds" in changes:  # exchanges the folders
+        first_trial.cleanup()
+        (tmp_path / "s0").rename(tmp_path / "x")
+        (tmp_path / "s1").rename(tmp_path / "s0")
+        (tmp_path / "x").rename(tmp_path / "s1")
+    second_trial = start_trial(tmp_path, **changes)
+    assert second_trial.training.trainer.step_index == 0
+    assert "other settings or another seed" in second_trial.step()["note"]
+
+
+def test_states_without_the_rows_before_them_are_not_used(tmp_path: Path, start_trial: StartTrial) -> None:
+    first_trial = start_trial(tmp_path)
+    for _ in range(2):
+        first_trial.step()
+    (tmp_path / "s0" / "metrics.jsonl").unlink()
+    second_trial = start_trial(tmp_path)
+    assert second_trial.training.trainer.step_index == 0
+    note = second_trial.step()["note"]
+    assert "step_4 is not used: rows or evaluations up to step 4 are damaged or missing" in note
+
+
+def test_a_trial_that_had_ended_reports_its_last_rows(
+    start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]]
+) -> None:
+    folder, reports = uninterrupted
+    expected_rows = read_written_rows(folder)
+    report = start_trial(folder).step()
+    assert report["rows"] == reports[-1]["rows"]
+    assert (report["done"], report["step"], report["training_iteration"]) == (True, 7, 4)
+    assert read_written_rows(folder) == expected_rows
+
+
+def test_runs_that_a_rule_stopped_end_with_its_name(tmp_path: Path, start_trial: StartTrial) -> None:
+    reports = run_to_end(start_trial(tmp_path, **STOPPING_SETTINGS))
+    row = reports[-1]["rows"]["a-s0"]
+    assert (row["stop_rule"], row["stop_value"], row["stop_threshold"], row["stop_step"]) == ("uniform_groups", 2, 2, 1)
+    assert read_checkpoint(tmp_path / "s0" / "state" / "step_1")[1]["step"] == 1
+    assert start_trial(tmp_path, **STOPPING_SETTINGS).step()["rows"] == reports[-1]["rows"]
+
+
+def test_a_run_of_a_trial_that_ended_is_left_as_it_is(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+) -> None:
+    """The process was killed when the last row of one run was on disk and that of the other was not."""
+    shutil.copytree(uninterrupted[0], tmp_path / "copy")
+    first_trial = start_trial(tmp_path, trainer__resume_every=100)
+    for _ in range(2):
+        first_trial.step()
+    expected_bytes = (tmp_path / "copy" / "s0" / "metrics.jsonl").read_bytes()
+    shutil.copytree(tmp_path / "copy" / "s0", tmp_path / "s0", dirs_exist_ok=True)
+    reports = run_to_end(start_trial(tmp_path, trainer__resume_every=100))
+    assert (tmp_path / "s0" / "metrics.jsonl").read_bytes() == expected_bytes
+    assert all(set(report["rows"]) == {"a-s1"} for report in reports)
+    assert reports[-1]["done"]
+    assert [row["step"] for row in read_written_rows(tmp_path)["s1"]] == [0, 3, 6, 7]
+
+
+def test_a_failed_run_is_reported_and_does_not_start_again(
+    tmp_path: Path, start_trial: StartTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trainer = families.UPDATE_RULES.make_trainer
+
+    def make_broken_trainer(*arguments: Any) -> Any:
+        trainer = make_trainer(*arguments)
+        objective = trainer.algorithm.objective
+
+        def compute_broken_objective(rollouts: Any, log_probs: Any, settings: Any) -> Any:
+            rule_loss = objective(rollouts, log_probs, settings)
+            factor = torch.tensor(
+                [torch.nan if seed == 1 and trainer.step_index == 4 else 1.0 for seed in trainer.seeds]
+            )
+            return type(rule_loss)(rule_loss.loss * factor, rule_loss.metrics)
+
+        learner = trainer.algorithm.learner
+        trainer.algorithm.learner = type(learner)(**{**vars(learner), "objective": compute_broken_objective})
+        return trainer
+
+    monkeypatch.setattr(families, "UPDATE_RULES", replace(families.UPDATE_RULES, make_trainer=make_broken_trainer))
+    reports = run_to_end(start_trial(tmp_path))
+    message = (
+        "values of step 4 were not finite: loss, gradient of embedding.weight, gradient of positions.weight and 15 more"
+    )
+    assert [report["failed"] for report in reports] == [{}, {}, *[{"a-s1": message}] * 3]
+    assert (reports[2]["rows"], reports[2]["saved"]) == ({}, True)
+    assert [row["step"] for row in read_written_rows(tmp_path)["s0"]] == [0, 3, 6, 7]
+    assert read_written_rows(tmp_path)["s1"][-1]["failure"] == message
+    report = start_trial(tmp_path).step()
+    assert (report["failed"], report["done"]) == ({"a-s1": message}, True)
+
+
+def test_a_process_runs_one_configuration_after_another(
+    tmp_path: Path, uninterrupted: tuple[Path, list[Report]]
+) -> None:
+    trial = UpdateRules(make_config(tmp_path / "other", seeds=(3,), method="REINFORCE"))
+    trial.step()
+    assert trial.reset_config(make_config(tmp_path / "mine"))
+    run_to_end(trial)
+    trial.cleanup()
+    assert read_written_rows(tmp_path / "mine") == read_written_rows(uninterrupted[0])
+
+
+def test_runs_are_locked_while_they_are_trained(
+    tmp_path: Path, start_trial: StartTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_trial(tmp_path)
+    monkeypatch.setattr(run, "LOCK_TIMEOUT_S", 0.0)
+    with pytest.raises(RunLockedError, match="still in use by another process"):
+        UpdateRules(make_config(tmp_path, seeds=(1, 2))).begin()

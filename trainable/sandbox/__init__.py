@@ -1,1 +1,0 @@
-"""Update rules on toy tasks, with all seeds of an arm trained together."""

@@ -1,1 +1,0 @@
-"""On-policy distillation: a student learns from a teacher on the sequences that the student samples."""

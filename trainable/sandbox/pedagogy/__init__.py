@@ -1,1 +1,0 @@
-"""Pedagogical reinforcement learning: a teacher that sees a hint learns to write what its student can learn from."""

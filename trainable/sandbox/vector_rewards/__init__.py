@@ -1,1 +1,0 @@
-"""Vector Policy Optimization: sets of candidates for rewards with several objectives."""
