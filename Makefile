@@ -41,7 +41,7 @@ collapse: setup
 
 # Tests start hundreds of processes, each of which would compile our modules where Python may not write bytecode.
 compile: setup
-	$(BIN)/python -m compileall -q -j 0 tune_study trainable search_spaces analysis tests benchmarks
+	$(BIN)/python -m compileall -q -j 0 tune_study trainable search_spaces analysis sandboxes tests benchmarks
 	$(BIN)/python -m trainable.tiny --compile
 
 check: lint types

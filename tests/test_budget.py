@@ -15,11 +15,16 @@ import pytest
 from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
-STATEMENTS: Mapping[str, int] = {"analysis": 6595, "search_spaces": 615, "trainable": 14880, "tune_study": 8337}
+STATEMENTS: Mapping[str, int] = {
+    "analysis": 5967,
+    "sandboxes": 3360,
+    "search_spaces": 305,
+    "trainable": 12554,
+    "tune_study": 8326,
+}
 """Package -> most statements, docstrings left out.
 
-`trainable` was raised from 14,619 when the records of a study came to it, of which `tune_study` and `analysis` had one
-each."""
+`sandboxes` began with the 3,360 that left the four others."""
 
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""

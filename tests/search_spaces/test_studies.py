@@ -8,11 +8,12 @@ import pytest
 
 from analysis.data.contrasts import read_contrasts
 from sandboxes.update_rules.studies.age_not_capacity import solve_decay
-from search_spaces import FAMILIES, STUDIES
+from search_spaces import STUDIES
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study, make_value_label
 from search_spaces.language_model import kl
 from search_spaces.language_model.family import PPO, format_rate
+from tests.fakes.run_folders import make_study_record
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides, list_field_names, resolve_key
 from trainable.runs.stop_rules import RULES
@@ -203,8 +204,8 @@ def test_a_study_names_only_what_there_is(study: Study) -> None:
 
 @ALL_STUDIES
 def test_contrasts_are_of_different_arms_of_the_study(study: Study) -> None:
-    entries = [{"name": name, "pairs": pairs} for name, pairs in study.contrasts.items()]
-    assert len(read_contrasts({"contrasts": entries})) == len(study.contrasts)
+    contrasts = [{"name": name, "pairs": pairs} for name, pairs in study.contrasts.items()]
+    assert len(read_contrasts(make_study_record(contrasts=contrasts))) == len(study.contrasts)
     for pairs in study.contrasts.values():
         assert pairs
         for first, second in pairs:
@@ -489,10 +490,9 @@ def test_the_dose_is_a_numeric_setting_of_the_arms(study: Study) -> None:
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=list(STUDIES))
 def test_outcomes_are_those_of_the_report_and_have_margins(study: Study) -> None:
-    family = FAMILIES[study.family.name]
-    assert study.family.outcomes == (family.primary_column, *family.secondary_columns)
-    columns = {column.name: column for column in family.trial_columns}
+    outcomes = [outcome.column for outcome in study.family.outcomes]
+    columns = {column.name: column for column in study.family.trial_columns}
     for name, margin in {**study.family.margins, **study.margins}.items():
-        assert name in study.family.outcomes
+        assert name in outcomes
         assert columns[name].unit in ("fraction", "nats", "decades", "reward")
         assert 0 < margin < 1

@@ -18,6 +18,7 @@ from analysis.data.schemas import Row, get_family, get_schemas
 from analysis.data.summaries import LATE_EVALUATIONS, compute_late_mean
 from analysis.sweep.series import make_curves
 from sandboxes.update_rules.measure import records as sandbox
+from sandboxes.update_rules.read import summarize_run
 from search_spaces import FAMILIES
 from tests.fakes import run_folders
 from tests.fakes.run_folders import make_study_record
@@ -25,7 +26,7 @@ from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, write_
 from tests.oracles.analysis import area
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.json_values import read_object, write_object
-from trainable.runs.records import ROW_COLUMNS, STOP_COLUMNS
+from trainable.runs.records import ROW_COLUMNS, STOP_COLUMNS, TOY_TIME_COLUMNS
 
 SHORT = FakeStudy(total_steps=60)
 COMMON = (
@@ -94,7 +95,7 @@ def test_names_that_families_share_have_one_type() -> None:
 
 
 def test_times_of_every_family_are_left_out_of_comparisons() -> None:
-    assert {column.name for column in sandbox.TIME_COLUMNS} <= NONDETERMINISTIC_COLUMNS
+    assert {column.name for column in TOY_TIME_COLUMNS} <= NONDETERMINISTIC_COLUMNS
 
 
 def test_rows_start_at_step_0_and_a_trial_has_the_values_of_its_last_row(tmp_path: Path) -> None:
@@ -183,13 +184,12 @@ def test_mean_entropy_equals_a_fine_sum_and_ignores_rows_on_the_curve(
     ]
     end = rows[-1]["step"]
     steps, heights = ([row[name] for row in rows] for name in ("step", "entropy"))
-    summarize = FAMILIES["update_rules"].summarize_rows
-    mean_entropy = summarize(rows, None)["mean_entropy"]
+    mean_entropy = summarize_run(rows, None)["mean_entropy"]
     assert mean_entropy == pytest.approx(area(steps, heights, end), rel=5e-3, abs=5e-3)
     assert min(heights) - 1e-9 <= mean_entropy <= max(heights) + 1e-9
     dense_rows = [{"step": step, "entropy": float(np.interp(step, steps, heights))} for step in range(end + 1)]
-    assert summarize(dense_rows, None)["mean_entropy"] == pytest.approx(mean_entropy)
-    extended_mean = summarize(rows, 2 * end)["mean_entropy"]  # a second half of the same length at the last value
+    assert summarize_run(dense_rows, None)["mean_entropy"] == pytest.approx(mean_entropy)
+    extended_mean = summarize_run(rows, 2 * end)["mean_entropy"]  # a second half of the same length at the last value
     assert extended_mean == pytest.approx((mean_entropy + heights[-1]) / 2)
 
 

@@ -97,8 +97,8 @@ def test_the_shipped_file_applies_to_the_shipped_studies(study: str, monkeypatch
     """A new setting changes the hash of all configurations: then the runs of `make replicates` are recorded again."""
     monkeypatch.setattr(replicates, "read_replicates", read_replicates)
     plan = make_plan(STUDIES[study], "laptop", "", {}, None, 1, Path("out"))
-    values = find_recorded_values(make_study_record(plan), plan.study.family.outcomes[0])
+    values = find_recorded_values(make_study_record(plan), plan.study.family.primary_column)
     assert len(values) >= replicates.MIN_REPLICATES
     for changed in ({"trainer.total_training_steps": 61}, {"actor.lr": 1.5e-3}) if study == "kl" else ():
         plan = make_plan(STUDIES[study], "laptop", "", changed, None, 1, Path("out"))
-        assert find_recorded_values(make_study_record(plan), plan.study.family.outcomes[0]) == ()
+        assert find_recorded_values(make_study_record(plan), plan.study.family.primary_column) == ()

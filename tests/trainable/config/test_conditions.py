@@ -20,7 +20,6 @@ from sandboxes.pedagogy.settings import PedagogyConfig
 from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.update_rules.config.rules import METHODS
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.measure.records import TIME_COLUMNS
 from sandboxes.update_rules.training.make import make_trainer as make_update_rule_trainer
 from sandboxes.vector_rewards.algorithm import make_trainer as make_vector_reward_trainer
 from sandboxes.vector_rewards.settings import VectorRewardConfig
@@ -33,6 +32,7 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
+from trainable.runs.records import TOY_TIME_COLUMNS
 from trainable.runs.stop_rules import RULES, evaluate_stop_rules
 from tune_study.plan.study_plan import make_plan
 
@@ -359,7 +359,7 @@ def make_toy_bases(config_class: type[BaseRunConfig]) -> Iterator[BaseRunConfig]
 
 def train_ensemble(config: BaseRunConfig) -> list[str]:
     """Train a run of a toy study, and list its rows without times."""
-    trainer, times = FAMILIES[type(config)](config, (0,)), {column.name for column in TIME_COLUMNS}
+    trainer, times = FAMILIES[type(config)](config, (0,)), {column.name for column in TOY_TIME_COLUMNS}
     rows = [row for _ in range(3) for row in train_to_next_rows(trainer).rows.values()]
     return [repr({name: value for name, value in row.items() if name not in times}) for row in rows]
 

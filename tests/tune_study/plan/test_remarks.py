@@ -11,6 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from sandboxes.distillation.settings import REMARKS as DISTILLATION_REMARKS
+from sandboxes.update_rules.remarks import REMARKS as UPDATE_RULE_REMARKS
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO
@@ -20,16 +22,11 @@ from trainable.algo.filters import compute_group_scores, parse_rule, select_grou
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
 from trainable.envs.prompts import format_reply, parse_reply
 from trainable.envs.sokoban.game import Sokoban
+from trainable.families import list_families
 from trainable.models.load import load_policy, make_codec
 from tune_study.commands.cli import app
 from tune_study.plan import remarks
-from tune_study.plan.remarks import (
-    DISTILLATION_REMARKS,
-    PPO_REMARKS,
-    REMARKS,
-    UPDATE_RULE_REMARKS,
-    find_remarks,
-)
+from tune_study.plan.remarks import PPO_REMARKS, find_remarks
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
 PPO_CASES: tuple[tuple[str, str], ...] = (
@@ -101,8 +98,16 @@ CASES = [
 
 
 def test_every_remark_has_a_case() -> None:
-    cases = (PPO_CASES, UPDATE_RULE_CASES, DISTILLATION_CASES, (), ())
-    assert [len(family_remarks) for family_remarks in REMARKS.values()] == list(map(len, cases))
+    assert {family.remarks for family in list_families()} == {
+        "",
+        "tune_study.plan.remarks:PPO_REMARKS",
+        "sandboxes.update_rules.remarks:REMARKS",
+        "sandboxes.distillation.settings:REMARKS",
+    }
+    cases = (PPO_CASES, UPDATE_RULE_CASES, DISTILLATION_CASES)
+    assert [len(family_remarks) for family_remarks in (PPO_REMARKS, UPDATE_RULE_REMARKS, DISTILLATION_REMARKS)] == [
+        len(family_cases) for family_cases in cases
+    ]
 
 
 def print_plan(study: str, settings: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ray import tune
 
+from sandboxes.update_rules.trial import UpdateRules
 from search_spaces import STUDIES
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trials import FEW_LEVELS, drop_times, make_trial_config, start_trial
@@ -18,7 +19,7 @@ from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.failures import CheckpointError, RunFailedError
 from trainable.runs.records import carry_values, drop_carried, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.trial import PPO, UpdateRules
+from trainable.trial import PPO
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import make_plan
 from tune_study.tune.stoppers import RuleStopper, rules

@@ -224,7 +224,7 @@ def test_a_study_without_published_cells_has_an_empty_table(tmp_path: Path) -> N
     assert summarize_verdicts(table) == "No published numbers are recorded for these studies."
 
 
-GOLDEN = (Path(__file__).parents[2] / "golden" / "sandbox_verdicts.txt").read_text(encoding="utf-8")
+GOLDEN = (Path(__file__).parents[3] / "golden" / "sandbox_verdicts.txt").read_text(encoding="utf-8")
 
 
 def test_the_words_of_every_verdict(tmp_path: Path) -> None:

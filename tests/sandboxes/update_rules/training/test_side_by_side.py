@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sandboxes.update_rules.measure.records import TIME_COLUMNS
-from trainable import families
+from sandboxes.update_rules.training import make
+from sandboxes.update_rules.trial import UpdateRules
 from trainable.runs import run
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
+from trainable.runs.records import TOY_TIME_COLUMNS
 from trainable.runs.run_files import RunLockedError, read_rows
-from trainable.trial import UpdateRules
 
 Report = dict[str, Any]
 SMALL = {
@@ -79,7 +79,7 @@ def run_to_end(trial: UpdateRules) -> list[Report]:
 
 
 def drop_times(row: dict[str, Any]) -> dict[str, Any]:
-    times = {column.name for column in TIME_COLUMNS}
+    times = {column.name for column in TOY_TIME_COLUMNS}
     return {name: value for name, value in row.items() if name not in times}
 
 
@@ -323,7 +323,7 @@ def test_a_run_of_a_trial_that_ended_is_left_as_it_is(
 def test_a_failed_run_is_reported_and_does_not_start_again(
     tmp_path: Path, start_trial: StartTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_trainer = families.UPDATE_RULES.make_trainer
+    make_trainer = make.TRAINER.make_trainer
 
     def make_broken_trainer(*arguments: Any) -> Any:
         trainer = make_trainer(*arguments)
@@ -340,7 +340,7 @@ def test_a_failed_run_is_reported_and_does_not_start_again(
         trainer.algorithm.learner = type(learner)(**{**vars(learner), "objective": compute_broken_objective})
         return trainer
 
-    monkeypatch.setattr(families, "UPDATE_RULES", replace(families.UPDATE_RULES, make_trainer=make_broken_trainer))
+    monkeypatch.setattr(make, "TRAINER", replace(make.TRAINER, make_trainer=make_broken_trainer))
     reports = run_to_end(start_trial(tmp_path))
     message = (
         "values of step 4 were not finite: loss, gradient of embedding.weight, gradient of positions.weight and 15 more"

@@ -8,14 +8,15 @@ import torch
 
 from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.measure.records import STEP_COLUMNS, TIME_COLUMNS
+from sandboxes.update_rules.measure.records import STEP_COLUMNS
 from sandboxes.update_rules.rules.catalog import UPDATE_RULES
 from sandboxes.update_rules.training.make import make_task_trainer
 from tests.sandboxes.update_rules.tabular import TabularTask, train_to_next_rows
+from trainable.runs.records import TOY_TIME_COLUMNS
 from trainable.runs.run import TrainerState
 
 Rows = dict[int, list[dict[str, Any]]]
-TIME_NAMES = {column.name for column in TIME_COLUMNS}
+TIME_NAMES = {column.name for column in TOY_TIME_COLUMNS}
 ALL_MEASURES = {"diagnostics": True, "entropy_diagnostics": True, "oracle_fit": True}
 
 
