@@ -14,6 +14,7 @@ import pytest
 
 import analysis
 from tests.fakes.forked_python import run_python
+from tests.test_architecture import PACKAGES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
@@ -229,7 +230,7 @@ def test_tests_that_the_documents_name_exist() -> None:
 def test_architecture_page_has_the_docstring_of_every_folder() -> None:
     """The tree of docs/architecture.md is the first line of every package's docstring."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for package in ("search_spaces", "trainable", "tune_study", "analysis"):
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("__init__.py")):
             folder = path.parent.relative_to(ROOT)
             first_line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
