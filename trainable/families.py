@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.run_config import list_outside_settings
+from trainable.config.run_config import RunConfig, list_outside_settings
 from trainable.runs.records import Column
 from trainable.runs.study_record import Dimension
 
@@ -168,9 +168,6 @@ class Family:
     included, as measured; None for a task that was not. None if the model determines it."""
     has_batched_seeds: bool = False
     """Whether one trial trains all seeds of an arm together, each as a separate run."""
-    is_fine_tuning: bool = False
-    """Whether the runs fine-tune the language model of `get_model_path`, on GPUs if there are any: their rows are
-    training steps with symptoms, stop rules and gradient analyses."""
 
     # What can be typed.
     name_suffix: str = ""
@@ -192,6 +189,12 @@ class Family:
                 f"The family {self.name} sets no `estimate_bytes`. Only a family with is_fine_tuning=True may leave it "
                 "out: set estimate_bytes=FUNCTION."
             )
+
+    @property
+    def is_fine_tuning(self) -> bool:
+        """Whether the runs fine-tune the language model of `get_model_path`, on GPUs if there are any: their rows are
+        training steps with symptoms, stop rules and gradient analyses."""
+        return issubclass(self.config_class, RunConfig)
 
     def make_game_settings(self, game: str, preset: str) -> dict[str, object]:
         """The settings that come with a game under a preset. Raise KeyError for a game that does not exist."""

@@ -112,7 +112,6 @@ PPO = Family(
     name="ppo",
     trainable="trainable.trial:PPO",
     name_suffix="_{model}",
-    is_fine_tuning=True,
     search_space=SEARCH_SPACE,
     games=GAMES,
     config_class=RunConfig,

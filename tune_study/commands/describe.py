@@ -12,7 +12,6 @@ from rich.console import Console
 
 from search_spaces import FAMILIES
 from search_spaces.declaration.study import Study
-from search_spaces.language_model.family import as_run_config
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
@@ -174,7 +173,7 @@ def _describe_game(plan: StudyPlan) -> list[str]:
         return []
     from trainable.envs.games.make import describe_success_range  # imports NumPy
 
-    env = as_run_config(plan.base_config).env
+    env = plan.ppo_config.env
     lines = [describe_success_range(env)]
     if env.kind.has_trees and env.papers.score == "judge":
         judge = f"the judge at {env.papers.judge_url}"
@@ -193,17 +192,16 @@ def describe_signal(plan: StudyPlan) -> list[str]:
         return []
     from trainable.tiny.group_scores import describe_groups
 
-    configs = [spec.ppo_config for spec in plan.runs]
     games = {
         (config.env.name, config.model.path, config.model.prompt_style): config
-        for config in configs
+        for config in plan.ppo_configs
         if parse_part_name(config.env.name) is not None and config.model.path in SHIPPED_MODELS
     }
     if not games:
-        return describe_groups(configs)
+        return describe_groups(plan.ppo_configs)
     from trainable.part_checks import describe_first_replies  # imports torch
 
-    return [*describe_groups(configs), *filter(None, map(describe_first_replies, games.values()))]
+    return [*describe_groups(plan.ppo_configs), *filter(None, map(describe_first_replies, games.values()))]
 
 
 def _describe_power(plan: StudyPlan) -> list[str]:
@@ -254,11 +252,10 @@ def _describe_precision(plan: StudyPlan) -> list[str]:
 
 def _describe_losses(plan: StudyPlan) -> list[str]:
     """How the arms aggregate the losses of tokens: token-mean depends on the size of a micro-batch."""
-    configs = [spec.ppo_config for spec in plan.runs]
     # A loss over whole groups, and that of trees, have weights of their own.
     texts = dict.fromkeys(
         _describe_aggregation(config.actor)
-        for config in configs
+        for config in plan.ppo_configs
         if not (config.env.kind.has_trees or config.actor.loss.needs_whole_groups)
     )
     return [f"Loss: {'; '.join(texts)}"] if texts else []

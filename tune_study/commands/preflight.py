@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from search_spaces.declaration.presets import PRESETS
-from search_spaces.language_model.family import as_run_config
 from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
@@ -104,12 +103,10 @@ def start_studies(
     plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
     for plan in plans:
         outputs.check_recordable(plan)
-        configs = list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values())
-        check_parts(configs)
-        if plan.study.family.games:
-            check_papers(map(as_run_config, configs))
-            check_level_seeds(plan)
-            _check_context(plan)
+        check_parts(list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values()))
+        check_papers(plan.ppo_configs)
+        check_level_seeds(plan)
+        _check_context(plan)
     uses_gpus = any(plan.model is not None for plan in plans)
 
     def adapt_options(plan: StudyPlan) -> LaunchOptions:
@@ -128,8 +125,7 @@ def start_studies(
         prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
-            ppo_configs = [spec.ppo_config for plan in plans if plan.model is not None for spec in plan.runs]
-            compile_kernels(ppo_configs, os.environ, console)
+            compile_kernels([config for plan in plans for config in plan.ppo_configs], os.environ, console)
         if len(plans) == 1:
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses, time_limit)
         # A study with a storage keeps nothing large on this disk.
@@ -188,7 +184,7 @@ def _check_wandb_login() -> None:
 
 def _check_context(plan: StudyPlan) -> None:
     """Raise PlanError for replies that fill the context of the model, which leaves no token for a prompt."""
-    for config in {spec.arm: spec.ppo_config for spec in plan.runs}.values():
+    for config in plan.ppo_configs:
         shape, length = read_model_shape(config.model.path, os.environ), config.rollout.response_length
         if shape is not None and shape.max_position_embeddings and shape.max_position_embeddings <= length:
             raise PlanError(
@@ -308,8 +304,6 @@ def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
 
     Teachers are left out: one that a machine lacks is made when all checks have passed.
     """
-    if plan.model is None:
-        return []
     options = {plan.model: "--model "}
     return [
         (path, options.get(path, "--set model.reference_path=")) for path in plan.model_paths if path not in TEACHERS
@@ -409,9 +403,8 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
     _check_files(plan)
     for path, option in _list_models(plan):
         check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
-    if plan.model is not None:  # only runs that fine-tune a language model have engines
-        for config in {spec.arm: spec.ppo_config for spec in plan.runs}.values():  # seeds share their settings
-            resources.check_engines(config, os.environ)
+    for config in plan.ppo_configs:
+        resources.check_engines(config, os.environ)
     if requirements.memory is not None:
         memory_advice.check_memory(requirements.memory, plan, requirements.used_gpus)
     if plan.study_uri is not None:

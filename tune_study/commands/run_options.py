@@ -205,7 +205,7 @@ def _plan_with_torch_if_needed(
         recorded_settings = flatten_settings(read_study(plan.folder).settings)
         settings = {name: recorded_settings[name] for name in torch_settings if name in recorded_settings}
     else:
-        obstacle = find_compiled_obstacle((spec.ppo_config for spec in plan.runs), os.environ)
+        obstacle = find_compiled_obstacle(plan.ppo_configs, os.environ)
         if not obstacle:
             return plan
         settings, reason = torch_settings, f"{reason}; torch instead of compiled code: {obstacle}"

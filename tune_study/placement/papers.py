@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from search_spaces.language_model.family import as_run_config
 from trainable.config.run_config import RunConfig
 from tune_study.host import machine_checks
 from tune_study.plan.errors import PlanError
@@ -72,8 +71,7 @@ def explain_repl_shortage(plan: StudyPlan) -> str:
 
 
 def _list_tree_configs(plan: StudyPlan) -> list[RunConfig]:
-    configs = [as_run_config(spec.config) for spec in plan.runs] if plan.study.family.games else []
-    return [config for config in configs if config.env.kind.has_trees]
+    return [config for config in plan.ppo_configs if config.env.kind.has_trees]
 
 
 def _count_repls(config: RunConfig) -> int:

@@ -32,12 +32,9 @@ def find_compiled_obstacle(configs: Iterable[RunConfig], environ: Mapping[str, s
 
     environ: the environment variables, which determine the hub cache.
     """
-    checked_hashes: set[str] = set()
     for config in configs:
-        if uses_compiled_code(config) and (config_hash := config.compute_hash()) not in checked_hashes:
-            checked_hashes.add(config_hash)  # seeds share their configuration
-            if obstacle := _find_obstacle(config, environ):
-                return obstacle
+        if uses_compiled_code(config) and (obstacle := _find_obstacle(config, environ)):
+            return obstacle
     return ""
 
 

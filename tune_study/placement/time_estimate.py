@@ -241,7 +241,7 @@ def _estimate_cpu_seconds(plan: StudyPlan, spec: RunSpec) -> float | None:
     if (estimate_step := plan.study.family.estimate_step_seconds) is not None:
         step_seconds = estimate_step(spec.config)
         return None if step_seconds is None else step_seconds * spec.steps
-    shape = None if plan.model is None else read_model_shape(spec.ppo_config.model.path, os.environ)
+    shape = read_model_shape(spec.ppo_config.model.path, os.environ)
     return None if shape is None else estimate_cpu_run_seconds(shape, spec.ppo_config)
 
 
@@ -255,7 +255,7 @@ def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | 
         return None
     # Of one core, whether or not the runs of a trial are trained together.
     trial_seconds = [sum(known_seconds[spec.run_id] for spec in specs) for specs in plan.trials]
-    types = {spec.ppo_config.model.dtype for spec in plan.runs} - {"float32"} if plan.model is not None else set()
+    types = {config.model.dtype for config in plan.ppo_configs} - {"float32"}
     types_text = f"; measured in float32, and a CPU is slower in {' and '.join(sorted(types))}" if types else ""
     study_seconds = max(*trial_seconds, sum(trial_seconds) / max(resource_plan.max_concurrent, 1))
     return (

@@ -98,16 +98,19 @@ class StudyPlan:
         return as_run_config(self.base_config)
 
     @property
+    def ppo_configs(self) -> list[RunConfig]:
+        """The configuration of each arm, with one of its seeds; empty if the study fine-tunes no language model."""
+        return list({spec.arm: spec.config for spec in self.runs if isinstance(spec.config, RunConfig)}.values())
+
+    @property
     def model(self) -> str | None:
         """Path of the language model that is fine-tuned; None if the study trains another kind of model."""
-        return self.study.family.get_model_path(self.base_config) if self.study.family.is_fine_tuning else None
+        return self.base_config.model.path if isinstance(self.base_config, RunConfig) else None
 
     @property
     def model_paths(self) -> tuple[str, ...]:
         """The models that runs load which fine-tune a language model, each once: policies and references."""
-        if self.model is None:
-            return ()
-        return tuple(dict.fromkeys(path for spec in self.runs for path in spec.ppo_config.model_paths))
+        return tuple(dict.fromkeys(path for config in self.ppo_configs for path in config.model_paths))
 
     @property
     def trials(self) -> tuple[tuple[RunSpec, ...], ...]:
@@ -399,9 +402,11 @@ def check_level_seeds(plan: StudyPlan) -> None:
     the column val_success_unseen leaves these out.
     """
     for spec in plan.runs:
-        trained, validated = spec.ppo_config.training_level_seeds, spec.ppo_config.validation_level_seeds
+        if not isinstance(config := spec.config, RunConfig):
+            return
+        trained, validated = config.training_level_seeds, config.validation_level_seeds
         if max(trained.start, validated.start) < min(trained.stop, validated.stop):
-            free = spec.ppo_config.env.seed_train + len(trained)
+            free = config.env.seed_train + len(trained)
             raise PlanError(
                 f"env.seed_val={validated.start}: the validation levels have the seeds {validated.start} to "
                 f"{validated.stop - 1}, and those from {trained.start} to {trained.stop - 1} are training levels of "

@@ -80,7 +80,7 @@ def _sort_by_cost(plan: StudyPlan) -> Sequence[tuple[RunSpec, ...]]:
     """
     if plan.model is None:
         return plan.trials
-    shapes = {path: read_model_shape(path, os.environ) for path in {spec.ppo_config.model.path for spec in plan.runs}}
+    shapes = {path: read_model_shape(path, os.environ) for path in {config.model.path for config in plan.ppo_configs}}
     seed_order = list(dict.fromkeys(spec.seed for spec in plan.runs))
 
     def get_rank(specs: tuple[RunSpec, ...]) -> tuple[int, float]:
