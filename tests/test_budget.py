@@ -17,14 +17,14 @@ from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
     "analysis": 5967,
-    "sandboxes": 3360,
+    "sandboxes": 4909,
     "search_spaces": 305,
-    "trainable": 12554,
-    "tune_study": 8326,
+    "trainable": 11072,
+    "tune_study": 8274,
 }
 """Package -> most statements, docstrings left out.
 
-`sandboxes` began with the 3,360 that left the four others."""
+`sandboxes` was raised from 3,360 when trees of rollouts came to it, which took 1,534 from the other packages."""
 
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""

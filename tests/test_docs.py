@@ -45,7 +45,7 @@ SLOW_PREFIXES = (
     # test_confirmation.py plans one, test_search_run.py runs one, and reading/test_compare.py compares studies.
     "python -m tune_study confirm out/",
     "python -m tune_study compare out/",
-    # tests/trainable/ppo/test_trees.py trains on trees, and reading/test_transcripts.py reads such episodes.
+    # tests/sandboxes/trees/test_runs.py trains on trees, and reading/test_transcripts.py reads such episodes.
     "python -m tune_study run tree-grpo --preset laptop --smoke",
     "python -m tune_study transcripts trees/",
 )

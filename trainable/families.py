@@ -4,13 +4,13 @@ What needs torch, pandas or Ray is named as "module:NAME" and imported where it 
 report and a run each import only their own part.
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.choices import load
 from trainable.config.run_config import RunConfig, list_outside_settings
 from trainable.runs.records import Column
 from trainable.runs.study_record import Dimension
@@ -27,12 +27,6 @@ FAMILIES: Mapping[str, str] = {
     "pedagogy": "sandboxes.pedagogy.study:PEDAGOGY",
 }
 """Name of a family in study.json -> where its `Family` is declared."""
-
-
-def load(name: str) -> Any:
-    """What "module:NAME" names."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 @cache

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.choices import load
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import (
     OwnPartError,
@@ -27,7 +28,7 @@ from trainable.envs.chat import CHATML
 from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnLimits, TurnOutcome
 from trainable.envs.games.make import make_environment
 from trainable.envs.prompts import ACTION_SEPARATOR
-from trainable.families import list_families, load
+from trainable.families import list_families
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import STEP_COLUMNS, make_empty_row
 from trainable.runs.stop_rules import evaluate_own_rules

@@ -22,8 +22,8 @@ from analysis.data.run_files import (
 )
 from analysis.data.schemas import Row, Schema, get_family, get_schemas
 from analysis.data.tables import get_damage, read_table
+from trainable.config.choices import load as load_named
 from trainable.families import Family
-from trainable.families import load as load_named
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
 from trainable.files.paths import UnsafePathError, check_path

@@ -39,7 +39,7 @@ from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, descri
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
 from analysis.sweep.examples import ArmExamples, choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
-from trainable.families import load as load_named
+from trainable.config.choices import load as load_named
 from trainable.files.paths import atomic_write, make_folder
 from trainable.files.step_phase import STEP_PHASE
 

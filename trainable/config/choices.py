@@ -4,9 +4,17 @@ Code that depends on a choice reads a field of its record and never compares its
 branch. This module does not import torch, because plans and memory estimates read it too.
 """
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
+
+
+def load(name: str) -> Any:
+    """Import what "module:NAME" names: a choice whose code is imported only where it is used."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True)

@@ -69,15 +69,20 @@ class PapersConfig(Section):
 
 
 class GameKind(NamedTuple):
-    """What a game brings along.
-
-    section: the type of its section of `env`; None for a game without settings of its own. has_trees: whether a rollout
-    may ask children, which are trained with it. settings: other settings of `env` that it reads, and not every game.
-    """
+    """What a game brings along."""
 
     section: type[Section] | None = None
-    has_trees: bool = False
+    """The type of its section of `env`; None for a game without settings of its own."""
     settings: tuple[str, ...] = ()
+    """Other settings of `env` that it reads, and not every game."""
+    has_trees: bool = False
+    """Whether a rollout may ask children, which are trained with it."""
+    level_source: str = ""
+    """In a game that is not played in turns, the function of its section that makes its levels, as "module:NAME"."""
+    player: str = ""
+    """In such a game, the function that makes its player, as `trainable.rollout.players.make_player` does."""
+    requirements: str = ""
+    """What it needs of a machine, a `tune_study.placement.resources.GameRequirements` as "module:NAME"."""
 
 
 GAME_KINDS: Mapping[str, GameKind] = MappingProxyType(
@@ -86,7 +91,13 @@ GAME_KINDS: Mapping[str, GameKind] = MappingProxyType(
         "frozenlake": GameKind(FrozenLakeConfig, settings=("observation_format",)),
         "mastermind": GameKind(MastermindConfig),
         "countdown": GameKind(CountdownConfig),
-        "papers": GameKind(PapersConfig, has_trees=True),
+        "papers": GameKind(
+            PapersConfig,
+            has_trees=True,
+            level_source="sandboxes.trees.repl.papers:make_papers",
+            player="sandboxes.trees.player:make_player",
+            requirements="sandboxes.trees.requirements:REQUIREMENTS",
+        ),
     }
 )
 """The games by name."""

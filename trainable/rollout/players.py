@@ -1,28 +1,21 @@
-"""How a run's game is played: in turns with an environment, or as trees of rollouts in REPLs."""
+"""How a run's game is played: in turns with an environment, or by a player of its own."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from trainable.config.game_sections import PapersConfig
+from trainable.config.choices import load
 from trainable.config.run_config import RunConfig
 from trainable.envs.environment import Environment, Level, RewardFunction
 from trainable.envs.games.make import make_environment, make_reward_function
 from trainable.envs.prompts import Observation, PromptTemplate, make_prompt_template
-from trainable.envs.repl.char_f1 import compute_char_f1
-from trainable.envs.repl.judge import JudgeError, make_judge
-from trainable.envs.repl.papers import CODE_ACTION, QUERY_ACTION, SUCCESS_SCORE, PaperLevel, ScoreAnswer
-from trainable.envs.repl.process import ReplLimits
-from trainable.envs.repl.session import TreeLimits
 from trainable.models.codec import Codec
 from trainable.models.load import Policy
-from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.episode import Episode
 from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import Sampler, SamplingParams
-from trainable.rollout.tree_loop import Rollout, Tree, TreeSettings, TreeTexts, encode_first_turn, roll_out_trees
 
 
 @dataclass(frozen=True)
@@ -127,124 +120,15 @@ class TurnPlayer:
         )
 
 
-@dataclass(frozen=True)
-class TreePlayer:
-    """Answers questions about papers with trees of rollouts.
-
-    score_answer: the reward of a final answer. format_penalty: added to the root's score for each of its turns without
-    exactly one block of code or an answer.
-    """
-
-    texts: TreeTexts
-    settings: TreeSettings
-    score_answer: ScoreAnswer
-    format_penalty: float
-
-    def encode_first_turn(self, level: PaperLevel) -> list[int]:
-        """See `Player.encode_first_turn`."""
-        question = level.question
-        return encode_first_turn(question.text, question.papers, "root", self.texts, self.settings.tree)
-
-    def check_first_turns(self, levels: Sequence[PaperLevel], response_length: int) -> None:
-        """See `Player.check_first_turns`."""
-        longest = max(len(self.encode_first_turn(level)) for level in levels)
-        check_length(longest, response_length, self.settings.context_length)
-
-    def roll_out(self, request: RolloutRequest) -> list[Episode]:
-        """See `Player.roll_out`. There is no chance but that of the sampler."""
-        levels, group_size = request.levels, request.group_size
-        questions, streams = [level.question for level in levels], request.rng.spawn(len(levels) * group_size)
-        trees = roll_out_trees(
-            questions, group_size, request.sampler, self.texts, self.settings, request.params, streams
-        )
-        return [self._make_episode(tree, levels[tree.group]) for tree in trees]
-
-    def _make_episode(self, tree: Tree, level: PaperLevel) -> Episode:
-        root = tree.root
-        score = self.score_answer(level.question, root.answer or "")
-        asked = [child.parent_turn for child in tree.children]
-        actions = tuple(
-            (CODE_ACTION,) * is_valid + (QUERY_ACTION,) * asked.count(turn)
-            for turn, is_valid in enumerate(root.validity)
-        )
-        rewards = [self.format_penalty * (not is_valid) for is_valid in root.validity]
-        rewards[-1] += score
-        children = tuple(_make_child(child, level, tree.group) for child in tree.children)
-        return Episode(
-            level_seed=level.seed,
-            group=tree.group,
-            **root.arrays._asdict(),
-            turn_rewards=tuple(rewards),
-            turn_actions=actions,
-            turn_validity=root.validity,
-            stop_reason=_find_stop_reason(root, score),
-            texts=root.texts,
-            children=children,
-            answer=root.answer,
-            evidence=level.question.evidence,
-        )
-
-
-def _make_child(child: Rollout, level: PaperLevel, group: int) -> Episode:
-    """The episode of a child. It has no reward of its own: the tree has one, at its root."""
-    num_turns = len(child.texts)
-    return Episode(
-        level_seed=level.seed,
-        group=group,
-        **child.arrays._asdict(),
-        turn_rewards=(0.0,) * num_turns,
-        turn_actions=tuple((CODE_ACTION,) * is_valid for is_valid in child.validity),
-        turn_validity=child.validity,
-        stop_reason=_find_stop_reason(child, 0.0),
-        texts=child.texts,
-        parent_turn=child.parent_turn,
-        answer=child.answer,
-    )
-
-
-def _find_stop_reason(rollout: Rollout, score: float) -> StopReason:
-    if score >= SUCCESS_SCORE:
-        return StopReason.SUCCESS
-    if rollout.answer is not None:
-        return StopReason.FAILURE
-    if rollout.out_of_context:
-        return StopReason.OUT_OF_CONTEXT
-    return StopReason.OUT_OF_TURNS if any(rollout.validity) else StopReason.MALFORMED
-
-
 def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length: int) -> Player:
-    """The player of the game that env.name selects. context_length: tokens of a conversation.
-
-    Raises JudgeError if a judge is to score answers and none can be asked.
-    """
+    """The player of the game that env.name selects. context_length: tokens of a conversation."""
     env, style = config.env, config.model.prompt_style
-    if env.kind.has_trees:
-        papers = env.papers
-        texts = TreeTexts(codec, policy.chat_format, style, _list_markers(policy))
-        tree = TreeLimits(env.max_turn, papers.max_children_per_call, papers.max_children, papers.observation_chars)
-        process = ReplLimits(papers.execution_seconds, papers.execution_mib * 2**20)
-        settings = TreeSettings(tree, process, context_length)
-        return TreePlayer(texts, settings, make_score(papers), env.format_penalty)
+    if env.kind.player:
+        player: Player = load(env.kind.player)(config, policy, codec, context_length)
+        return player
     environment = make_environment(env)
     template = make_prompt_template(environment, style, env.max_actions_per_traj, policy.chat_format)
     limits = EpisodeLimits(
         env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj, env.format_penalty, context_length
     )
     return TurnPlayer(environment, template, codec, limits, make_reward_function(env))
-
-
-def _list_markers(policy: Policy) -> list[str]:
-    """The special tokens of a policy, and what looks like one in its chat format."""
-    special_tokens = [token.content for token in policy.tokenizer.get_added_tokens_decoder().values() if token.special]
-    chat_text = policy.chat_format.format_first_turn("", "") + policy.chat_format.format_next_turn("")
-    return list(dict.fromkeys([*special_tokens, *re.findall(r"<[^<>\s]+>|\[[A-Z_/]+\]", chat_text)]))
-
-
-def make_score(papers: PapersConfig) -> ScoreAnswer:
-    """The reward of a final answer, as env.papers.score says. JudgeError if a judge is wanted and none can be asked."""
-    if papers.score == "char_f1":
-        return lambda question, answer: compute_char_f1(answer, question.papers, question.evidence).score
-    judge = make_judge(papers)
-    if obstacle := judge.find_obstacle():
-        raise JudgeError(obstacle)
-    return lambda question, answer: judge.score(question.text, answer, question.evidence).score

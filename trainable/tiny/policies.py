@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from trainable.config.choices import load
 from trainable.envs.environment import TurnLimits
 from trainable.envs.games.frozen_lake import FrozenLake
 from trainable.envs.games.mastermind import Mastermind
 from trainable.envs.sokoban.game import Sokoban
 from trainable.tiny import frozen_lake, mastermind, sokoban
 from trainable.tiny.dialogues import Habits
-from trainable.tiny.papers import PAPERS_TINY
 from trainable.tiny.recipe import PolicyRecipe, Recipe, Stage, TinyPolicy
 
 SOKOBAN_TINY = TinyPolicy(
@@ -57,4 +57,6 @@ TURN_POLICIES: Mapping[str, TinyPolicy] = MappingProxyType(
     {"sokoban-tiny": SOKOBAN_TINY, "frozenlake-tiny": FROZENLAKE_TINY, "mastermind-tiny": MASTERMIND_TINY}
 )
 """Those of games of turns."""
-POLICIES: Mapping[str, PolicyRecipe] = MappingProxyType({**TURN_POLICIES, "papers-tiny": PAPERS_TINY})
+POLICIES: Mapping[str, PolicyRecipe] = MappingProxyType(
+    {**TURN_POLICIES, "papers-tiny": load("sandboxes.trees.recipe:PAPERS_TINY")}
+)

@@ -27,7 +27,7 @@ from tune_study.folder.saved_checkpoints import find_missing, format_missing
 from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.papers import describe_repl_memory
+from tune_study.placement.resources import load_game_requirements
 from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
@@ -113,7 +113,11 @@ def print_plan(
         *filter(None, [time_estimate.format_cpu_time_line(plan, resource_plan)]),
         disk_line,
         # The memory of a cluster's nodes is not known here.
-        *([] if resource_plan.cluster_address else describe_repl_memory(plan, resource_plan.max_concurrent)),
+        *(
+            game.describe_memory(plan, resource_plan.max_concurrent)
+            for game in load_game_requirements(plan)
+            if not resource_plan.cluster_address
+        ),
         f"Results: {plan.folder}",
         f"Summary log: {plan.summary_log}",
     ]:

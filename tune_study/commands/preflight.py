@@ -29,7 +29,6 @@ from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
 from tune_study.placement.model_size import read_model_shape
-from tune_study.placement.papers import check_papers, explain_repl_shortage
 from tune_study.placement.samplers import compile_kernels
 from tune_study.placement.teachers import describe_teachers, make_missing_teachers
 from tune_study.plan.errors import MisfitError, PlanError
@@ -104,7 +103,8 @@ def start_studies(
     for plan in plans:
         outputs.check_recordable(plan)
         check_parts(list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values()))
-        check_papers(plan.ppo_configs)
+        for game in resources.load_game_requirements(plan):
+            game.check(plan)
         check_level_seeds(plan)
         _check_context(plan)
     uses_gpus = any(plan.model is not None for plan in plans)
@@ -265,7 +265,7 @@ def _print_plan(
     if requirements.memory is not None and not requirements.memory.fits:
         shortages.insert(0, memory_advice.format_misfit(requirements.memory, plan.study))
     if nodes is None:
-        shortages.append(explain_repl_shortage(plan))
+        shortages += [game.explain_shortage(plan) for game in resources.load_game_requirements(plan)]
     for shortage in filter(None, shortages):
         print_line(console, shortage)
     for line in missing_models:
@@ -398,8 +398,9 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
     sockets = check_socket_path(find_ray_folder(os.environ))
     if sockets.severity == "problem":
         raise PlanError(f"Ray cannot start here: {sockets.detail}. {sockets.advice}")
-    if shortage := explain_repl_shortage(plan):
-        raise MisfitError(shortage)
+    for game in resources.load_game_requirements(plan):
+        if shortage := game.explain_shortage(plan):
+            raise MisfitError(shortage)
     _check_files(plan)
     for path, option in _list_models(plan):
         check_model(path, os.environ, plan.ppo_config.model.chat_format, option)

@@ -2,11 +2,13 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from trainable.backend.gpus import make_bundles
 from trainable.config.base_config import BaseTrainerConfig
+from trainable.config.choices import load
 from trainable.config.constants import MAX_DEFAULT_THREADS
 from trainable.config.model_limits import find_four_bit_obstacle
 from trainable.config.run_config import RunConfig
@@ -25,6 +27,22 @@ DEEPSPEED = "deepspeed==0.19.8"
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
 """The model of an NVIDIA data-center GPU within its product name, such as H100 in `NVIDIA H100 80GB HBM3`."""
+
+
+class GameRequirements(NamedTuple):
+    """What a game needs of a machine beyond what its runs need (`GameKind.requirements`)."""
+
+    check: Callable[[StudyPlan], None]
+    """Raise PlanError if a study of the game cannot be run."""
+    describe_memory: Callable[[StudyPlan, int], str]
+    """A line about the memory that the game of this many concurrent runs takes at most."""
+    explain_shortage: Callable[[StudyPlan], str]
+    """Why the game does not fit on this machine, and what to type; empty if it does."""
+
+
+def load_game_requirements(plan: StudyPlan) -> list[GameRequirements]:
+    """The requirements of the games of a study; most games have none."""
+    return [load(name) for name in {config.env.kind.requirements for config in plan.ppo_configs} if name]
 
 
 def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from search_spaces import STUDIES
 from trainable.config.aliases import flatten_settings
-from trainable.families import Remark, load
+from trainable.config.choices import load
+from trainable.families import Remark
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 UNIFORM_TEMPERATURE = 100.0

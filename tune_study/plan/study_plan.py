@@ -100,12 +100,13 @@ class StudyPlan:
     @property
     def ppo_configs(self) -> list[RunConfig]:
         """The configuration of each arm, with one of its seeds; empty if the study fine-tunes no language model."""
-        return list({spec.arm: spec.config for spec in self.runs if isinstance(spec.config, RunConfig)}.values())
+        is_fine_tuning = self.study.family.is_fine_tuning
+        return list({spec.arm: spec.ppo_config for spec in self.runs}.values()) if is_fine_tuning else []
 
     @property
     def model(self) -> str | None:
         """Path of the language model that is fine-tuned; None if the study trains another kind of model."""
-        return self.base_config.model.path if isinstance(self.base_config, RunConfig) else None
+        return self.ppo_config.model.path if self.study.family.is_fine_tuning else None
 
     @property
     def model_paths(self) -> tuple[str, ...]:
@@ -401,12 +402,10 @@ def check_level_seeds(plan: StudyPlan) -> None:
     Test levels have seeds that the bounds of the settings exclude. Levels of different seeds may be equal by chance;
     the column val_success_unseen leaves these out.
     """
-    for spec in plan.runs:
-        if not isinstance(config := spec.config, RunConfig):
-            return
-        trained, validated = config.training_level_seeds, config.validation_level_seeds
+    for spec in plan.runs if plan.study.family.is_fine_tuning else ():
+        trained, validated = spec.ppo_config.training_level_seeds, spec.ppo_config.validation_level_seeds
         if max(trained.start, validated.start) < min(trained.stop, validated.stop):
-            free = config.env.seed_train + len(trained)
+            free = spec.ppo_config.env.seed_train + len(trained)
             raise PlanError(
                 f"env.seed_val={validated.start}: the validation levels have the seeds {validated.start} to "
                 f"{validated.stop - 1}, and those from {trained.start} to {trained.stop - 1} are training levels of "

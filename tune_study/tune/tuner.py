@@ -10,8 +10,8 @@ from ray.tune.search.sample import Domain
 
 from search_spaces.declaration.study import Study
 from trainable.config.aliases import flatten_settings
+from trainable.config.choices import load
 from trainable.config.run_config import resolve_key
-from trainable.families import load
 from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import find_changed_settings, make_plan
 from tune_study.tune.stoppers import rules

@@ -32,7 +32,7 @@ from analysis.sweep.series import make_curves
 from analysis.sweep.verdicts import name_verdict
 from sandboxes.toys.published.reproduction import sample_std
 from sandboxes.toys.report.descriptions import Description, Panel
-from trainable.families import load
+from trainable.config.choices import load
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from trainable.config.game_sections import PapersConfig
+from trainable.config.choices import load
 from trainable.config.own_parts import get_part
 from trainable.config.sections import GAME_REWARD, EnvConfig
 from trainable.envs.environment import Environment, LevelSource, RewardFunction, TurnLimits
@@ -14,8 +13,6 @@ from trainable.envs.games.countdown import Countdown
 from trainable.envs.games.frozen_lake import FrozenLake
 from trainable.envs.games.mastermind import Mastermind
 from trainable.envs.level_sets import make_validation_levels
-from trainable.envs.repl.papers import FilePapers, GeneratedPapers, PaperLevel
-from trainable.envs.repl.questions import read_questions
 from trainable.envs.sokoban.game import Sokoban
 
 GAMES: Mapping[str, Callable[[EnvConfig], Environment[Any]]] = MappingProxyType(
@@ -48,18 +45,11 @@ def make_environment(env: EnvConfig) -> Environment[Any]:
 
 
 def make_level_source(env: EnvConfig) -> LevelSource[Any]:
-    """The levels of the game that `env` selects, which may be one of trees.
-
-    Raises QuestionFileError if the file of questions of env.papers cannot be read, and ValueError if it is too short.
-    """
-    return make_papers(env.papers) if env.kind.has_trees else make_environment(env)
-
-
-def make_papers(settings: PapersConfig) -> LevelSource[PaperLevel]:
-    """The questions of a file, or generated ones."""
-    if settings.file is None:
-        return GeneratedPapers(settings.num_papers, settings.num_sentences)
-    return FilePapers(tuple(read_questions(Path(settings.file))))
+    """The levels of the game that `env` selects. Raises ValueError if they are those of a file that does not fit."""
+    if env.kind.level_source:
+        source: LevelSource[Any] = load(env.kind.level_source)(getattr(env, env.name))
+        return source
+    return make_environment(env)
 
 
 def make_reward_function(env: EnvConfig) -> RewardFunction | None:

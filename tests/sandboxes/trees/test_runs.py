@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 import torch
 
+from sandboxes.trees.player import TreePlayer
+from sandboxes.trees.recipe import PAPERS_TINY
+from sandboxes.trees.repl.char_f1 import compute_char_f1
+from sandboxes.trees.repl.texts import NO_BLOCK_PROBLEM
 from tests.fakes.hub_models import write_small_model
 from tests.fakes.scripted import clone_tensors, make_episode, make_small_config
 from tests.fakes.trainers import drop_times
 from trainable.config.run_config import ConfigError
 from trainable.config.sections import AlgorithmConfig
-from trainable.envs.repl.char_f1 import compute_char_f1
-from trainable.envs.repl.texts import NO_BLOCK_PROBLEM
 from trainable.ppo.recording import record_episode
 from trainable.ppo.targets import compute_tree_advantages, make_targets
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.batch import collate
 from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
-from trainable.rollout.players import TreePlayer
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
-from trainable.tiny.papers import PAPERS_TINY
 
 SETTINGS = {name.replace(".", "__"): value for name, value in PAPERS_TINY.settings.items()}
 

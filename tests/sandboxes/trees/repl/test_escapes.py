@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from trainable.envs.repl.confined_process import __file__ as SCRIPT_FILE
-from trainable.envs.repl.process import Execution, Query, ReplLimits, ReplProcess, find_obstacle
+from sandboxes.trees.repl.confined_process import __file__ as SCRIPT_FILE
+from sandboxes.trees.repl.process import Execution, Query, ReplLimits, ReplProcess, find_obstacle
 
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
 
@@ -368,7 +368,7 @@ def test_a_reply_cannot_be_given_in_advance() -> None:
 
 def test_the_process_ends_with_its_parent() -> None:
     script = (
-        "from trainable.envs.repl.process import *\nrepl = ReplProcess({}, limits=ReplLimits(seconds=600))\n"
+        "from sandboxes.trees.repl.process import *\nrepl = ReplProcess({}, limits=ReplLimits(seconds=600))\n"
         "print(repl._process.pid, flush=True)\nrepl.execute('while True: pass')"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())

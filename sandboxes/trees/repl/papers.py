@@ -4,15 +4,17 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
+from sandboxes.trees.repl.generated import make_question
+from sandboxes.trees.repl.questions import Question, read_questions
+from trainable.config.game_sections import PapersConfig
 from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits
 from trainable.envs.level_sets import find_test_levels
-from trainable.envs.repl.generated import make_question
-from trainable.envs.repl.questions import Question
 
 SUCCESS_SCORE = 0.9
 """The score from which an answer counts as a success: nearly all of the evidence, and little beside it."""
@@ -138,3 +140,13 @@ class FilePapers:
         return None
 
     compute_best = compute_chance
+
+
+def make_papers(settings: PapersConfig) -> GeneratedPapers | FilePapers:
+    """The questions of a file, or generated ones.
+
+    Raises QuestionFileError if the file cannot be read, and ValueError if it is too short.
+    """
+    if settings.file is None:
+        return GeneratedPapers(settings.num_papers, settings.num_sentences)
+    return FilePapers(tuple(read_questions(Path(settings.file))))

@@ -1,9 +1,11 @@
 """Check what a study of trees of rollouts needs: a sandbox for code and its memory, its questions, and its judge."""
 
-from collections.abc import Iterable
-
+from sandboxes.trees.repl.judge import make_judge
+from sandboxes.trees.repl.papers import make_papers
+from sandboxes.trees.repl.process import find_obstacle
 from trainable.config.run_config import RunConfig
 from tune_study.host import machine_checks
+from tune_study.placement.resources import GameRequirements
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan
 
@@ -11,35 +13,25 @@ _MIN_MIB = 128
 """The least that env.papers.execution_mib takes."""
 
 
-def check_papers(configs: Iterable[RunConfig]) -> None:
-    """Raise PlanError if no code can be confined here, or if the questions or the judge of a configuration are wrong.
-
-    Configurations of games without trees are not checked.
-    """
-    sections = [config.env for config in configs if config.env.kind.has_trees]
-    for env in {section.model_dump_json(): section for section in sections}.values():
-        # They import NumPy and Arrow, which no other plan needs.
-        from trainable.envs.games.make import make_papers
-        from trainable.envs.repl.judge import make_judge
-        from trainable.envs.repl.process import find_obstacle
-
-        if obstacle := find_obstacle():
-            raise PlanError(obstacle)
+def check_papers(plan: StudyPlan) -> None:
+    """Raise PlanError if no code can be confined here, or if the questions or the judge of an arm are wrong."""
+    if obstacle := find_obstacle():
+        raise PlanError(obstacle)
+    for config in _list_tree_configs(plan):
+        papers = config.env.papers
         try:
-            make_papers(env.papers)
+            make_papers(papers)
         except ValueError as error:
-            raise PlanError(f"--set env.papers.file={env.papers.file}: {error}") from None
-        if env.papers.score == "judge" and (obstacle := make_judge(env.papers).find_obstacle()):
+            raise PlanError(f"--set env.papers.file={papers.file}: {error}") from None
+        if papers.score == "judge" and (obstacle := make_judge(papers).find_obstacle()):
             raise PlanError(f"{obstacle} Or type --set env.papers.score=char_f1, which needs no judge.")
 
 
-def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> list[str]:
-    """A line about the memory that the REPLs of all concurrent runs may take at most; nothing without trees."""
-    configs = _list_tree_configs(plan)
-    if not configs:
-        return []
+def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> str:
+    """A line about the memory that the REPLs of all concurrent runs may take at most."""
     config = max(
-        configs, key=lambda config: _count_trees(config) * _count_repls(config) * config.env.papers.execution_mib
+        _list_tree_configs(plan),
+        key=lambda config: _count_trees(config) * _count_repls(config) * config.env.papers.execution_mib,
     )
     num_trees, num_repls, size = _count_trees(config), _count_repls(config), config.env.papers.execution_mib
     count, available_mib = max_concurrent * num_trees * num_repls, _measure_available_mib()
@@ -50,10 +42,10 @@ def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> list[str]:
         )
         smaller_size = max(available_mib // count, _MIN_MIB)
         verdict += f"; --set env.papers.execution_mib={smaller_size} lowers it." if smaller_size < size else "."
-    return [
+    return (
         f"Memory of code: at most {max_concurrent} runs x {num_trees} trees x {num_repls} REPLs x {size} MiB = "
         f"{count * size / 1024:.1f} GiB, {available_mib / 1024:.1f} GiB available. {verdict}"
-    ]
+    )
 
 
 def explain_repl_shortage(plan: StudyPlan) -> str:
@@ -87,3 +79,6 @@ def _count_trees(config: RunConfig) -> int:
 
 def _measure_available_mib() -> int:
     return machine_checks.measure_available_memory() >> 20
+
+
+REQUIREMENTS = GameRequirements(check_papers, describe_repl_memory, explain_repl_shortage)

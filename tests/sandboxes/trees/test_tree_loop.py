@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainable.envs.chat import CHATML
-from trainable.envs.repl.process import ReplLimits
-from trainable.envs.repl.questions import Question
-from trainable.envs.repl.session import TreeLimits
-from trainable.models.codec import Codec
-from trainable.rollout import tree_loop
-from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
-from trainable.rollout.tree_loop import (
+from sandboxes.trees import tree_loop
+from sandboxes.trees.repl.process import ReplLimits
+from sandboxes.trees.repl.questions import Question
+from sandboxes.trees.repl.session import TreeLimits
+from sandboxes.trees.tree_loop import (
     CHARS_PER_TOKEN,
     Tree,
     TreeSettings,
     TreeTexts,
     roll_out_trees,
 )
+from trainable.envs.chat import CHATML
+from trainable.models.codec import Codec
+from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
 
 END, START = 256, 257
 MARKERS = {"<|im_end|>": END, "<|im_start|>": START}
@@ -308,7 +308,7 @@ def test_few_open_files_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainable.envs.repl import session
+    from sandboxes.trees.repl import session
 
     processes: list[Any] = []
     make_process = session.ReplProcess

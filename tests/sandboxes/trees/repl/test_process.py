@@ -5,9 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.trainable.envs.repl.test_escapes import ESCAPES, WALK
-from trainable.envs.repl import process
-from trainable.envs.repl.process import (
+from sandboxes.trees.repl import process
+from sandboxes.trees.repl.process import (
     ConfinementError,
     Execution,
     Query,
@@ -15,6 +14,7 @@ from trainable.envs.repl.process import (
     ReplProcess,
     find_obstacle,
 )
+from tests.sandboxes.trees.repl.test_escapes import ESCAPES, WALK
 
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
 

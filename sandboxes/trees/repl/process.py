@@ -14,8 +14,8 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from trainable.envs.repl.confined_process import LENGTH_DIGITS, MAX_PROMPTS
-from trainable.envs.repl.launcher import START_SECONDS, ConfinedChild, LauncherError, start_confined
+from sandboxes.trees.repl.confined_process import LENGTH_DIGITS, MAX_PROMPTS
+from sandboxes.trees.repl.launcher import START_SECONDS, ConfinedChild, LauncherError, start_confined
 
 
 class ReplLimits(NamedTuple):

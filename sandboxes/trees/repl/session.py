@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from trainable.envs.repl.process import Execution, Query, ReplLimits, ReplProcess
-from trainable.envs.repl.texts import format_output, parse_reply
+from sandboxes.trees.repl.process import Execution, Query, ReplLimits, ReplProcess
+from sandboxes.trees.repl.texts import format_output, parse_reply
 
 
 class TreeLimits(NamedTuple):

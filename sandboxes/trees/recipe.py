@@ -11,14 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from tokenizers import Tokenizer
 
-from trainable.envs.chat import CHATML
-from trainable.envs.environment import TurnLimits
-from trainable.envs.level_sets import make_demonstration_levels
-from trainable.envs.prompts import END_OF_MESSAGE
-from trainable.envs.repl.generated import PROPERTIES, THINGS
-from trainable.envs.repl.papers import GeneratedPapers, PaperLevel
-from trainable.envs.repl.session import TreeLimits
-from trainable.envs.repl.texts import (
+from sandboxes.trees.repl.generated import PROPERTIES, THINGS
+from sandboxes.trees.repl.papers import GeneratedPapers, PaperLevel
+from sandboxes.trees.repl.session import TreeLimits
+from sandboxes.trees.repl.texts import (
     BLOCK_START,
     FENCE,
     NO_BLOCK_PROBLEM,
@@ -28,6 +24,10 @@ from trainable.envs.repl.texts import (
     format_output,
     format_task,
 )
+from trainable.envs.chat import CHATML
+from trainable.envs.environment import TurnLimits
+from trainable.envs.level_sets import make_demonstration_levels
+from trainable.envs.prompts import END_OF_MESSAGE
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.tiny.dialogues import Habits, Segment
 from trainable.tiny.recipe import Recipe, Stage, make_tiny_shape

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainable.envs.repl.questions import Question, QuestionFileError, read_questions
+from sandboxes.trees.repl.questions import Question, QuestionFileError, read_questions
 
 PAPERS = [
     {"paperId": "p1", "text": "One two.", "title": "A title", "abstract": "Short."},

@@ -6,17 +6,17 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from sandboxes.trees.recipe import MAX_TURNS, PAPERS_TINY, make_dialogue, write_exact, write_loose, write_query
+from sandboxes.trees.repl.char_f1 import compute_char_f1
+from sandboxes.trees.repl.session import ReplSession, RolloutAnswer, TreeLimits, TurnObservation
+from sandboxes.trees.repl.texts import format_observation
 from tests.fakes.scripted import make_small_config
 from trainable.algo.filters import compute_group_scores
 from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import END_OF_MESSAGE
-from trainable.envs.repl.char_f1 import compute_char_f1
-from trainable.envs.repl.session import ReplSession, RolloutAnswer, TreeLimits, TurnObservation
-from trainable.envs.repl.texts import format_observation
 from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.trainer import PPOTrainer
 from trainable.tiny.dialogues import Habits, Segment
-from trainable.tiny.papers import MAX_TURNS, PAPERS_TINY, make_dialogue, write_exact, write_loose, write_query
 from trainable.tiny.tokenizer import UNKNOWN
 
 HABITS = Habits(detour=0.6, careless=0.2, unfinished=0.3)

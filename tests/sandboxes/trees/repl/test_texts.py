@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainable.envs.repl.session import ReplSession, RolloutAnswer, TreeLimits, TurnObservation
-from trainable.envs.repl.texts import (
+from sandboxes.trees.repl.session import ReplSession, RolloutAnswer, TreeLimits, TurnObservation
+from sandboxes.trees.repl.texts import (
     ReplyContent,
     format_instructions,
     format_observation,

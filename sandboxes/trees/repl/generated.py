@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainable.envs.repl.questions import Question
+from sandboxes.trees.repl.questions import Question
 
 THINGS = (
     "bridge",

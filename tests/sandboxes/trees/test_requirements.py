@@ -5,31 +5,25 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from sandboxes.trees.repl import process
+from sandboxes.trees.requirements import check_papers, describe_repl_memory, explain_repl_shortage
 from search_spaces import STUDIES
-from tests.fakes.scripted import make_small_config
-from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
-from trainable.envs.repl import process
-from trainable.tiny.papers import PAPERS_TINY
+from trainable.config.run_config import ConfigError
 from tune_study.commands.cli import app
 from tune_study.host import machine_checks
-from tune_study.placement.papers import check_papers, describe_repl_memory, explain_repl_shortage
+from tune_study.placement.resources import load_game_requirements
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
 ROW = '{"question": "?", "context": {"a": "b"}, "evidence": [{"selections": [{"text": "b"}]}]}'
-SETTINGS = {name.replace(".", "__"): value for name, value in PAPERS_TINY.settings.items()}
-
-
-def make_config(**overrides: object) -> RunConfig:
-    return make_small_config(env__name="papers", model__path="papers-tiny", **SETTINGS, **overrides)
 
 
 def test_generated_questions_need_nothing_but_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_papers([make_small_config(), make_config()])
+    check_papers(plan_study())
     monkeypatch.setattr(process, "_find_library", lambda: None)
-    check_papers([make_small_config()])  # Sokoban runs no code
+    assert load_game_requirements(plan_study("kl")) == []  # Sokoban runs no code
     with pytest.raises(PlanError, match="sudo apt-get install libseccomp2"):
-        check_papers([make_small_config(), make_config()])
+        check_papers(plan_study())
 
 
 def test_a_wrong_file_is_named_with_its_setting(tmp_path: Path) -> None:
@@ -45,22 +39,20 @@ def test_a_wrong_file_is_named_with_its_setting(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_text(content)
         with pytest.raises(PlanError, match=f"--set env.papers.file={tmp_path / name}: ") as caught:
-            check_papers([make_config(env__papers__file=str(tmp_path / name))])
+            check_papers(plan_study(file=str(tmp_path / name)))
         assert message in str(caught.value)
 
 
 def test_a_judge_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match=r"needs an address: --set env.papers.judge_url=https://"):
-        check_papers([make_config(env__papers__score="judge")])
+        check_papers(plan_study(score="judge"))
     url = "http://127.0.0.1:8000/v1"
-    config = make_config(
-        env__papers__score="judge", env__papers__judge_key_variable="AN_API_KEY", env__papers__judge_url=url
-    )
+    plan = plan_study(score="judge", judge_key_variable="AN_API_KEY", judge_url=url)
     monkeypatch.delenv("AN_API_KEY", raising=False)
     with pytest.raises(PlanError, match=r"export AN_API_KEY=.*Or type --set env.papers.score=char_f1"):
-        check_papers([config])
+        check_papers(plan)
     monkeypatch.setenv("AN_API_KEY", "k")
-    check_papers([config])
+    check_papers(plan)
 
 
 def plan_study(study: str = "tree-grpo", **papers_settings: object) -> StudyPlan:
@@ -73,18 +65,17 @@ def plan_study(study: str = "tree-grpo", **papers_settings: object) -> StudyPlan
 def test_the_memory_of_all_repls_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_checks, "measure_available_memory", lambda: 30_000 << 20)
     # Two runs of twenty trees, each with a root and the four children of a call.
-    assert describe_repl_memory(plan_study(execution_mib=300), 2) == [
+    assert describe_repl_memory(plan_study(execution_mib=300), 2) == (
         "Memory of code: at most 2 runs x 20 trees x 5 REPLs x 300 MiB = 58.6 GiB, 29.3 GiB available. Code seldom "
         "fills it. Where it does, the kernel ends REPLs, with their variables, before it ends a run; --set "
         "env.papers.execution_mib=150 lowers it."
-    ]
-    (line,) = describe_repl_memory(plan_study(execution_mib=150), 2)
+    )
+    line = describe_repl_memory(plan_study(execution_mib=150), 2)
     assert line.endswith(" = 29.3 GiB, 29.3 GiB available. OK.")
-    (line,) = describe_repl_memory(plan_study(execution_mib=128), 9)
+    line = describe_repl_memory(plan_study(execution_mib=128), 9)
     assert line.endswith(" before it ends a run.")  # there is no smaller one
-    (line,) = describe_repl_memory(plan_study(max_children_per_call=2), 1)
+    line = describe_repl_memory(plan_study(max_children_per_call=2), 1)
     assert "1 runs x 20 trees x 3 REPLs x 512 MiB = 30.0 GiB" in line
-    assert describe_repl_memory(plan_study("kl"), 2) == []
 
 
 def test_a_tree_that_cannot_fit_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +86,12 @@ def test_a_tree_that_cannot_fit_is_refused_with_what_to_type(monkeypatch: pytest
     )
     for setting, value in (("execution_mib", 511), ("max_children_per_call", 1)):
         assert explain_repl_shortage(plan_study(**{setting: value})) == ""
-    assert explain_repl_shortage(plan_study("kl", execution_mib=16_384)) == ""  # Sokoban runs no code
 
 
 @pytest.mark.parametrize(("setting", "value"), [("execution_mib", 16_385), ("execution_seconds", 3_601.0)])
 def test_no_code_gets_more_than_a_machine_has(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match="must be less than or equal to"):
-        apply_overrides(make_config(), {f"env.papers.{setting}": value})
+        plan_study(**{setting: value})
 
 
 @pytest.mark.long

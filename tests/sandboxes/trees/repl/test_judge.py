@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from trainable.envs.repl.judge import MAX_REPLY_BYTES, Judge, JudgeError, JudgeScore
+from sandboxes.trees.repl.judge import MAX_REPLY_BYTES, Judge, JudgeError, JudgeScore
 
 KEY = "a-key-of-the-test"
 

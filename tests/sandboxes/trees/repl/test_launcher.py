@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.trainable.envs.repl.test_escapes import WALK
-from trainable.envs.repl import launcher, process
-from trainable.envs.repl.process import ConfinementError, Execution, ReplProcess, find_obstacle
+from sandboxes.trees.repl import launcher, process
+from sandboxes.trees.repl.process import ConfinementError, Execution, ReplProcess, find_obstacle
+from tests.sandboxes.trees.repl.test_escapes import WALK
 from trainable.files.run_marks import MARK_ENV
 from trainable.runs.orphans import find_orphans, terminate_orphans
 
@@ -208,7 +208,7 @@ def test_a_launcher_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, t
 def test_nothing_stays_after_the_end_of_the_parent() -> None:
     # The parent ends only when it is told to: until then its children are there to be looked up.
     script = (
-        "from trainable.envs.repl.process import *\nimport psutil, sys\n"
+        "from sandboxes.trees.repl.process import *\nimport psutil, sys\n"
         "repl = ReplProcess({}, limits=ReplLimits(seconds=600))\n"
         "print(repl._process.pid, psutil.Process(repl._process.pid).ppid(), flush=True)\n"
         "sys.stdin.readline()\n"
@@ -235,7 +235,7 @@ def test_nothing_stays_after_the_end_of_the_parent() -> None:
 
 FORK = """
 import os, sys, time
-from trainable.envs.repl.process import *
+from sandboxes.trees.repl.process import *
 repl = ReplProcess({}, limits=ReplLimits(seconds=600))
 fork = os.fork()
 if fork == 0:
@@ -323,7 +323,7 @@ SNIPPETS = (
 """Code of which the output depends on addresses."""
 PLAY = """
 import json, sys
-from trainable.envs.repl.process import ReplProcess
+from sandboxes.trees.repl.process import ReplProcess
 number, snippets = int(sys.argv[1]), json.loads(sys.argv[2])
 for past in range(number):
     with ReplProcess({"p": "x" * (1 + 7919 * past)}) as repl:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainable.envs.repl.char_f1 import CharScore, compute_char_f1, parse_predictions
+from sandboxes.trees.repl.char_f1 import CharScore, compute_char_f1, parse_predictions
 
 PAPERS = {"a": "the bridge is 40 metres long", "b": "the tower is high"}
 

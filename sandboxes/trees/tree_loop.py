@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sandboxes.trees.repl.process import Context, Query, ReplLimits
+from sandboxes.trees.repl.questions import Question
+from sandboxes.trees.repl.session import Outcome, ReplSession, RolloutAnswer, TreeLimits, TurnObservation
+from sandboxes.trees.repl.texts import Role, format_instructions, format_observation, format_task
 from trainable.envs.chat import ChatFormat
 from trainable.envs.environment import PromptStyle
-from trainable.envs.repl.process import Context, Query, ReplLimits
-from trainable.envs.repl.questions import Question
-from trainable.envs.repl.session import Outcome, ReplSession, RolloutAnswer, TreeLimits, TurnObservation
-from trainable.envs.repl.texts import Role, format_instructions, format_observation, format_task
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.rollout.sampler import Sampler, SamplingParams

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sandboxes.trees.repl.char_f1 import compute_char_f1
+from sandboxes.trees.repl.generated import make_question
+from sandboxes.trees.repl.papers import FilePapers, GeneratedPapers, count_children, make_papers
+from sandboxes.trees.repl.questions import Question, QuestionFileError
 from tests.strategies.algo import examples
 from trainable.config.game_sections import PapersConfig
-from trainable.envs.games.make import make_papers
 from trainable.envs.level_sets import collect_level_keys, make_training_levels, make_validation_levels
-from trainable.envs.repl.char_f1 import compute_char_f1
-from trainable.envs.repl.generated import make_question
-from trainable.envs.repl.papers import FilePapers, GeneratedPapers, count_children
-from trainable.envs.repl.questions import Question, QuestionFileError
 
 
 @examples
