@@ -1,4 +1,4 @@
-"""The columns that a run may write: name, unit and meaning. docs/metrics.md has a line for each; a test compares both.
+"""The columns that a run may write: name, unit and meaning. the tables of docs/metrics.md are made of them.
 
 A row of `steps` is one training step of one run (step 1 is the first). A row of `trials` is one run.
 """
