@@ -64,27 +64,6 @@ class BatchSummary:
 
 
 @dataclass(frozen=True)
-class Update:
-    """Means over the optimizer steps of policy and critic."""
-
-    pg_loss: float | None = None
-    pg_clipfrac: float | None = None
-    pg_clipfrac_lower: float | None = None
-    tis_clipfrac: float | None = None
-    ppo_kl: float | None = None
-    tpo_target_entropy: float | None = None
-    tpo_target_top_prob: float | None = None
-    entropy_loss: float | None = None
-    kl_loss: float | None = None
-    actor_grad_norm: float | None = None
-    vf_loss: float | None = None
-    vf_clipfrac: float | None = None
-    critic_grad_norm: float | None = None
-    nonfinite_updates: int = 0
-    kl_in_reward_coef: float | None = None
-
-
-@dataclass(frozen=True)
 class Budget:
     """Optimizer steps, actions and tokens of the step.
 
@@ -182,10 +161,10 @@ class StepTiming:
 class StepRecord:
     """The record of one training step.
 
-    batch, update: None if the filter dropped all groups. total_budget: sum of `budget` over all steps so far. collapse:
-    columns of the collapse diagnostics by name, empty if they are not due. measures: columns of the measures of the
-    game by name. base_validation: the validation before
-    training, which belongs to step 1.
+    total_budget: sum of `budget` over all steps so far. batch: None if the filter dropped all groups. base_validation:
+    the validation before training, which belongs to step 1. update, collapse, measures: columns by name, of the
+    optimizer steps of policy and critic, of the collapse diagnostics, and of the measures of the game; empty without
+    any.
     """
 
     rollout: RolloutSummary
@@ -196,17 +175,18 @@ class StepRecord:
     timing: StepTiming
     engine_mismatch: EngineMismatch | None = None
     batch: BatchSummary | None = None
-    update: Update | None = None
     base_validation: Validation | None = None
     validation: Validation | None = None
+    update: Mapping[str, Number] = field(default_factory=dict)
     collapse: Mapping[str, float] = field(default_factory=dict)
     measures: Mapping[str, float] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Number]:
         """The columns of the step that were measured; columns with the value None are left out."""
-        summaries = (self.rollout, self.engine_mismatch, self.filter, self.batch, self.update, self.validation)
+        summaries = (self.rollout, self.engine_mismatch, self.filter, self.batch, self.validation)
         columns: dict[str, Number] = {
             "consecutive_empty_steps": self.consecutive_empty_steps,
+            **self.update,
             **self.collapse,
             **self.measures,
         }

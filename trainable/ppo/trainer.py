@@ -55,7 +55,6 @@ from trainable.ppo.step_record import (
     Number,
     StepRecord,
     StepTiming,
-    Update,
 )
 from trainable.ppo.targets import PreparedBatch, make_targets
 from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_tokens, update_critic
@@ -215,7 +214,7 @@ class PPOTrainer:
         critic_meter = self._update_critic(prepared, timer) if prepared and plan.critic else None  # 7
         gradients = self._analyze_gradients(episodes, timer) if plan.analysis else []
         policy_meter = self._update_policy(prepared, timer) if prepared and plan.policy else None  # 8
-        update = self._end_update(prepared, critic_meter, policy_meter, plan, timer) if prepared else None
+        update = self._end_update(prepared, critic_meter, policy_meter, plan, timer) if prepared else {}
         evaluations = self._validate(timer, "sampled") if plan.validation else []  # 9
         batch_summary = (
             summarize_batch(
@@ -428,7 +427,7 @@ class PPOTrainer:
         policy_meter: Meter | None,
         plan: StepPlan,
         timer: PhaseTimer,
-    ) -> Update:
+    ) -> dict[str, float | None]:
         """Check the new weights, sync them to the engine, and summarize the optimizer steps.
 
         Raises NonFiniteError if a weight or the KL in the reward is not finite, or if too many consecutive steps were
@@ -451,11 +450,8 @@ class PPOTrainer:
         with timer.measure("sync_weights"):
             self.engine.sync_weights(self.step_index)
         means = {name: mean for meter in meters for name, mean in meter.compute_means().items()}
-        return Update(
-            **means,
-            nonfinite_updates=skipped_steps,
-            kl_in_reward_coef=self._update_kl_controller(prepared) if plan.kl_control else None,
-        )
+        coefficient = self._update_kl_controller(prepared) if plan.kl_control else None
+        return {**means, "nonfinite_updates": skipped_steps, "kl_in_reward_coef": coefficient}
 
     def make_actor_update(self) -> ActorUpdate:
         """The losses of the policy, with its optimizer."""
