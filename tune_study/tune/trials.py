@@ -100,7 +100,16 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
     first_spec, family = specs[0], plan.study.family
     if plan.study_uri is None:
         interrupts = [interrupt.path, interrupt.get_arm_path(first_spec.arm)] if interrupt else []
-        place = {"runs": [_make_run_entry(plan, spec) for spec in specs], "interrupts": list(map(str, interrupts))}
+        runs = [
+            {
+                "run_id": spec.run_id,
+                "seed": spec.seed,
+                "run_dir": str(plan.get_run_dir(spec.run_id)),
+                "checkpoint_dir": str(plan.output / spec.checkpoint_dir),
+            }
+            for spec in specs
+        ]
+        place: dict[str, Any] = {"runs": runs, "interrupts": list(map(str, interrupts))}
     else:
         from tune_study.folder.storage import list_trial_checkpoints  # imports pyarrow's file systems
 
@@ -128,12 +137,3 @@ def make_trial_name(plan: StudyPlan, config: Mapping[str, Any]) -> str:
     """The name of the trial with this config, which is also that of its folder."""
     (spec,) = (spec for spec in plan.runs if spec.run_id == list_run_ids(config)[0])
     return plan.get_trial_name(spec)
-
-
-def _make_run_entry(plan: StudyPlan, spec: RunSpec) -> dict[str, Any]:
-    return {
-        "run_id": spec.run_id,
-        "seed": spec.seed,
-        "run_dir": str(plan.get_run_dir(spec.run_id)),
-        "checkpoint_dir": str(plan.output / spec.checkpoint_dir),
-    }
