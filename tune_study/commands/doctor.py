@@ -242,10 +242,8 @@ def check_preset_needs(
     if gpus:
         yield CheckResult("GPU of the preset", "ok", f"{len(gpus)} x {gpus[0].name}")
     else:
-        detail, advice = (
-            f"preset {preset} trains on a GPU, and none is visible",
-            "Use a machine with one, or type `--preset laptop`.",
-        )
+        detail = f"preset {preset} trains on a GPU, and none is visible"
+        advice = "Use a machine with one, or type `--preset laptop`."
         yield CheckResult("GPU of the preset", "problem", detail, advice)
     plan = make_plan(STUDIES["kl"], preset, "checked by doctor", {}, None, None, output)
     try:
@@ -325,9 +323,8 @@ def check_ray_start(ray_folder: Path, environ: Mapping[str, str], timeout_s: flo
     if not process_result.problem:
         return CheckResult("start Ray", "ok", f"started and ran a task in {float(process_result.output_line):.1f} s")
     # After an error the session folder stays for its logs. Without one, Ray failed before it could write a log.
-    sessions = sorted(
-        ray_folder.glob(f"{FOLDER_PREFIX}{process_result.pid}*/{RAY_SUBFOLDER}/session_*_{process_result.pid}")
-    )
+    pid = process_result.pid
+    sessions = sorted(ray_folder.glob(f"{FOLDER_PREFIX}{pid}*/{RAY_SUBFOLDER}/session_*_{pid}"))
     advice = f"Check that {ray_folder} is writable: Ray created no session there. Set RAY_TMPDIR to use another folder."
     if sessions:
         advice = f"Read the logs in {sessions[-1] / 'logs'}, first gcs_server.* and raylet.*."

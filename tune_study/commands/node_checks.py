@@ -42,39 +42,33 @@ Ray and pickled objects need the same Python and Ray. Torch may differ, since th
 
 
 class NodeQuery(NamedTuple):
-    """The question to a node.
-
-    Attributes:
-        marker: path or URI of a file that the driver has written and the node should see.
-        study_uri: URI of the study in its storage; None without a storage.
-        models: paths or hub ids of the models that runs load.
-        settings: the settings of a run, as JSON; None for runs that fine-tune no language model.
-    """
+    """The question to a node."""
 
     marker: str
+    """Path or URI of a file that the driver has written and the node should see."""
     study_uri: str | None
+    """URI of the study in its storage; None without a storage."""
     models: tuple[str, ...]
+    """Paths or hub ids of the models that runs load."""
     settings: dict[str, Any] | None
+    """The settings of a run, as JSON; None for runs that fine-tune no language model."""
 
 
 class NodeReport(NamedTuple):
-    """A node's answer. Ray sends it as a tuple, so the order of the fields must not change.
-
-    Attributes:
-        versions: versions of packages, and `code`, a hash of our sources.
-        marker_error: why the node does not see the marker; empty if it does.
-        setup_error: message of the first error of its models and engines; empty without an error.
-        free_disk_bytes: bytes available for the files of trials; 0 without a storage.
-        free_memory_bytes: bytes of CPU memory available to new processes.
-        gpu_memory_mib: MiB of each GPU that nvidia-smi reports.
-    """
+    """A node's answer. Ray sends it as a tuple, so the order of the fields must not change."""
 
     versions: dict[str, str]
+    """Versions of packages, and `code`, a hash of our sources."""
     marker_error: str
+    """Why the node does not see the marker; empty if it does."""
     setup_error: str
+    """Message of the first error of its models and engines; empty without an error."""
     free_disk_bytes: int
+    """Bytes available for the files of trials; 0 without a storage."""
     free_memory_bytes: int
+    """Bytes of CPU memory available to new processes."""
     gpu_memory_mib: tuple[int, ...]
+    """MiB of each GPU that nvidia-smi reports."""
 
 
 def compute_code_hash() -> str:
@@ -94,25 +88,28 @@ def inspect_node(query: NodeQuery) -> NodeReport:
     """Answer `query` for the machine of this process. It is run on a node, as a Ray task."""
     # An error of the model or the engines is part of the report, not raised: the driver compares versions first, which
     # may explain it.
+    setup_error = ""
     try:
         if query.settings is not None:
             config = RunConfig.model_validate(query.settings)
             for model in query.models:
                 check_model(model, os.environ, config.model.chat_format)
             check_engines(config, os.environ)
-        setup_error = ""
     except PlanError as error:
         setup_error = str(error)
-    free_disk_bytes = 0 if query.study_uri is None else _measure_free_space()
-    gpu_memory_mib = [entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None]
     return NodeReport(
-        {**read_versions(), "code": compute_code_hash()},
+        read_all_versions(),
         _find_marker_error(query),
         setup_error,
-        free_disk_bytes,
+        0 if query.study_uri is None else _measure_free_space(),
         measure_available_memory(),
-        tuple(gpu_memory_mib),
+        tuple(entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None),
     )
+
+
+def read_all_versions() -> dict[str, str]:
+    """The versions of this machine that are compared with those of others: of packages, and the hash of our sources."""
+    return {**read_versions(), "code": compute_code_hash()}
 
 
 def _find_marker_error(query: NodeQuery) -> str:
@@ -174,20 +171,12 @@ def _wait_for_report(node: Node, reference: Any) -> NodeReport:
 
 def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport]:
     """Reports of the nodes on which a run could be placed. Raise PlanError, naming the node, if a run would fail."""
-    models, settings = tuple[str, ...](), None
-    if plan.model is not None:
-        models, settings = (
-            plan.model_paths,
-            plan.ppo_config.model_dump(mode="json"),
-        )
+    settings = None if plan.model is None else plan.ppo_config.model_dump(mode="json")
     with _make_marker(plan) as marker:
-        query = NodeQuery(marker, plan.study_uri, models, settings)
+        query = NodeQuery(marker, plan.study_uri, () if plan.model is None else plan.model_paths, settings)
         reports = query_nodes(nodes, query)
     # Versions first: other sources or packages on a node are the likely cause of its other errors.
-    check_versions(
-        {**read_versions(), "code": compute_code_hash()},
-        {node.name: report.versions for node, report in reports.items()},
-    )
+    check_versions(read_all_versions(), {node.name: report.versions for node, report in reports.items()})
     for node, report in reports.items():
         if report.marker_error:
             raise PlanError(_explain_unseen_marker(plan, node, report.marker_error))
@@ -303,9 +292,7 @@ def check_capacity(
 
 def find_smallest_gpu(reports: Mapping[Node, NodeReport]) -> GpuCapacity | None:
     """The memory of the smallest GPU of all nodes, since a run may get any; None if a node reports no GPU."""
-    gpu_sizes = [report.gpu_memory_mib for report in reports.values()]
-    if not gpu_sizes or not all(gpu_sizes):
+    sizes = [report.gpu_memory_mib for report in reports.values()]
+    if not sizes or not all(sizes):
         return None
-    return GpuCapacity(
-        min(min(sizes) for sizes in gpu_sizes) * 2**20, "the smallest of the nodes, from nvidia-smi", is_known=True
-    )
+    return GpuCapacity(min(map(min, sizes)) * 2**20, "the smallest of the nodes, from nvidia-smi", is_known=True)

@@ -50,13 +50,20 @@ def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[
 
 def _query_gpus() -> tuple[Gpu, ...]:
     """All GPUs of the machine, from nvidia-smi or, if that fails, from the driver's /proc folder."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
-    try:
-        listing = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
+    listing = run_nvidia_smi("--query-gpu=index,uuid,name")
+    if listing is None:
         folders = sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else []
         return tuple(Gpu(str(index), "", "GPU") for index, _ in enumerate(folders))
     return parse_gpu_listing(listing)
+
+
+def run_nvidia_smi(query: str) -> str | None:
+    """The output of nvidia-smi, a line per item with fields separated by commas; None if it is missing or fails."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def parse_gpu_listing(text: str) -> tuple[Gpu, ...]:

@@ -18,7 +18,7 @@ import psutil
 from rich.filesize import decimal
 
 from trainable.config.run_config import RunConfig
-from tune_study.host.gpus import Gpu, count_cpus
+from tune_study.host.gpus import Gpu, count_cpus, run_nvidia_smi
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 
 _GB = 10**9
@@ -50,19 +50,16 @@ _LOCK_SCRIPT = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LO
 
 
 class CheckResult(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        name: the check, as the report shows it.
-        severity: `problem` if a run cannot start or may lose work, `remark` if it may be slower or needs a choice.
-        detail: the finding.
-        advice: the remedy, as a sentence; empty for `ok`.
-    """
+    """The result of one check."""
 
     name: str
+    """The check, as the report shows it."""
     severity: Literal["ok", "remark", "problem"]
+    """`problem` if a run cannot start or may lose work, `remark` if it may be slower or needs a choice."""
     detail: str
+    """The finding."""
     advice: str = ""
+    """The remedy, as a sentence; empty for `ok`."""
 
 
 class GpuMemory(NamedTuple):
@@ -86,11 +83,10 @@ def check_resources(uses_gpus: bool, gpus: Sequence[Gpu]) -> list[CheckResult]:
     cores = count_cpus()
     # A study on GPUs runs one trial per GPU by default. Others run at most `ray_num_cpus` trials concurrently.
     trials = len(gpus) if uses_gpus and gpus else min(cores, RunConfig().trainer.ray_num_cpus)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         CheckResult("cores", "ok", str(cores)),
         check_memory(measure_available_memory(), trials),
-        check_open_files(*limits),
+        check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
     ]
 
 
@@ -193,18 +189,13 @@ def find_ray_folder(environ: Mapping[str, str]) -> Path:
 def check_disks(output: Path, ray: Path, uses_gpus: bool) -> list[CheckResult]:
     """Check the free space in the output folder, in Ray's folder, and in the shared memory of its object store."""
     output_usage, ray_usage = (shutil.disk_usage(find_nearest_existing(folder)) for folder in (output, ray))
-    ray_disk_bytes = max(_RAY_DISK_BYTES, _RAY_DISK_FRACTION * ray_usage.total)
+    output_bytes = _GPU_OUTPUT_DISK_BYTES if uses_gpus else _OUTPUT_DISK_BYTES
+    ray_bytes = max(_RAY_DISK_BYTES, _RAY_DISK_FRACTION * ray_usage.total)
+    output_advice = "Free some space, or type another --output."
+    ray_advice = "Free some space, or set RAY_TMPDIR to another folder."
     results = [
-        check_space(
-            "disk: output",
-            output,
-            output_usage.free,
-            _GPU_OUTPUT_DISK_BYTES if uses_gpus else _OUTPUT_DISK_BYTES,
-            "Free some space, or type another --output.",
-        ),
-        check_space(
-            "disk: Ray", ray, ray_usage.free, ray_disk_bytes, "Free some space, or set RAY_TMPDIR to another folder."
-        ),
+        check_space("disk: output", output, output_usage.free, output_bytes, output_advice),
+        check_space("disk: Ray", ray, ray_usage.free, ray_bytes, ray_advice),
     ]
     shm_folder = Path("/dev/shm")
     if shm_folder.is_dir():  # only Linux has it
@@ -228,14 +219,9 @@ def check_shared_memory(free: int, memory: int) -> CheckResult:
     detail = f"{_format_size(free)} free in /dev/shm"
     if free >= object_store_bytes:
         return CheckResult("shared memory", "ok", detail)
-    docker_option = f"--shm-size={object_store_bytes / 2**30:.0f}g"
+    size, docker_option = _format_size(object_store_bytes), f"--shm-size={object_store_bytes / 2**30:.0f}g"
     advice = f"Ray will keep its objects on disk, which is slower. Docker: `{docker_option}`."
-    return CheckResult(
-        "shared memory",
-        "remark",
-        f"{detail}, less than Ray's object store of {_format_size(object_store_bytes)}",
-        advice,
-    )
+    return CheckResult("shared memory", "remark", f"{detail}, less than Ray's object store of {size}", advice)
 
 
 def check_output(output: Path) -> list[CheckResult]:
@@ -318,10 +304,9 @@ def check_socket_path(ray: Path) -> CheckResult:
     length = len(os.fsencode(ray))
     if length <= max_length:
         return CheckResult("Ray's sockets", "ok", f"the path {ray} is short enough")
+    detail = f"the path {ray} has {length} bytes; at most {max_length} are possible"
     advice = "Type `export RAY_TMPDIR=/tmp`, or another folder with a short path."
-    return CheckResult(
-        "Ray's sockets", "problem", f"the path {ray} has {length} bytes; at most {max_length} are possible", advice
-    )
+    return CheckResult("Ray's sockets", "problem", detail, advice)
 
 
 def check_gpus(gpus: Sequence[Gpu], machine_gpu_count: int) -> list[CheckResult]:
@@ -348,21 +333,12 @@ def check_gpus(gpus: Sequence[Gpu], machine_gpu_count: int) -> list[CheckResult]
 
 def query_gpu_memory() -> tuple[GpuMemory, ...]:
     """The memory of every GPU of this machine, as nvidia-smi reports it; empty if it reports nothing."""
-    return parse_gpu_memory(_run_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total"))
+    return parse_gpu_memory(run_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total") or "")
 
 
 def query_gpu_processes() -> tuple[GpuProcess, ...]:
     """The visible processes that use GPU memory, as nvidia-smi reports them."""
-    return parse_gpu_processes(_run_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory"))
-
-
-def _run_nvidia_smi(query: str) -> str:
-    """The output of nvidia-smi; empty if it is missing or fails."""
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return parse_gpu_processes(run_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory") or "")
 
 
 def parse_gpu_memory(text: str) -> tuple[GpuMemory, ...]:
@@ -399,20 +375,14 @@ def check_gpu(gpu: Gpu, memory: GpuMemory | None, processes: Sequence[GpuProcess
     # listed process: its process is then invisible here, for example in another container.
     if not processes and not is_memory_used:
         return CheckResult(name, "ok", detail)
-    return CheckResult(
-        name,
-        "remark",
-        f"{detail}, {format_processes(processes)}",
-        "Wait until they end, or choose other GPUs with --gpus.",
-    )
+    advice = "Wait until they end, or choose other GPUs with --gpus."
+    return CheckResult(name, "remark", f"{detail}, {format_processes(processes)}", advice)
 
 
 def format_processes(processes: Sequence[GpuProcess]) -> str:
     """The processes that use a GPU's memory, each with its amount if that is known."""
-    descriptions = [
-        f"{process.pid}" + (f" ({process.used_mib / 1024:.1f} GiB)" if process.used_mib else "")
-        for process in processes
-    ]
+    sizes = [f" ({process.used_mib / 1024:.1f} GiB)" if process.used_mib else "" for process in processes]
+    descriptions = [f"{process.pid}{size}" for process, size in zip(processes, sizes, strict=True)]
     return f"used by PID {', '.join(descriptions)}" if descriptions else "used by processes that are not visible here"
 
 
