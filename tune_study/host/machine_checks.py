@@ -230,29 +230,25 @@ def check_output(output: Path) -> list[CheckResult]:
     if not folder.is_dir():
         return [CheckResult("write access", "problem", f"{folder} is not a folder", "Type --output with a folder.")]
     try:
-        # In the folder itself: another folder of the same name may be on another disk.
+        # In the folder itself: another folder of the same name may be on another disk. The operations are those with
+        # which a checkpoint is written.
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as temp_folder:
-            _write_and_rename(Path(temp_folder))
+            content = os.urandom(2**16)
+            temp_path, final_path = Path(temp_folder) / "part", Path(temp_folder) / "whole"
+            with temp_path.open("wb") as handle:
+                handle.write(content)
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(temp_path, final_path)
+            if final_path.read_bytes() != content:
+                raise OSError("a file was read back with other contents than were written")
+            final_path.unlink()
             lock_result = check_locks(Path(temp_folder))
     except OSError as error:
         detail = f"{folder}: {error.strerror or error}"
         advice = f"Make {folder} writable, or type another --output."
         return [CheckResult("write access", "problem", detail, advice)]
     return [CheckResult("write access", "ok", f"{folder}: write, sync, rename and delete work"), lock_result]
-
-
-def _write_and_rename(folder: Path) -> None:
-    """Try the operations with which a checkpoint is written. OSError if one fails, or if other bytes are read back."""
-    content = os.urandom(2**16)
-    temp_path, final_path = folder / "part", folder / "whole"
-    with temp_path.open("wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temp_path, final_path)
-    if final_path.read_bytes() != content:
-        raise OSError("a file was read back with other contents than were written")
-    final_path.unlink()
 
 
 def check_locks(folder: Path) -> CheckResult:

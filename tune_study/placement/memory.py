@@ -140,15 +140,6 @@ def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
     return NetworkBytes(weights, 0, 0, gradients if trainer.zero_stage == 1 else 0, scratch=0, host=host)
 
 
-def compute_gathered_bytes(shape: ModelShape, parameters: int, config: RunConfig) -> int:
-    """Bytes of a network that stage 3 has gathered, as `trainable.backend.zero_weights` gathers it.
-
-    Linear layers of blocks are in the dtype of passes, and everything else is in float32. parameters: N of the network.
-    """
-    linear = _count_block_parameters(shape)
-    return FLOAT32 * (parameters - linear) + get_dtype_bytes(config) * linear
-
-
 def compute_reference_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Bytes of a separate reference model; shape: that of the reference.
 
@@ -164,8 +155,8 @@ def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
 
     Linear layers are in the dtype of passes. Embedding, tied head and norms are in float32.
     """
-    linear = count_linear_parameters(shape)
-    return FLOAT32 * (count_policy_parameters(shape) - linear) + get_dtype_bytes(config) * linear
+    saved_bytes = (FLOAT32 - get_dtype_bytes(config)) * count_linear_parameters(shape)
+    return FLOAT32 * count_policy_parameters(shape) - saved_bytes
 
 
 def compute_base_bytes(shape: ModelShape, config: RunConfig) -> int:
@@ -300,10 +291,12 @@ def list_allocations(
         context_name, context_bytes = "CUDA context, NCCL", CUDA_CONTEXT_BYTES + NCCL_BYTES
     sizes = count_trained_parameters(shape, config)
     networks = {name: compute_network_bytes(parameters, config) for name, parameters in sizes.items()}
-    # Policy and critic as passes without gradients read them. Stage 3 gathers them for that.
+    # Policy and critic as passes without gradients read them. Stage 3 gathers them for that, linear layers of blocks in
+    # the dtype of passes and everything else in float32 (`trainable.backend.zero_weights`).
     read_bytes = {name: network.weights for name, network in networks.items()}
     if shards_weights(config):
-        read_bytes = {name: compute_gathered_bytes(shape, parameters, config) for name, parameters in sizes.items()}
+        saved_bytes = (FLOAT32 - get_dtype_bytes(config)) * _count_block_parameters(shape)
+        read_bytes = {name: FLOAT32 * parameters - saved_bytes for name, parameters in sizes.items()}
     reference_bytes = compute_reference_bytes(reference_shape or shape, config)
     # A run that swaps has one network at a time in the phase VALUES, and the largest one counts. Outside of this phase,
     # only the exact KL reads the reference.

@@ -104,9 +104,6 @@ class Recorder(StatelessCallback):
     """Keeps the status.json, log and displayed progress of every run up to date.
 
     rungs: the rungs of successive halving; None if no run is halved.
-
-    Attributes:
-        given_up_trials: ids of the trials that failed too often; `FirstComeFirstServed` does not start them again.
     """
 
     def __init__(
@@ -127,6 +124,7 @@ class Recorder(StatelessCallback):
         self._failure_counts: dict[str, _FailureCount] = {}
         self._storage_failures: dict[str, float] = {}  # by trial: when a copy of its checkpoint first failed
         self.given_up_trials: set[str] = set()
+        """Ids of the trials that failed too often; `FirstComeFirstServed` does not start them again."""
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Look at what long steps do; Tune calls this several times per second."""

@@ -59,32 +59,25 @@ class LocalRay:
     ) -> Iterator["tuple[Daemon, ...]"]:
         """Provide Ray during the body, for the study in `folder`; yield its processes if they were started here.
 
-        has_next_round: whether the same study will need Ray again.
+        It is started unless the current one has the CPUs and GPUs of the plan, which Ray cannot change while it runs,
+        and is alive. has_next_round: whether the same study will need Ray again.
         """
+        from tune_study.tune.watchdog import has_exited  # imports Ray
+
+        resources = resource_plan.cpus, resource_plan.gpus
         if not has_next_round:
             self._pending_folders.discard(folder)
         try:
-            yield self._ensure_started((resource_plan.cpus, resource_plan.gpus), resource_plan)
+            if self._resources != resources or any(map(has_exited, self._daemons)):
+                self.close()
+                self._daemons = self._exit_stack.enter_context(start_local_ray(resource_plan, self._console))
+                self._resources = resources
+            yield self._daemons
         except BaseException:
             self.close()  # runs must not keep writing while the driver concludes the study
             raise
         if not self._pending_folders:  # its processes need not stay while the last study writes tables and report
             self.close()
-
-    def _ensure_started(
-        self, resources: tuple[int, tuple[str, ...]], resource_plan: ResourcePlan
-    ) -> "tuple[Daemon, ...]":
-        """Start Ray unless the current one has these resources and is alive; return the processes of that Ray.
-
-        resources: (CPUs, ids of the GPUs). Ray cannot change them while it runs.
-        """
-        from tune_study.tune.watchdog import has_exited  # imports Ray
-
-        if self._resources != resources or any(map(has_exited, self._daemons)):
-            self.close()
-            self._daemons = self._exit_stack.enter_context(start_local_ray(resource_plan, self._console))
-            self._resources = resources
-        return self._daemons
 
     def close(self) -> None:
         """End Ray, if it was started here."""

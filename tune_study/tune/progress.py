@@ -221,10 +221,6 @@ class Progress:
         num_slots = max(min(self._max_concurrent, len(trial_seconds)), 1)
         return max(sum(trial_seconds) / num_slots, max(trial_seconds, default=0.0))
 
-    def make_rows(self) -> list[dict[str, str]]:
-        """The cells of the live table, one dictionary per run from heading to text."""
-        return [self._make_cells(view) for view in self.views.values()]
-
     def make_table(self) -> Table:
         """The live table."""
         elapsed = format_duration(time.monotonic() - self._started_at)
@@ -242,7 +238,7 @@ class Progress:
         ]
         caption = Text("\n".join((*problems, *phases))) if problems or phases else None
         table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-        rows = self.make_rows()
+        rows = [self._make_cells(view) for view in self.views.values()]
         widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in (rows[0] if rows else ())}
         columns = self._select_columns(widths)
         other_widths = sum(widths[column] for column in columns if column != "arm")
@@ -274,19 +270,13 @@ class Progress:
         return columns
 
     def _make_cells(self, view: RunView) -> dict[str, str]:
-        return {
-            "arm": view.spec.arm,
-            "seed": str(view.spec.seed),
-            "step": f"{view.step}/{view.spec.steps}",
-            **{
-                display_column.name: _format_value(
-                    view.last_values.get(display_column.column), display_column.format_spec
-                )
-                for display_column in self._family.progress_columns
-            },
-            "time left": format_duration(self.estimate_time_left(view)) if view.is_open else "",
-            "status": view.status_text,
-        }
+        """The cells of a run in the live table, from heading to text."""
+        cells = {"arm": view.spec.arm, "seed": str(view.spec.seed), "step": f"{view.step}/{view.spec.steps}"}
+        for display_column in self._family.progress_columns:
+            value = view.last_values.get(display_column.column)
+            cells[display_column.name] = "-" if value is None else f"{value:{display_column.format_spec}}"
+        cells["time left"] = format_duration(self.estimate_time_left(view)) if view.is_open else ""
+        return {**cells, "status": view.status_text}
 
     def _print_line(self, run_id: str, text: str) -> None:
         """Print a plain line, unless there is a live table."""
@@ -297,7 +287,3 @@ class Progress:
 def _count_frame(columns: Sequence[str]) -> int:
     """Characters of a line of a table besides its cells: rich puts a space on both sides of each, and lines between."""
     return 3 * len(columns) + 1
-
-
-def _format_value(value: float | None, format_spec: str) -> str:
-    return "-" if value is None else f"{value:{format_spec}}"

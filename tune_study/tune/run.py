@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,6 @@ from tune_study.tune.session import StudySession, SuiteContext, plan_next_look
 from tune_study.tune.trials import make_trial_configs, make_trial_name
 
 if TYPE_CHECKING:
-    from tune_study.folder.storage import StoredStudy
     from tune_study.tune.callbacks import Recorder
     from tune_study.tune.wandb_logging import WandbLog
 
@@ -92,7 +91,12 @@ def execute_study(
             suite = SuiteContext(ray, make_interrupt(plan.folder), lambda: None)
         progress = Progress(plan, resource_plan.max_concurrent, console)
         stack.enter_context(suite.interrupt.limit_time(time_limit, lambda text: print_line(console, text)))
-        storage = stack.enter_context(_open_storage(plan))
+        storage = None
+        if plan.storage is not None:
+            from tune_study.folder.storage import StoredStudy  # imports pyarrow's file systems, which few studies need
+
+            storage = StoredStudy(plan)
+            stack.enter_context(storage.keep_synced())
         finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
         session = StudySession(
             plan, resource_plan, console, suite, finished_statuses, progress, storage, _make_wandb_log(plan)
@@ -103,19 +107,6 @@ def execute_study(
     if not exit_code and is_alone and (commands := list_reading_commands(plan)):
         print_next_commands(console, commands)
     return exit_code
-
-
-@contextmanager
-def _open_storage(plan: StudyPlan) -> Iterator["StoredStudy | None"]:
-    """The study's folder in its storage, which is synchronized during the body; None without a storage."""
-    if plan.storage is None:
-        yield None
-        return
-    from tune_study.folder.storage import StoredStudy  # imports pyarrow's file systems, which few studies need
-
-    storage = StoredStudy(plan)
-    with storage.keep_synced():
-        yield storage
 
 
 def _run_session(session: StudySession) -> int:
