@@ -135,21 +135,6 @@ def _measure_free_space() -> int:
     return min(shutil.disk_usage(find_nearest_existing(folder)).free for folder in folders)
 
 
-def query_nodes(nodes: Sequence[Node], query: NodeQuery) -> dict[Node, NodeReport]:
-    """The report of every node. Raise PlanError, naming the node, if one gives no report."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    # All tasks are started before the first answer is awaited. They reserve no CPU, so that a busy node can answer.
-    references = {}
-    for node in nodes:
-        # soft=False: Ray must not place the task on another node, whose answer would be taken for that of `node`.
-        strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
-        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
-        references[node] = ray.remote(inspect_node).options(**options).remote(query)
-    return {node: _wait_for_report(node, reference) for node, reference in references.items()}
-
-
 def _wait_for_report(node: Node, reference: Any) -> NodeReport:
     """The report of a node. reference: Ray's reference to the result of its task. PlanError if there is none."""
     import ray
@@ -171,10 +156,20 @@ def _wait_for_report(node: Node, reference: Any) -> NodeReport:
 
 def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport]:
     """Reports of the nodes on which a run could be placed. Raise PlanError, naming the node, if a run would fail."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     settings = None if plan.model is None else plan.ppo_config.model_dump(mode="json")
     with _make_marker(plan) as marker:
         query = NodeQuery(marker, plan.study_uri, () if plan.model is None else plan.model_paths, settings)
-        reports = query_nodes(nodes, query)
+        # All tasks are started before the first answer is awaited. They reserve no CPU, so that a busy node can answer.
+        references = {}
+        for node in nodes:
+            # soft=False: Ray must not place the task on another node, whose answer would be taken for that of `node`.
+            strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
+            references[node] = ray.remote(inspect_node).options(**options).remote(query)
+        reports = {node: _wait_for_report(node, reference) for node, reference in references.items()}
     # Versions first: other sources or packages on a node are the likely cause of its other errors.
     check_versions(read_all_versions(), {node.name: report.versions for node, report in reports.items()})
     for node, report in reports.items():

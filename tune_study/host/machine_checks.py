@@ -109,10 +109,7 @@ def measure_available_memory() -> int:
 
     In a container, psutil reports the memory of the machine. The limit of the container is in its control group.
     """
-    membership_file = Path("/proc/self/cgroup")
-    cgroup_free = read_cgroup_free(
-        Path("/sys/fs/cgroup"), membership_file.read_text(encoding="utf-8") if membership_file.exists() else ""
-    )
+    cgroup_free = read_cgroup_free(Path("/sys/fs/cgroup"), _read_text(Path("/proc/self/cgroup")))
     machine_free = int(psutil.virtual_memory().available)
     return machine_free if cgroup_free is None else min(machine_free, cgroup_free)
 
@@ -135,31 +132,25 @@ def read_cgroup_free(root: Path, membership: str) -> int | None:
         cgroup_folder = mount / path.strip("/")
         # Every group above the process limits it too, and the smallest limit counts.
         for folder in (cgroup_folder, *cgroup_folder.parents):
-            limit, usage = (_read_number(folder / name) for name in file_names)
-            # A limit of `max` reads as None, and the parents of the mount itself are ordinary folders. The usage
+            limit, usage = (_read_text(folder / name).strip() for name in file_names)
+            # A limit may be the word `max`, and the parents of the mount itself are ordinary folders. The usage
             # includes cached files, and may be above a limit that has just been lowered.
-            if limit is not None and usage is not None and folder.is_relative_to(mount):
-                free_bytes.append(max(limit - usage + _read_reclaimable(folder), 0))
+            if limit.isdecimal() and usage.isdecimal() and folder.is_relative_to(mount):
+                # The kernel reclaims cached files when memory is needed. In version 1 only the keys with total_ include
+                # the groups below.
+                lines = _read_text(folder / "memory.stat").splitlines()
+                memory_stat = dict(line.split(" ", 1) for line in lines if " " in line)
+                reclaimable = int(memory_stat.get("total_inactive_file", memory_stat.get("inactive_file", 0)))
+                free_bytes.append(max(int(limit) - int(usage) + reclaimable, 0))
     return min(free_bytes, default=None)
 
 
-def _read_number(path: Path) -> int | None:
-    """The integer in a file; None for a word such as `max`, or if there is no file."""
+def _read_text(path: Path) -> str:
+    """The text of a file; empty if it cannot be read."""
     try:
-        return int(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def _read_reclaimable(folder: Path) -> int:
-    """Bytes of cached files that the kernel reclaims when memory is needed."""
-    try:
-        lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8")
     except OSError:
-        return 0
-    # In version 1 only the keys with total_ include the groups below.
-    memory_stat = dict(line.split(" ", 1) for line in lines if " " in line)
-    return int(memory_stat.get("total_inactive_file", memory_stat.get("inactive_file", 0)))
+        return ""
 
 
 def check_open_files(soft: int, hard: int) -> CheckResult:

@@ -249,21 +249,6 @@ def compute_tokens_per_pass(config: RunConfig) -> int:
     )
 
 
-def compute_activation_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Bytes of the activations of the passes with gradients.
-
-    A token takes the saved tensors of every block, 12 h bytes around the blocks, and the gradients within one block
-    during its backward pass: 3 f numbers in the dtype of passes and 8 h bytes. With gradient checkpointing, only the
-    input of every block is saved (4 h bytes each), and the saved tensors of a single block exist at a time.
-    """
-    block, hidden = compute_block_bytes(shape, config), shape.hidden_size
-    backward_bytes = 3 * shape.intermediate_size * get_dtype_bytes(config) + 2 * FLOAT32 * hidden
-    blocks = shape.num_hidden_layers * block
-    if config.model.enable_gradient_checkpointing:
-        blocks = shape.num_hidden_layers * FLOAT32 * hidden + block
-    return compute_tokens_per_pass(config) * (blocks + 3 * FLOAT32 * hidden + backward_bytes)
-
-
 def compute_logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: bool) -> int:
     """Bytes of all copies of the logits that exist at once, LOGIT_COPIES of them.
 
@@ -419,11 +404,20 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
     if shards_weights(config):  # weights that stage 3 has gathered already have the dtype of passes, except the head
         no_grad_bytes = 0 if config.model.dtype == "float32" else BFLOAT16 * _count_cast_head(shape, config)
     rollout, hidden_bytes = config.rollout, FLOAT32 * shape.hidden_size
+    block_bytes, num_blocks = compute_block_bytes(shape, config), shape.num_hidden_layers
     rows = max(rollout.log_prob_micro_batch_size_per_gpu, rollout.ref_log_prob_micro_batch_size_per_gpu)
     # Without gradients only one block's activations exist at a time, beside the residual stream before and after it.
-    forward_bytes = rows * compute_max_tokens(config) * (compute_block_bytes(shape, config) + 2 * hidden_bytes)
+    forward_bytes = rows * compute_max_tokens(config) * (block_bytes + 2 * hidden_bytes)
+    # With gradients, a token takes the saved tensors of every block, 12 h bytes around the blocks, and the gradients
+    # within one block during its backward pass: 3 f numbers in the dtype of passes and 8 h bytes. With gradient
+    # checkpointing, only the input of every block is saved (4 h bytes each), and the saved tensors of a single block
+    # exist at a time.
+    is_recomputed = config.model.enable_gradient_checkpointing
+    saved_bytes = num_blocks * hidden_bytes + block_bytes if is_recomputed else num_blocks * block_bytes
+    backward_bytes = 3 * shape.intermediate_size * get_dtype_bytes(config) + 2 * hidden_bytes
+    activations = compute_tokens_per_pass(config) * (saved_bytes + 3 * hidden_bytes + backward_bytes)
     has_critic = "critic" in count_trained_parameters(shape, config)
-    activations, unpacked = compute_activation_bytes(shape, config), compute_unpacked_bytes(shape, config)
+    unpacked = compute_unpacked_bytes(shape, config)
     critic_copies, policy_copies = (
         compute_cast_bytes(shape, name, config, with_gradients=True) + unpacked for name in ("critic", "policy")
     )

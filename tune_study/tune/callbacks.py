@@ -233,22 +233,16 @@ class Recorder(StatelessCallback):
         Failures are compared by step and not by time: a run that fails every time a few steps after its last checkpoint
         trains rows between two failures, but never gets further, and would be retried forever.
         """
-        step = self._find_furthest_step(trial)
+        # The runs of a trial continue from a common step, so the run that is furthest behind counts. A run with later
+        # rows has them from an earlier start, in which it was trained without the others. Such rows are no progress.
+        running_ids = [status.run_id for status in self._get_statuses(trial) if status.status == "running"]
+        rows = [read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE) for run_id in running_ids]
+        step = min((int(run_rows[-1].get("step", -1)) if run_rows else -1 for run_rows in rows), default=-1)
         no_failures = _FailureCount(furthest_step=-1, consecutive_failures=0)
         previous_count = self._failure_counts.get(trial.trial_id, no_failures)
         failure_count = 1 if step > previous_count.furthest_step else previous_count.consecutive_failures + 1
         self._failure_counts[trial.trial_id] = _FailureCount(max(step, previous_count.furthest_step), failure_count)
         return failure_count
-
-    def _find_furthest_step(self, trial: Any) -> int:
-        """The step that all running runs of a trial have reached; -1 before the first row, or if none is running.
-
-        The runs of a trial continue from a common step, so the run that is furthest behind counts. A run with later
-        rows has them from an earlier start, in which it was trained without the others. Such rows are no progress.
-        """
-        running_ids = [status.run_id for status in self._get_statuses(trial) if status.status == "running"]
-        rows = [read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE) for run_id in running_ids]
-        return min((int(run_rows[-1].get("step", -1)) if run_rows else -1 for run_rows in rows), default=-1)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Runs have trained all their steps, were stopped by a rule, or were interrupted."""

@@ -3,7 +3,7 @@
 import logging
 import math
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from tune_study.plan.study_plan import StudyPlan
 
 _CONNECT_TIMEOUT_S = 10.0
 """Seconds to wait for a connection to --address."""
-_ACCELERATOR_PREFIX = "accelerator_type:"
 
 
 class Node(NamedTuple):
@@ -94,17 +93,12 @@ def parse_nodes(entries: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
             # Ray leaves out resources that a node does not have.
             entry["Resources"].get("CPU", 0.0),
             entry["Resources"].get("GPU", 0.0),
-            _find_gpu_type(entry["Resources"]),
+            # The type of its GPUs is a resource `accelerator_type:<type>`.
+            next((name.partition(":")[2] for name in entry["Resources"] if name.startswith("accelerator_type:")), ""),
         )
         for entry in entries
         if entry.get("Alive")
     )
-
-
-def _find_gpu_type(resources: Mapping[str, float]) -> str:
-    """The type of a node's GPUs, which Ray lists as a resource `accelerator_type:<type>`; empty without one."""
-    types = [name.removeprefix(_ACCELERATOR_PREFIX) for name in resources if name.startswith(_ACCELERATOR_PREFIX)]
-    return types[0] if types else ""
 
 
 def count_fitting_runs(node: Node, n_gpus: float) -> int:

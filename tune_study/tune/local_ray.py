@@ -6,7 +6,6 @@ import secrets
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -24,6 +23,11 @@ if TYPE_CHECKING:
 
 _AUTH_MODE_ENV, _AUTH_TOKEN_ENV = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 """Ray's variables for who may connect to it, and for the token that a client must send."""
+_TOKEN = secrets.token_hex(32)
+"""The token of every Ray that this process starts: 256 random bits, which are never written to a file.
+
+There is one per process because Ray reads it only once and would refuse a different one at a later start.
+"""
 
 
 class LocalRay:
@@ -121,15 +125,6 @@ def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["
             ray.shutdown()
 
 
-@cache
-def _get_token() -> str:
-    """The token of every Ray that this process starts: 256 random bits, which are never written to a file.
-
-    The token is cached because Ray reads it only once per process and would refuse a different one at a later start.
-    """
-    return secrets.token_hex(32)
-
-
 def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     """Call `ray.init` with its files in `folder`; only the processes that it starts inherit the token.
 
@@ -144,7 +139,7 @@ def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     old_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     os.environ.pop(_AUTH_MODE_ENV, None)
     user_token = os.environ.get(_AUTH_TOKEN_ENV)
-    os.environ[_AUTH_TOKEN_ENV] = _get_token()
+    os.environ[_AUTH_TOKEN_ENV] = _TOKEN
     try:
         ray.init(
             address="local",  # never a cluster that RAY_ADDRESS names
