@@ -94,13 +94,9 @@ def run_checks(
 ) -> list[CheckResult]:
     """Run every check, in the order of the report. Raise PlanError for an unknown preset.
 
-    Args:
-        output: the folder of --output. It need not exist, and no file is left in it.
-        preset: the preset of --preset; None to choose it as `run` does.
-        environ: the environment variables, also of the processes that are started.
-        announce: called with a message before each check that takes seconds.
-
-    A check that raises is reported as a problem, and the other checks continue.
+    A check that raises is reported as a problem, and the other checks continue. output: the folder of --output. It need
+    not exist, and no file is left in it. preset: that of --preset; None to choose it as `run` does. environ: also of
+    the processes that are started. announce: called with a message before each check that takes seconds.
     """
     gpus = detect_gpus(environ)
     chosen_preset, _ = choose_preset(preset, gpus)
@@ -243,8 +239,7 @@ def check_preset_needs(
         yield CheckResult("GPU of the preset", "ok", f"{len(gpus)} x {gpus[0].name}")
     else:
         detail = f"preset {preset} trains on a GPU, and none is visible"
-        advice = "Use a machine with one, or type `--preset laptop`."
-        yield CheckResult("GPU of the preset", "problem", detail, advice)
+        yield CheckResult("GPU of the preset", "problem", detail, "Use a machine with one, or type `--preset laptop`.")
     plan = make_plan(STUDIES["kl"], preset, "checked by doctor", {}, None, None, output)
     try:
         check_engines(plan.ppo_config, environ)

@@ -261,12 +261,8 @@ def check_capacity(
 ) -> None:
     """Raise PlanError if a node has too little disk space or memory for its runs.
 
-    Args:
-        reports: the reports of the nodes.
-        n_gpus: GPUs per run.
-        runs_per_node: maximum number of concurrent runs per node.
-        scratch_bytes: disk space per run; None if it is unknown or if there is no storage.
-        host_bytes: CPU memory per run.
+    n_gpus: GPUs per run. runs_per_node: maximum number of concurrent ones per node. scratch_bytes: disk space per run;
+    None if it is unknown or if there is no storage. host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
         # Ray may place as many runs on a node as fit there, but no more than run at once.

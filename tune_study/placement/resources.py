@@ -88,13 +88,8 @@ def preflight(
 ) -> ResourcePlan:
     """Plan the resources of a study on this machine. Raise PlanError if it could never start.
 
-    Args:
-        plan: the study.
-        requested_gpus: text of --gpus.
-        visible_gpus: GPUs of this machine.
-        cores: CPUs of this machine.
-        concurrency_limit: --max-concurrent.
-        is_real: False for a dry run, which also plans for GPUs that do not exist.
+    requested_gpus: text of --gpus. cores: CPUs of this machine. concurrency_limit: --max-concurrent. is_real: False for
+    a dry run, which also plans for GPUs that do not exist.
     """
     trainer = plan.base_config.trainer
     n_gpus = trainer.n_gpus_per_node

@@ -123,13 +123,7 @@ def allocate_cluster(
 ) -> ResourcePlan:
     """The resources that the study gets from the cluster.
 
-    Args:
-        plan: the study.
-        address: the cluster's address.
-        nodes: nodes of the cluster that are alive.
-        gpus_option: the text of --gpus, None without the option.
-        max_concurrent: --max-concurrent, None without the option.
-
+    nodes: those that are alive. gpus_option, max_concurrent: --gpus and --max-concurrent, None without the option.
     Raises PlanError if an option contradicts the cluster, or if no node can hold a run.
     """
     n_gpus = plan.base_config.trainer.n_gpus_per_node

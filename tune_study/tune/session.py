@@ -57,12 +57,9 @@ class StudySession:
 def plan_next_look(plan: StudyPlan, max_concurrent: int) -> tuple[StudyPlan | None, str]:
     """The plan with more seeds for the open arms and the baseline, and a line on why, or on why there is none.
 
-    Args:
-        plan: a plan with `max_seeds`, all of whose runs have ended and have tables.
-        max_concurrent: number of runs at once. An arm gets as many seeds as can be trained at once, since a look after
-            each of them would leave slots empty, and at least as many as the test needs for any verdict.
-
-    The plan is None if no arm is open, or if the open arms have `max_seeds` seeds.
+    The plan is None if no arm is open, or if the open arms have `max_seeds` seeds. An arm gets as many seeds as can be
+    trained at once, since a look after each of them would leave slots empty, and at least as many as the test needs for
+    any verdict. plan: one with `max_seeds`, all of whose runs have ended and have tables.
     """
     from analysis.data.load import load  # imports pandas
     from analysis.report.pages import list_open_arms  # imports Matplotlib

@@ -61,11 +61,9 @@ def make_trial_configs(
     Among the trials of a seed, those with the dearest training steps come first, so that the last trial of a study does
     not run alone for long.
 
-    Args:
-        plan: the study.
-        finished_statuses: statuses, by run_id, of the runs that are not run again.
-        interrupt: the request to stop, whose files end runs after their next step.
-        placement_settings: settings of the trials that follow from the memory of the GPUs (see `ResourcePlan`).
+    finished_statuses: statuses, by run_id, of the runs that are not run again. interrupt: the request to stop, whose
+    files end runs after their next step. placement_settings: settings of the trials that follow from the memory of the
+    GPUs (see `ResourcePlan`).
     """
     for specs in _sort_by_cost(plan):
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
