@@ -227,16 +227,15 @@ def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[st
     driver_versions: versions by package. node_versions: the same for each node, by the node's name; at least one node.
     """
     # Every node is compared with the first one, which implies that all are equal.
-    first_node = next(iter(node_versions))
+    first_node, first_versions = next(iter(node_versions.items()))
     for node, installed_versions in node_versions.items():
-        for package in sorted(node_versions[first_node].keys() | installed_versions.keys()):
+        for package in sorted(first_versions.keys() | installed_versions.keys()):
             references = [("this machine", driver_versions)] if package in _DRIVER_PACKAGES else []
-            for reference_name, reference_versions in [*references, (first_node, node_versions[first_node])]:
-                if reference_versions.get(package) != installed_versions.get(package):
-                    node_version = installed_versions.get(package, "not")
-                    reference_version = reference_versions.get(package, "not")
+            for reference_name, reference_versions in [*references, (first_node, first_versions)]:
+                node_version, version = installed_versions.get(package, "not"), reference_versions.get(package, "not")
+                if node_version != version:
                     raise PlanError(
-                        f"The node {node} has {package} {node_version} and {reference_name} {reference_version}: "
+                        f"The node {node} has {package} {node_version} and {reference_name} {version}: "
                         f"results would depend on the node of a run. Install the same versions on all nodes, as in "
                         f"docs/cluster.md."
                     )

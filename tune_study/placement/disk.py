@@ -79,8 +79,6 @@ class DiskBudget(NamedTuple):
     """Number of global_step_<N> folders per run."""
     last_states: int
     """Number of rolling checkpoints per run that stay after its end: 1, or 0 if no run keeps its own."""
-    rolling_checkpoints: int
-    """Rolling checkpoints of all runs at the worst moment."""
     row_bytes: int
     """Rows, logs, tables and report."""
     total_bytes: int | None
@@ -162,7 +160,6 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
     row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
     # A trial may train several runs at once: all seeds of an arm.
     concurrent_runs = min(resource_plan.max_concurrent * plan.max_runs_per_trial, len(runs))
-    num_rolling = _count_rolling(last_states)
     checkpoint_bytes, total_bytes, written_bytes = None, None, 0
     if not unknown_models:
         checkpoint_bytes = max(sizes, default=0)
@@ -170,7 +167,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
         # runs with the largest checkpoints train at the same time.
         stored_bytes = sum(size * (last_states + count) for size, count in zip(sizes, saved_counts, strict=True))
         largest_sizes = sorted(sizes, reverse=True)[:concurrent_runs]
-        total_bytes = stored_bytes + num_rolling * sum(largest_sizes) + row_bytes
+        total_bytes = stored_bytes + _count_rolling(last_states) * sum(largest_sizes) + row_bytes
         written_bytes = sum(
             _count_written_bytes(plan, spec, size)
             for spec, size in zip(runs[:num_known], sizes[:num_known], strict=True)
@@ -184,7 +181,6 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
         checkpoint_bytes=checkpoint_bytes,
         saved_checkpoints=max(saved_counts, default=0),
         last_states=last_states,
-        rolling_checkpoints=last_states * len(runs) + num_rolling * concurrent_runs,
         row_bytes=row_bytes,
         total_bytes=total_bytes,
         written_bytes=written_bytes,

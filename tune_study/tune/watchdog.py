@@ -129,21 +129,17 @@ class DiskSpaceGuard(StatelessCallback):
         """Check the disks every few seconds; Tune calls this in every iteration of its loop."""
         if time.monotonic() < self._next_check:  # Tune's loop iterates many times per second
             return
-        self._wait_for_space()
-        self._next_check = time.monotonic() + _CHECK_INTERVAL_S
-
-    def _wait_for_space(self) -> None:
         full_folders = self._find_full_folders()
-        if not full_folders or self._has_given_up:
-            self._has_given_up = bool(full_folders)
-            return
-        self._notify(f"The disk of {full_folders[0]} is full: waiting up to {self._patience:g} s for disk space.")
-        # Ctrl-C ends the wait because the runs can end only in Tune's loop, which is blocked here.
-        deadline = time.monotonic() + self._patience
-        while self._find_full_folders() and time.monotonic() < deadline and not self._interrupt.is_requested:
-            time.sleep(_WAIT_INTERVAL_S)
-        self._has_given_up = bool(self._find_full_folders())
-        self._notify("The disk is still full." if self._has_given_up else "Disk space is available again.")
+        if full_folders and not self._has_given_up:
+            self._notify(f"The disk of {full_folders[0]} is full: waiting up to {self._patience:g} s for disk space.")
+            # Ctrl-C ends the wait because the runs can end only in Tune's loop, which is blocked here.
+            deadline = time.monotonic() + self._patience
+            while self._find_full_folders() and time.monotonic() < deadline and not self._interrupt.is_requested:
+                time.sleep(_WAIT_INTERVAL_S)
+            full_folders = self._find_full_folders()
+            self._notify("The disk is still full." if full_folders else "Disk space is available again.")
+        self._has_given_up = bool(full_folders)
+        self._next_check = time.monotonic() + _CHECK_INTERVAL_S
 
     def _find_full_folders(self) -> list[Path]:
         # A folder that does not exist yet has no disk to measure.
