@@ -263,10 +263,11 @@ def check_preset_needs(
 def check_torch(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[CheckResult]:
     """Check that torch can be imported, and that its build can use the visible GPUs."""
     process_result = run_python(_TORCH_SCRIPT, environ, _TIMEOUT_S)
+    import_result = _make_import_result("torch", process_result)
     if process_result.problem:
-        return [_make_import_result("torch", process_result)]
+        return [import_result]
     version, cuda, device_count, warning = json.loads(process_result.output_line)
-    return [_make_import_result("torch", process_result), check_torch_gpus(version, cuda, device_count, warning, gpus)]
+    return [import_result, check_torch_gpus(version, cuda, device_count, warning, gpus)]
 
 
 def check_torch_gpus(version: str, cuda: str, device_count: int, warning: str, gpus: Sequence[Gpu]) -> CheckResult:
@@ -359,9 +360,8 @@ def run_python(code: str, environ: Mapping[str, str], timeout_s: float) -> Proce
         command = [sys.executable, "-c", code]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(environ))
         try:
-            exit_code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                exit_code = process.wait(timeout_s)
         finally:
             kill_process_tree(process)
         seconds = time.monotonic() - start_time

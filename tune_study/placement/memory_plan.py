@@ -69,11 +69,8 @@ class MemoryPlan(NamedTuple):
     @property
     def cache_bytes(self) -> int:
         """Bytes of vLLM's KV cache; 0 for another sampler."""
-        return sum(
-            allocation.gpu_bytes[memory.ROLLOUT]
-            for allocation in self.allocations
-            if allocation.name == memory.KV_CACHE_NAME
-        )
+        rollout_sizes = {allocation.name: allocation.gpu_bytes[memory.ROLLOUT] for allocation in self.allocations}
+        return rollout_sizes.get(memory.KV_CACHE_NAME, 0)
 
     @property
     def cache_shortfall(self) -> int:
@@ -350,12 +347,10 @@ def describe_excess(memory_plan: MemoryPlan) -> str:
     if memory_plan.peak <= memory_plan.budget:
         return f"vLLM lacks {format_gib(memory_plan.cache_shortfall)} GiB for one conversation"
     phase = PHASES.index(_find_worst_phase(memory_plan))
-    largest_allocations = sorted(
-        memory_plan.allocations, key=lambda allocation: allocation.gpu_bytes[phase], reverse=True
-    )[:5]  # the table that --dry-run prints has all of them
+    largest_allocations = sorted(memory_plan.allocations, key=lambda allocation: -allocation.gpu_bytes[phase])
     allocation_text = ", ".join(
         f"{allocation.name} {format_gib(allocation.gpu_bytes[phase])}"
-        for allocation in largest_allocations
+        for allocation in largest_allocations[:5]  # the table that --dry-run prints has all of them
         if allocation.gpu_bytes[phase]
     )
     used_text = f"{format_gib(memory_plan.peak)} GiB of {format_gib(memory_plan.budget)}"
