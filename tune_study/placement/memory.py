@@ -352,6 +352,7 @@ def _list_trained_allocations(
         base_name = f"base weights, frozen{', in 4 bits' if config.model.load_in_4bit else ''}"
         allocations, weights_label = [_make_allocation(base_name, compute_base_bytes(shape, config))], "adapters"
     swaps, is_sharded = bool(config.trainer.swap_to_host), shards_weights(config)
+    swaps_weights = swaps and not is_sharded  # shards stay, since all phases gather from them
     phases = {"policy": (POLICY_BACKWARD, POLICY_STEP), "critic": (CRITIC_BACKWARD, CRITIC_STEP)}
     # The policy, which is not smaller than the critic, is read in rollouts, and to copy its weights to the engine.
     reading_phases = {"policy": (ROLLOUT, VALUES), "critic": ()}
@@ -364,15 +365,10 @@ def _list_trained_allocations(
         all_phases_size = network.gradients + FLOAT32 * ZERO_BUCKET_SIZE
         # The table shows offloaded bytes with the item that they mostly belong to.
         moments_host = network.host if config.trainer.offload_optimizer else 0
+        weights_name, weights_host = f"{name} {weights_label}, float32", network.host - moments_host
         weights_phases = (*reading_phases[name], backward, step)
         allocations += [
-            _make_swapped_allocation(  # shards are not swapped, since all phases gather from them
-                f"{name} {weights_label}, float32",
-                network.weights,
-                weights_phases,
-                swaps and not is_sharded,
-                network.host - moments_host,
-            ),
+            _make_swapped_allocation(weights_name, network.weights, weights_phases, swaps_weights, weights_host),
             _make_swapped_allocation(f"{name} master weights", network.master, (backward, step), swaps),
             _make_swapped_allocation(f"{name} AdamW moments", network.moments, (backward, step), swaps, moments_host),
             _make_allocation(f"{name} gradients", all_phases_size if is_sharded else gradient_sizes),
@@ -430,8 +426,8 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
     activation_sizes = {VALUES: forward_bytes, CRITIC_BACKWARD: activations * has_critic, POLICY_BACKWARD: activations}
     # A value head has one output per token: the critic has no logits.
     logit_sizes = {
-        phase: compute_logits_bytes(shape, config, with_gradients=phase == POLICY_BACKWARD)
-        for phase in (VALUES, POLICY_BACKWARD)
+        VALUES: compute_logits_bytes(shape, config, with_gradients=False),
+        POLICY_BACKWARD: compute_logits_bytes(shape, config, with_gradients=True),
     }
     return [
         _make_allocation(f"copies in {config.model.dtype}", copy_sizes),
