@@ -31,7 +31,7 @@ from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from tune_study.placement.published_sizes import find_published_sizes
+from tune_study.placement.model_size import find_published_sizes
 
 GROUP_SIZE = 16
 TURNS = 5

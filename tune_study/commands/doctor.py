@@ -94,13 +94,9 @@ def run_checks(
 ) -> list[CheckResult]:
     """Run every check, in the order of the report. Raise PlanError for an unknown preset.
 
-    Args:
-        output: the folder of --output. It need not exist, and no file is left in it.
-        preset: the preset of --preset; None to choose it as `run` does.
-        environ: the environment variables, also of the processes that are started.
-        announce: called with a message before each check that takes seconds.
-
-    A check that raises is reported as a problem, and the other checks continue.
+    A check that raises is reported as a problem, and the other checks continue. output: the folder of --output. It need
+    not exist, and no file is left in it. preset: that of --preset; None to choose it as `run` does. environ: also of
+    the processes that are started. announce: called with a message before each check that takes seconds.
     """
     gpus = detect_gpus(environ)
     chosen_preset, _ = choose_preset(preset, gpus)
@@ -242,11 +238,8 @@ def check_preset_needs(
     if gpus:
         yield CheckResult("GPU of the preset", "ok", f"{len(gpus)} x {gpus[0].name}")
     else:
-        detail, advice = (
-            f"preset {preset} trains on a GPU, and none is visible",
-            "Use a machine with one, or type `--preset laptop`.",
-        )
-        yield CheckResult("GPU of the preset", "problem", detail, advice)
+        detail = f"preset {preset} trains on a GPU, and none is visible"
+        yield CheckResult("GPU of the preset", "problem", detail, "Use a machine with one, or type `--preset laptop`.")
     plan = make_plan(STUDIES["kl"], preset, "checked by doctor", {}, None, None, output)
     try:
         check_engines(plan.ppo_config, environ)
@@ -270,10 +263,11 @@ def check_preset_needs(
 def check_torch(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[CheckResult]:
     """Check that torch can be imported, and that its build can use the visible GPUs."""
     process_result = run_python(_TORCH_SCRIPT, environ, _TIMEOUT_S)
+    import_result = _make_import_result("torch", process_result)
     if process_result.problem:
-        return [_make_import_result("torch", process_result)]
+        return [import_result]
     version, cuda, device_count, warning = json.loads(process_result.output_line)
-    return [_make_import_result("torch", process_result), check_torch_gpus(version, cuda, device_count, warning, gpus)]
+    return [import_result, check_torch_gpus(version, cuda, device_count, warning, gpus)]
 
 
 def check_torch_gpus(version: str, cuda: str, device_count: int, warning: str, gpus: Sequence[Gpu]) -> CheckResult:
@@ -325,9 +319,8 @@ def check_ray_start(ray_folder: Path, environ: Mapping[str, str], timeout_s: flo
     if not process_result.problem:
         return CheckResult("start Ray", "ok", f"started and ran a task in {float(process_result.output_line):.1f} s")
     # After an error the session folder stays for its logs. Without one, Ray failed before it could write a log.
-    sessions = sorted(
-        ray_folder.glob(f"{FOLDER_PREFIX}{process_result.pid}*/{RAY_SUBFOLDER}/session_*_{process_result.pid}")
-    )
+    pid = process_result.pid
+    sessions = sorted(ray_folder.glob(f"{FOLDER_PREFIX}{pid}*/{RAY_SUBFOLDER}/session_*_{pid}"))
     advice = f"Check that {ray_folder} is writable: Ray created no session there. Set RAY_TMPDIR to use another folder."
     if sessions:
         advice = f"Read the logs in {sessions[-1] / 'logs'}, first gcs_server.* and raylet.*."
@@ -367,9 +360,8 @@ def run_python(code: str, environ: Mapping[str, str], timeout_s: float) -> Proce
         command = [sys.executable, "-c", code]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(environ))
         try:
-            exit_code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                exit_code = process.wait(timeout_s)
         finally:
             kill_process_tree(process)
         seconds = time.monotonic() - start_time

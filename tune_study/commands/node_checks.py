@@ -42,39 +42,33 @@ Ray and pickled objects need the same Python and Ray. Torch may differ, since th
 
 
 class NodeQuery(NamedTuple):
-    """The question to a node.
-
-    Attributes:
-        marker: path or URI of a file that the driver has written and the node should see.
-        study_uri: URI of the study in its storage; None without a storage.
-        models: paths or hub ids of the models that runs load.
-        settings: the settings of a run, as JSON; None for runs that fine-tune no language model.
-    """
+    """The question to a node."""
 
     marker: str
+    """Path or URI of a file that the driver has written and the node should see."""
     study_uri: str | None
+    """URI of the study in its storage; None without a storage."""
     models: tuple[str, ...]
+    """Paths or hub ids of the models that runs load."""
     settings: dict[str, Any] | None
+    """The settings of a run, as JSON; None for runs that fine-tune no language model."""
 
 
 class NodeReport(NamedTuple):
-    """A node's answer. Ray sends it as a tuple, so the order of the fields must not change.
-
-    Attributes:
-        versions: versions of packages, and `code`, a hash of our sources.
-        marker_error: why the node does not see the marker; empty if it does.
-        setup_error: message of the first error of its models and engines; empty without an error.
-        free_disk_bytes: bytes available for the files of trials; 0 without a storage.
-        free_memory_bytes: bytes of CPU memory available to new processes.
-        gpu_memory_mib: MiB of each GPU that nvidia-smi reports.
-    """
+    """A node's answer. Ray sends it as a tuple, so the order of the fields must not change."""
 
     versions: dict[str, str]
+    """Versions of packages, and `code`, a hash of our sources."""
     marker_error: str
+    """Why the node does not see the marker; empty if it does."""
     setup_error: str
+    """Message of the first error of its models and engines; empty without an error."""
     free_disk_bytes: int
+    """Bytes available for the files of trials; 0 without a storage."""
     free_memory_bytes: int
+    """Bytes of CPU memory available to new processes."""
     gpu_memory_mib: tuple[int, ...]
+    """MiB of each GPU that nvidia-smi reports."""
 
 
 def compute_code_hash() -> str:
@@ -94,25 +88,28 @@ def inspect_node(query: NodeQuery) -> NodeReport:
     """Answer `query` for the machine of this process. It is run on a node, as a Ray task."""
     # An error of the model or the engines is part of the report, not raised: the driver compares versions first, which
     # may explain it.
+    setup_error = ""
     try:
         if query.settings is not None:
             config = RunConfig.model_validate(query.settings)
             for model in query.models:
                 check_model(model, os.environ, config.model.chat_format)
             check_engines(config, os.environ)
-        setup_error = ""
     except PlanError as error:
         setup_error = str(error)
-    free_disk_bytes = 0 if query.study_uri is None else _measure_free_space()
-    gpu_memory_mib = [entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None]
     return NodeReport(
-        {**read_versions(), "code": compute_code_hash()},
+        read_all_versions(),
         _find_marker_error(query),
         setup_error,
-        free_disk_bytes,
+        0 if query.study_uri is None else _measure_free_space(),
         measure_available_memory(),
-        tuple(gpu_memory_mib),
+        tuple(entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None),
     )
+
+
+def read_all_versions() -> dict[str, str]:
+    """The versions of this machine that are compared with those of others: of packages, and the hash of our sources."""
+    return {**read_versions(), "code": compute_code_hash()}
 
 
 def _find_marker_error(query: NodeQuery) -> str:
@@ -138,21 +135,6 @@ def _measure_free_space() -> int:
     return min(shutil.disk_usage(find_nearest_existing(folder)).free for folder in folders)
 
 
-def query_nodes(nodes: Sequence[Node], query: NodeQuery) -> dict[Node, NodeReport]:
-    """The report of every node. Raise PlanError, naming the node, if one gives no report."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    # All tasks are started before the first answer is awaited. They reserve no CPU, so that a busy node can answer.
-    references = {}
-    for node in nodes:
-        # soft=False: Ray must not place the task on another node, whose answer would be taken for that of `node`.
-        strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
-        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
-        references[node] = ray.remote(inspect_node).options(**options).remote(query)
-    return {node: _wait_for_report(node, reference) for node, reference in references.items()}
-
-
 def _wait_for_report(node: Node, reference: Any) -> NodeReport:
     """The report of a node. reference: Ray's reference to the result of its task. PlanError if there is none."""
     import ray
@@ -174,20 +156,22 @@ def _wait_for_report(node: Node, reference: Any) -> NodeReport:
 
 def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport]:
     """Reports of the nodes on which a run could be placed. Raise PlanError, naming the node, if a run would fail."""
-    models, settings = tuple[str, ...](), None
-    if plan.model is not None:
-        models, settings = (
-            plan.model_paths,
-            plan.ppo_config.model_dump(mode="json"),
-        )
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    settings = None if plan.model is None else plan.ppo_config.model_dump(mode="json")
     with _make_marker(plan) as marker:
-        query = NodeQuery(marker, plan.study_uri, models, settings)
-        reports = query_nodes(nodes, query)
+        query = NodeQuery(marker, plan.study_uri, () if plan.model is None else plan.model_paths, settings)
+        # All tasks are started before the first answer is awaited. They reserve no CPU, so that a busy node can answer.
+        references = {}
+        for node in nodes:
+            # soft=False: Ray must not place the task on another node, whose answer would be taken for that of `node`.
+            strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
+            references[node] = ray.remote(inspect_node).options(**options).remote(query)
+        reports = {node: _wait_for_report(node, reference) for node, reference in references.items()}
     # Versions first: other sources or packages on a node are the likely cause of its other errors.
-    check_versions(
-        {**read_versions(), "code": compute_code_hash()},
-        {node.name: report.versions for node, report in reports.items()},
-    )
+    check_versions(read_all_versions(), {node.name: report.versions for node, report in reports.items()})
     for node, report in reports.items():
         if report.marker_error:
             raise PlanError(_explain_unseen_marker(plan, node, report.marker_error))
@@ -243,16 +227,15 @@ def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[st
     driver_versions: versions by package. node_versions: the same for each node, by the node's name; at least one node.
     """
     # Every node is compared with the first one, which implies that all are equal.
-    first_node = next(iter(node_versions))
+    first_node, first_versions = next(iter(node_versions.items()))
     for node, installed_versions in node_versions.items():
-        for package in sorted(node_versions[first_node].keys() | installed_versions.keys()):
+        for package in sorted(first_versions.keys() | installed_versions.keys()):
             references = [("this machine", driver_versions)] if package in _DRIVER_PACKAGES else []
-            for reference_name, reference_versions in [*references, (first_node, node_versions[first_node])]:
-                if reference_versions.get(package) != installed_versions.get(package):
-                    node_version = installed_versions.get(package, "not")
-                    reference_version = reference_versions.get(package, "not")
+            for reference_name, reference_versions in [*references, (first_node, first_versions)]:
+                node_version, version = installed_versions.get(package, "not"), reference_versions.get(package, "not")
+                if node_version != version:
                     raise PlanError(
-                        f"The node {node} has {package} {node_version} and {reference_name} {reference_version}: "
+                        f"The node {node} has {package} {node_version} and {reference_name} {version}: "
                         f"results would depend on the node of a run. Install the same versions on all nodes, as in "
                         f"docs/cluster.md."
                     )
@@ -277,12 +260,8 @@ def check_capacity(
 ) -> None:
     """Raise PlanError if a node has too little disk space or memory for its runs.
 
-    Args:
-        reports: the reports of the nodes.
-        n_gpus: GPUs per run.
-        runs_per_node: maximum number of concurrent runs per node.
-        scratch_bytes: disk space per run; None if it is unknown or if there is no storage.
-        host_bytes: CPU memory per run.
+    n_gpus: GPUs per run. runs_per_node: maximum number of concurrent ones per node. scratch_bytes: disk space per run;
+    None if it is unknown or if there is no storage. host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
         # Ray may place as many runs on a node as fit there, but no more than run at once.
@@ -303,9 +282,7 @@ def check_capacity(
 
 def find_smallest_gpu(reports: Mapping[Node, NodeReport]) -> GpuCapacity | None:
     """The memory of the smallest GPU of all nodes, since a run may get any; None if a node reports no GPU."""
-    gpu_sizes = [report.gpu_memory_mib for report in reports.values()]
-    if not gpu_sizes or not all(gpu_sizes):
+    sizes = [report.gpu_memory_mib for report in reports.values()]
+    if not sizes or not all(sizes):
         return None
-    return GpuCapacity(
-        min(min(sizes) for sizes in gpu_sizes) * 2**20, "the smallest of the nodes, from nvidia-smi", is_known=True
-    )
+    return GpuCapacity(min(map(min, sizes)) * 2**20, "the smallest of the nodes, from nvidia-smi", is_known=True)

@@ -25,12 +25,16 @@ class Gpu(NamedTuple):
 def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     """The GPUs that a process with this environment would see; empty without an NVIDIA driver.
 
-    CUDA is not loaded, since it would create a context on a GPU and torch takes seconds to import.
+    They are asked of nvidia-smi or, if that fails, of the driver's /proc folder. CUDA is not loaded, since it would
+    create a context on a GPU and torch takes seconds to import.
     """
     visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None and visible_devices.strip() in ("", "-1"):
         return ()
-    return select_visible(_query_gpus(), visible_devices)
+    if (listing := run_nvidia_smi("--query-gpu=index,uuid,name")) is not None:
+        return select_visible(parse_gpu_listing(listing), visible_devices)
+    folders = sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else []
+    return select_visible(tuple(Gpu(str(index), "", "GPU") for index, _ in enumerate(folders)), visible_devices)
 
 
 def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[Gpu, ...]:
@@ -48,15 +52,13 @@ def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[
     return tuple(selected_gpus)
 
 
-def _query_gpus() -> tuple[Gpu, ...]:
-    """All GPUs of the machine, from nvidia-smi or, if that fails, from the driver's /proc folder."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
+def run_nvidia_smi(query: str) -> str | None:
+    """The output of nvidia-smi, a line per item with fields separated by commas; None if it is missing or fails."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        listing = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        folders = sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else []
-        return tuple(Gpu(str(index), "", "GPU") for index, _ in enumerate(folders))
-    return parse_gpu_listing(listing)
+        return None
 
 
 def parse_gpu_listing(text: str) -> tuple[Gpu, ...]:

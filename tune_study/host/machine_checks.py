@@ -18,7 +18,7 @@ import psutil
 from rich.filesize import decimal
 
 from trainable.config.run_config import RunConfig
-from tune_study.host.gpus import Gpu, count_cpus
+from tune_study.host.gpus import Gpu, count_cpus, run_nvidia_smi
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 
 _GB = 10**9
@@ -50,19 +50,16 @@ _LOCK_SCRIPT = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LO
 
 
 class CheckResult(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        name: the check, as the report shows it.
-        severity: `problem` if a run cannot start or may lose work, `remark` if it may be slower or needs a choice.
-        detail: the finding.
-        advice: the remedy, as a sentence; empty for `ok`.
-    """
+    """The result of one check."""
 
     name: str
+    """The check, as the report shows it."""
     severity: Literal["ok", "remark", "problem"]
+    """`problem` if a run cannot start or may lose work, `remark` if it may be slower or needs a choice."""
     detail: str
+    """The finding."""
     advice: str = ""
+    """The remedy, as a sentence; empty for `ok`."""
 
 
 class GpuMemory(NamedTuple):
@@ -86,11 +83,10 @@ def check_resources(uses_gpus: bool, gpus: Sequence[Gpu]) -> list[CheckResult]:
     cores = count_cpus()
     # A study on GPUs runs one trial per GPU by default. Others run at most `ray_num_cpus` trials concurrently.
     trials = len(gpus) if uses_gpus and gpus else min(cores, RunConfig().trainer.ray_num_cpus)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         CheckResult("cores", "ok", str(cores)),
         check_memory(measure_available_memory(), trials),
-        check_open_files(*limits),
+        check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
     ]
 
 
@@ -113,10 +109,7 @@ def measure_available_memory() -> int:
 
     In a container, psutil reports the memory of the machine. The limit of the container is in its control group.
     """
-    membership_file = Path("/proc/self/cgroup")
-    cgroup_free = read_cgroup_free(
-        Path("/sys/fs/cgroup"), membership_file.read_text(encoding="utf-8") if membership_file.exists() else ""
-    )
+    cgroup_free = read_cgroup_free(Path("/sys/fs/cgroup"), _read_text(Path("/proc/self/cgroup")))
     machine_free = int(psutil.virtual_memory().available)
     return machine_free if cgroup_free is None else min(machine_free, cgroup_free)
 
@@ -139,31 +132,25 @@ def read_cgroup_free(root: Path, membership: str) -> int | None:
         cgroup_folder = mount / path.strip("/")
         # Every group above the process limits it too, and the smallest limit counts.
         for folder in (cgroup_folder, *cgroup_folder.parents):
-            limit, usage = (_read_number(folder / name) for name in file_names)
-            # A limit of `max` reads as None, and the parents of the mount itself are ordinary folders. The usage
+            limit, usage = (_read_text(folder / name).strip() for name in file_names)
+            # A limit may be the word `max`, and the parents of the mount itself are ordinary folders. The usage
             # includes cached files, and may be above a limit that has just been lowered.
-            if limit is not None and usage is not None and folder.is_relative_to(mount):
-                free_bytes.append(max(limit - usage + _read_reclaimable(folder), 0))
+            if limit.isdecimal() and usage.isdecimal() and folder.is_relative_to(mount):
+                # The kernel reclaims cached files when memory is needed. In version 1 only the keys with total_ include
+                # the groups below.
+                lines = _read_text(folder / "memory.stat").splitlines()
+                memory_stat = dict(line.split(" ", 1) for line in lines if " " in line)
+                reclaimable = int(memory_stat.get("total_inactive_file", memory_stat.get("inactive_file", 0)))
+                free_bytes.append(max(int(limit) - int(usage) + reclaimable, 0))
     return min(free_bytes, default=None)
 
 
-def _read_number(path: Path) -> int | None:
-    """The integer in a file; None for a word such as `max`, or if there is no file."""
+def _read_text(path: Path) -> str:
+    """The text of a file; empty if it cannot be read."""
     try:
-        return int(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def _read_reclaimable(folder: Path) -> int:
-    """Bytes of cached files that the kernel reclaims when memory is needed."""
-    try:
-        lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8")
     except OSError:
-        return 0
-    # In version 1 only the keys with total_ include the groups below.
-    memory_stat = dict(line.split(" ", 1) for line in lines if " " in line)
-    return int(memory_stat.get("total_inactive_file", memory_stat.get("inactive_file", 0)))
+        return ""
 
 
 def check_open_files(soft: int, hard: int) -> CheckResult:
@@ -193,18 +180,13 @@ def find_ray_folder(environ: Mapping[str, str]) -> Path:
 def check_disks(output: Path, ray: Path, uses_gpus: bool) -> list[CheckResult]:
     """Check the free space in the output folder, in Ray's folder, and in the shared memory of its object store."""
     output_usage, ray_usage = (shutil.disk_usage(find_nearest_existing(folder)) for folder in (output, ray))
-    ray_disk_bytes = max(_RAY_DISK_BYTES, _RAY_DISK_FRACTION * ray_usage.total)
+    output_bytes = _GPU_OUTPUT_DISK_BYTES if uses_gpus else _OUTPUT_DISK_BYTES
+    ray_bytes = max(_RAY_DISK_BYTES, _RAY_DISK_FRACTION * ray_usage.total)
+    output_advice = "Free some space, or type another --output."
+    ray_advice = "Free some space, or set RAY_TMPDIR to another folder."
     results = [
-        check_space(
-            "disk: output",
-            output,
-            output_usage.free,
-            _GPU_OUTPUT_DISK_BYTES if uses_gpus else _OUTPUT_DISK_BYTES,
-            "Free some space, or type another --output.",
-        ),
-        check_space(
-            "disk: Ray", ray, ray_usage.free, ray_disk_bytes, "Free some space, or set RAY_TMPDIR to another folder."
-        ),
+        check_space("disk: output", output, output_usage.free, output_bytes, output_advice),
+        check_space("disk: Ray", ray, ray_usage.free, ray_bytes, ray_advice),
     ]
     shm_folder = Path("/dev/shm")
     if shm_folder.is_dir():  # only Linux has it
@@ -228,14 +210,9 @@ def check_shared_memory(free: int, memory: int) -> CheckResult:
     detail = f"{_format_size(free)} free in /dev/shm"
     if free >= object_store_bytes:
         return CheckResult("shared memory", "ok", detail)
-    docker_option = f"--shm-size={object_store_bytes / 2**30:.0f}g"
+    size, docker_option = _format_size(object_store_bytes), f"--shm-size={object_store_bytes / 2**30:.0f}g"
     advice = f"Ray will keep its objects on disk, which is slower. Docker: `{docker_option}`."
-    return CheckResult(
-        "shared memory",
-        "remark",
-        f"{detail}, less than Ray's object store of {_format_size(object_store_bytes)}",
-        advice,
-    )
+    return CheckResult("shared memory", "remark", f"{detail}, less than Ray's object store of {size}", advice)
 
 
 def check_output(output: Path) -> list[CheckResult]:
@@ -244,29 +221,25 @@ def check_output(output: Path) -> list[CheckResult]:
     if not folder.is_dir():
         return [CheckResult("write access", "problem", f"{folder} is not a folder", "Type --output with a folder.")]
     try:
-        # In the folder itself: another folder of the same name may be on another disk.
+        # In the folder itself: another folder of the same name may be on another disk. The operations are those with
+        # which a checkpoint is written.
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as temp_folder:
-            _write_and_rename(Path(temp_folder))
+            content = os.urandom(2**16)
+            temp_path, final_path = Path(temp_folder) / "part", Path(temp_folder) / "whole"
+            with temp_path.open("wb") as handle:
+                handle.write(content)
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(temp_path, final_path)
+            if final_path.read_bytes() != content:
+                raise OSError("a file was read back with other contents than were written")
+            final_path.unlink()
             lock_result = check_locks(Path(temp_folder))
     except OSError as error:
         detail = f"{folder}: {error.strerror or error}"
         advice = f"Make {folder} writable, or type another --output."
         return [CheckResult("write access", "problem", detail, advice)]
     return [CheckResult("write access", "ok", f"{folder}: write, sync, rename and delete work"), lock_result]
-
-
-def _write_and_rename(folder: Path) -> None:
-    """Try the operations with which a checkpoint is written. OSError if one fails, or if other bytes are read back."""
-    content = os.urandom(2**16)
-    temp_path, final_path = folder / "part", folder / "whole"
-    with temp_path.open("wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temp_path, final_path)
-    if final_path.read_bytes() != content:
-        raise OSError("a file was read back with other contents than were written")
-    final_path.unlink()
 
 
 def check_locks(folder: Path) -> CheckResult:
@@ -318,10 +291,9 @@ def check_socket_path(ray: Path) -> CheckResult:
     length = len(os.fsencode(ray))
     if length <= max_length:
         return CheckResult("Ray's sockets", "ok", f"the path {ray} is short enough")
+    detail = f"the path {ray} has {length} bytes; at most {max_length} are possible"
     advice = "Type `export RAY_TMPDIR=/tmp`, or another folder with a short path."
-    return CheckResult(
-        "Ray's sockets", "problem", f"the path {ray} has {length} bytes; at most {max_length} are possible", advice
-    )
+    return CheckResult("Ray's sockets", "problem", detail, advice)
 
 
 def check_gpus(gpus: Sequence[Gpu], machine_gpu_count: int) -> list[CheckResult]:
@@ -348,21 +320,12 @@ def check_gpus(gpus: Sequence[Gpu], machine_gpu_count: int) -> list[CheckResult]
 
 def query_gpu_memory() -> tuple[GpuMemory, ...]:
     """The memory of every GPU of this machine, as nvidia-smi reports it; empty if it reports nothing."""
-    return parse_gpu_memory(_run_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total"))
+    return parse_gpu_memory(run_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total") or "")
 
 
 def query_gpu_processes() -> tuple[GpuProcess, ...]:
     """The visible processes that use GPU memory, as nvidia-smi reports them."""
-    return parse_gpu_processes(_run_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory"))
-
-
-def _run_nvidia_smi(query: str) -> str:
-    """The output of nvidia-smi; empty if it is missing or fails."""
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return parse_gpu_processes(run_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory") or "")
 
 
 def parse_gpu_memory(text: str) -> tuple[GpuMemory, ...]:
@@ -399,20 +362,14 @@ def check_gpu(gpu: Gpu, memory: GpuMemory | None, processes: Sequence[GpuProcess
     # listed process: its process is then invisible here, for example in another container.
     if not processes and not is_memory_used:
         return CheckResult(name, "ok", detail)
-    return CheckResult(
-        name,
-        "remark",
-        f"{detail}, {format_processes(processes)}",
-        "Wait until they end, or choose other GPUs with --gpus.",
-    )
+    advice = "Wait until they end, or choose other GPUs with --gpus."
+    return CheckResult(name, "remark", f"{detail}, {format_processes(processes)}", advice)
 
 
 def format_processes(processes: Sequence[GpuProcess]) -> str:
     """The processes that use a GPU's memory, each with its amount if that is known."""
-    descriptions = [
-        f"{process.pid}" + (f" ({process.used_mib / 1024:.1f} GiB)" if process.used_mib else "")
-        for process in processes
-    ]
+    sizes = [f" ({process.used_mib / 1024:.1f} GiB)" if process.used_mib else "" for process in processes]
+    descriptions = [f"{process.pid}{size}" for process, size in zip(processes, sizes, strict=True)]
     return f"used by PID {', '.join(descriptions)}" if descriptions else "used by processes that are not visible here"
 
 

@@ -62,38 +62,35 @@ _STUDY_BYTES = 1_650_000
 
 
 class DiskBudget(NamedTuple):
-    """Maximum disk space for the runs of a study that have not ended, and the free space. Sizes in bytes.
-
-    Attributes:
-        remaining_runs: runs that have not ended.
-        concurrent_runs: how many of the remaining runs train at once.
-        is_uniform: whether all runs have the same checkpoint size and number of saved checkpoints. If not,
-            `checkpoint_bytes` and `saved_checkpoints` are maxima over the runs.
-        checkpoint_bytes: size of one checkpoint; None if the size of a model is unknown.
-        saved_checkpoints: number of global_step_<N> folders per run.
-        last_states: number of rolling checkpoints per run that stay after its end: 1, or 0 if no run keeps its own.
-        rolling_checkpoints: rolling checkpoints of all runs at the worst moment.
-        row_bytes: rows, logs, tables and report.
-        total_bytes: sum of everything; None if the size of a model is unknown.
-        written_bytes: how much of `total_bytes` is already on disk; 0 if the size of a model is unknown.
-        free_bytes: space available to this user on the file system of `folder`.
-        folder: the nearest existing parent of --output.
-        unknown_models: paths of the models whose size is unknown.
-    """
+    """Maximum disk space for the runs of a study that have not ended, and the free space. Sizes in bytes."""
 
     remaining_runs: int
+    """Runs that have not ended."""
     concurrent_runs: int
+    """How many of the remaining runs train at once."""
     is_uniform: bool
+    """Whether all runs have the same checkpoint size and number of saved checkpoints.
+
+    If not, `checkpoint_bytes` and `saved_checkpoints` are maxima over the runs.
+    """
     checkpoint_bytes: int | None
+    """Size of one checkpoint; None if the size of a model is unknown."""
     saved_checkpoints: int
+    """Number of global_step_<N> folders per run."""
     last_states: int
-    rolling_checkpoints: int
+    """Number of rolling checkpoints per run that stay after its end: 1, or 0 if no run keeps its own."""
     row_bytes: int
+    """Rows, logs, tables and report."""
     total_bytes: int | None
+    """Sum of everything; None if the size of a model is unknown."""
     written_bytes: int
+    """How much of `total_bytes` is already on disk; 0 if the size of a model is unknown."""
     free_bytes: int
+    """Space available to this user on the file system of `folder`."""
     folder: Path
+    """The nearest existing parent of --output."""
     unknown_models: tuple[str, ...] = ()
+    """Paths of the models whose size is unknown."""
 
 
 def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
@@ -131,6 +128,7 @@ def estimate_row_bytes(config: RunConfig) -> int:
     )
     observation_bytes, answer_bytes = (env.papers.observation_chars, MAX_ANSWER_CHARS) if env.kind.has_trees else (0, 0)
     turn_bytes = _TURN_BYTES + observation_bytes + config.rollout.response_length * _TOKEN_BYTES
+    conversation_bytes = answer_bytes + env.max_turn * turn_bytes
     # At step 1 and at every N-th step after it, which are ceil(steps / N) analyses.
     analyses = (
         -(-trainer.total_training_steps // trainer.gradient_analysis_every) if trainer.gradient_analysis_mode else 0
@@ -141,12 +139,7 @@ def estimate_row_bytes(config: RunConfig) -> int:
         + analyses * _ANALYSIS_BYTES
         + levels * _LEVEL_BYTES
         + (validations + 2) * _EVALUATION_BYTES
-        + episodes
-        * (
-            _EPISODE_BYTES
-            + answer_bytes
-            + env.max_conversations_per_rollout * (answer_bytes + env.max_turn * turn_bytes)
-        )
+        + episodes * (_EPISODE_BYTES + answer_bytes + env.max_conversations_per_rollout * conversation_bytes)
     )
 
 
@@ -164,26 +157,33 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
     sizes, unknown_models = _estimate_checkpoint_sizes(plan, runs, environ)
     saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) + spec.keeps_best for spec in runs]
     last_states = int(any(spec.keeps_last for spec in runs))
-    total_row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
+    row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
     # A trial may train several runs at once: all seeds of an arm.
     concurrent_runs = min(resource_plan.max_concurrent * plan.max_runs_per_trial, len(runs))
+    checkpoint_bytes, total_bytes, written_bytes = None, None, 0
+    if not unknown_models:
+        checkpoint_bytes = max(sizes, default=0)
+        # All checkpoints: the last and the saved ones of every run, and those of the runs that train. At worst, the
+        # runs with the largest checkpoints train at the same time.
+        stored_bytes = sum(size * (last_states + count) for size, count in zip(sizes, saved_counts, strict=True))
+        largest_sizes = sorted(sizes, reverse=True)[:concurrent_runs]
+        total_bytes = stored_bytes + _count_rolling(last_states) * sum(largest_sizes) + row_bytes
+        written_bytes = sum(
+            _count_written_bytes(plan, spec, size)
+            for spec, size in zip(runs[:num_known], sizes[:num_known], strict=True)
+        )
     # --output may not exist yet; the study will create it on the disk of its nearest parent.
     nearest_folder = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
     return DiskBudget(
         remaining_runs=len(runs),
         concurrent_runs=concurrent_runs,
         is_uniform=len(set(sizes)) <= 1 and len(set(saved_counts)) <= 1,
-        checkpoint_bytes=None if unknown_models else max(sizes, default=0),
+        checkpoint_bytes=checkpoint_bytes,
         saved_checkpoints=max(saved_counts, default=0),
         last_states=last_states,
-        rolling_checkpoints=last_states * len(runs) + _count_rolling(last_states) * concurrent_runs,
-        row_bytes=total_row_bytes,
-        total_bytes=None
-        if unknown_models
-        else _sum_checkpoint_bytes(sizes, saved_counts, last_states, concurrent_runs) + total_row_bytes,
-        written_bytes=0
-        if unknown_models
-        else sum(_count_written_bytes(plan, *entry) for entry in zip(runs[:num_known], sizes[:num_known], strict=True)),
+        row_bytes=row_bytes,
+        total_bytes=total_bytes,
+        written_bytes=written_bytes,
         free_bytes=shutil.disk_usage(nearest_folder).free,
         folder=nearest_folder,
         unknown_models=unknown_models,
@@ -212,12 +212,10 @@ def _estimate_checkpoint_sizes(
 
 def _estimate_run_row_bytes(plan: StudyPlan, spec: RunSpec) -> int:
     """Bytes of a run's rows and of the files that are made from them, such as logs and tables."""
-    sizes = plan.study.family.estimate_bytes
-    return (
-        estimate_row_bytes(spec.ppo_config)
-        if sizes is None
-        else _RUN_BYTES + spec.steps // spec.config.trainer.test_freq * sizes(spec.config, 0)[1]
-    )
+    estimate_bytes = plan.study.family.estimate_bytes
+    if estimate_bytes is None:
+        return estimate_row_bytes(spec.ppo_config)
+    return _RUN_BYTES + spec.steps // spec.config.trainer.test_freq * estimate_bytes(spec.config, 0)[1]
 
 
 def _count_rolling(last_states: int) -> int:
@@ -228,27 +226,15 @@ def _count_rolling(last_states: int) -> int:
     return _IN_FLIGHT + 1 - last_states
 
 
-def _sum_checkpoint_bytes(
-    sizes: Sequence[int], saved_counts: Sequence[int], last_states: int, concurrent_runs: int
-) -> int:
-    """Bytes of all checkpoints: the last and the saved ones of every run, and those of the runs that train."""
-    stored_bytes = sum(size * (last_states + count) for size, count in zip(sizes, saved_counts, strict=True))
-    # At worst, the runs with the largest checkpoints train at the same time.
-    largest_sizes = sorted(sizes, reverse=True)[:concurrent_runs]
-    return stored_bytes + _count_rolling(last_states) * sum(largest_sizes)
-
-
 def compute_scratch_bytes(budget: DiskBudget) -> int | None:
     """Bytes of disk that a run needs on its node for checkpoints if the study has a storage; None if unknown.
 
     The node has the newest rolling checkpoint, the one before it, the one being written, and a saved one until it is
     copied to the storage.
     """
-    return (
-        None
-        if budget.checkpoint_bytes is None
-        else budget.checkpoint_bytes * (1 + _IN_FLIGHT + (budget.saved_checkpoints > 0))
-    )
+    if budget.checkpoint_bytes is None:
+        return None
+    return budget.checkpoint_bytes * (1 + _IN_FLIGHT + (budget.saved_checkpoints > 0))
 
 
 def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -> int:
@@ -263,22 +249,19 @@ def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -
     # the seeds of an arm share a trial, the folder has another name and is not counted.
     tune_bytes = count_folder_bytes(plan.folder / spec.run_id)
     record_bytes = count_folder_bytes(run_dir) - rolling_bytes + tune_bytes
-    checkpoint_steps = [
-        (path, path.rpartition("_")[2]) for path in glob.glob(f"{glob.escape(str(checkpoint_dir))}/global_step_*")
-    ]
-    planned_paths = [Path(path) for path, step in checkpoint_steps if step.isdecimal() and _is_saved(int(step), spec)]
-    saved_bytes = sum(min(count_folder_bytes(path), checkpoint_size) for path in planned_paths)
+    # A run that trains all its steps saves a checkpoint after these.
+    every = spec.config.trainer.save_freq
+    planned_steps = {*range(every, spec.steps, every), spec.steps} if every > 0 else set()
+    saved_bytes = sum(
+        min(count_folder_bytes(Path(path)), checkpoint_size)
+        for path in glob.glob(f"{glob.escape(str(checkpoint_dir))}/global_step_*")
+        if (step := path.rpartition("_")[2]).isdecimal() and int(step) in planned_steps
+    )
     # Nothing counts for more than its estimate. Otherwise one part that is larger than estimated would hide that space
     # is missing for the others.
     # The total has no checkpoint of a run that neither trains nor keeps its last state.
     kept_bytes = min(rolling_bytes, checkpoint_size) if spec.keeps_last else 0
     return kept_bytes + min(record_bytes, _estimate_run_row_bytes(plan, spec)) + saved_bytes
-
-
-def _is_saved(step: int, spec: RunSpec) -> bool:
-    """Whether a run that trains all its steps saves global_step_<step>."""
-    every = spec.config.trainer.save_freq
-    return 1 <= step <= spec.steps and every > 0 and (step == spec.steps or step % every == 0)
 
 
 def count_folder_bytes(folder: Path) -> int:
@@ -307,14 +290,10 @@ def format_disk_line(budget: DiskBudget) -> str:
         )
     written_text = f" ({decimal(budget.written_bytes)} already written)" if budget.written_bytes else ""
     verdict = "OK" if budget.total_bytes - budget.written_bytes <= budget.free_bytes else "NOT ENOUGH"
-    removal_text = (
-        ""
-        if budget.last_states
-        else " The state of a run is removed when the run ends (--set trainer.keep_last=true keeps it)."
-    )
+    removal_text = " The state of a run is removed when the run ends (--set trainer.keep_last=true keeps it)."
     return (
         f"Disk: needs at most {decimal(budget.total_bytes)}{written_text}, {free_text}. {verdict}. Sum: {terms}."
-        f"{removal_text}"
+        f"{'' if budget.last_states else removal_text}"
     )
 
 

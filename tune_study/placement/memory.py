@@ -8,7 +8,7 @@ Symbols: N parameters of a network, R ranks (GPUs of the run), h hidden size, f 
 key heads, V size of the vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from trainable.config.constants import (
@@ -84,23 +84,20 @@ class Allocation(NamedTuple):
 
 
 class NetworkBytes(NamedTuple):
-    """Bytes per rank that a trained network needs, split by use.
-
-    Attributes:
-        weights: the weights of the forward and backward passes, in float32.
-        master: DeepSpeed's master copy of the weights that a rank updates.
-        moments: AdamW's two moments.
-        gradients: the gradients, in float32.
-        scratch: temporary memory of the optimizer step.
-        host: everything that is offloaded to host memory; the other fields do not include it.
-    """
+    """Bytes per rank that a trained network needs, split by use."""
 
     weights: int
+    """The weights of the forward and backward passes, in float32."""
     master: int
+    """DeepSpeed's master copy of the weights that a rank updates."""
     moments: int
+    """AdamW's two moments."""
     gradients: int
+    """The gradients, in float32."""
     scratch: int
+    """Temporary memory of the optimizer step."""
     host: int
+    """Everything that is offloaded to host memory; the other fields do not include it."""
 
 
 def count_ranks(config: RunConfig) -> int:
@@ -128,49 +125,19 @@ def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054; deepspeed 0.19.
     """
+    trainer = config.trainer
     # A shard is rounded up: DeepSpeed pads the parameters so that all ranks have shards of one size.
     full_bytes, shard_bytes = FLOAT32 * parameters, FLOAT32 * -(-parameters // count_ranks(config))
-    if not config.trainer.uses_deepspeed:
-        return NetworkBytes(
-            weights=full_bytes,
-            master=0,  # torch updates the weights themselves, which are float32
-            moments=2 * full_bytes,
-            gradients=full_bytes,
-            scratch=0,
-            host=0,
-        )
-    trainer = config.trainer
+    if not trainer.uses_deepspeed:  # torch updates the weights themselves, which are float32
+        return NetworkBytes(full_bytes, master=0, moments=2 * full_bytes, gradients=full_bytes, scratch=0, host=0)
     gradients = full_bytes if trainer.zero_stage == 1 else shard_bytes
-    weights = shard_bytes if trainer.zero_stage == 3 else full_bytes
     offloaded_weights = shard_bytes if trainer.offload_parameters else 0  # only stage 3 accepts this setting
+    weights = (shard_bytes if trainer.zero_stage == 3 else full_bytes) - offloaded_weights
     if not trainer.offload_optimizer:
-        return NetworkBytes(
-            weights=weights - offloaded_weights,
-            master=shard_bytes,
-            moments=2 * shard_bytes,
-            gradients=gradients,
-            scratch=shard_bytes,
-            host=offloaded_weights,
-        )
+        return NetworkBytes(weights, shard_bytes, 2 * shard_bytes, gradients, shard_bytes, host=offloaded_weights)
     # Master copy and two moments; from stage 2 on one copy of the gradients, in stage 3 two.
-    offloaded_states = {1: 3, 2: 4, 3: 5}[trainer.zero_stage] * shard_bytes
-    return NetworkBytes(
-        weights=weights - offloaded_weights,
-        master=0,
-        moments=0,
-        gradients=gradients if trainer.zero_stage == 1 else 0,
-        scratch=0,
-        host=offloaded_weights + offloaded_states,
-    )
-
-
-def compute_gathered_bytes(shape: ModelShape, parameters: int, config: RunConfig) -> int:
-    """Bytes of a network that stage 3 has gathered, as `trainable.backend.zero_weights` gathers it.
-
-    Linear layers of blocks are in the dtype of passes, and everything else is in float32. parameters: N of the network.
-    """
-    linear = _count_block_parameters(shape)
-    return FLOAT32 * (parameters - linear) + get_dtype_bytes(config) * linear
+    host = offloaded_weights + {1: 3, 2: 4, 3: 5}[trainer.zero_stage] * shard_bytes
+    return NetworkBytes(weights, 0, 0, gradients if trainer.zero_stage == 1 else 0, scratch=0, host=host)
 
 
 def compute_reference_bytes(shape: ModelShape, config: RunConfig) -> int:
@@ -188,8 +155,8 @@ def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
 
     Linear layers are in the dtype of passes. Embedding, tied head and norms are in float32.
     """
-    linear = count_linear_parameters(shape)
-    return FLOAT32 * (count_policy_parameters(shape) - linear) + get_dtype_bytes(config) * linear
+    saved_bytes = (FLOAT32 - get_dtype_bytes(config)) * count_linear_parameters(shape)
+    return FLOAT32 * count_policy_parameters(shape) - saved_bytes
 
 
 def compute_base_bytes(shape: ModelShape, config: RunConfig) -> int:
@@ -282,21 +249,6 @@ def compute_tokens_per_pass(config: RunConfig) -> int:
     )
 
 
-def compute_activation_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Bytes of the activations of the passes with gradients.
-
-    A token takes the saved tensors of every block, 12 h bytes around the blocks, and the gradients within one block
-    during its backward pass: 3 f numbers in the dtype of passes and 8 h bytes. With gradient checkpointing, only the
-    input of every block is saved (4 h bytes each), and the saved tensors of a single block exist at a time.
-    """
-    block, hidden = compute_block_bytes(shape, config), shape.hidden_size
-    backward_bytes = 3 * shape.intermediate_size * get_dtype_bytes(config) + 2 * FLOAT32 * hidden
-    blocks = shape.num_hidden_layers * block
-    if config.model.enable_gradient_checkpointing:
-        blocks = shape.num_hidden_layers * FLOAT32 * hidden + block
-    return compute_tokens_per_pass(config) * (blocks + 3 * FLOAT32 * hidden + backward_bytes)
-
-
 def compute_logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: bool) -> int:
     """Bytes of all copies of the logits that exist at once, LOGIT_COPIES of them.
 
@@ -311,13 +263,6 @@ def compute_logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: b
     return FLOAT32 * LOGIT_COPIES[with_gradients] * elements + (with_gradients and not config.model.lora_rank) * head
 
 
-def count_concurrent_rows(config: RunConfig) -> int:
-    """Concurrent conversations per rank: the maximum over training, validation and test."""
-    env = config.env
-    max_rows = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
-    return -(-max_rows * env.max_conversations_per_rollout // count_ranks(config))
-
-
 def list_allocations(
     shape: ModelShape, config: RunConfig, budget: int, reference_shape: ModelShape | None = None
 ) -> tuple[Allocation, ...]:
@@ -329,47 +274,68 @@ def list_allocations(
     context_name, context_bytes = "CUDA context", CUDA_CONTEXT_BYTES
     if count_ranks(config) > 1:  # ranks communicate by NCCL
         context_name, context_bytes = "CUDA context, NCCL", CUDA_CONTEXT_BYTES + NCCL_BYTES
+    sizes = count_trained_parameters(shape, config)
+    networks = {name: compute_network_bytes(parameters, config) for name, parameters in sizes.items()}
+    # Policy and critic as passes without gradients read them. Stage 3 gathers them for that, linear layers of blocks in
+    # the dtype of passes and everything else in float32 (`trainable.backend.zero_weights`).
+    read_bytes = {name: network.weights for name, network in networks.items()}
+    if shards_weights(config):
+        saved_bytes = (FLOAT32 - get_dtype_bytes(config)) * _count_block_parameters(shape)
+        read_bytes = {name: FLOAT32 * parameters - saved_bytes for name, parameters in sizes.items()}
     reference_bytes = compute_reference_bytes(reference_shape or shape, config)
+    # A run that swaps has one network at a time in the phase VALUES, and the largest one counts. Outside of this phase,
+    # only the exact KL reads the reference.
+    is_reference_largest = reference_bytes > max(read_bytes.values())
+    reference_phases = [VALUES] if is_reference_largest else []
+    if config.actor.reads_reference_distribution:
+        reference_phases += [POLICY_BACKWARD, POLICY_STEP]
+    swaps = bool(config.trainer.swap_to_host)
     trained_allocations = [
-        *_list_trained_allocations(shape, config),
-        _make_reference_allocation(shape, config, reference_bytes),
+        *_list_trained_allocations(shape, config, networks),
+        _make_swapped_allocation("reference weights", reference_bytes, reference_phases, swaps),
     ]
-    pass_allocations = [
-        *_list_pass_allocations(shape, config),
-        *_list_sharding_allocations(shape, config, reference_bytes),
-        _make_constant_allocation(context_name, context_bytes),
-    ]
+    pass_allocations = _list_pass_allocations(shape, config)
+    if shards_weights(config):
+        live_bytes = {name: FLOAT32 * min(ZERO_MAX_LIVE_PARAMETERS, parameters) for name, parameters in sizes.items()}
+        # For passes without gradients, one complete network is gathered at a time. In passes with gradients, DeepSpeed
+        # gathers and holds at most ZERO_MAX_LIVE_PARAMETERS weights. Optimizer steps work on shards. The phase VALUES
+        # reads several networks one after another, and the larger one counts.
+        gathered_sizes = {
+            ROLLOUT: 0 if config.rollout.uses_vllm else read_bytes["policy"],
+            VALUES: 0 if swaps and is_reference_largest else max(read_bytes.values()),
+            CRITIC_BACKWARD: live_bytes.get("critic", 0),  # no critic on a shared trunk or without gae
+            POLICY_BACKWARD: live_bytes["policy"],
+        }
+        pass_allocations.append(_make_allocation("weights gathered", gathered_sizes))
+    pass_allocations.append(_make_allocation(context_name, context_bytes))
     if config.rollout.uses_vllm:
-        # The cache gets what it needs, if everything else leaves as much.
-        free_bytes = int(TIGHT_FRACTION * budget) - _compute_sampling_peak(
-            [*trained_allocations, *pass_allocations], config
-        )
-        sampler_allocations = _list_vllm_allocations(shape, config, budget, free_bytes)
+        # The cache gets what it needs, if everything else leaves as much in the phases in which vLLM is on the GPU.
+        phases = (ROLLOUT,) if config.rollout.free_cache_engine else range(len(PHASES))
+        phase_totals = sum_by_phase((*trained_allocations, *pass_allocations))
+        free_bytes = int(TIGHT_FRACTION * budget) - max(phase_totals[phase] for phase in phases)
+        sampler_allocations = _list_vllm_allocations(shape, config, budget, phases, free_bytes)
     else:
         sampler_allocations = _list_sampler_allocations(shape, config)
     allocations = [*trained_allocations, *sampler_allocations, *pass_allocations]
     return tuple(allocation for allocation in allocations if any(allocation.gpu_bytes) or allocation.host_bytes)
 
 
-def _make_constant_allocation(name: str, size: int, host: int = 0) -> Allocation:
-    return Allocation(name, (size,) * len(PHASES), host)
+def _make_allocation(name: str, sizes: int | Mapping[int, int], host: int = 0) -> Allocation:
+    """An item of some phases, or of all. sizes: bytes by index of the phase, or a number for all phases."""
+    phases = range(len(PHASES))
+    return Allocation(name, tuple(sizes if isinstance(sizes, int) else sizes.get(phase, 0) for phase in phases), host)
 
 
 def _make_swapped_allocation(
-    name: str, size: int, phases: Iterable[int], config: RunConfig, host: int = 0
+    name: str, size: int, phases: Iterable[int], swaps: bool, offloaded_bytes: int = 0
 ) -> Allocation:
-    """An item that is on the GPU in `phases` and otherwise in host memory, if the run swaps; else always on the GPU.
+    """An item that is on the GPU in `phases` and otherwise in host memory, if it is swapped; else always on the GPU.
 
-    host: bytes in host memory that are not swapped.
+    offloaded_bytes: bytes in host memory that are not swapped.
     """
-    if not config.trainer.swap_to_host:
-        return _make_constant_allocation(name, size, host)
-    return _make_phase_allocation(name, dict.fromkeys(phases, size), size + host)
-
-
-def _make_phase_allocation(name: str, sizes: dict[int, int], host: int = 0) -> Allocation:
-    """An item of some phases only. sizes: bytes by index of the phase."""
-    return Allocation(name, tuple(sizes.get(phase, 0) for phase in range(len(PHASES))), host)
+    if not swaps:
+        return _make_allocation(name, size, offloaded_bytes)
+    return _make_allocation(name, dict.fromkeys(phases, size), size + offloaded_bytes)
 
 
 def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, int]:
@@ -377,102 +343,38 @@ def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, 
     return {name: sum(sizes) for name, sizes in list_trained_tensor_sizes(shape, config).items()}
 
 
-def _make_reference_allocation(shape: ModelShape, config: RunConfig, reference_bytes: int) -> Allocation:
-    """The weights of a separate reference, which only the exact KL reads outside of the phase VALUES."""
-    # A run that swaps has one network at a time in that phase, and the largest one counts.
-    phases = [VALUES] if reference_bytes > _compute_read_bytes(shape, config) else []
-    if config.actor.reads_reference_distribution:
-        phases += [POLICY_BACKWARD, POLICY_STEP]
-    return _make_swapped_allocation("reference weights", reference_bytes, phases, config)
-
-
-def _compute_read_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Bytes of the larger one of policy and critic as passes without gradients read it; stage 3 gathers it for them."""
-    sizes = count_trained_parameters(shape, config)
-    if shards_weights(config):
-        return max(compute_gathered_bytes(shape, parameters, config) for parameters in sizes.values())
-    return max(compute_network_bytes(parameters, config).weights for parameters in sizes.values())
-
-
-def _compute_sampling_peak(allocations: Iterable[Allocation], config: RunConfig) -> int:
-    """The most bytes of `allocations` in a phase in which vLLM has its memory on the GPU, too."""
-    return max(sum(allocation.gpu_bytes[phase] for allocation in allocations) for phase in _list_vllm_phases(config))
-
-
-def _list_vllm_phases(config: RunConfig) -> tuple[int, ...]:
-    """The phases in which vLLM has its memory on the GPU: all of them, if it does not sleep."""
-    return (ROLLOUT,) if config.rollout.free_cache_engine else tuple(range(len(PHASES)))
-
-
-def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
+def _list_trained_allocations(
+    shape: ModelShape, config: RunConfig, networks: Mapping[str, NetworkBytes]
+) -> list[Allocation]:
     """Weights, optimizer state, gradients and optimizer step of each trained network, and the frozen base of LoRA."""
     allocations, weights_label = [], "weights"
-    base_name = "base weights, frozen, in 4 bits" if config.model.load_in_4bit else "base weights, frozen"
     if config.model.lora_rank:
-        allocations, weights_label = (
-            [_make_constant_allocation(base_name, compute_base_bytes(shape, config))],
-            "adapters",
-        )
+        base_name = f"base weights, frozen{', in 4 bits' if config.model.load_in_4bit else ''}"
+        allocations, weights_label = [_make_allocation(base_name, compute_base_bytes(shape, config))], "adapters"
+    swaps, is_sharded = bool(config.trainer.swap_to_host), shards_weights(config)
+    swaps_weights = swaps and not is_sharded  # shards stay, since all phases gather from them
     phases = {"policy": (POLICY_BACKWARD, POLICY_STEP), "critic": (CRITIC_BACKWARD, CRITIC_STEP)}
     # The policy, which is not smaller than the critic, is read in rollouts, and to copy its weights to the engine.
     reading_phases = {"policy": (ROLLOUT, VALUES), "critic": ()}
     for name, parameters in count_trained_parameters(shape, config).items():
-        network, (backward, step) = compute_network_bytes(parameters, config), phases[name]
+        network, (backward, step) = networks[name], phases[name]
         bucket_bytes = FLOAT32 * min(REDUCE_BUCKET_SIZE, parameters) if config.trainer.uses_deepspeed else 0
         # Gradients exist from a network's backward pass to its optimizer step. DeepSpeed's bucket exists only while
-        # gradients are reduced.
-        gradients = _make_phase_allocation(
-            f"{name} gradients", {backward: network.gradients + bucket_bytes, step: network.gradients}
-        )
-        if shards_weights(config):  # in stage 3 DeepSpeed keeps the gradients' shard and its bucket in all phases
-            gradients = _make_constant_allocation(f"{name} gradients", network.gradients + FLOAT32 * ZERO_BUCKET_SIZE)
+        # gradients are reduced. In stage 3 DeepSpeed keeps the gradients' shard and its bucket in all phases.
+        gradient_sizes = {backward: network.gradients + bucket_bytes, step: network.gradients}
+        all_phases_size = network.gradients + FLOAT32 * ZERO_BUCKET_SIZE
         # The table shows offloaded bytes with the item that they mostly belong to.
-        offloaded_label = "AdamW moments" if config.trainer.offload_optimizer else "weights"
-        offloaded_bytes = {offloaded_label: network.host}
-        weights_name = f"{name} {weights_label}, float32"
-        weights = _make_swapped_allocation(
-            weights_name,
-            network.weights,
-            (*reading_phases[name], backward, step),
-            config,
-            offloaded_bytes.get("weights", 0),
-        )
-        if shards_weights(config):  # shards are not swapped, since all phases gather from them
-            weights = _make_constant_allocation(weights_name, network.weights, offloaded_bytes.get("weights", 0))
+        moments_host = network.host if config.trainer.offload_optimizer else 0
+        weights_name, weights_host = f"{name} {weights_label}, float32", network.host - moments_host
+        weights_phases = (*reading_phases[name], backward, step)
         allocations += [
-            weights,
-            _make_swapped_allocation(f"{name} master weights", network.master, (backward, step), config),
-            _make_swapped_allocation(
-                f"{name} AdamW moments",
-                network.moments,
-                (backward, step),
-                config,
-                offloaded_bytes.get("AdamW moments", 0),
-            ),
-            gradients,
-            _make_phase_allocation(f"{name} optimizer step", {step: network.scratch}),
+            _make_swapped_allocation(weights_name, network.weights, weights_phases, swaps_weights, weights_host),
+            _make_swapped_allocation(f"{name} master weights", network.master, (backward, step), swaps),
+            _make_swapped_allocation(f"{name} AdamW moments", network.moments, (backward, step), swaps, moments_host),
+            _make_allocation(f"{name} gradients", all_phases_size if is_sharded else gradient_sizes),
+            _make_allocation(f"{name} optimizer step", {step: network.scratch}),
         ]
     return allocations
-
-
-def _list_sharding_allocations(shape: ModelShape, config: RunConfig, reference_bytes: int) -> list[Allocation]:
-    """Weights that stage 3 gathers temporarily."""
-    if not shards_weights(config):
-        return []
-    sizes = count_trained_parameters(shape, config)
-    gathered_bytes = {name: compute_gathered_bytes(shape, parameters, config) for name, parameters in sizes.items()}
-    live_bytes = {name: FLOAT32 * min(ZERO_MAX_LIVE_PARAMETERS, parameters) for name, parameters in sizes.items()}
-    is_reference_largest = config.trainer.swap_to_host and reference_bytes > max(gathered_bytes.values())
-    # For passes without gradients, one complete network is gathered at a time. In passes with gradients, DeepSpeed
-    # gathers and holds at most ZERO_MAX_LIVE_PARAMETERS weights. Optimizer steps work on shards. The phase VALUES reads
-    # several networks one after another, and the larger one counts.
-    gathered_sizes = {
-        ROLLOUT: 0 if config.rollout.uses_vllm else gathered_bytes["policy"],
-        VALUES: 0 if is_reference_largest else max(gathered_bytes.values()),
-        CRITIC_BACKWARD: live_bytes.get("critic", 0),  # no critic on a shared trunk or without gae
-        POLICY_BACKWARD: live_bytes["policy"],
-    }
-    return [_make_phase_allocation("weights gathered", gathered_sizes)]
 
 
 def compute_saving_bytes(shape: ModelShape, config: RunConfig) -> int:
@@ -493,55 +395,64 @@ def compute_saving_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
     """Temporary memory of the torch engine's passes: copies of weights, activations and logits."""
-    sizes = count_trained_parameters(shape, config)
-    copy_bytes = {name: compute_cast_bytes(shape, name, config, with_gradients=True) for name in sizes}
-    no_grad_bytes = {name: compute_cast_bytes(shape, name, config, with_gradients=False) for name in sizes}
+    # Copies for passes without gradients: the policy has the head, so the critic never has more.
+    no_grad_bytes = compute_cast_bytes(shape, "policy", config, with_gradients=False)
     if shards_weights(config):  # weights that stage 3 has gathered already have the dtype of passes, except the head
-        head_bytes = 0 if config.model.dtype == "float32" else BFLOAT16 * _count_cast_head(shape, config)
-        no_grad_bytes = dict.fromkeys(sizes, head_bytes)
-    rollout = config.rollout
+        no_grad_bytes = 0 if config.model.dtype == "float32" else BFLOAT16 * _count_cast_head(shape, config)
+    rollout, hidden_bytes = config.rollout, FLOAT32 * shape.hidden_size
+    block_bytes, num_blocks = compute_block_bytes(shape, config), shape.num_hidden_layers
     rows = max(rollout.log_prob_micro_batch_size_per_gpu, rollout.ref_log_prob_micro_batch_size_per_gpu)
     # Without gradients only one block's activations exist at a time, beside the residual stream before and after it.
-    forward_bytes = (
-        rows * compute_max_tokens(config) * (compute_block_bytes(shape, config) + 2 * FLOAT32 * shape.hidden_size)
-    )
-    has_critic = "critic" in sizes
-    activations, logits = (
-        compute_activation_bytes(shape, config),
-        compute_logits_bytes(shape, config, with_gradients=True),
-    )
+    forward_bytes = rows * compute_max_tokens(config) * (block_bytes + 2 * hidden_bytes)
+    # With gradients, a token takes the saved tensors of every block, 12 h bytes around the blocks, and the gradients
+    # within one block during its backward pass: 3 f numbers in the dtype of passes and 8 h bytes. With gradient
+    # checkpointing, only the input of every block is saved (4 h bytes each), and the saved tensors of a single block
+    # exist at a time.
+    is_recomputed = config.model.enable_gradient_checkpointing
+    saved_bytes = num_blocks * hidden_bytes + block_bytes if is_recomputed else num_blocks * block_bytes
+    backward_bytes = 3 * shape.intermediate_size * get_dtype_bytes(config) + 2 * hidden_bytes
+    activations = compute_tokens_per_pass(config) * (saved_bytes + 3 * hidden_bytes + backward_bytes)
+    has_critic = "critic" in count_trained_parameters(shape, config)
     unpacked = compute_unpacked_bytes(shape, config)
+    critic_copies, policy_copies = (
+        compute_cast_bytes(shape, name, config, with_gradients=True) + unpacked for name in ("critic", "policy")
+    )
     copy_sizes = {
-        ROLLOUT: 0 if rollout.uses_vllm else no_grad_bytes["policy"] + unpacked,
-        VALUES: max(no_grad_bytes.values()) + unpacked,
-        CRITIC_BACKWARD: (copy_bytes["critic"] + unpacked) if has_critic else 0,
-        POLICY_BACKWARD: copy_bytes["policy"] + unpacked,
+        ROLLOUT: 0 if rollout.uses_vllm else no_grad_bytes + unpacked,
+        VALUES: no_grad_bytes + unpacked,
+        CRITIC_BACKWARD: critic_copies * has_critic,
+        POLICY_BACKWARD: policy_copies,
     }
-    activation_sizes = {
-        VALUES: forward_bytes,
-        CRITIC_BACKWARD: activations * has_critic,
-        POLICY_BACKWARD: activations,
-    }
+    activation_sizes = {VALUES: forward_bytes, CRITIC_BACKWARD: activations * has_critic, POLICY_BACKWARD: activations}
     # A value head has one output per token: the critic has no logits.
-    logit_sizes = {VALUES: compute_logits_bytes(shape, config, with_gradients=False), POLICY_BACKWARD: logits}
+    logit_sizes = {
+        VALUES: compute_logits_bytes(shape, config, with_gradients=False),
+        POLICY_BACKWARD: compute_logits_bytes(shape, config, with_gradients=True),
+    }
     return [
-        _make_phase_allocation(f"copies in {config.model.dtype}", copy_sizes),
-        _make_phase_allocation("activations", activation_sizes),
-        _make_phase_allocation("logits", logit_sizes),
+        _make_allocation(f"copies in {config.model.dtype}", copy_sizes),
+        _make_allocation("activations", activation_sizes),
+        _make_allocation("logits", logit_sizes),
     ]
 
 
-def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int, free_bytes: int) -> list[Allocation]:
+def _list_vllm_allocations(
+    shape: ModelShape, config: RunConfig, budget: int, phases: Iterable[int], free_bytes: int
+) -> list[Allocation]:
     """Memory of vLLM: its weights, work space and KV cache.
 
     The cache has room for all conversations of a training step, or as many as fit, unless kv_cache_gib gives its size.
     With gpu_memory_utilization, the cache is what weights and work space leave of that fraction of the budget.
 
-    free_bytes: bytes of the budget that everything else leaves while vLLM is on the GPU, without becoming tight.
+    phases: those in which vLLM has its memory on the GPU. free_bytes: bytes of the budget that everything else leaves
+    in them, without becoming tight.
     """
-    rollout = config.rollout
-    weight_bytes = get_dtype_bytes(config) * count_policy_parameters(shape)
-    work_bytes = compute_vllm_work_bytes(shape, config)
+    rollout, dtype_bytes = config.rollout, get_dtype_bytes(config)
+    weight_bytes = dtype_bytes * count_policy_parameters(shape)
+    # Activations of vLLM's largest pass, and distributions of the rows that it decodes. This is an estimate: vLLM
+    # measures the number itself when it starts.
+    pass_bytes = VLLM_MAX_BATCHED_TOKENS * (3 * shape.intermediate_size + 4 * shape.hidden_size) * dtype_bytes
+    work_bytes = pass_bytes + VLLM_MAX_SEQS * shape.vocab_size * (dtype_bytes + 3 * FLOAT32)
     graph_bytes = 0 if rollout.enforce_eager else CUDA_GRAPH_BYTES
     # The merged weights of a block are collected before vLLM takes them over.
     block_parameters = sum(inputs * outputs for inputs, outputs in list_linear_layers(shape).values())
@@ -552,42 +463,32 @@ def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int, fr
     elif rollout.kv_cache_gib is not None:
         kv_bytes = int(rollout.kv_cache_gib * GIB)
     else:
-        dtype_bytes = get_dtype_bytes(config)
         needed_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, count_ranks(config))
         smallest_bytes = compute_conversation_kv_bytes(shape, dtype_bytes, compute_max_tokens(config))
         kv_bytes = max(min(needed_bytes, free_bytes - other_bytes - merged_bytes), smallest_bytes)
-    phases = _list_vllm_phases(config)
+    # Below 0 there is no cache at all; `MemoryPlan.cache_shortfall` then says how much vLLM lacks.
+    sizes = {"vLLM weights": weight_bytes, "vLLM work space": work_bytes, KV_CACHE_NAME: max(kv_bytes, 0)}
     return [
-        _make_phase_allocation("vLLM weights", dict.fromkeys(phases, weight_bytes)),
-        _make_phase_allocation("vLLM work space", dict.fromkeys(phases, work_bytes)),
-        # Below 0 there is no cache at all; `MemoryPlan.cache_shortfall` then says how much vLLM lacks.
-        _make_phase_allocation(KV_CACHE_NAME, dict.fromkeys(phases, max(kv_bytes, 0))),
-        _make_constant_allocation("vLLM CUDA graphs", graph_bytes),
-        _make_phase_allocation("a block for vLLM, adapters merged", {ROLLOUT: merged_bytes}),
+        *(_make_allocation(name, dict.fromkeys(phases, size)) for name, size in sizes.items()),
+        _make_allocation("vLLM CUDA graphs", graph_bytes),
+        _make_allocation("a block for vLLM, adapters merged", {ROLLOUT: merged_bytes}),
     ]
-
-
-def compute_vllm_work_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Bytes of vLLM's work space: activations of its largest pass, and distributions of the rows that it decodes.
-
-    This is an estimate. vLLM measures the number itself when it starts.
-    """
-    dtype_bytes = get_dtype_bytes(config)
-    activations = VLLM_MAX_BATCHED_TOKENS * (3 * shape.intermediate_size + 4 * shape.hidden_size) * dtype_bytes
-    return activations + VLLM_MAX_SEQS * shape.vocab_size * (dtype_bytes + 3 * FLOAT32)
 
 
 def _list_sampler_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
     """The KV cache of the torch or the compiled sampler, and its memory for drawing one token per row."""
-    rows = count_concurrent_rows(config)
+    # Concurrent conversations per rank: the maximum over training, validation and test.
+    env = config.env
+    max_rows = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
+    rows = -(-max_rows * env.max_conversations_per_rollout // count_ranks(config))
     # The cache grows by half of its size at a time, so it may be half larger than the longest conversation.
     kv_bytes = rows * (compute_max_tokens(config) * 3 // 2) * compute_token_kv_bytes(shape, get_dtype_bytes(config))
     # Drawing a token needs logits, log-probs and probabilities in float32, and in float64 (16 bytes for both) the
     # probabilities once more and their cumulative sums.
     draw_bytes = rows * shape.vocab_size * (3 * FLOAT32 + 16)
     return [
-        _make_phase_allocation("sampler KV cache", {ROLLOUT: kv_bytes}),
-        _make_phase_allocation("sampler logits", {ROLLOUT: draw_bytes}),
+        _make_allocation("sampler KV cache", {ROLLOUT: kv_bytes}),
+        _make_allocation("sampler logits", {ROLLOUT: draw_bytes}),
     ]
 
 

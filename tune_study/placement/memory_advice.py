@@ -1,16 +1,22 @@
 """What to do about a study that does not fit: the reason, options that make it fit, and refusals."""
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from itertools import chain, combinations
 
 from search_spaces.declaration.study import Study
-from trainable.config.run_config import ConfigError, apply_overrides
 from trainable.runs.orphans import find_orphans
 from tune_study.host import machine_checks
 from tune_study.host.gpus import Gpu
-from tune_study.placement.memory_plan import MemoryPlan, RunModel, describe_excess, format_gib, plan_runs_memory
+from tune_study.placement.memory_plan import (
+    MemoryPlan,
+    RunModel,
+    describe_excess,
+    format_gib,
+    override_if_valid,
+    plan_runs_memory,
+)
 from tune_study.plan.errors import MisfitError
 from tune_study.plan.study_plan import StudyPlan
 
@@ -37,10 +43,6 @@ def explain_excess(memory_plan: MemoryPlan, study: Study) -> tuple[str, list[str
     return describe_excess(memory_plan), _find_remedies(memory_plan, study)
 
 
-def _find_remedies(memory_plan: MemoryPlan, study: Study) -> list[str]:
-    return list(itertools.islice(_iterate_remedies(memory_plan, study), _MAX_REMEDIES))
-
-
 def _format_advice(memory_plan: MemoryPlan, study: Study) -> str:
     remedies = _find_remedies(memory_plan, study)
     if not remedies:
@@ -48,70 +50,75 @@ def _format_advice(memory_plan: MemoryPlan, study: Study) -> str:
     return f"Any of these makes it fit: {'; '.join(remedies)}."
 
 
-_CHANGES: tuple[tuple[str, Mapping[str, object]], ...] = (
-    ("--set model.enable_gradient_checkpointing=True", {"model.enable_gradient_checkpointing": True}),
-    ("--set actor.entropy_from_logits_with_chunking=True", {"actor.entropy_from_logits_with_chunking": True}),
-    ("--set rollout.name=vllm", {"rollout.name": "vllm"}),
-    ("--set rollout.free_cache_engine=True", {"rollout.free_cache_engine": True}),
-    ("--set rollout.gpu_memory_utilization=null", {"rollout.gpu_memory_utilization": None}),
-    ("--set rollout.kv_cache_gib=null", {"rollout.kv_cache_gib": None}),
-    ("--set trainer.swap_to_host=null", {"trainer.swap_to_host": None}),
-    ("--set rollout.enforce_eager=True", {"rollout.enforce_eager": True}),
-    ("--gpus-per-exp 1", {"trainer.n_gpus_per_node": 1}),
-    ("--gpus-per-exp 2", {"trainer.n_gpus_per_node": 2}),
-    ("--gpus-per-exp 4", {"trainer.n_gpus_per_node": 4}),
-    ("--gpus-per-exp 8", {"trainer.n_gpus_per_node": 8}),
-    ("--set model.lora_rank=64", {"model.lora_rank": 64}),
-    ("--set critic.shared_trunk=True", {"critic.shared_trunk": True}),
-    ("--set algorithm.adv_estimator=grpo", {"algorithm.adv_estimator": "grpo"}),
-    (
-        "--set trainer.strategy=deepspeed --set trainer.offload_optimizer=True",
-        {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True},
-    ),
-    (
-        "--set trainer.zero_stage=3 --set trainer.strategy=deepspeed --set trainer.offload_optimizer=True "
-        "--set trainer.offload_parameters=True",
-        {
-            "trainer.zero_stage": 3,
-            "trainer.strategy": "deepspeed",
-            "trainer.offload_optimizer": True,
-            "trainer.offload_parameters": True,
-        },
-    ),
+_CHANGES: tuple[Mapping[str, object], ...] = (
+    {"model.enable_gradient_checkpointing": True},
+    {"actor.entropy_from_logits_with_chunking": True},
+    {"rollout.name": "vllm"},
+    {"rollout.free_cache_engine": True},
+    {"rollout.gpu_memory_utilization": None},
+    {"rollout.kv_cache_gib": None},
+    {"trainer.swap_to_host": None},
+    {"rollout.enforce_eager": True},
+    {"trainer.n_gpus_per_node": 1},
+    {"trainer.n_gpus_per_node": 2},
+    {"trainer.n_gpus_per_node": 4},
+    {"trainer.n_gpus_per_node": 8},
+    {"model.lora_rank": 64},
+    {"critic.shared_trunk": True},
+    {"algorithm.adv_estimator": "grpo"},
+    {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True},
+    {
+        "trainer.zero_stage": 3,
+        "trainer.strategy": "deepspeed",
+        "trainer.offload_optimizer": True,
+        "trainer.offload_parameters": True,
+    },
 )
-"""(option as it is typed, settings that it changes) for every remedy that may be suggested, in the order of preference.
+"""The settings of every remedy that may be suggested, in the order of preference.
 
 First come options that change no result, and among these the ones that need no further GPU. Options that change how the
 networks are trained follow. The last ones let the CPU make the optimizer steps, which takes minutes per training step.
 """
 
 
-def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
-    """Yield the options that make the run fit: single changes first, then pairs and triples.
+def _format_options(change: Mapping[str, object]) -> str:
+    """Settings as the options that are typed for them."""
+    return " ".join(
+        f"--gpus-per-exp {value}"
+        if name == "trainer.n_gpus_per_node"
+        else f"--set {name}={'null' if value is None else value}"
+        for name, value in change.items()
+    )
 
-    A combination that contains an earlier one is left out. This is a generator because callers need only the first few,
-    and every one of the thousand combinations is a memory plan.
+
+def _find_remedies(memory_plan: MemoryPlan, study: Study) -> list[str]:
+    """At most _MAX_REMEDIES options that make the run fit: single changes first, then pairs and triples.
+
+    A combination that contains an earlier one is left out. The search ends with the last one that is needed, because
+    every one of the thousand combinations is a memory plan.
     """
     # The arms of a study differ in its axis, so a remedy must not give all of them the same value.
     usable_changes = [
         change
         for change in _CHANGES
-        if not study.axis.swept_fields & change[1].keys() and _is_applicable(memory_plan, change[1])
+        if not study.axis.swept_fields & change.keys() and _is_applicable(memory_plan, change)
     ]
-    sufficient_changes: list[set[str]] = []
-    for count in (1, 2, 3):
-        for combination in itertools.combinations(usable_changes, count):
-            change = {name: value for _, settings in combination for name, value in settings.items()}
-            # Two changes that set the same setting contradict each other.
-            has_overlap = len(change) < sum(len(settings) for _, settings in combination)
-            if (
-                has_overlap
-                or any(sufficient_names <= change.keys() for sufficient_names in sufficient_changes)
-                or not _would_fit(memory_plan, change)
-            ):
-                continue
-            sufficient_changes.append(set(change))
-            yield " ".join(text for text, _ in combination)
+    remedies: list[Mapping[str, object]] = []
+    for combination in chain.from_iterable(combinations(usable_changes, count) for count in (1, 2, 3)):
+        change = {name: value for settings in combination for name, value in settings.items()}
+        # Two changes that set the same setting contradict each other.
+        has_overlap = len(change) < sum(map(len, combination))
+        if has_overlap or any(remedy.keys() <= change.keys() for remedy in remedies):
+            continue
+        config = override_if_valid(memory_plan.spec.ppo_config, change)
+        if config is None:  # changes that are valid one by one may exclude each other
+            continue
+        model = RunModel(replace(memory_plan.spec, config=config), memory_plan.shape, memory_plan.reference_shape)
+        if plan_runs_memory([model], memory_plan.capacity, memory_plan.runs_per_node, memory_plan.max_gpus).fits:
+            remedies.append(change)
+        if len(remedies) == _MAX_REMEDIES:
+            break
+    return [_format_options(remedy) for remedy in remedies]
 
 
 def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
@@ -121,25 +128,12 @@ def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> boo
     the run has adapters, their rank stays as the user chose it.
     """
     config = memory_plan.spec.ppo_config
-    try:
-        changed_config = apply_overrides(config, change)
-    except ConfigError:
-        return False
-    n_gpus = changed_config.trainer.n_gpus_per_node
-    if config.model.lora_rank and "model.lora_rank" in change:
+    changed_config = override_if_valid(config, change)
+    if changed_config is None or changed_config == config or (config.model.lora_rank and "model.lora_rank" in change):
         return False
     # Without a visible GPU, the plan is made for one.
-    return changed_config != config and config.trainer.n_gpus_per_node <= n_gpus <= max(memory_plan.max_gpus, 1)
-
-
-def _would_fit(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
-    """Whether the run fits with a change, according to the same memory plan."""
-    try:
-        config = apply_overrides(memory_plan.spec.ppo_config, change)
-    except ConfigError:  # changes that are valid one by one may exclude each other
-        return False
-    model = RunModel(replace(memory_plan.spec, config=config), memory_plan.shape, memory_plan.reference_shape)
-    return plan_runs_memory([model], memory_plan.capacity, memory_plan.runs_per_node, memory_plan.max_gpus).fits
+    max_gpus = max(memory_plan.max_gpus, 1)
+    return config.trainer.n_gpus_per_node <= changed_config.trainer.n_gpus_per_node <= max_gpus
 
 
 def check_memory(memory_plan: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> None:

@@ -34,38 +34,32 @@ class GpuCapacity(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """Memory of the run of a study that needs most of it.
-
-    Attributes:
-        spec: the run.
-        config: its settings, with those by which the plan places its memory.
-        shape: shape of the run's model.
-        reference_shape: shape of the reference of its KL terms, which may be another model.
-        capacity: memory of each GPU.
-        gpu_fraction: fraction of a GPU that a run gets, in (0, 1].
-        budget: bytes of that fraction.
-        allocations: items of the run's memory, see `memory.list_allocations`.
-        host_bytes: host memory of all ranks of a run.
-        runs_per_gpu, runs_per_node: concurrent runs on a GPU, and on the machine or a node.
-        max_gpus: maximum number of GPUs per run that a remedy may suggest.
-        placement_reason: why the run is not placed in the fastest way; empty if it is.
-        shared_cache_bytes: the smallest KV cache of all runs of the study, which all of them get.
-    """
+    """Memory of the run of a study that needs most of it."""
 
     spec: RunSpec
-    config: RunConfig
     shape: ModelShape
     reference_shape: ModelShape
+    """Shape of the reference of the run's KL terms, which may be another model."""
+    config: RunConfig
+    """The settings of the run, with those by which the plan places its memory."""
     capacity: GpuCapacity
     gpu_fraction: float
+    """Fraction of a GPU that a run gets, in (0, 1]."""
     budget: int
+    """Bytes of that fraction."""
     allocations: tuple[Allocation, ...]
+    """Items of the run's memory, see `memory.list_allocations`."""
     host_bytes: int
+    """Host memory of all ranks of a run."""
     runs_per_gpu: int
     runs_per_node: int
+    """Concurrent runs on the machine or a node."""
     max_gpus: int
+    """Maximum number of GPUs per run that a remedy may suggest."""
     placement_reason: str = ""
+    """Why the run is not placed in the fastest way; empty if it is."""
     shared_cache_bytes: int = 0
+    """The smallest KV cache of all runs of the study, which all of them get."""
 
     @property
     def peak(self) -> int:
@@ -75,11 +69,8 @@ class MemoryPlan(NamedTuple):
     @property
     def cache_bytes(self) -> int:
         """Bytes of vLLM's KV cache; 0 for another sampler."""
-        return sum(
-            allocation.gpu_bytes[memory.ROLLOUT]
-            for allocation in self.allocations
-            if allocation.name == memory.KV_CACHE_NAME
-        )
+        rollout_sizes = {allocation.name: allocation.gpu_bytes[memory.ROLLOUT] for allocation in self.allocations}
+        return rollout_sizes.get(memory.KV_CACHE_NAME, 0)
 
     @property
     def cache_shortfall(self) -> int:
@@ -141,10 +132,8 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
             )
         return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", is_known=True)
     uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
-    reported_totals = (
-        [entry.total_mib for entry in machine_checks.query_gpu_memory() if entry.uuid in uuids] if uuids else []
-    )
-    sizes = [total for total in reported_totals if total is not None]
+    entries = machine_checks.query_gpu_memory() if uuids else ()
+    sizes = [entry.total_mib for entry in entries if entry.uuid in uuids and entry.total_mib is not None]
     # Every GPU must be reported: one that is not (a MIG device, for example) may be the smallest.
     if sizes and len(sizes) == len(gpus):
         return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", is_known=True)
@@ -194,15 +183,20 @@ def plan_runs_memory(
     """
     memory_plans: list[MemoryPlan] = []
     for placement in _PLACEMENTS:
-        configs = [_place(model.spec.ppo_config, placement) for model in models]
-        plans = [
-            _plan_placed_run(model, config, capacity, runs_per_node, max_gpus)
-            for model, config in zip(models, configs, strict=True)
-            if config is not None
-        ]
-        if len(plans) == len(models):
-            largest_plan = max(plans, key=_rank_by_need)
-            smallest_cache = min(memory_plan.cache_bytes for memory_plan in plans)
+        plans = [_plan_placed_run(model, placement, capacity, runs_per_node, max_gpus) for model in models]
+        placed_plans = [memory_plan for memory_plan in plans if memory_plan is not None]
+        if len(placed_plans) == len(models):
+            # A run may have the lower peak and still not fit, because vLLM's cache is too small. Runs of equal peaks
+            # may differ in what they keep in host memory, which is on the GPU if a remedy does not swap.
+            largest_plan = max(
+                placed_plans,
+                key=lambda plan: (
+                    not plan.fits,
+                    plan.peak,
+                    sum(memory.sum_by_phase(plan.allocations)) + plan.host_bytes,
+                ),
+            )
+            smallest_cache = min(memory_plan.cache_bytes for memory_plan in placed_plans)
             memory_plans.append(largest_plan._replace(shared_cache_bytes=smallest_cache))
     chosen_plan = next(
         (memory_plan for memory_plan in memory_plans if memory_plan.fits and not memory_plan.is_tight),
@@ -225,53 +219,38 @@ _PLACEMENTS: tuple[Mapping[str, object], ...] = (
 """Ways to place the memory of a run, the fastest first."""
 
 
-def _rank_by_need(memory_plan: MemoryPlan) -> tuple[bool, int, int]:
-    """A sort key with the run that needs most last.
-
-    A run may have the lower peak and still not fit, because vLLM's cache is too small. Runs of equal peaks may differ
-    in what they keep in host memory, which is on the GPU if a remedy does not swap.
-    """
-    gpu_bytes = sum(memory.sum_by_phase(memory_plan.allocations))
-    return not memory_plan.fits, memory_plan.peak, gpu_bytes + memory_plan.host_bytes
-
-
-def _place(config: RunConfig, placement: Mapping[str, object]) -> RunConfig | None:
-    """`config` with one of _PLACEMENTS; None if that is impossible, or differs from what the user has chosen."""
-    if config.trainer.swap_to_host not in (None, placement["trainer.swap_to_host"]):
-        return None
-    if "trainer.zero_stage" in placement and not config.trainer.uses_deepspeed:
-        return None
+def override_if_valid(config: RunConfig, settings: Mapping[str, object]) -> RunConfig | None:
+    """`config` with some settings changed; None if they contradict each other or the others."""
     try:
-        return apply_overrides(config, placement)
-    except ConfigError:  # such as swapping in stage 2, or sharding with adapters
+        return apply_overrides(config, settings)
+    except ConfigError:
         return None
 
 
 def _plan_placed_run(
-    model: RunModel, config: RunConfig, capacity: GpuCapacity, runs_per_node: int, max_gpus: int
-) -> MemoryPlan:
-    """The memory plan of a run as the settings `config` place it (see `plan_runs_memory`)."""
+    model: RunModel, placement: Mapping[str, object], capacity: GpuCapacity, runs_per_node: int, max_gpus: int
+) -> MemoryPlan | None:
+    """The memory plan of a run with one of _PLACEMENTS (see `plan_runs_memory`).
+
+    None if the placement is impossible, or differs from what the user has chosen.
+    """
     spec, shape, reference_shape = model
-    n_gpus = config.trainer.n_gpus_per_node
-    gpu_fraction = min(n_gpus, 1.0)
+    trainer = spec.ppo_config.trainer
+    if trainer.swap_to_host not in (None, placement["trainer.swap_to_host"]):
+        return None
+    if "trainer.zero_stage" in placement and not trainer.uses_deepspeed:
+        return None
+    config = override_if_valid(spec.ppo_config, placement)
+    if config is None:  # such as swapping in stage 2, or sharding with adapters
+        return None
+    gpu_fraction = min(trainer.n_gpus_per_node, 1.0)
     budget = int(gpu_fraction * capacity.size)
     allocations = memory.list_allocations(shape, config, budget, reference_shape)
+    host_bytes = memory.compute_host_bytes(allocations, shape, config)
     # 1e-9: a rounding error in 1 / fraction must not cost a run.
     runs_per_gpu = min(int(1 / gpu_fraction + 1e-9), runs_per_node)
-    host_bytes = memory.compute_host_bytes(allocations, shape, config)
     return MemoryPlan(
-        spec,
-        config,
-        shape,
-        reference_shape,
-        capacity,
-        gpu_fraction,
-        budget,
-        allocations,
-        host_bytes,
-        runs_per_gpu,
-        runs_per_node,
-        max_gpus,
+        *model, config, capacity, gpu_fraction, budget, allocations, host_bytes, runs_per_gpu, runs_per_node, max_gpus
     )
 
 
@@ -283,40 +262,38 @@ def make_memory_table(memory_plan: MemoryPlan) -> tuple[tuple[str, ...], list[li
     has_critic = "critic" in memory.count_trained_parameters(memory_plan.shape, memory_plan.config)
     phases = [number for number, name in enumerate(PHASES) if has_critic or not name.startswith("critic")]
     rows = [
-        [
-            allocation.name,
-            *(_format_cell(allocation.gpu_bytes[phase]) for phase in phases),
-            _format_cell(allocation.host_bytes),
-        ]
-        for allocation in memory_plan.allocations
+        [name, *(_format_cell(gpu_bytes[phase]) for phase in phases), _format_cell(host_bytes)]
+        for name, gpu_bytes, host_bytes in memory_plan.allocations
     ]
     phase_totals = memory.sum_by_phase(memory_plan.allocations)
-    rows.append(
-        [
-            "sum",
-            *(format_gib(phase_totals[phase]) for phase in phases),
-            _format_cell(sum(allocation.host_bytes for allocation in memory_plan.allocations)),
-        ]
-    )
-    excess_cells = [
-        ""
-        if phase_totals[phase] <= memory_plan.budget
-        else f"{format_gib(phase_totals[phase] - memory_plan.budget)} over"
-        for phase in phases
-    ]
+    host_total = sum(allocation.host_bytes for allocation in memory_plan.allocations)
+    rows.append(["sum", *(format_gib(phase_totals[phase]) for phase in phases), _format_cell(host_total)])
+    excesses = [phase_totals[phase] - memory_plan.budget for phase in phases]
+    excess_cells = [f"{format_gib(excess)} over" if excess > 0 else "" for excess in excesses]
     rows.append([f"of {format_gib(memory_plan.budget)}", *excess_cells, ""])
     return ("GiB on each GPU", *(PHASES[phase] for phase in phases), "host"), rows
 
 
 def format_memory_plan(memory_plan: MemoryPlan) -> list[str]:
     """The plan in sentences: the run's budget, the memory of vLLM, host memory, and at the end that the run fits."""
-    config = memory_plan.config
+    config, budget_text = memory_plan.config, format_gib(memory_plan.budget)
     gpu_text = f"GPU with {format_gib(memory_plan.capacity.size)} GiB ({memory_plan.capacity.source})"
-    sentences = [f"Memory: {gpu_text}; {_format_gpu_fraction(memory_plan)}"]
+    ranks = memory.count_ranks(config)
+    share_text = f"{ranks} whole GPU{'s' * (ranks > 1)}"
+    if memory_plan.gpu_fraction < 1:
+        share_text = f"{memory_plan.gpu_fraction:g} of it, {budget_text} GiB"
+    largest_run = memory_plan.spec.run_id
+    sentences = [f"Memory: {gpu_text}; each run gets {share_text}; the run that needs most is {largest_run}"]
     if config.rollout.uses_vllm:
         sentences.append(_format_vllm_memory(memory_plan))
     if memory_plan.placement_reason and memory_plan.fits:
-        sentences.append(_format_placement(memory_plan))
+        changes = []  # by the plan, so that the run fits
+        if memory.shards_weights(config):
+            changes.append("weights are sharded over the GPUs (trainer.zero_stage=3)")
+        if config.trainer.swap_to_host:
+            changes.append("what is trained is in host memory while nothing reads it (trainer.swap_to_host=True)")
+        text = " and ".join(changes)
+        sentences.append(f"{text[0].upper()}{text[1:]}; otherwise the run would take {memory_plan.placement_reason}.")
     if memory_plan.shape.is_counted:
         sentences.append(
             "The weights are counted on a model that is built from its config.json. The memory of its passes is "
@@ -331,26 +308,13 @@ def format_memory_plan(memory_plan: MemoryPlan) -> list[str]:
     saving_bytes = memory.compute_saving_bytes(memory_plan.shape, config)
     saving_text = f"{format_gib(saving_bytes)} GiB more" if saving_bytes else "no more"
     sentences.append(f"CPU memory while a run saves a checkpoint: {saving_text}. Loading reads one tensor at a time.")
-    return [*sentences, *([_format_fit(memory_plan)] if memory_plan.fits else [])]
-
-
-def _format_placement(memory_plan: MemoryPlan) -> str:
-    """What the plan has changed so that the run fits, and why."""
-    changes = []
-    if memory.shards_weights(memory_plan.config):
-        changes.append("weights are sharded over the GPUs (trainer.zero_stage=3)")
-    if memory_plan.config.trainer.swap_to_host:
-        changes.append("what is trained is in host memory while nothing reads it (trainer.swap_to_host=True)")
-    text = " and ".join(changes)
-    return f"{text[0].upper()}{text[1:]}; otherwise the run would take {memory_plan.placement_reason}."
-
-
-def _format_gpu_fraction(memory_plan: MemoryPlan) -> str:
-    ranks = memory.count_ranks(memory_plan.config)
-    largest_run = f"the run that needs most is {memory_plan.spec.run_id}"
-    if memory_plan.gpu_fraction < 1:
-        return f"each run gets {memory_plan.gpu_fraction:g} of it, {format_gib(memory_plan.budget)} GiB; {largest_run}"
-    return f"each run gets {ranks} whole GPU{'s' * (ranks > 1)}; {largest_run}"
+    if memory_plan.fits:
+        tight_note = "; this is tight, because fragmentation in the allocator is not counted"
+        sentences.append(
+            f"Fits: {format_gib(memory_plan.peak)} of {budget_text} GiB at its peak ({_find_worst_phase(memory_plan)})"
+            f"{tight_note if memory_plan.is_tight else ''}"
+        )
+    return sentences
 
 
 def _format_vllm_memory(memory_plan: MemoryPlan) -> str:
@@ -372,15 +336,6 @@ def _format_vllm_memory(memory_plan: MemoryPlan) -> str:
     return f"{text}: {capacity_text}{sleep_text}"
 
 
-def _format_fit(memory_plan: MemoryPlan) -> str:
-    """That the run fits, and how tightly."""
-    tight_note = (
-        "; this is tight, because fragmentation in the allocator is not counted" if memory_plan.is_tight else ""
-    )
-    used_text = f"{format_gib(memory_plan.peak)} of {format_gib(memory_plan.budget)} GiB"
-    return f"Fits: {used_text} at its peak ({_find_worst_phase(memory_plan)}){tight_note}"
-
-
 def _find_worst_phase(memory_plan: MemoryPlan) -> str:
     phase_totals = memory.sum_by_phase(memory_plan.allocations)
     return PHASES[phase_totals.index(max(phase_totals))]
@@ -392,12 +347,10 @@ def describe_excess(memory_plan: MemoryPlan) -> str:
     if memory_plan.peak <= memory_plan.budget:
         return f"vLLM lacks {format_gib(memory_plan.cache_shortfall)} GiB for one conversation"
     phase = PHASES.index(_find_worst_phase(memory_plan))
-    largest_allocations = sorted(
-        memory_plan.allocations, key=lambda allocation: allocation.gpu_bytes[phase], reverse=True
-    )[:5]  # the table that --dry-run prints has all of them
+    largest_allocations = sorted(memory_plan.allocations, key=lambda allocation: -allocation.gpu_bytes[phase])
     allocation_text = ", ".join(
         f"{allocation.name} {format_gib(allocation.gpu_bytes[phase])}"
-        for allocation in largest_allocations
+        for allocation in largest_allocations[:5]  # the table that --dry-run prints has all of them
         if allocation.gpu_bytes[phase]
     )
     used_text = f"{format_gib(memory_plan.peak)} GiB of {format_gib(memory_plan.budget)}"

@@ -26,16 +26,22 @@ def find_hub_cache(environ: Mapping[str, str]) -> Path:
     return home / "huggingface" / "hub"
 
 
+def find_downloaded_config(path: str, environ: Mapping[str, str]) -> Path | None:
+    """Path of the config.json of a hub id in the hub cache; None if the model is not there.
+
+    The hub cache may have several snapshots of a model, of which a run loads the one that refs/main names. The last one
+    by name stands for it here. If the two differ in what is checked, the error comes only when a run loads the model.
+    """
+    folder = glob.escape(f"{find_hub_cache(environ)}/models--{path.replace('/', '--')}")
+    return max(map(Path, glob.glob(f"{folder}/snapshots/*/config.json")), default=None)
+
+
 def make_absolute(path: str) -> str:
     """`path` as an absolute path if it is a local file or folder, and unchanged otherwise, for example a hub id.
 
     The processes of runs have other working folders, in which a relative path would name nothing.
     """
     return str(Path(path).expanduser().absolute()) if _is_path_kind(path, Path.exists) else path
-
-
-def _is_folder(path: str) -> bool:
-    return _is_path_kind(path, Path.is_dir)
 
 
 def _is_path_kind(path: str, predicate: Callable[[Path], bool]) -> bool:
@@ -69,7 +75,7 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
         if not is_made(folder):
             raise PlanError(explain_missing_teacher(path, folder))
         return
-    if _is_folder(path):
+    if _is_path_kind(path, Path.is_dir):
         if not (Path(path) / "config.json").is_file():
             raise PlanError(
                 f"The folder {path} is not a model: it has no config.json. Type {option.strip(' =')} with a folder "
@@ -84,21 +90,14 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
             f"{option.strip(' =')} with a folder that exists, a hub id, or {SHIPPED_MODEL}. A study that was started "
             f"with this path {_STAYS.format(what='the model')}: `{make_link}`, where FOLDER is the model's place here."
         )
-    cache = find_hub_cache(environ)
-    try:
-        config_paths = sorted(cache.glob(f"models--{glob.escape(path.replace('/', '--'))}/snapshots/*/config.json"))
-    except OSError:  # the name is longer than the file system allows
-        config_paths = []
-    if not config_paths:
+    config_path = find_downloaded_config(path, environ)
+    if config_path is None:
         raise PlanError(
             f"The model {format_value(path)} was not found: it is neither {SHIPPED_MODEL} nor a folder, and it is not "
-            f"in the hub cache {cache}. Download it with `hf download {quote_argument(path)}`, or type "
-            f"{option}{SHIPPED_MODEL} or a folder."
+            f"in the hub cache {find_hub_cache(environ)}. Download it with `hf download {quote_argument(path)}`, or "
+            f"type {option}{SHIPPED_MODEL} or a folder."
         )
-    # The hub cache may have several snapshots of the model, of which the run loads the one that refs/main names. The
-    # last one by name stands for it here, as in `read_model_shape`. If the two differ in what is checked, the error
-    # comes only when a run loads the model.
-    _check_folder(config_paths[-1].parent, chat_format)
+    _check_folder(config_path.parent, chat_format)
 
 
 def _check_folder(folder: Path, chat_format: str) -> None:
@@ -116,20 +115,15 @@ def _check_folder(folder: Path, chat_format: str) -> None:
     missing_files = [name for name in ("*.safetensors", "tokenizer.json") if not any(folder.glob(name))]
     if missing_files:
         raise PlanError(f"The model in {folder} is incomplete: it has no {' and no '.join(missing_files)}.")
+    # Imported here because these modules import torch and transformers, which takes seconds.
     try:
-        _check_supported(folder, architecture == QWEN2_ARCHITECTURE, chat_format)
+        if architecture != QWEN2_ARCHITECTURE:
+            from trainable.models.hub_config import check_config
+
+            check_config(folder)
+        if chat_format == "auto":
+            from trainable.models.chat_template import check_template
+
+            check_template(folder)
     except ValueError as error:
         raise PlanError(str(error)) from None
-
-
-def _check_supported(folder: Path, is_qwen2: bool, chat_format: str) -> None:
-    """Raise ValueError if the config.json or the chat template is not supported."""
-    # Imported here because these modules import torch and transformers, which takes seconds.
-    if not is_qwen2:
-        from trainable.models.hub_config import check_config
-
-        check_config(folder)
-    if chat_format == "auto":
-        from trainable.models.chat_template import check_template
-
-        check_template(folder)

@@ -1,19 +1,46 @@
 """Count the parameters of a run's networks from the model's config.json, without torch and without its weights."""
 
-import glob
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODELS, TEACHERS
 from trainable.config.model_limits import is_plain_qwen2
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
 from trainable.files.json_values import parse_json
-from tune_study.placement.model_files import find_hub_cache
-from tune_study.placement.published_sizes import find_published_sizes
+from tune_study.placement.model_files import find_downloaded_config
+
+# By the billions of parameters in the name, the values of _FIELDS: hidden size, intermediate size, blocks, query heads,
+# key heads, vocabulary, tied head. Source: config.json of each model on the hub.
+_SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+    "0.5": (896, 4864, 24, 14, 2, 151_936, True),
+    "1.5": (1536, 8960, 28, 12, 2, 151_936, True),
+    "3": (2048, 11_008, 36, 16, 2, 151_936, True),
+    "7": (3584, 18_944, 28, 28, 4, 152_064, False),
+    "14": (5120, 13_824, 48, 40, 8, 152_064, False),
+    "32": (5120, 27_648, 64, 40, 8, 152_064, False),
+    "72": (8192, 29_568, 80, 64, 8, 152_064, False),
+}
+# By the variant in the name, the sizes in which it was released.
+_RELEASED_SIZES = {
+    "": ("0.5", "1.5", "3", "7", "14", "32", "72"),
+    "Math-": ("1.5", "7", "72"),
+    "Coder-": ("0.5", "1.5", "3", "7", "14", "32"),
+}
+_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+_HUB_ID = re.compile(r"Qwen/Qwen2\.5-(|Math-|Coder-)(0\.5|1\.5|3|7|14|32|72)B(?:-Instruct)?")
 
 
 class ModelShape(BaseModel):
@@ -21,14 +48,6 @@ class ModelShape(BaseModel):
 
     The fields from `trunk` to `head_size` are for models of other architectures, whose parameters are counted on the
     model itself.
-
-    Attributes:
-        trunk: number of elements of every parameter tensor, without those of an untied head; empty for Qwen2.
-        linear: number of elements of all linear layers together.
-        matrices: (inputs, outputs) of each linear layer of the trunk; empty for Qwen2.
-        head_size: channels of one attention head; None for Qwen2, where they follow from the hidden size.
-        is_plain_qwen2: whether our own implementation runs the model (see `trainable.config.model_limits`).
-        max_position_embeddings: tokens of the context; None where only the number of parameters is known.
     """
 
     # strict: a config.json with "36" or 36.0 blocks is refused instead of being converted.
@@ -42,11 +61,17 @@ class ModelShape(BaseModel):
     num_key_value_heads: PositiveInt
     tie_word_embeddings: bool = False
     trunk: tuple[PositiveInt, ...] = ()
+    """Number of elements of every parameter tensor, without those of an untied head; empty for Qwen2."""
     linear: int = 0
+    """Number of elements of all linear layers together."""
     matrices: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
+    """(inputs, outputs) of each linear layer of the trunk; empty for Qwen2."""
     head_size: PositiveInt | None = None
+    """Channels of one attention head; None for Qwen2, where they follow from the hidden size."""
     is_plain_qwen2: bool = False
+    """Whether our own implementation runs the model (see `trainable.config.model_limits`)."""
     max_position_embeddings: PositiveInt | None = None
+    """Tokens of the context; None where only the number of parameters is known."""
 
     @property
     def head_dim(self) -> int:
@@ -59,74 +84,55 @@ class ModelShape(BaseModel):
         return bool(self.trunk)
 
 
+def find_published_sizes(path: str) -> dict[str, int | bool] | None:
+    """The fields of config.json that determine a model's shape; None unless `path` is the hub id of a Qwen2.5 model.
+
+    Math, Coder and Instruct models have the shape of the base model of the same size. Quantized models are not listed,
+    because they cannot be trained here.
+    """
+    match = _HUB_ID.fullmatch(path)
+    if match is None or match[2] not in _RELEASED_SIZES[match[1]]:
+        return None
+    return dict(zip(_FIELDS, _SIZES[match[2]], strict=True))
+
+
 def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None:
     """The shape of the model at `path`: the shipped model, a folder, or a hub id.
 
-    Nothing is downloaded. A hub id is looked up in the hub cache, and for Qwen2.5 models also in `published_sizes`.
+    Nothing is downloaded. A hub id is looked up in the hub cache, and Qwen2.5 models also in `find_published_sizes`.
     Returns None if neither has the model, or if its config.json does not describe a model that can be trained.
     `check_model` then says why. environ: the environment variables, which determine the hub cache.
     """
-    config_path = _find_config_file(path, environ)
+    folder = os.path.expanduser(path)
+    if path in SHIPPED_MODELS or path in TEACHERS:  # a teacher has the shape of its policy
+        config_path: Path | None = SHIPPED_MODELS[TEACHERS.get(path, path)].folder / "config.json"
+    elif os.path.isdir(folder):
+        config_path = Path(folder) / "config.json"
+    else:
+        config_path = find_downloaded_config(path, environ)
     if config_path is None:  # not downloaded
         sizes = find_published_sizes(path)
         return None if sizes is None else ModelShape.model_validate({**sizes, "is_plain_qwen2": True})
     try:
         # Files of the hub cache are links, and a model may lie anywhere: they are not read like files of a study.
         config = parse_json(config_path.read_bytes())
+        if not isinstance(config, dict) or not config.get("architectures"):
+            return None
+        # transformers takes seconds to import, so a Qwen2 is counted by formulas. A model of another architecture is
+        # built without weights and counted.
+        if config["architectures"] == [QWEN2_ARCHITECTURE]:
+            return ModelShape.model_validate({**config, "is_plain_qwen2": is_plain_qwen2(config)})
+        from trainable.models.hub_config import read_sizes
+
+        return ModelShape.model_validate(read_sizes(config_path.parent)._asdict())
     except (OSError, ValueError):
         return None
-    if not isinstance(config, dict) or not config.get("architectures"):
-        return None
-    try:
-        # transformers takes seconds to import, so a Qwen2 is counted by formulas instead of on the model.
-        is_qwen2 = config["architectures"] == [QWEN2_ARCHITECTURE]
-        if not is_qwen2:
-            return _count_shape(config_path.parent)
-        return ModelShape.model_validate({**config, "is_plain_qwen2": is_plain_qwen2(config)})
-    except ValidationError:
-        return None
-
-
-def _count_shape(folder: Path) -> ModelShape | None:
-    """The shape of a model of another architecture, built without weights and counted; None if it is refused."""
-    from trainable.models.hub_config import read_sizes
-
-    try:
-        return ModelShape.model_validate(read_sizes(folder)._asdict())
-    except ValueError:
-        return None
-
-
-def _find_config_file(path: str, environ: Mapping[str, str]) -> Path | None:
-    """Path of a model's config.json; None if the model is not on this machine.
-
-    The hub cache may have several snapshots of a model. The last one by name is taken, as in `check_model`.
-    """
-    if path in SHIPPED_MODELS or path in TEACHERS:  # a teacher has the shape of its policy
-        return SHIPPED_MODELS[TEACHERS.get(path, path)].folder / "config.json"
-    folder = os.path.expanduser(path)
-    if os.path.isdir(folder):
-        return Path(folder) / "config.json"
-    cache_folder = glob.escape(f"{find_hub_cache(environ)}/models--{path.replace('/', '--')}")
-    snapshot_configs = sorted(glob.glob(f"{cache_folder}/snapshots/*/config.json"))
-    return Path(snapshot_configs[-1]) if snapshot_configs else None
 
 
 def list_policy_tensor_sizes(shape: ModelShape) -> list[int]:
     """Elements of every parameter tensor of the policy. A tied head is the embedding and is counted once."""
-    return _list_trunk_tensor_sizes(shape) + (
-        [] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size]
-    )
-
-
-def list_critic_tensor_sizes(shape: ModelShape) -> list[int]:
-    """Elements of every parameter tensor of a critic with a separate trunk: the trunk and a value head."""
-    return _list_trunk_tensor_sizes(shape) + list_head_tensor_sizes(shape)
-
-
-def list_head_tensor_sizes(shape: ModelShape) -> list[int]:
-    """Elements of the value head's tensors: weight and bias."""
-    return [shape.hidden_size, 1]
+    head_sizes = [] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size]
+    return _list_trunk_tensor_sizes(shape) + head_sizes
 
 
 def list_linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -152,16 +158,8 @@ def list_trunk_matrices(shape: ModelShape) -> list[tuple[int, int]]:
 
 def list_adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int, int]]:
     """(inputs, outputs) of the layers of a block that have an adapter; empty without LoRA."""
-    target_modules = (
-        list_linear_layers(shape) if model.lora_target_modules == "all-linear" else model.lora_target_modules
-    )
-    return [sizes for name, sizes in list_linear_layers(shape).items() if model.lora_rank and name in target_modules]
-
-
-def list_adapter_tensor_sizes(shape: ModelShape, model: ModelConfig) -> list[int]:
-    """Elements of A and B of every adapter of one network."""
-    block_sizes = [model.lora_rank * size for sizes in list_adapted_layers(shape, model) for size in sizes]
-    return block_sizes * shape.num_hidden_layers
+    layers, names = list_linear_layers(shape), model.lora_target_modules
+    return [layers[name] for name in layers if model.lora_rank and (names == "all-linear" or name in names)]
 
 
 def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
@@ -170,17 +168,18 @@ def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str,
     With LoRA only the adapters and the value head are trained. With `critic.shared_trunk` the value head belongs to the
     policy, and there is no `critic`. An advantage estimator without values needs no critic either.
     """
-    has_adapters = config.model.lora_rank > 0
-    adapter_sizes, head_sizes = list_adapter_tensor_sizes(shape, config.model), list_head_tensor_sizes(shape)
-    policy_sizes = adapter_sizes if has_adapters else list_policy_tensor_sizes(shape)
+    head_sizes = [shape.hidden_size, 1]  # weight and bias of the value head
+    if config.model.lora_rank:  # A and B of every adapter
+        layers = list_adapted_layers(shape, config.model)
+        trunk_sizes = [config.model.lora_rank * size for layer in layers for size in layer] * shape.num_hidden_layers
+        policy_sizes = trunk_sizes
+    else:
+        trunk_sizes, policy_sizes = _list_trunk_tensor_sizes(shape), list_policy_tensor_sizes(shape)
     if not config.algorithm.estimator.needs_critic:
         return {"policy": policy_sizes}
     if config.critic.shared_trunk:
         return {"policy": policy_sizes + head_sizes}
-    return {
-        "policy": policy_sizes,
-        "critic": adapter_sizes + head_sizes if has_adapters else list_critic_tensor_sizes(shape),
-    }
+    return {"policy": policy_sizes, "critic": trunk_sizes + head_sizes}
 
 
 def _list_trunk_tensor_sizes(shape: ModelShape) -> list[int]:
@@ -207,13 +206,3 @@ def count_linear_parameters(shape: ModelShape) -> int:
 def count_policy_parameters(shape: ModelShape) -> int:
     """Number of parameters of the policy."""
     return sum(list_policy_tensor_sizes(shape))
-
-
-def count_critic_parameters(shape: ModelShape) -> int:
-    """Number of parameters of a critic with a separate trunk."""
-    return sum(list_critic_tensor_sizes(shape))
-
-
-def count_head_parameters(shape: ModelShape) -> int:
-    """Number of parameters of a value head on the policy's trunk (critic.shared_trunk)."""
-    return sum(list_head_tensor_sizes(shape))

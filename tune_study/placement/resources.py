@@ -106,13 +106,8 @@ def preflight(
 ) -> ResourcePlan:
     """Plan the resources of a study on this machine. Raise PlanError if it could never start.
 
-    Args:
-        plan: the study.
-        requested_gpus: text of --gpus.
-        visible_gpus: GPUs of this machine.
-        cores: CPUs of this machine.
-        concurrency_limit: --max-concurrent.
-        is_real: False for a dry run, which also plans for GPUs that do not exist.
+    requested_gpus: text of --gpus. cores: CPUs of this machine. concurrency_limit: --max-concurrent. is_real: False for
+    a dry run, which also plans for GPUs that do not exist.
     """
     trainer = plan.base_config.trainer
     n_gpus = trainer.n_gpus_per_node
@@ -221,7 +216,15 @@ def _choose_gpus(
     ids = parse_gpus(requested_gpus) if requested_gpus is not None else visible_ids
     notes: tuple[str, ...] = ()
     if is_real:
-        _check_visible_gpus(n_gpus, ids, visible_ids)
+        missing_ids = [gpu for gpu in ids if gpu not in visible_ids]
+        # Without --gpus the ids are the visible ones, of which there may be too few for one run.
+        if missing_ids or not visible_ids or len(visible_ids) < n_gpus:
+            requested_text = f"GPU {','.join(missing_ids)}" if missing_ids else f"{n_gpus:g} GPU per run"
+            visible_text = f"the visible ones are {','.join(visible_ids)}" if visible_ids else "no GPU is visible"
+            raise PlanError(
+                f"The study asks for {requested_text} and {visible_text}: type --gpus with visible ids, "
+                f"--preset laptop to run without a GPU, or --dry-run to only see the plan."
+            )
     elif not ids:
         # A dry run on a machine without a GPU plans for as many GPUs as one run needs.
         ids = tuple(str(index) for index in range(math.ceil(n_gpus)))
@@ -234,16 +237,3 @@ def _choose_gpus(
             f"type --gpus with a multiple of {n_gpus:g} ids, or another --gpus-per-exp."
         )
     return ids, notes
-
-
-def _check_visible_gpus(n_gpus: float, ids: tuple[str, ...], visible_ids: tuple[str, ...]) -> None:
-    """Raise PlanError if a real run asks for GPUs that do not exist."""
-    missing_ids = [gpu for gpu in ids if gpu not in visible_ids]
-    # Without --gpus the ids are the visible ones, of which there may be too few for one run.
-    visible_text = f"the visible ones are {','.join(visible_ids)}" if visible_ids else "no GPU is visible"
-    if missing_ids or not visible_ids or len(visible_ids) < n_gpus:
-        requested_text = f"GPU {','.join(missing_ids)}" if missing_ids else f"{n_gpus:g} GPU per run"
-        raise PlanError(
-            f"The study asks for {requested_text} and {visible_text}: type --gpus with visible ids, "
-            f"--preset laptop to run without a GPU, or --dry-run to only see the plan."
-        )

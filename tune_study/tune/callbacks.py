@@ -1,15 +1,19 @@
-"""Tune callbacks of the driver: record each run's status and log, the summary, and the displayed progress."""
+"""Tune callbacks of the driver: record each run's status and log, the summary, and the displayed progress.
+
+The scheduler, which ends the trials that the Recorder gives up, is here too.
+"""
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ray import tune
+from ray.tune.experiment import Trial
 from ray.tune.progress_reporter import TrialProgressCallback
+from ray.tune.schedulers import FIFOScheduler
 
 from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
 from trainable.runs.history import find_signal_problem, make_final_status
@@ -19,13 +23,16 @@ from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord
 from tune_study.folder.outputs import append_line
 from tune_study.folder.statuses import StudyStatuses, make_timestamp
 from tune_study.folder.summary import RunTimes, write_summary
+from tune_study.host.interrupt import Interrupt
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.run_spec import RunSpec
+from tune_study.plan.storage_uri import split_uri
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.progress import Progress, format_step
 from tune_study.tune.search.halving import Rungs
 from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
 from tune_study.tune.wandb_logging import WandbLog
+from tune_study.tune.watchdog import StatelessCallback
 
 if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
@@ -53,16 +60,12 @@ _SETUP_ERROR_PHRASE = "error raised in its creation task"
 """Ray's wording for an actor whose constructor raised: here, `PPO.setup`."""
 
 
-class SilentReporter(TrialProgressCallback):  # type: ignore[misc]  # Ray is untyped
+class SilentReporter(StatelessCallback, TrialProgressCallback):  # type: ignore[misc]  # Ray is untyped
     """Takes the place of Tune's own reporter of trials, which prints even at verbosity 0.
 
     Tune adds its reporter unless the callbacks have one. It would say "completed" of waiting trials that an interrupted
     study has removed.
     """
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune pickles its callbacks into the results."""
-        return {}
 
     def _report_nothing(self, *args: Any, **kwargs: Any) -> None:
         """`Progress` shows the runs."""
@@ -70,7 +73,7 @@ class SilentReporter(TrialProgressCallback):  # type: ignore[misc]  # Ray is unt
     on_trial_result = on_trial_complete = on_trial_error = _report_nothing
 
 
-class CheckpointFollower(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+class CheckpointFollower(StatelessCallback):
     """Tells the study's storage of new checkpoints, and fetches their rows when a trial fails or ends.
 
     The Recorder reads from the last row how a run ended, so this callback must be registered before it.
@@ -78,10 +81,6 @@ class CheckpointFollower(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def __init__(self, storage: "StoredStudy") -> None:
         self._storage = storage
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune pickles its callbacks into the results."""
-        return {}
 
     def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
         """Tune has stored a checkpoint."""
@@ -101,13 +100,10 @@ class CheckpointFollower(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     on_trial_recover = on_trial_complete = on_trial_error = _fetch_rows
 
 
-class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+class Recorder(StatelessCallback):
     """Keeps the status.json, log and displayed progress of every run up to date.
 
     rungs: the rungs of successive halving; None if no run is halved.
-
-    Attributes:
-        given_up_trials: ids of the trials that failed too often; `FirstComeFirstServed` does not start them again.
     """
 
     def __init__(
@@ -128,10 +124,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._failure_counts: dict[str, _FailureCount] = {}
         self._storage_failures: dict[str, float] = {}  # by trial: when a copy of its checkpoint first failed
         self.given_up_trials: set[str] = set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune pickles its callbacks into the results, and everything here is already on disk."""
-        return {}
+        """Ids of the trials that failed too often; `FirstComeFirstServed` does not start them again."""
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Look at what long steps do; Tune calls this several times per second."""
@@ -140,15 +133,14 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record that runs start, or start again after their process died."""
         for status in self._get_statuses(trial):
-            if status.status not in ENDED_STATUSES:
-                self._start_run(status, trial.trial_id)
-
-    def _start_run(self, status: StatusRecord, trial_id: str) -> None:
-        # Wall time counts from the first start of a run. All other fields of the old status tell of an earlier ending.
-        started_at = status.started_at or make_timestamp()
-        self._statuses.set(StatusRecord(status.run_id, "running", trial_id=trial_id, started_at=started_at))
-        self._log_line(status.run_id, f"=== {status.run_id} started {make_timestamp()}, trial {trial_id} ===")
-        self._progress.start_run(status.run_id)
+            if status.status in ENDED_STATUSES:
+                continue
+            # Wall time counts from the first start of a run. All other fields of the old status tell of an earlier
+            # ending.
+            run_id, started_at = status.run_id, status.started_at or make_timestamp()
+            self._statuses.set(StatusRecord(run_id, "running", trial_id=trial.trial_id, started_at=started_at))
+            self._log_line(run_id, f"=== {run_id} started {make_timestamp()}, trial {trial.trial_id} ===")
+            self._progress.start_run(run_id)
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """Record the rows of a step, which `result` contains together with the decisions of stop rules."""
@@ -212,11 +204,9 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             if orphans:
                 self._log_line(status.run_id, f"=== terminated orphan processes: {', '.join(orphans)} ===")
             if is_retried:
-                self._log_line(
-                    status.run_id,
-                    f"{trial_failure.trace}\n=== {trial_failure.kind}, retrying: {trial_failure.message} ===",
-                )
-                self._progress.retry_run(status.run_id, f"{trial_failure.kind}: {trial_failure.message}")
+                kind, message = trial_failure.kind, trial_failure.message
+                self._log_line(status.run_id, f"{trial_failure.trace}\n=== {kind}, retrying: {message} ===")
+                self._progress.print_note(status.run_id, f"failed, retrying: {kind}: {message}")
         if is_retried:
             return
         self.given_up_trials.add(trial.trial_id)  # the scheduler ends the trial before Tune starts it again
@@ -243,26 +233,16 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         Failures are compared by step and not by time: a run that fails every time a few steps after its last checkpoint
         trains rows between two failures, but never gets further, and would be retried forever.
         """
-        step = self._find_furthest_step(trial)
+        # The runs of a trial continue from a common step, so the run that is furthest behind counts. A run with later
+        # rows has them from an earlier start, in which it was trained without the others. Such rows are no progress.
+        running_ids = [status.run_id for status in self._get_statuses(trial) if status.status == "running"]
+        rows = [read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE) for run_id in running_ids]
+        step = min((int(run_rows[-1].get("step", -1)) if run_rows else -1 for run_rows in rows), default=-1)
         no_failures = _FailureCount(furthest_step=-1, consecutive_failures=0)
         previous_count = self._failure_counts.get(trial.trial_id, no_failures)
         failure_count = 1 if step > previous_count.furthest_step else previous_count.consecutive_failures + 1
         self._failure_counts[trial.trial_id] = _FailureCount(max(step, previous_count.furthest_step), failure_count)
         return failure_count
-
-    def _find_furthest_step(self, trial: Any) -> int:
-        """The step that all running runs of a trial have reached; -1 before the first row, or if none is running.
-
-        The runs of a trial continue from a common step, so the run that is furthest behind counts. A run with later
-        rows has them from an earlier start, in which it was trained without the others. Such rows are no progress.
-        """
-        running_ids = (status.run_id for status in self._get_statuses(trial) if status.status == "running")
-        return min((int(self._read_last_row(run_id).get("step", -1)) for run_id in running_ids), default=-1)
-
-    def _read_last_row(self, run_id: str) -> dict[str, Any]:
-        """The last row of a run on disk; empty if there is none."""
-        rows = read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE)
-        return rows[-1] if rows else {}
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Runs have trained all their steps, were stopped by a rule, or were interrupted."""
@@ -290,17 +270,11 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._fail_runs(trial, read_failure(trial)[0])
 
     def _fail_runs(self, trial: Any, trial_failure: Failure) -> None:
+        kind, message = trial_failure.kind, trial_failure.message
         for status in self._list_open_statuses(trial):
             self._log_line(status.run_id, trial_failure.trace)
-            self._end_run(
-                replace(
-                    status,
-                    status="failed",
-                    failure_class=trial_failure.kind,
-                    reason=trial_failure.message,
-                    ended_at=make_timestamp(),
-                )
-            )
+            failed_status = replace(status, status="failed", failure_class=kind, reason=message)
+            self._end_run(replace(failed_status, ended_at=make_timestamp()))
 
     def _list_open_statuses(self, trial: Any) -> list[StatusRecord]:
         """The statuses of the trial's runs that are neither completed nor stopped early."""
@@ -362,7 +336,7 @@ def clear_metric_windows(trial: Any) -> None:
     trial.run_metadata.invalidate_cache()
 
 
-class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+class WandbCallback(StatelessCallback):
     """Tells W&B's log of new rows and of ended runs. It must be registered after the Recorder, which writes statuses.
 
     A run that ended in an earlier start gets what it lacks at the end of the study. log: of the session.
@@ -370,10 +344,6 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def __init__(self, log: WandbLog) -> None:
         self._log = log
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune pickles its callbacks into the results, and a thread cannot be pickled."""
-        return {}
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """Pass on the rows of a step."""
@@ -383,3 +353,42 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._log.end_runs(list_run_ids(trial.config))
 
     on_trial_complete = on_trial_error = _end_runs
+
+
+class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyped
+    """A FIFO scheduler that also ends pending trials which must not start; Tune asks it before each start of a trial.
+
+    Arms are compared after the same number of steps, so no scheduler that favors an arm is used.
+
+    given_up_trials: ids of trials that Tune would start again after a failure, but which have failed too often.
+    interrupt: once the study or an arm is asked to stop, none of its pending trials starts. rungs: those of successive
+    halving, whose censored arms start no further trial; None without it.
+    """
+
+    def __init__(self, given_up_trials: Container[str], interrupt: Interrupt, rungs: Rungs | None = None) -> None:
+        super().__init__()
+        self._rungs = rungs
+        self._given_up_trials = given_up_trials
+        self._interrupt = interrupt
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        """Number the checkpoints of a trial after those that an earlier start has left in its folder.
+
+        Tune begins at 0, and would write into them.
+        """
+        super().on_trial_add(tune_controller, trial)
+        uris = trial.config["run"].get("checkpoints", ())
+        numbers = [int(split_uri(uri)[1].removeprefix("checkpoint_")) for uri in uris]
+        trial.storage.current_checkpoint_index = max(numbers, default=-1)
+
+    def choose_trial_to_run(self, tune_controller: Any, **kwargs: Any) -> Any:
+        """The next trial to start, or None (see ray.tune.schedulers.TrialScheduler)."""
+        for trial in [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]:
+            arm = trial.config["run"]["arm"]
+            is_stopped = self._interrupt.is_requested or self._interrupt.is_arm_requested(arm)
+            is_censored = self._rungs is not None and self._rungs.is_censored(arm)
+            if is_stopped or is_censored or trial.trial_id in self._given_up_trials:
+                # Tune lists the folder of every ended trial, and this one would have none if it has never started.
+                trial.init_local_path()
+                tune_controller.stop_trial(trial)  # closes its files
+        return super().choose_trial_to_run(tune_controller, **kwargs)

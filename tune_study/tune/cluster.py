@@ -3,7 +3,7 @@
 import logging
 import math
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,24 +17,20 @@ from tune_study.plan.study_plan import StudyPlan
 
 _CONNECT_TIMEOUT_S = 10.0
 """Seconds to wait for a connection to --address."""
-_ACCELERATOR_PREFIX = "accelerator_type:"
 
 
 class Node(NamedTuple):
-    """A node that is alive.
-
-    Attributes:
-        id: Ray's id of the node, in hexadecimal.
-        name: name for messages, unique in the cluster.
-        cpus, gpus: the node's total resources in Ray, whether free or in use.
-        gpu_type: Ray's name of its GPU type, such as H100; empty if it has no GPU or Ray does not know the type.
-    """
+    """A node that is alive."""
 
     id: str
+    """Ray's id of the node, in hexadecimal."""
     name: str
+    """Name for messages, unique in the cluster."""
     cpus: float
+    """The node's total CPUs in Ray, whether free or in use; so are `gpus`."""
     gpus: float
     gpu_type: str
+    """Ray's name of its GPU type, such as H100; empty if it has no GPU or Ray does not know the type."""
 
 
 @contextmanager
@@ -89,7 +85,6 @@ def _check_address(address: str) -> None:
 
 def parse_nodes(entries: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
     """The nodes that are alive. entries: the result of `ray.nodes()`, which keeps dead nodes."""
-    alive_entries = [entry for entry in entries if entry.get("Alive")]
     return tuple(
         Node(
             entry["NodeID"],
@@ -98,16 +93,12 @@ def parse_nodes(entries: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
             # Ray leaves out resources that a node does not have.
             entry["Resources"].get("CPU", 0.0),
             entry["Resources"].get("GPU", 0.0),
-            _find_gpu_type(entry["Resources"]),
+            # The type of its GPUs is a resource `accelerator_type:<type>`.
+            next((name.partition(":")[2] for name in entry["Resources"] if name.startswith("accelerator_type:")), ""),
         )
-        for entry in alive_entries
+        for entry in entries
+        if entry.get("Alive")
     )
-
-
-def _find_gpu_type(resources: Mapping[str, float]) -> str:
-    """The type of a node's GPUs, which Ray lists as a resource `accelerator_type:<type>`; empty without one."""
-    types = [name.removeprefix(_ACCELERATOR_PREFIX) for name in resources if name.startswith(_ACCELERATOR_PREFIX)]
-    return types[0] if types else ""
 
 
 def count_fitting_runs(node: Node, n_gpus: float) -> int:
@@ -132,13 +123,7 @@ def allocate_cluster(
 ) -> ResourcePlan:
     """The resources that the study gets from the cluster.
 
-    Args:
-        plan: the study.
-        address: the cluster's address.
-        nodes: nodes of the cluster that are alive.
-        gpus_option: the text of --gpus, None without the option.
-        max_concurrent: --max-concurrent, None without the option.
-
+    nodes: those that are alive. gpus_option, max_concurrent: --gpus and --max-concurrent, None without the option.
     Raises PlanError if an option contradicts the cluster, or if no node can hold a run.
     """
     n_gpus = plan.base_config.trainer.n_gpus_per_node
@@ -151,9 +136,8 @@ def allocate_cluster(
     resources.check_device(plan.base_config.trainer.device, n_gpus, gpus_option)
     resources.check_max_concurrent(max_concurrent)
     usable_nodes = find_usable_nodes(nodes, n_gpus)
-    node_summary = (
-        "; ".join(f"{node.name} has {node.cpus:g} CPU and {node.gpus:g} GPU" for node in nodes) or "it has no nodes"
-    )
+    node_texts = [f"{node.name} has {node.cpus:g} CPU and {node.gpus:g} GPU" for node in nodes]
+    node_summary = "; ".join(node_texts) or "it has no nodes"
     if not usable_nodes:
         raise PlanError(
             f"A run reserves {len(bundles)} CPU and {n_gpus:g} GPU on one node, because nothing places its ranks on "
@@ -161,26 +145,20 @@ def allocate_cluster(
             f"--gpus-per-exp, or add larger nodes."
         )
     # All resources count, also those that other users of the cluster hold now: Ray starts a run when they are free.
-    capacity = sum(count_fitting_runs(node, n_gpus) for node in usable_nodes)
+    run_counts = {node: count_fitting_runs(node, n_gpus) for node in usable_nodes}
+    capacity = sum(run_counts.values())
+    max_runs = min(max_concurrent or capacity, len(plan.trials))
+    # The plan shows the slots of a node; Ray assigns the actual GPUs when a run starts.
+    slots = [f"{node.name}:{number}" for node, count in run_counts.items() for number in range(count)] if n_gpus else []
+    gpus = tuple(Gpu("", "", node.gpu_type or "GPU") for node in usable_nodes)
     return ResourcePlan(
         bundles=bundles,
         cpus=int(sum(node.cpus for node in usable_nodes)),
         gpus=(),
-        gpu_slots=tuple(slot for node in usable_nodes for slot in _make_slots(node, n_gpus)),
-        max_concurrent=min(capacity, max_concurrent or capacity, len(plan.trials)),
-        gpu_label=resources.format_gpu_label(
-            n_gpus, tuple(Gpu("", "", node.gpu_type or "GPU") for node in usable_nodes)
-        ),
+        gpu_slots=tuple(slots),
+        max_concurrent=min(capacity, max_runs),
+        gpu_label=resources.format_gpu_label(n_gpus, gpus),
         notes=(f"Ray cluster {address}: {node_summary}",),
         cluster_address=address,
-        runs_per_node=min(
-            max(count_fitting_runs(node, n_gpus) for node in usable_nodes), max_concurrent or capacity, len(plan.trials)
-        ),
+        runs_per_node=min(max(run_counts.values()), max_runs),
     )
-
-
-def _make_slots(node: Node, n_gpus: float) -> tuple[str, ...]:
-    """The slots of a node, as the plan shows them; Ray assigns the actual GPUs when a run starts."""
-    if n_gpus == 0:
-        return ()
-    return tuple(f"{node.name}:{number}" for number in range(count_fitting_runs(node, n_gpus)))

@@ -42,13 +42,17 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
     the others and never raised: the remaining outputs are still written.
     """
     plan, console = session.plan, session.console
+    problems = [problem]
     try:
         print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
         outputs.record_look(plan, statuses.list_all())  # first: the report counts the looks
     except OSError as error:
-        problem = f"{problem} The summary could not be written: {error}.".strip()
+        problems.append(f"The summary could not be written: {error}.")
     if plan.search is not None:
-        problem = " ".join(filter(None, (problem, _write_store(plan, console))))
+        try:
+            print_line(console, f"Optuna storage: {write_search_store(plan)}")
+        except Exception as error:  # nothing reads the storage, so it must not end the search
+            problems.append(f"The Optuna storage could not be written: {type(error).__name__}: {error}.")
     for status in statuses.list_all():
         # A search has many rounds, and each lists its own runs.
         if plan.search is None or status.run_id not in session.finished_statuses:
@@ -59,14 +63,14 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
     is_lost = has_failed_round(session)
     is_round = plan.has_next_round and not unfinished_statuses and not session.interrupt.is_requested and not is_lost
     if not is_round:
-        problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
+        problems.append(write_results(plan.folder, console))
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
-        problem = " ".join(filter(None, (problem, session.storage.push())))
+        problems.append(session.storage.push())
     # After an interrupt nobody waits for a service: `resume` sends what is missing.
     is_cut = session.interrupt.is_requested and plan.wandb.mode == "online"
     if session.wandb is not None and not is_round and not is_cut:
         _conclude_wandb(session.wandb, plan)
-    if problem:
+    if problem := " ".join(filter(None, problems)):
         print_error(problem)
     # A search that was interrupted goes on even if the runs of its round have ended.
     is_cut_short = session.interrupt.is_requested and plan.search is not None
@@ -110,12 +114,11 @@ def list_reading_commands(plan: StudyPlan) -> list[str]:
     """The commands that read the runs of a study beyond its report; empty if there are none for studies of its kind."""
     if not plan.study.family.is_fine_tuning:
         return []
-    trainer, transcripts = plan.ppo_config.trainer, []
-    if trainer.log_val_generations:
-        transcripts = [format_command("transcripts", plan.folder)]
-    elif trainer.log_train_generations:
-        transcripts = [format_command("transcripts", plan.folder, "--trained")]
-    return [*transcripts, format_command("explain", plan.folder)]
+    trainer, commands = plan.ppo_config.trainer, [format_command("explain", plan.folder)]
+    if trainer.log_val_generations or trainer.log_train_generations:
+        options = () if trainer.log_val_generations else ("--trained",)
+        commands.insert(0, format_command("transcripts", plan.folder, *options))
+    return commands
 
 
 def _conclude_wandb(log: "WandbLog", plan: StudyPlan) -> None:
@@ -152,15 +155,6 @@ def end_wandb(session: StudySession) -> None:
     if plan.wandb.mode == "offline" and any(folder.glob("offline-run-*")):
         command = f"wandb sync {quote_argument(str(folder))}/offline-run-*"
         print_line(console, f"W&B: offline runs in {folder}; to upload them: {command}")
-
-
-def _write_store(plan: StudyPlan, console: Console) -> str:
-    """Write the Optuna storage of a search; return an error text, empty without an error."""
-    try:
-        print_line(console, f"Optuna storage: {write_search_store(plan)}")
-    except Exception as error:  # nothing reads the storage, so it must not end the search
-        return f"The Optuna storage could not be written: {type(error).__name__}: {error}."
-    return ""
 
 
 def write_last_results(session: StudySession) -> None:

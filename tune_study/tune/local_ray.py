@@ -6,7 +6,6 @@ import secrets
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -24,6 +23,11 @@ if TYPE_CHECKING:
 
 _AUTH_MODE_ENV, _AUTH_TOKEN_ENV = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 """Ray's variables for who may connect to it, and for the token that a client must send."""
+_TOKEN = secrets.token_hex(32)
+"""The token of every Ray that this process starts: 256 random bits, which are never written to a file.
+
+There is one per process because Ray reads it only once and would refuse a different one at a later start.
+"""
 
 
 class LocalRay:
@@ -59,32 +63,25 @@ class LocalRay:
     ) -> Iterator["tuple[Daemon, ...]"]:
         """Provide Ray during the body, for the study in `folder`; yield its processes if they were started here.
 
-        has_next_round: whether the same study will need Ray again.
+        It is started unless the current one has the CPUs and GPUs of the plan, which Ray cannot change while it runs,
+        and is alive. has_next_round: whether the same study will need Ray again.
         """
+        from tune_study.tune.watchdog import has_exited  # imports Ray
+
+        resources = resource_plan.cpus, resource_plan.gpus
         if not has_next_round:
             self._pending_folders.discard(folder)
         try:
-            yield self._ensure_started((resource_plan.cpus, resource_plan.gpus), resource_plan)
+            if self._resources != resources or any(map(has_exited, self._daemons)):
+                self.close()
+                self._daemons = self._exit_stack.enter_context(start_local_ray(resource_plan, self._console))
+                self._resources = resources
+            yield self._daemons
         except BaseException:
             self.close()  # runs must not keep writing while the driver concludes the study
             raise
         if not self._pending_folders:  # its processes need not stay while the last study writes tables and report
             self.close()
-
-    def _ensure_started(
-        self, resources: tuple[int, tuple[str, ...]], resource_plan: ResourcePlan
-    ) -> "tuple[Daemon, ...]":
-        """Start Ray unless the current one has these resources and is alive; return the processes of that Ray.
-
-        resources: (CPUs, ids of the GPUs). Ray cannot change them while it runs.
-        """
-        from tune_study.tune.watchdog import has_exited  # imports Ray
-
-        if self._resources != resources or any(map(has_exited, self._daemons)):
-            self.close()
-            self._daemons = self._exit_stack.enter_context(start_local_ray(resource_plan, self._console))
-            self._resources = resources
-        return self._daemons
 
     def close(self) -> None:
         """End Ray, if it was started here."""
@@ -128,15 +125,6 @@ def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["
             ray.shutdown()
 
 
-@cache
-def _get_token() -> str:
-    """The token of every Ray that this process starts: 256 random bits, which are never written to a file.
-
-    The token is cached because Ray reads it only once per process and would refuse a different one at a later start.
-    """
-    return secrets.token_hex(32)
-
-
 def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     """Call `ray.init` with its files in `folder`; only the processes that it starts inherit the token.
 
@@ -151,7 +139,7 @@ def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     old_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     os.environ.pop(_AUTH_MODE_ENV, None)
     user_token = os.environ.get(_AUTH_TOKEN_ENV)
-    os.environ[_AUTH_TOKEN_ENV] = _get_token()
+    os.environ[_AUTH_TOKEN_ENV] = _TOKEN
     try:
         ray.init(
             address="local",  # never a cluster that RAY_ADDRESS names

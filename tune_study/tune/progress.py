@@ -26,29 +26,25 @@ _STEPS_PER_LINE = 10
 
 @dataclass
 class RunView:
-    """The displayed values of one run.
-
-    Attributes:
-        spec: the run.
-        step: the last step with a row; 0 before the first one.
-        last_values: the last measured value of each column, since most rows have no validation.
-        total_seconds: training time of the run over all starts; None before the first row of this start.
-        status: waiting, running, or the text with which the run ended.
-        has_row: whether the run has a row since it was started.
-        last_status: what became of a run that had not ended when the study did; empty before.
-        signal_problem: why no step of this start could teach the run anything, if that is so from step 1 on.
-        phase: what a long step does at the moment; empty if it is not known.
-    """
+    """The displayed values of one run."""
 
     spec: RunSpec
     step: int = 0
+    """The last step with a row; 0 before the first one."""
     last_values: dict[str, float] = field(default_factory=dict)
+    """The last measured value of each column, since most rows have no validation."""
     total_seconds: float | None = None
+    """Training time of the run over all starts; None before the first row of this start."""
     status: str = "waiting"
+    """waiting, running, or the text with which the run ended."""
     has_row: bool = False
+    """Whether the run has a row since it was started."""
     last_status: str = ""
+    """What became of a run that had not ended when the study did; empty before."""
     signal_problem: str = ""
+    """Why no step of this start could teach the run anything, if that is so from step 1 on."""
     phase: str = ""
+    """What a long step does at the moment; empty if it is not known."""
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -125,23 +121,18 @@ class Progress:
             try:
                 yield
             finally:
-                self._end_open_runs()
+                # What becomes of the runs that have not ended when the study does.
+                for view in self.views.values():
+                    if view.is_open:
+                        view.last_status = "interrupted" if view.step else "never_ran"
 
-    def _end_open_runs(self) -> None:
-        """Show what becomes of the runs that have not ended when the study does."""
-        for view in self.views.values():
-            if view.is_open:
-                view.last_status = "interrupted" if view.step else "never_ran"
+    def continue_run(self, run_id: str, step: int, last_value: float | None, status: str = "waiting") -> None:
+        """Show a run as far as an earlier start of the study has trained it, or with the status that it got there.
 
-    def skip_run(self, run_id: str, status: str, step: int, last_value: float | None) -> None:
-        """Show a run that ended in an earlier start. last_value: the last value of the primary metric."""
-        self.continue_run(run_id, step, last_value)
-        self.views[run_id].status = status
-
-    def continue_run(self, run_id: str, step: int, last_value: float | None) -> None:
-        """Show a run as far as an earlier start of the study has trained it (see `skip_run`)."""
+        last_value: the last value of the primary metric.
+        """
         view = self.views[run_id]
-        view.step = step
+        view.step, view.status = step, status
         if last_value is not None:
             view.last_values[self._family.primary_metric] = last_value
 
@@ -150,12 +141,8 @@ class Progress:
         self.views[run_id].status, self.views[run_id].has_row = "running", False
         self._print_line(run_id, "started")
 
-    def retry_run(self, run_id: str, reason: str) -> None:
-        """Show that a run failed and will be retried."""
-        self._print_line(run_id, f"failed, retrying: {reason}")
-
     def print_note(self, run_id: str, note: str) -> None:
-        """Print a note for the user, such as a checkpoint that cannot be used."""
+        """Print a note for the user, such as a checkpoint that cannot be used, or a failure that is retried."""
         self._print_line(run_id, note)
 
     def record_row(self, run_id: str, row: dict[str, Any]) -> None:
@@ -211,10 +198,10 @@ class Progress:
         """
         if not view.is_open:
             return 0.0
-        paces = [other.seconds_per_step for other in self.views.values() if other.seconds_per_step is not None]
-        pace = (
-            view.seconds_per_step if view.seconds_per_step is not None else (sum(paces) / len(paces) if paces else None)
-        )
+        pace = view.seconds_per_step
+        if pace is None:
+            paces = [other.seconds_per_step for other in self.views.values() if other.seconds_per_step is not None]
+            pace = sum(paces) / len(paces) if paces else None
         return None if pace is None else pace * (view.spec.steps - view.step)
 
     def estimate_study_time_left(self) -> float | None:
@@ -224,26 +211,20 @@ class Progress:
         The result is at least the time of the longest trial, which cannot be divided. The runs of a trial are trained
         together, so a trial needs as long as its longest run.
         """
-        trials = [[self.estimate_time_left(view) for view in views if view.is_open] for views in self._trials]
-        if any(seconds is None for run_times in trials for seconds in run_times):
-            return None
-        trial_seconds = [
-            max(seconds for seconds in run_times if seconds is not None) for run_times in trials if run_times
-        ]
-        return max(
-            sum(trial_seconds) / max(min(self._max_concurrent, len(trial_seconds)), 1), max(trial_seconds, default=0.0)
-        )
-
-    def make_rows(self) -> list[dict[str, str]]:
-        """The cells of the live table, one dictionary per run from heading to text."""
-        return [self._make_cells(view) for view in self.views.values()]
+        trial_seconds = []
+        for views in self._trials:
+            run_seconds = [self.estimate_time_left(view) for view in views if view.is_open]
+            known_seconds = [seconds for seconds in run_seconds if seconds is not None]
+            if len(known_seconds) < len(run_seconds):
+                return None
+            trial_seconds += [max(known_seconds)] if known_seconds else []
+        num_slots = max(min(self._max_concurrent, len(trial_seconds)), 1)
+        return max(sum(trial_seconds) / num_slots, max(trial_seconds, default=0.0))
 
     def make_table(self) -> Table:
         """The live table."""
-        elapsed, study_time_left = (
-            format_duration(time.monotonic() - self._started_at),
-            format_duration(self.estimate_study_time_left()),
-        )
+        elapsed = format_duration(time.monotonic() - self._started_at)
+        study_time_left = format_duration(self.estimate_study_time_left())
         # As Text: the names of a study that somebody else started must not be read as rich's markup.
         title = Text(f"{self.title}  elapsed {elapsed}  left {study_time_left}")
         problems = format_signal_problems(
@@ -257,7 +238,7 @@ class Progress:
         ]
         caption = Text("\n".join((*problems, *phases))) if problems or phases else None
         table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-        rows = self.make_rows()
+        rows = [self._make_cells(view) for view in self.views.values()]
         widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in (rows[0] if rows else ())}
         columns = self._select_columns(widths)
         other_widths = sum(widths[column] for column in columns if column != "arm")
@@ -289,19 +270,13 @@ class Progress:
         return columns
 
     def _make_cells(self, view: RunView) -> dict[str, str]:
-        return {
-            "arm": view.spec.arm,
-            "seed": str(view.spec.seed),
-            "step": f"{view.step}/{view.spec.steps}",
-            **{
-                display_column.name: _format_value(
-                    view.last_values.get(display_column.column), display_column.format_spec
-                )
-                for display_column in self._family.progress_columns
-            },
-            "time left": format_duration(self.estimate_time_left(view)) if view.is_open else "",
-            "status": view.status_text,
-        }
+        """The cells of a run in the live table, from heading to text."""
+        cells = {"arm": view.spec.arm, "seed": str(view.spec.seed), "step": f"{view.step}/{view.spec.steps}"}
+        for display_column in self._family.progress_columns:
+            value = view.last_values.get(display_column.column)
+            cells[display_column.name] = "-" if value is None else f"{value:{display_column.format_spec}}"
+        cells["time left"] = format_duration(self.estimate_time_left(view)) if view.is_open else ""
+        return {**cells, "status": view.status_text}
 
     def _print_line(self, run_id: str, text: str) -> None:
         """Print a plain line, unless there is a live table."""
@@ -312,7 +287,3 @@ class Progress:
 def _count_frame(columns: Sequence[str]) -> int:
     """Characters of a line of a table besides its cells: rich puts a space on both sides of each, and lines between."""
     return 3 * len(columns) + 1
-
-
-def _format_value(value: float | None, format_spec: str) -> str:
-    return "-" if value is None else f"{value:{format_spec}}"

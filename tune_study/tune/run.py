@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +34,13 @@ from tune_study.tune.conclusion import (
     write_last_results,
 )
 from tune_study.tune.local_ray import LocalRay
-from tune_study.tune.looks import plan_next_look
 from tune_study.tune.progress import Progress
 from tune_study.tune.search.rounds import plan_next_round
-from tune_study.tune.session import StudySession, SuiteContext
+from tune_study.tune.session import StudySession, SuiteContext, plan_next_look
 from tune_study.tune.trials import make_trial_configs, make_trial_name
 
 if TYPE_CHECKING:
-    from tune_study.folder.storage import StoredStudy
     from tune_study.tune.callbacks import Recorder
-    from tune_study.tune.search.halving import Rungs
     from tune_study.tune.wandb_logging import WandbLog
 
 _RAY_ENVIRONMENT = {
@@ -94,7 +91,12 @@ def execute_study(
             suite = SuiteContext(ray, make_interrupt(plan.folder), lambda: None)
         progress = Progress(plan, resource_plan.max_concurrent, console)
         stack.enter_context(suite.interrupt.limit_time(time_limit, lambda text: print_line(console, text)))
-        storage = stack.enter_context(_open_storage(plan))
+        storage = None
+        if plan.storage is not None:
+            from tune_study.folder.storage import StoredStudy  # imports pyarrow's file systems, which few studies need
+
+            storage = StoredStudy(plan)
+            stack.enter_context(storage.keep_synced())
         finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
         session = StudySession(
             plan, resource_plan, console, suite, finished_statuses, progress, storage, _make_wandb_log(plan)
@@ -105,19 +107,6 @@ def execute_study(
     if not exit_code and is_alone and (commands := list_reading_commands(plan)):
         print_next_commands(console, commands)
     return exit_code
-
-
-@contextmanager
-def _open_storage(plan: StudyPlan) -> Iterator["StoredStudy | None"]:
-    """The study's folder in its storage, which is synchronized during the body; None without a storage."""
-    if plan.storage is None:
-        yield None
-        return
-    from tune_study.folder.storage import StoredStudy  # imports pyarrow's file systems, which few studies need
-
-    storage = StoredStudy(plan)
-    with storage.keep_synced():
-        yield storage
 
 
 def _run_session(session: StudySession) -> int:
@@ -210,9 +199,12 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     """Train the remaining runs until all have a final status; return an error text, empty without an error."""
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
+    from tune_study.tune.search.halving import Rungs
 
-    rungs, problem = _make_rungs(session), ""
-    recorder = Recorder(session.plan, session.resource_plan, session.progress, statuses, rungs)
+    plan, rungs, problem = session.plan, None, ""
+    if plan.search is not None and plan.search.grace_steps is not None:
+        rungs = Rungs(plan, plan.study.family.is_higher_better, session.finished_statuses)
+    recorder = Recorder(plan, session.resource_plan, session.progress, statuses, rungs)
     try:
         _fit_tuner(session, statuses, recorder)
     except KeyboardInterrupt:
@@ -233,22 +225,12 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
             problem = f"{problem} Rows could not be copied from {session.storage.uri}: {error}.".strip()
     # Tune can end without an error while runs are open: after `stop --arm`, or if Ray is lost. The reason is the
     # beginning of a sentence, so it has no full stop.
-    has_stopped_arm = session.interrupt.is_any_arm_requested
-    early_reason = problem.rstrip(".") or (
-        "the arm was stopped by `stop --arm`" if has_stopped_arm else "the study ended early"
-    )
-    reason = session.interrupt.reason if session.interrupt.is_requested else early_reason
+    reason = problem.rstrip(".") or "the study ended early"
+    if session.interrupt.is_requested:
+        reason = session.interrupt.reason
+    elif session.interrupt.is_any_arm_requested and not problem:
+        reason = "the arm was stopped by `stop --arm`"
     return " ".join(filter(None, (problem, statuses.close(reason))))
-
-
-def _make_rungs(session: StudySession) -> "Rungs | None":
-    """The rungs of a search whose runs are halved; None for another study."""
-    plan = session.plan
-    if plan.search is None or plan.search.grace_steps is None:
-        return None
-    from tune_study.tune.search.halving import Rungs  # imports Ray
-
-    return Rungs(plan, plan.study.family.is_higher_better, session.finished_statuses)
 
 
 def _format_error(error: Exception) -> str:
@@ -294,9 +276,8 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
         # Ray keeps logs and sockets in a folder of its own, often on another disk than the results.
         folders = (plan.folder, find_ray_folder(os.environ))
         disk_space = DiskSpaceGuard(folders, plan.base_config.trainer.disk_patience, session.interrupt, print_text)
-        tuner = make_study_tuner(
-            session, recorder, [disk_space, *([] if session.wandb is None else [WandbCallback(session.wandb)])]
-        )
+        wandb_callbacks = [] if session.wandb is None else [WandbCallback(session.wandb)]
+        tuner = make_study_tuner(session, recorder, [disk_space, *wandb_callbacks])
         with (
             session.progress.show_live(),
             watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
@@ -334,15 +315,14 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
         )
         status_problem = statuses.close(interrupt.reason)
     else:
-        problem, status_problem = (
-            f"The study ended early: {reason}.",
-            statuses.close(f"the study ended early: {reason}"),
-        )
+        problem = f"The study ended early: {reason}."
+        status_problem = statuses.close(f"the study ended early: {reason}")
     exit_code = conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
     end_wandb(session)
     session.suite.on_ray_lost()
-    exit_code = finish_output(exit_code)  # os._exit discards what is still in the buffers of the streams
-    os._exit(exit_code)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
+    # os._exit discards what is still in the buffers of the streams. This is the watchdog's thread, and the main thread
+    # is stuck in a call to Ray.
+    os._exit(finish_output(exit_code))
 
 
 def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
@@ -350,7 +330,7 @@ def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callback
     import_tensorboard()
     from ray import tune
 
-    from tune_study.tune.scheduling import FirstComeFirstServed
+    from tune_study.tune.callbacks import FirstComeFirstServed
     from tune_study.tune.tuner import make_tuner
 
     plan, resource_plan, interrupt = session.plan, session.resource_plan, session.interrupt
@@ -442,17 +422,11 @@ def _show_earlier_rows(session: StudySession, *, names_finished: bool) -> None:
     for spec in plan.runs:
         rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
         measured_values = (row.get(plan.study.family.primary_metric) for row in reversed(rows))
-        step, last_value = rows[-1]["step"] if rows else 0, next(filter(_is_number, measured_values), None)
+        last_value = next((value for value in measured_values if parse_finite(value) is not None), None)
+        step = rows[-1]["step"] if rows else 0
         status = finished_statuses.get(spec.run_id)
-        if status is None:
-            session.progress.continue_run(spec.run_id, step, last_value)
-            continue
-        session.progress.skip_run(spec.run_id, status.status, step, last_value)
-        if names_finished:
+        session.progress.continue_run(spec.run_id, step, last_value, status.status if status else "waiting")
+        if status and names_finished:
             print_line(console, f"{spec.run_id} is {status.status} and is not run again")
     if finished_statuses:
         print_line(console, f"{len(plan.runs) - len(finished_statuses)} of {len(plan.runs)} runs remain")
-
-
-def _is_number(value: object) -> bool:
-    return parse_finite(value) is not None

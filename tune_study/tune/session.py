@@ -1,4 +1,4 @@
-"""One start of a study: what its parts share while it runs."""
+"""One start of a study: what its parts share while it runs, and the seeds that follow from what they have shown."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rich.console import Console
 from trainable.runs.study_record import StatusRecord
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import StudyPlan, add_seeds
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
 
@@ -52,3 +52,33 @@ class StudySession:
     def interrupt(self) -> Interrupt:
         """The request to stop."""
         return self.suite.interrupt
+
+
+def plan_next_look(plan: StudyPlan, max_concurrent: int) -> tuple[StudyPlan | None, str]:
+    """The plan with more seeds for the open arms and the baseline, and a line on why, or on why there is none.
+
+    The plan is None if no arm is open, or if the open arms have `max_seeds` seeds. An arm gets as many seeds as can be
+    trained at once, since a look after each of them would leave slots empty, and at least as many as the test needs for
+    any verdict. plan: one with `max_seeds`, all of whose runs have ended and have tables.
+    """
+    from analysis.data.load import load  # imports pandas
+    from analysis.report.pages import list_open_arms  # imports Matplotlib
+    from analysis.stats.sequential import find_fewest_seeds
+
+    # `set_max_seeds` has checked both.
+    assert plan.max_seeds is not None
+    assert plan.baseline is not None
+    open_arms = list_open_arms(load(plan.folder))
+    if not open_arms:
+        return None, "No compared arm is open: no seed is added."
+    counts = {arm: len(plan.seeds) + len(plan.extra_seeds.get(arm, ())) for arm in open_arms}
+    target = max(
+        max(counts.values()) + max(max_concurrent // (len(open_arms) + 1), 1), find_fewest_seeds(len(plan.values) - 1)
+    )
+    target = min(target, plan.max_seeds)
+    arms_text = f"Open: {', '.join(open_arms)}"
+    if min(counts.values()) >= target:
+        return None, f"{arms_text}, after {target} seeds per arm, the maximum (--max-seeds)."
+    subject = "This arm" if len(open_arms) == 1 else "These arms"
+    next_plan = add_seeds(plan, dict.fromkeys([*open_arms, plan.baseline], range(target)))
+    return next_plan, f"{arms_text}. {subject} and the baseline get the seeds 0 to {target - 1}."

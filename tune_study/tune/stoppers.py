@@ -94,6 +94,11 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         return False
 
 
+def resolve_study(study: str | Study) -> Study:
+    """A study by its name; one that is declared stays."""
+    return find_study(study) if isinstance(study, str) else study
+
+
 def rules(study: str | Study, preset: str = "laptop") -> tune.stopper.CombinedStopper:
     """The stop rules of a study as one Stopper, with its thresholds under a preset.
 
@@ -102,7 +107,7 @@ def rules(study: str | Study, preset: str = "laptop") -> tune.stopper.CombinedSt
     Example:
         >>> tune.RunConfig(stop=rules("kl"))  # doctest: +SKIP
     """
-    declared = find_study(study) if isinstance(study, str) else study
+    declared = resolve_study(study)
     config = apply_overrides(declared.family.config_class.model_validate({}), declared.make_preset_settings(preset))
     settings = getattr(config, "early_stop", None)
     # The rules of update rules are none of RULES: such a trial has several runs, which end one by one.

@@ -61,11 +61,9 @@ def make_trial_configs(
     Among the trials of a seed, those with the dearest training steps come first, so that the last trial of a study does
     not run alone for long.
 
-    Args:
-        plan: the study.
-        finished_statuses: statuses, by run_id, of the runs that are not run again.
-        interrupt: the request to stop, whose files end runs after their next step.
-        placement_settings: settings of the trials that follow from the memory of the GPUs (see `ResourcePlan`).
+    finished_statuses: statuses, by run_id, of the runs that are not run again. interrupt: the request to stop, whose
+    files end runs after their next step. placement_settings: settings of the trials that follow from the memory of the
+    GPUs (see `ResourcePlan`).
     """
     for specs in _sort_by_cost(plan):
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
@@ -100,7 +98,16 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
     first_spec, family = specs[0], plan.study.family
     if plan.study_uri is None:
         interrupts = [interrupt.path, interrupt.get_arm_path(first_spec.arm)] if interrupt else []
-        place = {"runs": [_make_run_entry(plan, spec) for spec in specs], "interrupts": list(map(str, interrupts))}
+        runs = [
+            {
+                "run_id": spec.run_id,
+                "seed": spec.seed,
+                "run_dir": str(plan.get_run_dir(spec.run_id)),
+                "checkpoint_dir": str(plan.output / spec.checkpoint_dir),
+            }
+            for spec in specs
+        ]
+        place: dict[str, Any] = {"runs": runs, "interrupts": list(map(str, interrupts))}
     else:
         from tune_study.folder.storage import list_trial_checkpoints  # imports pyarrow's file systems
 
@@ -128,12 +135,3 @@ def make_trial_name(plan: StudyPlan, config: Mapping[str, Any]) -> str:
     """The name of the trial with this config, which is also that of its folder."""
     (spec,) = (spec for spec in plan.runs if spec.run_id == list_run_ids(config)[0])
     return plan.get_trial_name(spec)
-
-
-def _make_run_entry(plan: StudyPlan, spec: RunSpec) -> dict[str, Any]:
-    return {
-        "run_id": spec.run_id,
-        "seed": spec.seed,
-        "run_dir": str(plan.get_run_dir(spec.run_id)),
-        "checkpoint_dir": str(plan.output / spec.checkpoint_dir),
-    }

@@ -12,21 +12,16 @@ from search_spaces.declaration.study import Study
 from trainable.config.aliases import flatten_settings
 from trainable.config.choices import load
 from trainable.config.run_config import resolve_key
-from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import find_changed_settings, make_plan
-from tune_study.tune.stoppers import rules
+from tune_study.tune.stoppers import resolve_study, rules
 
 ALWAYS_NAMED = ("trainer.total_training_steps", "trainer.test_freq")
 """Settings that a parameter space has even if they are the defaults, because who reads its results needs them."""
 
 
-def _get_study(study: Study | str) -> Study:
-    return find_study(study) if isinstance(study, str) else study
-
-
 def get_trainable(study: Study | str) -> type[tune.Trainable]:
     """The Trainable for the runs of a study: PPO, or its sister for the study's family."""
-    trainable: type[tune.Trainable] = load(_get_study(study).family.trainable)
+    trainable: type[tune.Trainable] = load(resolve_study(study).family.trainable)
     return trainable
 
 
@@ -58,8 +53,12 @@ def param_space(
         >>> space["actor.kl_loss_coef"], space["seed"]
         ({'grid_search': [0.01, 0.1]}, {'grid_search': [0, 1]})
     """
-    declared = _get_study(study)
-    domains = {name: value for name, value in settings.items() if isinstance(value, Domain) or _is_grid(value)}
+    declared = resolve_study(study)
+    domains = {
+        name: value
+        for name, value in settings.items()
+        if isinstance(value, Domain) or (isinstance(value, Mapping) and value.keys() == {"grid_search"})
+    }
     fixed = {name: value for name, value in settings.items() if name not in domains}
     chosen_values = None if values is None else tuple(values)
     plan = make_plan(declared, preset, "", fixed, chosen_values, seeds, Path(), n_baseline_seeds=seeds)
@@ -82,20 +81,14 @@ def param_space(
     elif len(arms) > 1:
         run["arm"] = tune.grid_search(list(arms))
         space |= {name: _follow_arm(dict(zip(arms, arm_values[name], strict=True))) for name in varying}
-    seed_numbers = list(range(seeds))
-    if declared.family.has_batched_seeds:
-        space["seed"] = seed_numbers
-    else:
-        space["seed"] = tune.grid_search(seed_numbers) if seeds > 1 else 0
+    space["seed"] = list(range(seeds))
+    if not declared.family.has_batched_seeds:
+        space["seed"] = tune.grid_search(space["seed"]) if seeds > 1 else 0
     return {
         **space,
         **{resolve_key(name, declared.family.config_class): value for name, value in domains.items()},
         "run": run,
     }
-
-
-def _is_grid(value: object) -> bool:
-    return isinstance(value, Mapping) and value.keys() == {"grid_search"}
 
 
 def _follow_arm(values: Mapping[str, Any]) -> Any:
@@ -127,7 +120,7 @@ def make_tuner(
         >>> tuner = make_tuner("kl", seeds=2, values=("0", "0.1"), storage_path="/shared/studies")  # doctest: +SKIP
         >>> results = tuner.fit()  # doctest: +SKIP
     """
-    declared = _get_study(study)
+    declared = resolve_study(study)
     if space is None:
         space = param_space(declared, preset, seeds=seeds, values=values, **settings)
     options = {

@@ -78,14 +78,9 @@ def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], Non
 
     def watch() -> None:
         while not is_over.wait(_CHECK_INTERVAL_S):
-            lost_messages = [
-                f"Ray's process {daemon.name} ({daemon.process.pid}) has exited"
-                for daemon in daemons
-                if has_exited(daemon)
-            ]
-            if lost_messages:
-                on_daemon_lost(lost_messages[0])  # one message is enough: the other daemon follows the first
-                return
+            for daemon in filter(has_exited, daemons):
+                on_daemon_lost(f"Ray's process {daemon.name} ({daemon.process.pid}) has exited")
+                return  # one message is enough: the other daemon follows the first
 
     thread = threading.Thread(target=watch, name="ray-guard", daemon=True)
     thread.start()
@@ -96,7 +91,18 @@ def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], Non
         thread.join()
 
 
-class DiskSpaceGuard(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+class StatelessCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+    """A callback whose pickle is empty: Tune pickles its callbacks into the results.
+
+    What ours have is already on disk, or, as a thread, cannot be pickled.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+class DiskSpaceGuard(StatelessCallback):
     """Blocks Tune's event loop while a disk is full.
 
     While the loop is blocked, Tune processes no result, so it writes no file, and no failed write can end the study.
@@ -119,29 +125,21 @@ class DiskSpaceGuard(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         # because otherwise every iteration of Tune's loop would wait again.
         self._has_given_up = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune pickles its callbacks into the results."""
-        return {}
-
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Check the disks every few seconds; Tune calls this in every iteration of its loop."""
         if time.monotonic() < self._next_check:  # Tune's loop iterates many times per second
             return
-        self._wait_for_space()
-        self._next_check = time.monotonic() + _CHECK_INTERVAL_S
-
-    def _wait_for_space(self) -> None:
         full_folders = self._find_full_folders()
-        if not full_folders or self._has_given_up:
-            self._has_given_up = bool(full_folders)
-            return
-        self._notify(f"The disk of {full_folders[0]} is full: waiting up to {self._patience:g} s for disk space.")
-        # Ctrl-C ends the wait because the runs can end only in Tune's loop, which is blocked here.
-        deadline = time.monotonic() + self._patience
-        while self._find_full_folders() and time.monotonic() < deadline and not self._interrupt.is_requested:
-            time.sleep(_WAIT_INTERVAL_S)
-        self._has_given_up = bool(self._find_full_folders())
-        self._notify("The disk is still full." if self._has_given_up else "Disk space is available again.")
+        if full_folders and not self._has_given_up:
+            self._notify(f"The disk of {full_folders[0]} is full: waiting up to {self._patience:g} s for disk space.")
+            # Ctrl-C ends the wait because the runs can end only in Tune's loop, which is blocked here.
+            deadline = time.monotonic() + self._patience
+            while self._find_full_folders() and time.monotonic() < deadline and not self._interrupt.is_requested:
+                time.sleep(_WAIT_INTERVAL_S)
+            full_folders = self._find_full_folders()
+            self._notify("The disk is still full." if full_folders else "Disk space is available again.")
+        self._has_given_up = bool(full_folders)
+        self._next_check = time.monotonic() + _CHECK_INTERVAL_S
 
     def _find_full_folders(self) -> list[Path]:
         # A folder that does not exist yet has no disk to measure.

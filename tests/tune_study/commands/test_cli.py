@@ -27,7 +27,7 @@ from tune_study.commands import preflight
 from tune_study.commands.cli import app
 from tune_study.commands.describe import _describe_power, make_study_list
 from tune_study.folder.outputs import lock_folder, write_study
-from tune_study.placement.published_sizes import find_published_sizes
+from tune_study.placement.model_size import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
 
 COMMANDS = (

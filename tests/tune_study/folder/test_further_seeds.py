@@ -17,7 +17,7 @@ from tune_study.folder.study_file import check_unchanged, merge_with_folder, pla
 from tune_study.plan.errors import PlanError
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.study_plan import StudyPlan, add_seeds, make_plan, set_max_seeds
-from tune_study.tune.looks import plan_next_look
+from tune_study.tune.session import plan_next_look
 
 BASELINE = (0.30, 0.34, 0.35, 0.31, 0.33, 0.36, 0.32, 0.35)
 

@@ -58,7 +58,6 @@ EXAMPLE = DiskBudget(
     checkpoint_bytes=1_800_000,
     saved_checkpoints=4,
     last_states=1,
-    rolling_checkpoints=10,
     row_bytes=1_600_000,
     total_bytes=62_800_000,
     written_bytes=0,
@@ -164,11 +163,10 @@ def test_the_total_is_the_sum_of_what_it_is_made_of(
         checkpoint_bytes,
     )
     # Three of every run that trains, and one of every other that keeps its last state.
-    assert budget.rolling_checkpoints == 3 * n_concurrent + keep_last * (arms - n_concurrent)
+    rolling_checkpoints = 3 * n_concurrent + keep_last * (arms - n_concurrent)
     assert (
         budget.total_bytes
-        == (arms * count_occurrences(steps, save_freq) + budget.rolling_checkpoints) * checkpoint_bytes
-        + budget.row_bytes
+        == (arms * count_occurrences(steps, save_freq) + rolling_checkpoints) * checkpoint_bytes + budget.row_bytes
     )
     assert (budget.written_bytes, budget.folder, budget.is_uniform) == (0, Path("/"), True)
     assert 0 < budget.free_bytes < 2**60
@@ -283,11 +281,12 @@ def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
     assert budget.written_bytes == 1_100_000 + status_files
     write_record(plan.get_run_dir(plan.runs[2].run_id), StatusRecord(plan.runs[2].run_id, "completed"))
     append_record(row_files[2], {"step": plan.runs[2].steps})
-    assert (
-        budget.concurrent_runs,
-        estimate_budget(plan).concurrent_runs,
-        estimate_budget(plan).rolling_checkpoints,
-    ) == (2, 1, 3)
+    last_budget = estimate_budget(plan)
+    assert (budget.concurrent_runs, last_budget.concurrent_runs) == (2, 1)
+    assert last_budget.total_bytes is not None
+    assert last_budget.checkpoint_bytes is not None
+    num_checkpoints = last_budget.saved_checkpoints + 3
+    assert last_budget.total_bytes - last_budget.row_bytes == num_checkpoints * last_budget.checkpoint_bytes
     write_record(plan.get_run_dir(plan.runs[3].run_id), StatusRecord(plan.runs[3].run_id, "completed"))
     append_record(row_files[3], {"step": plan.runs[3].steps})
     check_budget(estimate_budget(plan)._replace(free_bytes=0))
@@ -417,6 +416,6 @@ def test_a_folder_has_the_bytes_of_its_files(tmp_path: Path) -> None:
 def test_a_trial_of_several_runs_writes_the_states_of_all_at_once(tmp_path: Path) -> None:
     plan = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
     budget = estimate_disk_budget(plan, allocate_resources(plan, 1), {})
-    assert (budget.remaining_runs, budget.concurrent_runs, budget.rolling_checkpoints) == (9, 3, 15)
+    assert (budget.remaining_runs, budget.concurrent_runs) == (9, 3)
     assert budget.checkpoint_bytes is not None
     assert budget.total_bytes == 15 * budget.checkpoint_bytes + budget.row_bytes

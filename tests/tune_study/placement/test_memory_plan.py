@@ -318,6 +318,7 @@ def test_two_runs_on_one_card_need_twice_the_memory(tmp_path: Path, monkeypatch:
 
 def test_every_change_that_may_be_advised_can_be_typed() -> None:
     config = make_study_plan({}).base_config
-    for text, change in memory_advice._CHANGES:
+    for change in memory_advice._CHANGES:
+        text = memory_advice._format_options(change)
         assert apply_overrides(config, change) is not None
         assert all(("null" if value is None else str(value)) in text for value in change.values())

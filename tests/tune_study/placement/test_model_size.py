@@ -10,18 +10,16 @@ from hypothesis import strategies as st
 
 from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
 from tests.strategies.examples import draw_examples
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.models.load import load_policy, make_critic
 from trainable.models.qwen2 import Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
 from tune_study.placement.model_size import (
     ModelShape,
-    count_critic_parameters,
-    count_head_parameters,
     count_policy_parameters,
-    list_critic_tensor_sizes,
-    list_head_tensor_sizes,
     list_policy_tensor_sizes,
+    list_trained_tensor_sizes,
     read_model_shape,
 )
 
@@ -75,11 +73,12 @@ def test_counts_are_those_of_the_modules(qwen2_shape: Qwen2Shape) -> None:
     policy, critic = Qwen2(qwen2_shape), ValueModel(qwen2_shape)
     assert (shape.head_dim, shape.tie_word_embeddings) == (qwen2_shape.head_dim, qwen2_shape.tie_word_embeddings)
     assert list_policy_tensor_sizes(shape) == list_parameter_counts(policy)
-    assert list_critic_tensor_sizes(shape) == list_parameter_counts(critic)
-    assert list_head_tensor_sizes(shape) == list_parameter_counts(critic.score)
+    assert list_trained_tensor_sizes(shape, RunConfig())["critic"] == list_parameter_counts(critic)
+    shared_trunk = apply_overrides(RunConfig(), {"critic.shared_trunk": True})
+    assert list_trained_tensor_sizes(shape, shared_trunk) == {
+        "policy": list_parameter_counts(policy) + list_parameter_counts(critic.score)
+    }
     assert count_policy_parameters(shape) == sum(list_parameter_counts(policy))
-    assert count_critic_parameters(shape) == sum(list_parameter_counts(critic))
-    assert count_head_parameters(shape) == sum(list_parameter_counts(critic.score))
 
 
 @pytest.mark.parametrize(("sizes", "vocabulary", "tied", "parameters"), PUBLISHED)
@@ -141,7 +140,7 @@ def test_the_shipped_model() -> None:
     assert shape is not None
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
     assert list_policy_tensor_sizes(shape) == list_parameter_counts(policy.model)
-    assert list_critic_tensor_sizes(shape) == list_parameter_counts(
+    assert list_trained_tensor_sizes(shape, RunConfig())["critic"] == list_parameter_counts(
         make_critic(policy, make_rng(0, "critic"), torch.device("cpu"))
     )
 

@@ -140,7 +140,7 @@ def test_the_table_follows_the_runs() -> None:
     assert read_cells(progress)[0] == ["0", "0", "6/100", "0.000", "2.000", "8", "900", "3:08", "running"]
     progress.end_run(first, "early_stopped", "a rule")
     assert read_cells(progress)[0][-2:] == ["", "early_stopped"]
-    progress.skip_run(second, "completed", 100, 0.5)
+    progress.continue_run(second, 100, 0.5, "completed")
     assert read_cells(progress)[1] == ["0.1", "0", "100/100", "0.500", "-", "-", "-", "", "completed"]
 
 
@@ -186,7 +186,7 @@ def test_without_a_terminal_lines_carry_full_names() -> None:
             progress.record_row(
                 first, make_row(step, val_success=0.5 if step % 6 == 0 else None, seconds_total=2.0 * step)
             )
-        progress.retry_run(first, "ValueError: no")
+        progress.print_note(first, "failed, retrying: ValueError: no")
         progress.end_run(first, "completed", "trained 12 of 12 steps")
     name = "sokoban_kl_sweep_nofilter_0-sokoban-tiny"
     numbers = "reward_std=2.0000 groups_kept=8"

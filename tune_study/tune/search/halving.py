@@ -4,7 +4,7 @@ Source: Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning",
 https://arxiv.org/abs/1810.05934, in the form that stops runs and never pauses them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ray import tune
@@ -33,9 +33,6 @@ class Rungs:
 
     The rungs are read from the rows, so that a resumed search knows them. A run that had reached a rung when the search
     was killed is judged at its next row.
-
-    Attributes:
-        reasons: for each run that was stopped, by run_id, why, as a sentence.
     """
 
     def __init__(self, plan: StudyPlan, is_higher_better: bool, ended_runs: Mapping[str, StatusRecord]) -> None:
@@ -46,10 +43,15 @@ class Rungs:
         self._sign = 1 if is_higher_better else -1
         self._arms = {spec.run_id: spec.arm for spec in plan.runs}
         self._censored_arms = {self._arms[run_id] for run_id, status in ended_runs.items() if status.status == CENSORED}
-        self.steps = _list_rungs(plan.search.grace_steps, max(spec.steps for spec in plan.runs))
+        # grace_steps and its multiples by powers of the factor, below the last step.
+        step, self.steps = plan.search.grace_steps, list[int]()
+        while step < max(spec.steps for spec in plan.runs):
+            self.steps.append(step)
+            step *= REDUCTION_FACTOR
         self._values: dict[int, dict[str, float]] = {step: {} for step in self.steps}
         self._judged: dict[int, set[str]] = {step: {*ended_runs} for step in self.steps}
         self.reasons: dict[str, str] = {}
+        """For each run that was stopped, by run_id, why, as a sentence."""
         for spec in plan.runs:
             for row in read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE):
                 self.record(spec.run_id, row)
@@ -96,16 +98,6 @@ class Rungs:
             f"successive halving at step {step}: {num_better} of {len(values)} runs were better, and the best "
             f"{num_promoted} continue; a censored run, not a failed one"
         )
-
-
-def _list_rungs(grace_steps: int, total_steps: int) -> Sequence[int]:
-    """The steps of the rungs: grace_steps and its multiples by powers of the factor, below the last step."""
-    steps = []
-    step = grace_steps
-    while step < total_steps:
-        steps.append(step)
-        step *= REDUCTION_FACTOR
-    return steps
 
 
 class HalvingStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
