@@ -1,8 +1,7 @@
 """The algorithm of on-policy distillation: sample from the student, compare with the teacher, take a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,21 +9,13 @@ from torch import Tensor
 from sandboxes.distillation import losses
 from sandboxes.distillation.settings import EVAL_PROMPTS, SEQUENCE_PG, TOP_K, DistillationConfig
 from sandboxes.distillation.teacher import make_teacher_table
-from sandboxes.toys.decoding import (
-    Completions,
-    decode_greedily,
-    generate_completions,
-    select_log_probs,
-)
-from sandboxes.toys.descent import descend
-from sandboxes.toys.ensemble import EnsembleTrainer, UpdateResult
-from sandboxes.toys.optimizer import MemberAdam
-from sandboxes.toys.prefixes import add_prefix, select_prefix
+from sandboxes.toys.decoding import decode_greedily, generate_completions, select_log_probs
+from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
+from sandboxes.toys.optimizer import MemberAdam, descend
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
 from sandboxes.toys.transformer import TransformerShape, init_transformer_ensemble
 from trainable.algo.losses import entropy_from_logits, full_kl
-from trainable.runs.run import Row
 from trainable.runs.training import TrainerFamily
 
 _KINDS = {"reversal": "token_reversal", "soft_reversal": "token_reversal", "format_answer": "format_answer"}
@@ -51,8 +42,8 @@ class DistillationBatch:
     teacher_log_probs: Tensor
 
 
-class DistillationAlgorithm:
-    """Students that learn from a teacher (see `sandboxes.toys.ensemble.Algorithm`)."""
+class DistillationAlgorithm(Algorithm[DistillationBatch]):
+    """Students that learn from a teacher."""
 
     def __init__(self, config: DistillationConfig, seeds: Sequence[int]) -> None:
         self.config, self.rngs = config, MemberRngs(seeds)
@@ -63,12 +54,12 @@ class DistillationAlgorithm:
         )
         self.models = init_transformer_ensemble(shape, self.rngs)
         self.optimizer = MemberAdam(self.models.get_parameters(), config.lr)
-        self.direction = self._draw_direction() if config.measures_variance else None
-
-    def _draw_direction(self) -> Tensor:
-        """[E, P], a random unit vector for each member, which gradients are projected on."""
-        direction = self.rngs.normal("sandbox_direction", shape=tuple(self.optimizer.weights.shape[1:])).float()
-        return direction / direction.norm(dim=1, keepdim=True)
+        self.optimizers = {"adam": self.optimizer}
+        # [E, P], a random unit vector for each member, which gradients are projected on.
+        self.direction: Tensor | None = None
+        if config.measures_variance:
+            direction = self.rngs.normal("sandbox_direction", shape=tuple(self.optimizer.weights.shape[1:])).float()
+            self.direction = direction / direction.norm(dim=1, keepdim=True)
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
         """Error and entropy of greedy answers to EVAL_PROMPTS new prompts; nothing where only variance is measured."""
@@ -89,11 +80,8 @@ class DistillationAlgorithm:
         prompts = self._sample_prompts("sandbox_prompts", step, config.batch_size)
         uniforms = self.rngs.uniform("sandbox_samples", step, shape=(config.batch_size, config.seq_len))
         completions = generate_completions(self.models, self._append_separator(prompts), config.seq_len, uniforms)
-        return self._make_batch(prompts, completions)
-
-    def _make_batch(self, prompts: Tensor, completions: Completions) -> DistillationBatch:
         labels = self._make_labels(prompts)
-        scores_all = torch.ones(self.config.seq_len, dtype=torch.bool)
+        scores_all = torch.ones(config.seq_len, dtype=torch.bool)
         return DistillationBatch(
             observations=torch.cat((self._append_separator(prompts), completions.tokens), dim=-1),
             actions=completions.tokens,
@@ -102,10 +90,6 @@ class DistillationAlgorithm:
             behavior_log_probs=select_log_probs(completions.log_probs, completions.tokens),
             teacher_log_probs=self.teacher_table[labels],
         )
-
-    def find_stops(self, batch: DistillationBatch, step: int) -> dict[int, Row]:
-        """None: no rule stops a run of distillation."""
-        return {}
 
     def train(self, batch: DistillationBatch, step: int, is_row: bool) -> UpdateResult:
         """Take one step on the batch, or measure its gradient where `measures_variance`."""
@@ -169,10 +153,6 @@ class DistillationAlgorithm:
             }
         return {"reward": batch.rewards.mean(1), **{name: value.mean((1, 2)) for name, value in means.items()}}
 
-    def measure_open_interval(self) -> dict[str, Tensor]:
-        """None: every column is of a single step."""
-        return {}
-
     def _sample_prompts(self, purpose: str, step: int, count: int) -> Tensor:
         return self.rngs.integers(purpose, step, high=self.config.vocab_size, shape=(count, self.config.seq_len))
 
@@ -181,18 +161,6 @@ class DistillationAlgorithm:
 
     def _make_labels(self, prompts: Tensor) -> Tensor:
         return self.kind.make_labels(prompts, self.config.vocab_size)
-
-    def get_tensors(self) -> dict[str, Tensor]:
-        """Weights and moments."""
-        return add_prefix(self.optimizer.state_dict(), "adam")
-
-    def get_values(self, member: int) -> dict[str, Any]:
-        """None: the tensors are the whole state."""
-        return {}
-
-    def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from these tensors."""
-        self.optimizer.load_state_dict(select_prefix(tensors, "adam"))
 
 
 def make_trainer(config: DistillationConfig, seeds: Sequence[int]) -> EnsembleTrainer:

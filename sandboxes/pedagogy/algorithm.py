@@ -1,8 +1,7 @@
 """The algorithm of pedagogical reinforcement learning: the teacher's update, then the student's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,15 +9,12 @@ from torch import Tensor
 from sandboxes.pedagogy import losses
 from sandboxes.pedagogy.settings import EVAL_PROMPTS, STUDENT_ONLY, PedagogyConfig
 from sandboxes.toys.decoding import decode_greedily, generate_completions, select_log_probs
-from sandboxes.toys.descent import descend, merge_names
-from sandboxes.toys.ensemble import EnsembleTrainer, UpdateResult
-from sandboxes.toys.groups import NO_DUAL_CLIP, group_advantages
-from sandboxes.toys.optimizer import MemberAdam
-from sandboxes.toys.prefixes import add_prefix, select_prefix
+from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
+from sandboxes.toys.losses import clipped_policy_loss, group_advantages
+from sandboxes.toys.optimizer import MemberAdam, descend, merge_names
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
-from trainable.algo.losses import entropy_from_logits, ppo_clip_loss
-from trainable.runs.run import Row
+from trainable.algo.losses import entropy_from_logits
 from trainable.runs.training import TrainerFamily
 
 _TEACHER_DRAWS, _STUDENT_DRAWS = 0, 1  # indices of the random streams of a step
@@ -66,8 +62,8 @@ class Arithmetic:
         return (actions[..., -self.config.answer_len :] == self.make_answers(inputs)).all(-1).float()
 
 
-class PedagogyAlgorithm:
-    """Pairs of a teacher and a student (see `sandboxes.toys.ensemble.Algorithm`)."""
+class PedagogyAlgorithm(Algorithm[LessonBatch]):
+    """Pairs of a teacher and a student."""
 
     def __init__(self, config: PedagogyConfig, seeds: Sequence[int]) -> None:
         self.config, self.rngs, self.task = config, MemberRngs(seeds), Arithmetic(config)
@@ -81,6 +77,7 @@ class PedagogyAlgorithm:
         )
         self.student_optimizer = MemberAdam(self.student.get_parameters(), config.student_lr)
         self.teacher_optimizer = MemberAdam(self.teacher.get_parameters(), config.teacher_lr)
+        self.optimizers = {"student": self.student_optimizer, "teacher": self.teacher_optimizer}
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
         """Errors and entropies of the greedy completions of student and teacher to EVAL_PROMPTS new prompts."""
@@ -120,10 +117,6 @@ class PedagogyAlgorithm:
 
     def _sample_inputs(self, purpose: str, count: int, *indices: int) -> Tensor:
         return self.rngs.integers(purpose, *indices, high=self.config.content_vocab_size, shape=(count, 2))
-
-    def find_stops(self, batch: LessonBatch, step: int) -> dict[int, Row]:
-        """None: no rule stops a run."""
-        return {}
 
     def train(self, batch: LessonBatch, step: int, is_row: bool) -> UpdateResult:
         """Update the teacher on its completions, and the student on new ones of the teacher; or the student alone."""
@@ -221,14 +214,8 @@ class PedagogyAlgorithm:
         advantages = group_advantages(rewards.flatten(), group_ids, True).view(rewards.shape)
         log_probs = select_log_probs(self._compute_log_probs(models, prompts, batch.actions), batch.actions)
         clip = self.config.clip_epsilon
-        policy_loss = ppo_clip_loss(
-            log_probs,
-            batch.behavior_log_probs,
-            advantages[..., None].expand(log_probs.shape),
-            clip,
-            clip,
-            NO_DUAL_CLIP,
-        )
+        token_advantages = advantages[..., None].expand(log_probs.shape)
+        policy_loss = clipped_policy_loss(log_probs, batch.behavior_log_probs, token_advantages, clip, clip)
         return policy_loss.loss.mean((1, 2)), advantages
 
     def _compute_log_probs(self, models: TransformerEnsemble, prompts: Tensor, actions: Tensor) -> Tensor:
@@ -240,25 +227,6 @@ class PedagogyAlgorithm:
         """[E], the share of groups with right and wrong answers."""
         groups = task_rewards.unflatten(1, (-1, self.config.group_size))
         return (groups.amax(-1) != groups.amin(-1)).float().mean(1)
-
-    def measure_open_interval(self) -> dict[str, Tensor]:
-        """None: every column is of a single step."""
-        return {}
-
-    def get_tensors(self) -> dict[str, Tensor]:
-        """Weights and moments of teacher and student."""
-        return add_prefix(self.student_optimizer.state_dict(), "student") | add_prefix(
-            self.teacher_optimizer.state_dict(), "teacher"
-        )
-
-    def get_values(self, member: int) -> dict[str, Any]:
-        """None: the tensors are the whole state."""
-        return {}
-
-    def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from these tensors."""
-        self.student_optimizer.load_state_dict(select_prefix(tensors, "student"))
-        self.teacher_optimizer.load_state_dict(select_prefix(tensors, "teacher"))
 
 
 def make_trainer(config: PedagogyConfig, seeds: Sequence[int]) -> EnsembleTrainer:

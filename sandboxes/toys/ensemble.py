@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from sandboxes.toys.optimizer import MemberAdam
 from trainable.config.base_config import BaseRunConfig
 from trainable.runs.nonfinite import format_names
 from trainable.runs.run import LinesByFile, Row, TrainerState
@@ -23,47 +24,55 @@ class UpdateResult(NamedTuple):
     nonfinite_names: list[list[str]]
 
 
-class Algorithm(Protocol[Batch]):
+class Algorithm(Generic[Batch]):
     """What E members do in a step. Every tensor has a leading axis of members, which do not affect each other.
 
     Random numbers are a function of seed, purpose and step (`MemberRngs`), so the methods before `train` can be called
     again for the same step with the same result.
     """
 
+    optimizers: Mapping[str, MemberAdam]
+    """All trained weights, by the prefix of their tensors in a checkpoint."""
+
     def evaluate(self, step: int) -> dict[str, Tensor]:
         """Columns that describe the weights, [E] each. Changes nothing."""
-        ...
+        raise NotImplementedError
 
     def sample(self, step: int) -> Batch:
         """The batch of a step, without gradients. Changes nothing."""
-        ...
+        raise NotImplementedError
 
     def find_stops(self, batch: Batch, step: int) -> dict[int, Row]:
         """By seed, the stop columns of each member that a rule ends before it trains on `batch`. Changes nothing."""
-        ...
+        return {}
 
     def train(self, batch: Batch, step: int, is_row: bool) -> UpdateResult:
         """Train on `batch`. With `is_row`, return the columns of the row of this step."""
-        ...
+        raise NotImplementedError
 
     def measure_open_interval(self) -> dict[str, Tensor]:
         """Columns, [E] each, about the steps since the last row, for the row of a member that ends. Changes nothing."""
-        ...
+        return {}
 
     def get_tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the members need to continue, [E, ...] each."""
-        ...
+        """Every tensor that the members need to continue, [E, ...] each: here weights and moments."""
+        return {
+            name: tensor
+            for prefix, optimizer in self.optimizers.items()
+            for name, tensor in add_prefix(optimizer.state_dict(), prefix).items()
+        }
 
     def get_values(self, member: int) -> dict[str, Any]:
         """Every other value that a member needs to continue, as JSON."""
-        ...
+        return {}
 
     def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the results of `get_tensors` and, one per member, of `get_values`.
 
         Raises KeyError, TypeError, RuntimeError or ValueError if they do not fit.
         """
-        ...
+        for prefix, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(select_prefix(tensors, prefix))
 
 
 class EnsembleTrainer:
@@ -235,3 +244,13 @@ def slice_member(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor
 def stack_members(slices: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The inverse of `slice_member`: stack the members' slices, in this order, along a new first axis."""
     return {name: torch.stack([member[name] for member in slices]) for name in slices[0]}
+
+
+def select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names start with `prefix`/, without that prefix."""
+    return {name.removeprefix(f"{prefix}/"): value for name, value in tensors.items() if name.startswith(f"{prefix}/")}
+
+
+def add_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The same tensors, with `prefix`/ in front of their names."""
+    return {f"{prefix}/{name}": value for name, value in tensors.items()}

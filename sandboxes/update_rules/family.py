@@ -12,7 +12,7 @@ from sandboxes.toys.study import (
     make_toy_study,
 )
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.measure.records import STEP_COLUMNS, TRIAL_COLUMNS
+from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
 from search_spaces.declaration.study import Contrasts, Study, keep_settings
 from trainable.families import DisplayColumn, Family, OutcomeColumn, Settings
 from trainable.runs.records import COMMON_TRIAL_COLUMNS, STOP_COLUMNS
@@ -115,7 +115,7 @@ UPDATE_RULES = Family(
     report="sandboxes.toys.report.figures:PAGE",
     description="sandboxes.update_rules.read:DESCRIPTION",
     get_environment=lambda settings: str(settings.get("task", "")),
-    part_checks={"method": "sandboxes.update_rules.part_check:check_update_rule"},
+    part_checks={"method": "sandboxes.update_rules.training.make:check_update_rule"},
     remarks="sandboxes.update_rules.remarks:REMARKS",
     make_template_values=make_template_values,
     get_model_path=get_model_path,

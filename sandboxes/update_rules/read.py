@@ -8,7 +8,7 @@ from analysis.data.schemas import Row
 from analysis.data.summaries import compute_late_mean
 from analysis.stats.estimates import area_under_curve
 from sandboxes.toys.report.descriptions import ENTROPY_PANEL, ERROR_PANEL, Description, Panel
-from sandboxes.update_rules.measure.records import TRIAL_COLUMNS
+from sandboxes.update_rules.records import TRIAL_COLUMNS
 
 LOW_ENTROPY = 0.1
 """nats; the threshold of `first_step_entropy_low` (docs/metrics.md)."""

@@ -1,24 +1,20 @@
 """The algorithm of Vector Policy Optimization: sample sets of candidates, score them, take clipped policy steps."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sandboxes.toys.decoding import sample_actions, select_log_probs
-from sandboxes.toys.descent import descend, merge_names
-from sandboxes.toys.ensemble import EnsembleTrainer, UpdateResult
-from sandboxes.toys.groups import NO_DUAL_CLIP, group_advantages
-from sandboxes.toys.optimizer import MemberAdam
-from sandboxes.toys.prefixes import add_prefix, select_prefix
+from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
+from sandboxes.toys.losses import clipped_policy_loss, group_advantages
+from sandboxes.toys.optimizer import MemberAdam, descend, merge_names
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.vector_rewards import fronts, scores
 from sandboxes.vector_rewards.settings import VectorRewardConfig
-from trainable.algo.losses import entropy_from_logits, ppo_clip_loss
-from trainable.runs.run import Row
+from trainable.algo.losses import entropy_from_logits
 from trainable.runs.training import TrainerFamily
 
 BEST_OF = (1, 3, 9)
@@ -80,8 +76,8 @@ class SetPolicies:
         return logits.view(*shape, -1).log_softmax(-1)
 
 
-class VectorRewardAlgorithm:
-    """Policies over sets of candidates (see `sandboxes.toys.ensemble.Algorithm`)."""
+class VectorRewardAlgorithm(Algorithm[SetBatch]):
+    """Policies over sets of candidates."""
 
     def __init__(self, config: VectorRewardConfig, seeds: Sequence[int]) -> None:
         self.config, self.rngs = config, MemberRngs(seeds)
@@ -89,6 +85,7 @@ class VectorRewardAlgorithm:
         self.rewards = fronts.make_prompt_rewards(self.front, config.num_prompts)
         self.policies = SetPolicies(config, len(self.front.rewards), self.rngs)
         self.optimizer = MemberAdam(self.policies.weights, config.lr)
+        self.optimizers = {"adam": self.optimizer}
         best_set = fronts.find_best_set(self.front.rewards, config.eval_candidates)
         self.best_score = math.nan if best_set is None else best_set[0]
 
@@ -141,10 +138,6 @@ class VectorRewardAlgorithm:
         """[E, B, M, A], the rows of log_probs [E, P, M, A] of prompts [E, B]."""
         return log_probs.gather(1, prompts[..., None, None].expand(*prompts.shape, *log_probs.shape[2:]))
 
-    def find_stops(self, batch: SetBatch, step: int) -> dict[int, Row]:
-        """None: no rule stops a run."""
-        return {}
-
     def train(self, batch: SetBatch, step: int, is_row: bool) -> UpdateResult:
         """Take the inner epochs on the batch; every candidate of a set has the advantage of its set."""
         config = self.config
@@ -155,14 +148,9 @@ class VectorRewardAlgorithm:
         metrics: dict[str, Tensor] = {}
         for _ in range(config.inner_epochs):
             log_probs = self._select_prompts(self.policies.compute_log_probs(), batch.prompts)
-            policy_loss = ppo_clip_loss(
-                select_log_probs(log_probs, batch.actions),
-                batch.behavior_log_probs,
-                advantages,
-                config.clip_epsilon,
-                config.clip_epsilon,
-                NO_DUAL_CLIP,
-            )
+            log_probs = select_log_probs(log_probs, batch.actions)
+            clip = config.clip_epsilon
+            policy_loss = clipped_policy_loss(log_probs, batch.behavior_log_probs, advantages, clip, clip)
             loss = policy_loss.loss.mean((1, 2))
             nonfinite_names = merge_names(nonfinite_names, descend(self.optimizer, loss))
             metrics = {"loss": loss.detach(), "ratio_mean": policy_loss.ratio.mean((1, 2))}
@@ -173,22 +161,6 @@ class VectorRewardAlgorithm:
                 "adv_abs_mean": advantages.abs().mean((1, 2)),
             }
         return UpdateResult(metrics, nonfinite_names)
-
-    def measure_open_interval(self) -> dict[str, Tensor]:
-        """None: every column is of a single step."""
-        return {}
-
-    def get_tensors(self) -> dict[str, Tensor]:
-        """Weights and moments."""
-        return add_prefix(self.optimizer.state_dict(), "adam")
-
-    def get_values(self, member: int) -> dict[str, Any]:
-        """None: the tensors are the whole state."""
-        return {}
-
-    def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from these tensors."""
-        self.optimizer.load_state_dict(select_prefix(tensors, "adam"))
 
 
 def _compute_diversity(rewards: Tensor) -> Tensor:

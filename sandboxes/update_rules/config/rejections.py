@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sandboxes.update_rules.config.names import BANDIT_TASKS, CHAIN_TASKS, SEQUENCE_NOISE_MODES, TOKEN_REWARD_TASKS
+from sandboxes.update_rules.config.conditions import BANDIT_TASKS, CHAIN_TASKS, SEQUENCE_NOISE_MODES, TOKEN_REWARD_TASKS
 
 MAX_TENSOR_ENTRIES = 2**30
 """4 GiB in float32, for each of several tensors of each seed. Larger sizes are typing errors: they end in a kill by the

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from sandboxes.toys.groups import NO_DUAL_CLIP, STD_FLOOR, group_advantages
-from sandboxes.update_rules.batch.rollouts import Rollouts
+from sandboxes.toys.losses import STD_FLOOR, clipped_policy_loss, group_advantages
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Rollouts
 from sandboxes.update_rules.rules.rule import (
     RuleLoss,
     capped_ratios,
@@ -20,7 +20,7 @@ from sandboxes.update_rules.rules.rule import (
     unflatten_groups,
 )
 from trainable.algo.advantages import group_skill
-from trainable.algo.losses import estimate_kl, ppo_clip_loss
+from trainable.algo.losses import estimate_kl
 
 
 def group_skills(scores: Tensor, ids: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def clipped_surrogate(
     Returns:
         The loss of every entry [E, B, ...], and metrics [E] by name.
     """
-    policy_loss = ppo_clip_loss(action_log_probs, old_log_probs, advantages, *clip_range, NO_DUAL_CLIP)
+    policy_loss = clipped_policy_loss(action_log_probs, old_log_probs, advantages, *clip_range)
     metrics = {
         "ratio_mean": masked_mean(policy_loss.ratio, keep_mask),
         "adv_abs_mean": masked_mean(advantages.abs(), keep_mask),

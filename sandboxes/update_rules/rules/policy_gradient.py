@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Rollouts
 from sandboxes.update_rules.rules.rule import (
     RuleLoss,
     capped_ratios,

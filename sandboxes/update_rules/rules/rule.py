@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Rollouts
 from trainable.algo.losses import LOG_RATIO_LIMIT
 
 CONSTANT_BASELINE = 0.5  # of baseline=constant

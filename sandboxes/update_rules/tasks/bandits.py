@@ -5,10 +5,15 @@ from torch import Tensor
 
 from sandboxes.toys.decoding import sample_actions, select_log_probs
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.update_rules.batch.reward_noise import corrupt_rewards, detect_bandit_feature
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.tasks.groups import filter_groups, find_mixed_groups, keep_all_rollouts
+from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.tasks.rewards import (
+    corrupt_rewards,
+    detect_bandit_feature,
+    filter_groups,
+    find_mixed_groups,
+    keep_all_rollouts,
+)
 
 
 def count_prompts_per_step(config: UpdateRuleConfig) -> int:

@@ -13,10 +13,15 @@ from sandboxes.toys.decoding import (
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
 from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
-from sandboxes.update_rules.batch.reward_noise import corrupt_rewards, detect_sequence_feature
-from sandboxes.update_rules.batch.rollouts import Candidates, Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.tasks.groups import filter_groups, find_varied_groups, keep_all_rollouts
+from sandboxes.update_rules.rollouts import Candidates, Rollouts
+from sandboxes.update_rules.tasks.rewards import (
+    corrupt_rewards,
+    detect_sequence_feature,
+    filter_groups,
+    find_varied_groups,
+    keep_all_rollouts,
+)
 from sandboxes.update_rules.tasks.task import ModelEnsemble
 
 EVAL_PROMPTS = 1000  # with an error of 0.5 per sequence, the standard error is 0.016

@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.update_rules.batch.rollouts import Rollouts
+from sandboxes.update_rules.rollouts import Rollouts
 
 
 class ModelEnsemble(Protocol):
@@ -50,5 +50,5 @@ class Task(Protocol):
         ...
 
     def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Columns of `sandboxes.update_rules.measure.records.EVALUATION_COLUMNS`, [E] each: test_error, entropy, ..."""
+        """Columns of `sandboxes.update_rules.records.EVALUATION_COLUMNS`, [E] each: test_error, entropy, ..."""
         ...

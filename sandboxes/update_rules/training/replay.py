@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sandboxes.update_rules.batch.rollouts import Rollouts
-from sandboxes.update_rules.batch.slices import flatten_rollouts, unflatten_rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rules.kondo import compute_behavior_delight
+from sandboxes.update_rules.rollouts import Rollouts, flatten_rollouts, unflatten_rollouts
+from sandboxes.update_rules.rules.delight import compute_behavior_delight
 from sandboxes.update_rules.rules.rule import compute_behavior_advantages
 
 

@@ -27,8 +27,8 @@ from analysis.sweep.contrasts import (
 )
 from analysis.sweep.tables import summarize_arms
 from sandboxes.toys.report import plots as sandbox_plots
-from sandboxes.update_rules.measure.records import TRIAL_COLUMNS
 from sandboxes.update_rules.read import UNCONTRASTED_COLUMNS
+from sandboxes.update_rules.records import TRIAL_COLUMNS
 from search_spaces import FAMILIES
 from tests.fakes import run_folders as language_model
 from tests.fakes.run_folders import make_study_record

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Rollouts
 from trainable.runs.training import StepResult
 
 PROMPTS, POSITIONS, ACTIONS = 3, 2, 4

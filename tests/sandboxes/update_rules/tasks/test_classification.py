@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.models.mlp import MLPEnsemble, init_mlp_ensemble
-from sandboxes.update_rules.tasks.classification import ClassificationTask
+from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.tasks.classification import ClassificationTask, MLPEnsemble, init_mlp_ensemble
 from sandboxes.update_rules.tasks.images import Images, make_synthetic_images, read_images
 from tests.sandboxes.update_rules.tasks import oracles
 

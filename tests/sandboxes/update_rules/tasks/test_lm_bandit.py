@@ -9,9 +9,7 @@ import torch
 
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.models.language_models import LanguageModelEnsemble
-from sandboxes.update_rules.tasks.lm_bandit import LanguageModelBandit
-from sandboxes.update_rules.tasks.make import make_task
+from sandboxes.update_rules.tasks.lm_bandit import LanguageModelBandit, LanguageModelEnsemble
 from sandboxes.update_rules.tasks.texts import (
     SHIPPED_PASSAGES,
     SHIPPED_TEXT,
@@ -19,6 +17,7 @@ from sandboxes.update_rules.tasks.texts import (
     read_passages,
     read_tokens,
 )
+from sandboxes.update_rules.training.make import make_task
 from tests.fakes.hub_models import make_model, write_model
 from tests.sandboxes.update_rules.tasks import oracles
 from trainable.models.load import load_policy

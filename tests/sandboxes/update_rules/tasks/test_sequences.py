@@ -9,10 +9,10 @@ from torch import Tensor
 
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.transformer import TransformerEnsemble
-from sandboxes.update_rules.batch.rollouts import Candidates, Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.tasks.make import make_task
+from sandboxes.update_rules.rollouts import Candidates, Rollouts
 from sandboxes.update_rules.tasks.sequences import SequenceTask
+from sandboxes.update_rules.training.make import make_task
 from tests.sandboxes.update_rules.tasks import oracles
 
 SMALL = {"batch_size": 12, "group_size": 4, "seq_len": 4, "score_len": 2, "d_model": 16}

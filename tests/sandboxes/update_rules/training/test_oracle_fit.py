@@ -6,8 +6,12 @@ import torch
 from sandboxes.toys.optimizer import MemberAdam
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.measure.oracle_fit import SampleInfluence, compute_fit_statistics, compute_sample_influence
-from sandboxes.update_rules.rules.oracle_labels import cross_entropy
+from sandboxes.update_rules.rules.token_credit import cross_entropy
+from sandboxes.update_rules.training.diagnostics import (
+    SampleInfluence,
+    compute_fit_statistics,
+    compute_sample_influence,
+)
 from tests.sandboxes.update_rules.tabular import TabularTask
 
 CONFIG = UpdateRuleConfig(batch_size=6, eta=0.5)

@@ -1,6 +1,7 @@
 """The batch of rollouts that tasks sample, the replay buffer stores, and update rules train on."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
@@ -54,3 +55,33 @@ class Rollouts:
     expected_reward: Tensor | None = None
     candidates: Candidates | None = None
     scalars: dict[str, Tensor] = field(default_factory=dict)
+
+
+_NESTED_FIELDS = ("candidates", "scalars")
+"""Fields of a batch that contain named tensors themselves."""
+
+
+def flatten_rollouts(rollouts: Rollouts) -> dict[str, Tensor]:
+    """Every tensor of `rollouts` by name, such as `actions` or `candidates/actions`; [E, ...] each."""
+    tensors: dict[str, Tensor] = {}
+    for entry in fields(rollouts):
+        value = getattr(rollouts, entry.name)
+        # group_size is a number, and an optional field may be None: `unflatten_rollouts` gets these in other ways.
+        if isinstance(value, Tensor):
+            tensors[entry.name] = value
+    if rollouts.candidates is not None:
+        tensors |= {
+            f"candidates/{entry.name}": getattr(rollouts.candidates, entry.name) for entry in fields(Candidates)
+        }
+    return tensors | {f"scalars/{name}": value for name, value in rollouts.scalars.items()}
+
+
+def unflatten_rollouts(tensors: Mapping[str, Tensor], group_size: int | None) -> Rollouts:
+    """The inverse of `flatten_rollouts`."""
+    nested_fields: dict[str, dict[str, Tensor]] = {field: {} for field in _NESTED_FIELDS}
+    plain_fields: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, key = name.rpartition("/")
+        (nested_fields[prefix] if prefix else plain_fields)[key] = tensor
+    candidates = Candidates(**nested_fields["candidates"]) if nested_fields["candidates"] else None
+    return Rollouts(**plain_fields, group_size=group_size, candidates=candidates, scalars=nested_fields["scalars"])
