@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from analysis.data.schemas import Row
-from analysis.data.summaries import compute_late_mean
+from analysis.data.summaries import summarize_by_prefix
 from analysis.stats.estimates import area_under_curve
 from sandboxes.toys.report.descriptions import ENTROPY_PANEL, ERROR_PANEL, Description, Panel
 from sandboxes.update_rules.records import TRIAL_COLUMNS
@@ -28,18 +28,17 @@ def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
 
     Each row is an evaluation, so `steps_done` is the step of the last row and not the number of rows.
     """
-    last_row = rows[-1] if rows else {}
-    final_columns = [column.name for column in TRIAL_COLUMNS if column.name.startswith("final_")]
+    last_step = rows[-1]["step"] if rows else 0
+    entropies = [(row["step"], row["entropy"]) for row in rows if row.get("entropy") is not None]
     return {
-        "steps_done": last_row.get("step", 0),
-        "late_test_error": compute_late_mean(
-            [(row["step"], row["test_error"]) for row in rows if row.get("test_error") is not None], end_step
-        ),
-        **{name: last_row.get(name.removeprefix("final_")) for name in final_columns},
+        **summarize_by_prefix(rows, end_step, TRIAL_COLUMNS),
         "first_step_entropy_low": _find_first_step(rows, "entropy", LOW_ENTROPY),
         "first_step_error_zero": _find_first_step(rows, "test_error", threshold=0.0),
-        "mean_entropy": _compute_mean_over_steps(
-            rows, "entropy", last_row.get("step", 0) if end_step is None else end_step
+        # The mean height of the curve from its first value; NaN without a value.
+        "mean_entropy": area_under_curve(
+            [step for step, _ in entropies],
+            [entropy for _, entropy in entropies],
+            last_step if end_step is None else end_step,
         ),
         "mean_replay_age": _compute_mean_over_batches(rows, "age_mean"),
         "mean_effective_age": _compute_mean_over_batches(rows, "effective_age"),
@@ -68,12 +67,6 @@ def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None
         if weighted_values
         else None
     )
-
-
-def _compute_mean_over_steps(rows: Sequence[Row], column: str, end_step: int) -> float:
-    """Mean height of the column's curve from its first value to `end_step`; NaN without a value."""
-    measured_rows = [row for row in rows if row.get(column) is not None]
-    return area_under_curve([row["step"] for row in measured_rows], [row[column] for row in measured_rows], end_step)
 
 
 DESCRIPTION = Description(
