@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sandboxes.distillation import losses
 from sandboxes.distillation.settings import EVAL_PROMPTS, SEQUENCE_PG, TOP_K, DistillationConfig
-from sandboxes.distillation.teacher import make_teacher_table
 from sandboxes.toys.decoding import decode_greedily, generate_completions, select_log_probs
 from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
 from sandboxes.toys.optimizer import MemberAdam, descend
@@ -19,27 +18,26 @@ from trainable.algo.losses import entropy_from_logits, full_kl
 from trainable.runs.training import TrainerFamily
 
 _KINDS = {"reversal": "token_reversal", "soft_reversal": "token_reversal", "format_answer": "format_answer"}
+TIE_BREAK = 0.001
+"""Relative weight per index of a content token, which gives tokens at equal distance an order. Source: published."""
 
 
 @dataclass(frozen=True)
 class DistillationBatch:
-    """Sequences that the student sampled, one batch for each of E members: B sequences of T tokens, A actions.
-
-    Attributes:
-        observations: [E, B, L] tokens (prompt, separator, sampled tokens).
-        actions: [E, B, T], the sampled tokens.
-        labels: [E, B, T], the correct tokens.
-        rewards: [E, B] in [0, 1]; they are measured, and nothing trains on them.
-        behavior_log_probs: [E, B, T], of the sampled tokens under the student that sampled them.
-        teacher_log_probs: [E, B, T, A].
-    """
+    """Sequences that the student sampled, one batch for each of E members: B sequences of T tokens, A actions."""
 
     observations: Tensor
+    """[E, B, L] tokens (prompt, separator, sampled tokens)."""
     actions: Tensor
+    """[E, B, T], the sampled tokens."""
     labels: Tensor
+    """[E, B, T], the correct tokens."""
     rewards: Tensor
+    """[E, B] in [0, 1]; they are measured, and nothing trains on them."""
     behavior_log_probs: Tensor
+    """[E, B, T], of the sampled tokens under the student that sampled them."""
     teacher_log_probs: Tensor
+    """[E, B, T, A]."""
 
 
 class DistillationAlgorithm(Algorithm[DistillationBatch]):
@@ -161,6 +159,28 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
 
     def _make_labels(self, prompts: Tensor) -> Tensor:
         return self.kind.make_labels(prompts, self.config.vocab_size)
+
+
+def make_teacher_table(config: DistillationConfig) -> Tensor:
+    """[A, A] log-probabilities: row y is the teacher where y is correct.
+
+    reversal, format_answer: 1 − ε for y, and ε / (A − 1) for every other token.
+
+    soft_reversal: proportional to exp(−d(j, y) / τ) (1 + 0.001 j) for a content token j, where d is the distance on the
+    circle of the V content tokens, and to `special_token_weight` for the separator. The separator is never correct, and
+    its row is that of the first content token.
+    """
+    actions = torch.arange(config.num_actions)
+    if config.task != "soft_reversal":
+        others = config.teacher_epsilon / max(config.num_actions - 1, 1)
+        return torch.where(actions == actions[:, None], 1 - config.teacher_epsilon, others).double().log().float()
+    vocab_size = config.vocab_size
+    distance = (actions - actions[:, None] % vocab_size).abs() % vocab_size
+    cyclic_distance = torch.minimum(distance, vocab_size - distance).double()
+    # The tie-break multiplies, so in logarithms it is added.
+    content = -cyclic_distance / config.teacher_temperature + (1 + TIE_BREAK * actions.double()).log()
+    special = torch.tensor(config.special_token_weight, dtype=torch.float64).log()
+    return torch.where(actions < vocab_size, content, special).log_softmax(-1).float()
 
 
 def make_trainer(config: DistillationConfig, seeds: Sequence[int]) -> EnsembleTrainer:

@@ -22,19 +22,16 @@ _TEACHER_DRAWS, _STUDENT_DRAWS = 0, 1  # indices of the random streams of a step
 
 @dataclass(frozen=True)
 class LessonBatch:
-    """Completions of one policy, one batch for each of E members: B completions of T tokens.
-
-    Attributes:
-        inputs: [E, B, 2], the two numbers of each prompt.
-        actions: [E, B, T], the sampled tokens.
-        behavior_log_probs: [E, B, T], under the policy that sampled them, after its own prompt.
-        task_rewards: [E, B], 1 where the answer is correct, otherwise 0.
-    """
+    """Completions of one policy, one batch for each of E members: B completions of T tokens."""
 
     inputs: Tensor
+    """[E, B, 2], the two numbers of each prompt."""
     actions: Tensor
+    """[E, B, T], the sampled tokens."""
     behavior_log_probs: Tensor
+    """[E, B, T], under the policy that sampled them, after its own prompt."""
     task_rewards: Tensor
+    """[E, B], 1 where the answer is correct, otherwise 0."""
 
 
 @dataclass(frozen=True)

@@ -21,40 +21,37 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """One batch for each of E members (seeds of one condition): B rollouts of T positions; T is 1 for a bandit.
-
-    Attributes:
-        observations: [E, B, L] tokens (prompt, separator, sampled tokens). Bandits: pixels [E, B, 784] as floats, or
-            contexts [E, B, context_len].
-        actions: [E, B, T] integers.
-        labels: [E, B, T] integers, the correct actions.
-        rewards: [E, B].
-        behavior_log_probs: [E, B, T], of the taken actions under the sampling policy.
-        behavior_baseline: [E, B, T], that policy's sum of squared probabilities.
-        keep_mask: [E, B], False for rollouts that are not trained on: groups whose rewards do not differ, and rollouts
-            that Kondo drops. At least one is True per member.
-        age: [E], updates since the batch was sampled.
-        group_size: K; rollouts i K to (i + 1) K - 1 share a prompt. None: ungrouped.
-        score_mask: [E, B, T], True where a position counts for the reward. None: all positions do.
-        expected_reward: [E, B], exact mean reward of the sampling policy; None where it is unknown.
-        candidates: for rules that compare tokens.
-        scalars: statistics of the sampler, [E] each: informative_group_rate, retained_group_rate and
-            used_group_fallback of grouped batches.
-    """
+    """One batch for each of E members (seeds of one condition): B rollouts of T positions; T is 1 for a bandit."""
 
     observations: Tensor
+    """[E, B, L] tokens (prompt, separator, sampled tokens). Bandits: pixels [E, B, 784] as floats, or contexts [E, B,
+    context_len]."""
     actions: Tensor
+    """[E, B, T] integers."""
     labels: Tensor
+    """[E, B, T] integers, the correct actions."""
     rewards: Tensor
+    """[E, B]."""
     behavior_log_probs: Tensor
+    """[E, B, T], of the taken actions under the sampling policy."""
     behavior_baseline: Tensor
+    """[E, B, T], that policy's sum of squared probabilities."""
     keep_mask: Tensor
+    """[E, B], False for rollouts that are not trained on: groups whose rewards do not differ, and rollouts that Kondo
+    drops. At least one is True per member."""
     age: Tensor
+    """[E], updates since the batch was sampled."""
     group_size: int | None = None
+    """K; rollouts i K to (i + 1) K - 1 share a prompt. None: ungrouped."""
     score_mask: Tensor | None = None
+    """[E, B, T], True where a position counts for the reward. None: all positions do."""
     expected_reward: Tensor | None = None
+    """[E, B], exact mean reward of the sampling policy; None where it is unknown."""
     candidates: Candidates | None = None
+    """For rules that compare tokens."""
     scalars: dict[str, Tensor] = field(default_factory=dict)
+    """Statistics of the sampler, [E] each: informative_group_rate, retained_group_rate and used_group_fallback of
+    grouped batches."""
 
 
 _NESTED_FIELDS = ("candidates", "scalars")

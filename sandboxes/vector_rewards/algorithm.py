@@ -12,7 +12,7 @@ from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
 from sandboxes.toys.losses import clipped_policy_loss, group_advantages
 from sandboxes.toys.optimizer import MemberAdam, descend, merge_names
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.vector_rewards import fronts, scores
+from sandboxes.vector_rewards import fronts
 from sandboxes.vector_rewards.settings import VectorRewardConfig
 from trainable.algo.losses import entropy_from_logits
 from trainable.runs.training import TrainerFamily
@@ -23,23 +23,20 @@ BEST_OF = (1, 3, 9)
 
 @dataclass(frozen=True)
 class SetBatch:
-    """Sets of candidates, one batch for each of E members: G groups of K sets (B = G K) of M candidates.
-
-    Attributes:
-        prompts: [E, B], the prompt of each set; the K sets of a group share it.
-        actions: [E, B, M], the action of each candidate.
-        behavior_log_probs: [E, B, M], of the actions under the policy that sampled them.
-        vector_rewards: [E, B, M, D].
-        set_scores: [E, B], what the method trains on.
-        gold_scores: [E, B], the best gold score of each set.
-    """
+    """Sets of candidates, one batch for each of E members: G groups of K sets (B = G K) of M candidates."""
 
     prompts: Tensor
+    """[E, B], the prompt of each set; the K sets of a group share it."""
     actions: Tensor
+    """[E, B, M], the action of each candidate."""
     behavior_log_probs: Tensor
+    """[E, B, M], of the actions under the policy that sampled them."""
     vector_rewards: Tensor
+    """[E, B, M, D]."""
     set_scores: Tensor
+    """[E, B], what the method trains on."""
     gold_scores: Tensor
+    """[E, B], the best gold score of each set."""
 
 
 class SetPolicies:
@@ -122,10 +119,10 @@ class VectorRewardAlgorithm(Algorithm[SetBatch]):
         uniforms = self.rngs.uniform("sandbox_samples", step, shape=(config.batch_size, config.num_candidates))
         actions = sample_actions(log_probs, uniforms)
         vector_rewards = self.rewards[prompts[..., None], actions]
-        gold_scores = scores.score_scalar(vector_rewards, self.front.gold_weights)
+        gold_scores = fronts.score_scalar(vector_rewards, self.front.gold_weights)
         set_scores = gold_scores
         if config.method == "VPOGRPO":
-            set_scores = scores.score_over_weights(vector_rewards, self._draw_weights(step, groups), config.group_size)
+            set_scores = fronts.score_over_weights(vector_rewards, self._draw_weights(step, groups), config.group_size)
         return SetBatch(prompts, actions, select_log_probs(log_probs, actions), vector_rewards, set_scores, gold_scores)
 
     def _draw_weights(self, step: int, groups: int) -> Tensor:

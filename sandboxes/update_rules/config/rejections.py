@@ -11,16 +11,13 @@ operating system, after which a run would be started again."""
 
 
 class Rejection(NamedTuple):
-    """A rejected combination of settings.
-
-    Attributes:
-        applies: returns whether an `UpdateRuleConfig` is such a combination. Its argument is typed Any, because the
-            module of that class imports this one.
-        reason: a sentence that says what is wrong and what to set. Settings in braces are filled in.
-    """
+    """A rejected combination of settings."""
 
     applies: Callable[[Any], bool]
+    """Returns whether an `UpdateRuleConfig` is such a combination. Its argument is typed Any, because the module of
+    that class imports this one."""
     reason: str
+    """A sentence that says what is wrong and what to set. Settings in braces are filled in."""
 
 
 REJECTIONS: tuple[Rejection, ...] = (

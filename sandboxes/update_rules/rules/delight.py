@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sandboxes.toys.decoding import select_log_probs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Rollouts
 from sandboxes.update_rules.rules.rule import (
@@ -17,7 +18,6 @@ from sandboxes.update_rules.rules.rule import (
     compute_advantages,
     compute_behavior_advantages,
     compute_reward_std,
-    gather_log_probs,
     masked_mean,
     policy_gradient_loss,
 )
@@ -29,6 +29,13 @@ def compute_gate(advantage: Tensor, action_log_probs: Tensor, eta: float) -> Ten
     return torch.sigmoid(-advantage * action_log_probs.detach() / eta)
 
 
+def _gate_samples(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """[E, B, T] l, A and g of every sample."""
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
+    advantage = compute_advantages(rollouts, log_probs, config)
+    return action_log_probs, advantage, compute_gate(advantage, action_log_probs, config.eta)
+
+
 def dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """−mean( l · sg(g · A) ),  g = σ(A · s / eta).
 
@@ -36,9 +43,7 @@ def dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleL
     Reduces to: half of REINFORCE as eta grows; for small eta, REINFORCE on samples of positive advantage only.
     Axis: influence. The weight of a sample depends on its surprisal as well as on its advantage.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
-    advantage = compute_advantages(rollouts, log_probs, config)
-    gates = compute_gate(advantage, action_log_probs, config.eta)
+    action_log_probs, advantage, gates = _gate_samples(rollouts, log_probs, config)
     return policy_gradient_loss(rollouts, action_log_probs, gates * advantage, gate_mean=gates)
 
 
@@ -59,9 +64,7 @@ def fresh_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     Reduces to: DG at age 0 or decay 0; at a constant age, to DG with its loss scaled.
     Axis: support. The weight of a sample decays with every update since it was drawn.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
-    advantage = compute_advantages(rollouts, log_probs, config)
-    gates = compute_gate(advantage, action_log_probs, config.eta)
+    action_log_probs, advantage, gates = _gate_samples(rollouts, log_probs, config)
     age = rollouts.age.to(action_log_probs.dtype)[:, None, None].expand(action_log_probs.shape)
     freshness = torch.exp(-config.replay_age_decay * age)
     sample_metrics = {"gate_mean": gates, "freshness_weight": freshness, "batch_age": age}
@@ -79,9 +82,7 @@ def dg_entropy_guard(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCo
     Reduces to: DG at guard_strength 0, or if no good action is likelier than chance.
     Axis: geometry. It protects entropy through the probability of the sampled action, after the advantage is computed.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
-    advantage = compute_advantages(rollouts, log_probs, config)
-    gates = compute_gate(advantage, action_log_probs, config.eta)
+    action_log_probs, advantage, gates = _gate_samples(rollouts, log_probs, config)
     excess_prob = (action_log_probs.detach().exp() - 1 / log_probs.shape[-1]).clamp(0, 1)
     guard = torch.where(advantage > 0, 1 - config.guard_strength * excess_prob, 1)
     weight = guard * gates * advantage
@@ -97,7 +98,7 @@ def uncertainty_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConf
     Reduces to: DG at κ = 0 or if all rewards are equal.
     Axis: reward uncertainty. The gate closes where rewards vary.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     advantage = compute_advantages(rollouts, log_probs, config)
     reward_std = compute_reward_std(rollouts)
     delight = -advantage * action_log_probs.detach()
@@ -116,9 +117,7 @@ def filtered_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig)
     Reduces to: DG at a threshold of 0.5 or more if rewards lie in [0, 1], whose standard deviation is at most 0.5.
     Axis: reward uncertainty, by a hard threshold.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
-    advantage = compute_advantages(rollouts, log_probs, config)
-    gates = compute_gate(advantage, action_log_probs, config.eta)
+    action_log_probs, advantage, gates = _gate_samples(rollouts, log_probs, config)
     reward_std = compute_reward_std(rollouts)
     trust_mask = (reward_std <= config.uncertainty_threshold).to(action_log_probs.dtype)
     sample_metrics = {"gate_mean": gates, "uncertainty_mean": reward_std, "kept_frac": trust_mask}
@@ -134,7 +133,7 @@ def reward_variance_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRule
     Reduces to: DG at κ = 0 or if all rewards are equal.
     Axis: reward uncertainty. Advantages shrink where rewards vary, in the gate as well.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     reward_std = compute_reward_std(rollouts)
     scaled_advantage = compute_advantages(rollouts, log_probs, config) / (
         1 + config.uncertainty_scale * reward_std.unsqueeze(-1)

@@ -69,11 +69,6 @@ def policy_gradient_loss(
     )
 
 
-def gather_log_probs(actions: Tensor, log_probs: Tensor) -> Tensor:
-    """[E, B, T] log-probabilities of `actions` [E, B, T] from `log_probs` [E, B, T, A]."""
-    return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-
-
 def log_ratios(action_log_probs: Tensor, rollouts: Rollouts) -> Tensor:
     """[E, B, T] x = l − μ, clamped to ±20 nats, beyond which a ratio is not informative."""
     return (action_log_probs - rollouts.behavior_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from sandboxes.toys.decoding import select_log_probs
 from sandboxes.toys.losses import group_advantages
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Candidates, Rollouts
@@ -10,7 +11,6 @@ from sandboxes.update_rules.rules.delight import compute_gate, dg
 from sandboxes.update_rules.rules.grouped import clipped_surrogate
 from sandboxes.update_rules.rules.rule import (
     RuleLoss,
-    gather_log_probs,
     make_rule_loss,
     masked_mean,
     policy_gradient_loss,
@@ -41,7 +41,7 @@ def dg_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     Reduces to: on bandits, DG with baseline `expected`; at the last position, SelfDistillDG's first term.
     Axis: granularity. A token is credited with the rewards from its position onwards.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     score_mask = get_score_mask(rollouts).to(action_log_probs.dtype)
     correct = find_correct_tokens(rollouts).to(action_log_probs.dtype)
     # After the last scored position both sums are 0, and so is the reward-to-go.
@@ -112,7 +112,7 @@ def cross_entropy(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfi
     correct.
     Axis: privileged acquisition, at its limit: the rollout is replaced by the correct one.
     """
-    return make_rule_loss(rollouts, -masked_mean(gather_log_probs(rollouts.labels, log_probs), rollouts.keep_mask))
+    return make_rule_loss(rollouts, -masked_mean(select_log_probs(log_probs, rollouts.labels), rollouts.keep_mask))
 
 
 def self_distill_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -127,12 +127,12 @@ def self_distill_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
     Reduces to: on bandits at distill_alpha 0, DG with baseline `expected`.
     Axis: granularity and privileged acquisition. Every token is judged and corrected; sequence rewards are not used.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     correct = find_correct_tokens(rollouts).to(action_log_probs.dtype)
     advantage = correct - get_score_mask(rollouts) * sum_squared_probs(log_probs)
     gates = compute_gate(advantage, action_log_probs, config.eta)
     policy_objective = masked_mean(action_log_probs * (gates * advantage), rollouts.keep_mask)
-    distill_loss = masked_mean(-gates * gather_log_probs(rollouts.labels, log_probs), rollouts.keep_mask)
+    distill_loss = masked_mean(-gates * select_log_probs(log_probs, rollouts.labels), rollouts.keep_mask)
     metrics = {"gate_mean": masked_mean(gates, rollouts.keep_mask), "distill_loss": distill_loss}
     return make_rule_loss(rollouts, config.distill_alpha * distill_loss - policy_objective, **metrics)
 
@@ -152,7 +152,7 @@ def scope_lite(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     is_wrong = (rollouts.actions != rollouts.labels) & score_mask
     # The count of wrong tokens so far is above 0 from the first one onwards.
     correction_mask = (is_wrong.long().cumsum(-1) > 0) & score_mask & rollouts.keep_mask.unsqueeze(-1)
-    surprisals = -gather_log_probs(rollouts.labels, log_probs)
+    surprisals = -select_log_probs(log_probs, rollouts.labels)
     total_surprisal = torch.where(correction_mask, surprisals, 0).sum((1, 2))
     correction_loss = total_surprisal / correction_mask.sum((1, 2)).clamp(min=1)
     corrected_fraction = masked_mean(correction_mask.to(surprisals.dtype), rollouts.keep_mask)

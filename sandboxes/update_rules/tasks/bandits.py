@@ -1,5 +1,7 @@
 """Sample the rollouts of a bandit, which have one action each, from the policy's probabilities."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,19 @@ from sandboxes.update_rules.tasks.rewards import (
     find_mixed_groups,
     keep_all_rollouts,
 )
+
+
+class BanditTask:
+    """The passes of a bandit (see `sandboxes.update_rules.tasks.task.Task`), whose T is 1."""
+
+    def compute_logits(self, models: Any, rollouts: Rollouts) -> Tensor:
+        """[E, B, 1, A] logits; with gradients."""
+        logits: Tensor = models.compute_logits(rollouts.observations)
+        return logits[:, :, None]
+
+    def compute_oracle_log_probs(self, models: Any, rollouts: Rollouts) -> Tensor:
+        """Those of `compute_logits`, because no token precedes the action."""
+        return self.compute_logits(models, rollouts).log_softmax(-1)
 
 
 def count_prompts_per_step(config: UpdateRuleConfig) -> int:

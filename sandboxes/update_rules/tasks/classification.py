@@ -13,9 +13,8 @@ from torch import Tensor
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Rollouts
-from sandboxes.update_rules.tasks.bandits import count_prompts_per_step, make_bandit_rollouts
+from sandboxes.update_rules.tasks.bandits import BanditTask, count_prompts_per_step, make_bandit_rollouts
 from sandboxes.update_rules.tasks.images import NUM_CLASSES, Images, read_images
-from sandboxes.update_rules.tasks.task import ModelEnsemble
 
 
 class MLPEnsemble:
@@ -51,17 +50,12 @@ def init_mlp_ensemble(layer_sizes: tuple[int, ...], rngs: MemberRngs) -> MLPEnse
     return MLPEnsemble(weights)
 
 
-class ClassificationTask:
-    """mnist (see `sandboxes.update_rules.tasks.task.Task`): T is 1, observations are 784 pixels between 0 and 1."""
+class ClassificationTask(BanditTask):
+    """mnist: observations are 784 pixels between 0 and 1."""
 
     def __init__(self, config: UpdateRuleConfig, images: Images | None = None) -> None:
         self.config = config
         self.images = read_images(config.mnist_folder) if images is None else images
-
-    @property
-    def num_actions(self) -> int:
-        """The number of classes."""
-        return NUM_CLASSES
 
     def make_models(self, rngs: MemberRngs) -> MLPEnsemble:
         """Initial weights of every member."""
@@ -69,33 +63,21 @@ class ClassificationTask:
         return init_mlp_ensemble((self.images.train_images.shape[1], hidden, hidden, NUM_CLASSES), rngs)
 
     @torch.no_grad()
-    def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
+    def sample(self, models: MLPEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """One batch: batch_size actions, for as many images, or for batch_size / group_size of grouped rules."""
         images, classes = self.images.train_images, self.images.train_labels
         shape = (count_prompts_per_step(self.config),)
         image_indices = rngs.integers("sandbox_prompts", step, high=len(classes), shape=shape)
         observations = _scale_pixels(images[image_indices])
-        log_probs = _as_mlp_ensemble(models).compute_logits(observations).log_softmax(-1)
+        log_probs = models.compute_logits(observations).log_softmax(-1)
         return make_bandit_rollouts(self.config, rngs, step, observations, classes[image_indices], log_probs)
 
-    def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, 1, A] log-probabilities; with gradients."""
-        return self.compute_logits(models, rollouts).log_softmax(-1)
-
-    def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, 1, A] logits; with gradients."""
-        return _as_mlp_ensemble(models).compute_logits(rollouts.observations)[:, :, None]
-
-    def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """The same as `compute_log_probs`, because no token precedes the action."""
-        return self.compute_log_probs(models, rollouts)
-
     @torch.no_grad()
-    def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
+    def evaluate(self, models: MLPEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Error of the likeliest class and entropy over all test images, and whether the images are synthetic."""
         num_members = len(rngs.seeds)
         inputs = _scale_pixels(self.images.test_images).expand(num_members, -1, -1)
-        log_probs = _as_mlp_ensemble(models).compute_logits(inputs).log_softmax(-1)
+        log_probs = models.compute_logits(inputs).log_softmax(-1)
         return {
             "test_error": (log_probs.argmax(-1) != self.images.test_labels).float().mean(-1),
             "entropy": -(log_probs.exp() * log_probs).sum(-1).mean(-1),
@@ -106,8 +88,3 @@ class ClassificationTask:
 def _scale_pixels(images: Tensor) -> Tensor:
     """Bytes 0 ... 255 as floats 0 ... 1. All images are stored as bytes, which take a quarter of the memory."""
     return images.float() / 255
-
-
-def _as_mlp_ensemble(models: ModelEnsemble) -> MLPEnsemble:
-    assert isinstance(models, MLPEnsemble), "models are those of make_models"
-    return models

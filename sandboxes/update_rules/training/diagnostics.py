@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sandboxes.toys.decoding import select_log_probs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Rollouts
-from sandboxes.update_rules.rules.rule import compute_advantages, compute_behavior_advantages, gather_log_probs
+from sandboxes.update_rules.rules.rule import compute_advantages, compute_behavior_advantages
 from sandboxes.update_rules.tasks.task import ModelEnsemble, Task
 
 
@@ -112,24 +113,21 @@ def _masked_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 
 
 class SampleInfluence(NamedTuple):
-    """Quantities of each taken token of a batch, [E, N] each; N samples in the order of the batch.
-
-    Attributes:
-        projection: inner product of the gradients of the token's log-probability and of the oracle's cross-entropy. It
-            is negative if raising the log-probability lowers the oracle's loss.
-        advantage: reward minus baseline, for every rule.
-        surprisal: under the current policy.
-        delight: advantage times surprisal.
-        gate: sigmoid(delight / eta).
-        keep_mask: whether the token's rollout is trained on.
-    """
+    """Quantities of each taken token of a batch, [E, N] each; N samples in the order of the batch."""
 
     projection: Tensor
+    """Inner product of the gradients of the token's log-probability and of the oracle's cross-entropy. It is negative
+    if raising the log-probability lowers the oracle's loss."""
     advantage: Tensor
+    """Reward minus baseline, for every rule."""
     surprisal: Tensor
+    """Under the current policy."""
     delight: Tensor
+    """Advantage times surprisal."""
     gate: Tensor
+    """sigmoid(delight / eta)."""
     keep_mask: Tensor
+    """Whether the token's rollout is trained on."""
 
 
 def compute_sample_influence(
@@ -141,8 +139,8 @@ def compute_sample_influence(
     """
     # Only the math implementation of attention can be differentiated twice.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        log_probs = task.compute_log_probs(models, rollouts)
-        action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+        log_probs = task.compute_logits(models, rollouts).log_softmax(-1)
+        action_log_probs = select_log_probs(log_probs, rollouts.actions)
         projection = _compute_projections(action_log_probs, list(models.get_parameters().values()), oracle_gradients)
     surprisal = -action_log_probs.detach()
     advantage = compute_advantages(rollouts, log_probs, config)

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from sandboxes.distillation.algorithm import DistillationAlgorithm, make_trainer
+from sandboxes.distillation.algorithm import DistillationAlgorithm, make_teacher_table, make_trainer
 from sandboxes.distillation.losses import select_support
 from sandboxes.distillation.settings import DistillationConfig
-from sandboxes.distillation.teacher import make_teacher_table
 from sandboxes.toys.ensemble import EnsembleTrainer
 
 SMALL = {"vocab_size": 4, "seq_len": 3, "batch_size": 8, "d_model": 16, "nhead": 2, "num_layers": 1}

@@ -47,10 +47,6 @@ class TabularTask:
         self.config, self.uniform_from, self.broken_at = config, uniform_from or {}, broken_at or {}
         self.evaluations = 0
 
-    @property
-    def num_actions(self) -> int:
-        return ACTIONS
-
     def make_models(self, rngs: MemberRngs) -> Table:
         return Table(rngs.normal("sandbox_weights", shape=(PROMPTS, POSITIONS, ACTIONS)).float())
 
@@ -83,14 +79,11 @@ class TabularTask:
         }
         return replace(batch, group_size=group_size, scalars=scalars)
 
-    def compute_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
-        return self.compute_logits(models, rollouts).log_softmax(-1)
-
     def compute_logits(self, models: Table, rollouts: Rollouts) -> Tensor:
         return models.rows(rollouts.observations)
 
     def compute_oracle_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
-        return self.compute_log_probs(models, rollouts)
+        return self.compute_logits(models, rollouts).log_softmax(-1)
 
     def evaluate(self, models: Table, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         self.evaluations += 1

@@ -28,7 +28,9 @@ def compute_influence() -> tuple[SampleInfluence, torch.Tensor, torch.Tensor]:
     )
     projections = []
     for index in range(batch.actions[0].numel()):
-        taken_log_probs = task.compute_log_probs(models, batch).gather(-1, batch.actions.unsqueeze(-1)).flatten(1)
+        taken_log_probs = (
+            task.compute_logits(models, batch).log_softmax(-1).gather(-1, batch.actions.unsqueeze(-1)).flatten(1)
+        )
         projections.append((optimizer.compute_gradient(taken_log_probs[:, index]) * oracle_gradient).sum(1))
     samples = compute_sample_influence(task, models, batch, optimizer.split_by_parameter(oracle_gradient), CONFIG)
     return samples, torch.stack(projections, dim=1), taken_log_probs.detach()

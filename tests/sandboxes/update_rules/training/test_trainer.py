@@ -133,7 +133,7 @@ def test_a_delayed_update_is_of_the_batch_that_was_sampled_before() -> None:
         trainer.step()
         batch = batches[0] if step == 2 else batches[step]
         reference = reference_trainer.algorithm
-        log_probs = reference.task.compute_log_probs(reference.models, batch)
+        log_probs = reference.task.compute_logits(reference.models, batch).log_softmax(-1)
         optimizer = reference.optimizer
         gradient = optimizer.compute_gradient(reference.objective(batch, log_probs, settings).loss)
         optimizer.step(gradient * (1 / (gradient.norm() + 1e-6)).clamp(max=1))
