@@ -30,8 +30,6 @@ class DistillationBatch:
     """[E, B, L] tokens (prompt, separator, sampled tokens)."""
     actions: Tensor
     """[E, B, T], the sampled tokens."""
-    labels: Tensor
-    """[E, B, T], the correct tokens."""
     rewards: Tensor
     """[E, B] in [0, 1]; they are measured, and nothing trains on them."""
     behavior_log_probs: Tensor
@@ -83,7 +81,6 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
         return DistillationBatch(
             observations=torch.cat((self._append_separator(prompts), completions.tokens), dim=-1),
             actions=completions.tokens,
-            labels=labels,
             rewards=compute_sequence_rewards(self.kind, completions.tokens == labels, scores_all, binary=False),
             behavior_log_probs=select_log_probs(completions.log_probs, completions.tokens),
             teacher_log_probs=self.teacher_table[labels],

@@ -115,8 +115,9 @@ class EnsembleTrainer:
         if step == self.config.trainer.total_training_steps:
             return self._end_members({seed: {} for seed in self.seeds})
         is_row = step in self.config.get_row_steps(step + 1)
-        evaluation = self._evaluate() if is_row else {}
-        batch = self._sample()
+        with torch.no_grad():
+            evaluation = self.algorithm.evaluate(step) if is_row else {}
+            batch = self.algorithm.sample(step)
         # Until here nothing of the trainer has changed, and random numbers depend on the step alone. So the members
         # that continue can repeat the step, and draw the same batch.
         if stop_columns := self.algorithm.find_stops(batch, step):
@@ -126,14 +127,6 @@ class EnsembleTrainer:
         self.step_index += 1
         rows = self._make_rows({**evaluation, **update_result.metrics}, step) if is_row else {}
         return self._drop_failed_members(rows, update_result.nonfinite_names)
-
-    @torch.no_grad()
-    def _evaluate(self) -> dict[str, Tensor]:
-        return self.algorithm.evaluate(self.step_index)
-
-    @torch.no_grad()
-    def _sample(self) -> Any:
-        return self.algorithm.sample(self.step_index)
 
     def _make_rows(self, metrics: dict[str, Tensor], step: int) -> dict[int, Row]:
         """One row per seed; a number that is not finite, such as a mean over nothing, is omitted."""
@@ -153,7 +146,9 @@ class EnsembleTrainer:
     def _end_members(self, stop_columns: dict[int, Row]) -> StepResult:
         """End the members in `stop_columns`, keep their states, and return the last row of each with these columns."""
         seconds_at_last_row = self._seconds_at_last_row
-        rows = self._make_rows({**self._evaluate(), **self.algorithm.measure_open_interval()}, self.step_index)
+        with torch.no_grad():
+            evaluation = self.algorithm.evaluate(self.step_index)
+        rows = self._make_rows({**evaluation, **self.algorithm.measure_open_interval()}, self.step_index)
         # The members that continue get no row here, so their clock must not start again.
         self._seconds_at_last_row = seconds_at_last_row
         self.final_states |= {seed: self.get_state(seed) for seed in stop_columns}

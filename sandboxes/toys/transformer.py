@@ -197,16 +197,16 @@ def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> Tran
     initial_weights = {
         "embedding.weight": rngs.normal("sandbox_weights", 1, shape=(shape.vocab_size, width)),
         "positions.weight": rngs.normal("sandbox_weights", 2, shape=(shape.max_positions, width)),
-        "head.weight": _draw_uniform(rngs, 3, (shape.vocab_size, width), width**-0.5),
+        "head.weight": rngs.bounded_weights(3, (shape.vocab_size, width), width**-0.5),
     }
     block_weights = {
         # Xavier's bound, sqrt(6 / (inputs + outputs)), as torch.nn.MultiheadAttention uses.
-        "self_attn.in_proj_weight": _draw_uniform(rngs, 4, (3 * width, width), math.sqrt(6 / (4 * width))),
-        "self_attn.out_proj.weight": _draw_uniform(rngs, 5, (width, width), width**-0.5),
-        "linear1.weight": _draw_uniform(rngs, 6, (4 * width, width), width**-0.5),
-        "linear1.bias": _draw_uniform(rngs, 7, (4 * width,), width**-0.5),
-        "linear2.weight": _draw_uniform(rngs, 8, (width, 4 * width), (4 * width) ** -0.5),
-        "linear2.bias": _draw_uniform(rngs, 9, (width,), (4 * width) ** -0.5),
+        "self_attn.in_proj_weight": rngs.bounded_weights(4, (3 * width, width), math.sqrt(6 / (4 * width))),
+        "self_attn.out_proj.weight": rngs.bounded_weights(5, (width, width), width**-0.5),
+        "linear1.weight": rngs.bounded_weights(6, (4 * width, width), width**-0.5),
+        "linear1.bias": rngs.bounded_weights(7, (4 * width,), width**-0.5),
+        "linear2.weight": rngs.bounded_weights(8, (width, 4 * width), (4 * width) ** -0.5),
+        "linear2.bias": rngs.bounded_weights(9, (width,), (4 * width) ** -0.5),
     }
     num_members = len(rngs.seeds)
     bias_sizes = {"self_attn.in_proj_bias": 3 * width, "self_attn.out_proj.bias": width}
@@ -217,10 +217,6 @@ def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> Tran
         f"blocks.{k}.{name}": first.clone() for k in range(shape.num_layers) for name, first in block_weights.items()
     }
     return TransformerEnsemble(shape, {name: first.float().requires_grad_() for name, first in initial_weights.items()})
-
-
-def _draw_uniform(rngs: MemberRngs, index: int, shape: tuple[int, ...], bound: float) -> Tensor:
-    return (2 * rngs.uniform("sandbox_weights", index, shape=shape) - 1) * bound
 
 
 def _make_norm_weights(name: str, num_members: int, width: int) -> dict[str, Tensor]:

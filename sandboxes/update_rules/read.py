@@ -1,6 +1,6 @@
 """Read: what a run of an update rule came to, and the words of its report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,15 +12,6 @@ from sandboxes.update_rules.records import TRIAL_COLUMNS
 
 LOW_ENTROPY = 0.1
 """nats; the threshold of `first_step_entropy_low` (docs/metrics.md)."""
-
-UNCONTRASTED_COLUMNS: Mapping[str, str] = {
-    "final_test_error": "it is a single evaluation, and late_test_error is the mean over the last ones",
-    "final_greedy_separator_rate": "it only identifies a collapse, whose error late_test_error has",
-    "first_step_entropy_low": "runs that never reach the step have no value, so a mean over the others is biased",
-    "first_step_error_zero": "runs that never reach the step have no value, so a mean over the others is biased",
-    "mean_effective_age": "it equals mean_replay_age, except for FreshDG",
-}
-"""The trial columns of update-rule studies that are not contrasted, and why."""
 
 
 def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:

@@ -31,8 +31,6 @@ class SetBatch:
     """[E, B, M], the action of each candidate."""
     behavior_log_probs: Tensor
     """[E, B, M], of the actions under the policy that sampled them."""
-    vector_rewards: Tensor
-    """[E, B, M, D]."""
     set_scores: Tensor
     """[E, B], what the method trains on."""
     gold_scores: Tensor
@@ -43,25 +41,16 @@ class SetPolicies:
     """E policies: the embeddings of a prompt and of an answer slot are added, then Linear, tanh, Linear."""
 
     def __init__(self, config: VectorRewardConfig, num_actions: int, rngs: MemberRngs) -> None:
-        hidden = config.hidden
-        bound = hidden**-0.5
-        self.weights = {
+        hidden, bound = config.hidden, config.hidden**-0.5
+        initial_weights = {
             "prompts": rngs.normal("sandbox_weights", 1, shape=(config.num_prompts, hidden)),
             "slots": rngs.normal("sandbox_weights", 2, shape=(config.num_candidates, hidden)),
-            **{
-                name: (2 * rngs.uniform("sandbox_weights", index, shape=shape) - 1) * bound
-                for index, (name, shape) in enumerate(
-                    {
-                        "hidden.matrix": (hidden, hidden),
-                        "hidden.bias": (hidden,),
-                        "head.matrix": (hidden, num_actions),
-                        "head.bias": (num_actions,),
-                    }.items(),
-                    start=3,
-                )
-            },
+            "hidden.matrix": rngs.bounded_weights(3, (hidden, hidden), bound),
+            "hidden.bias": rngs.bounded_weights(4, (hidden,), bound),
+            "head.matrix": rngs.bounded_weights(5, (hidden, num_actions), bound),
+            "head.bias": rngs.bounded_weights(6, (num_actions,), bound),
         }
-        self.weights = {name: tensor.float().requires_grad_() for name, tensor in self.weights.items()}
+        self.weights = {name: tensor.float().requires_grad_() for name, tensor in initial_weights.items()}
 
     def compute_log_probs(self) -> Tensor:
         """[E, P, M, A] log-probabilities of the actions in each slot, for every prompt."""
@@ -123,7 +112,7 @@ class VectorRewardAlgorithm(Algorithm[SetBatch]):
         set_scores = gold_scores
         if config.method == "VPOGRPO":
             set_scores = fronts.score_over_weights(vector_rewards, self._draw_weights(step, groups), config.group_size)
-        return SetBatch(prompts, actions, select_log_probs(log_probs, actions), vector_rewards, set_scores, gold_scores)
+        return SetBatch(prompts, actions, select_log_probs(log_probs, actions), set_scores, gold_scores)
 
     def _draw_weights(self, step: int, groups: int) -> Tensor:
         """[E, G, W, D] weights, uniform on the simplex: normalized exponential numbers."""

@@ -102,6 +102,11 @@ class UpdateRuleConfig(ToyRunConfig):
         return get_rule(self.method, self.group_size)
 
     @property
+    def samples_per_prompt(self) -> int:
+        """Rollouts of each prompt in a batch: group_size for grouped rules, otherwise 1."""
+        return self.group_size if self.rule.has_groups else 1
+
+    @property
     def max_tensor_entries(self) -> int:
         """Entries of the largest tensor of a member, up to a small factor: weights, activations or stored batches."""
         positions = 2 * self.seq_len + 1  # prompt, separator, answer

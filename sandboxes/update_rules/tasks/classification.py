@@ -13,7 +13,7 @@ from torch import Tensor
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Rollouts
-from sandboxes.update_rules.tasks.bandits import BanditTask, count_prompts_per_step, make_bandit_rollouts
+from sandboxes.update_rules.tasks.bandits import BanditTask, make_bandit_rollouts
 from sandboxes.update_rules.tasks.images import NUM_CLASSES, Images, read_images
 
 
@@ -44,9 +44,8 @@ def init_mlp_ensemble(layer_sizes: tuple[int, ...], rngs: MemberRngs) -> MLPEnse
     for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(layer_sizes)):
         for tensor_index, shape in enumerate(((fan_out, fan_in), (fan_out,))):
             # Index 1, 2, ... of the stream: weight and bias of the first layer, then of the next.
-            uniforms = rngs.uniform("sandbox_weights", 2 * layer + tensor_index + 1, shape=shape)
-            name = f"layers.{layer}.{('weight', 'bias')[tensor_index]}"
-            weights[name] = ((2 * uniforms - 1) * fan_in**-0.5).float().requires_grad_()
+            weight = rngs.bounded_weights(2 * layer + tensor_index + 1, shape, fan_in**-0.5)
+            weights[f"layers.{layer}.{('weight', 'bias')[tensor_index]}"] = weight.float().requires_grad_()
     return MLPEnsemble(weights)
 
 
@@ -66,7 +65,7 @@ class ClassificationTask(BanditTask):
     def sample(self, models: MLPEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """One batch: batch_size actions, for as many images, or for batch_size / group_size of grouped rules."""
         images, classes = self.images.train_images, self.images.train_labels
-        shape = (count_prompts_per_step(self.config),)
+        shape = (self.config.batch_size // self.config.samples_per_prompt,)
         image_indices = rngs.integers("sandbox_prompts", step, high=len(classes), shape=shape)
         observations = _scale_pixels(images[image_indices])
         log_probs = models.compute_logits(observations).log_softmax(-1)

@@ -10,7 +10,7 @@ from sandboxes.toys.decoding import select_log_probs
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Rollouts
-from sandboxes.update_rules.tasks.bandits import BanditTask, count_prompts_per_step, make_bandit_rollouts
+from sandboxes.update_rules.tasks.bandits import BanditTask, make_bandit_rollouts
 from sandboxes.update_rules.tasks.texts import read_tokens
 from trainable.models.load import Policy, load_policy
 
@@ -106,7 +106,7 @@ class LanguageModelBandit(BanditTask):
     @torch.no_grad()
     def sample(self, models: LanguageModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """One batch: batch_size tokens, after as many contexts, or after batch_size / group_size for grouped rules."""
-        contexts, labels = self._sample_contexts(rngs, step, count_prompts_per_step(self.config))
+        contexts, labels = self._sample_contexts(rngs, step, self.config.batch_size // self.config.samples_per_prompt)
         log_probs = models.compute_logits(contexts).log_softmax(-1)
         action_cost = torch.zeros_like(log_probs)  # kl_weight (log pi - log pi_first) of every token
         if self.config.kl_weight > 0:

@@ -8,6 +8,9 @@ over three tokens, about 98 % of sequences of length 10 contain the rare token.
 import torch
 from torch import Tensor
 
+from sandboxes.toys.rngs import MemberRngs
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+
 
 def corrupt_rewards(
     rewards: Tensor, uniforms: Tensor, mode: str, noise_rate: float, is_solved: Tensor, has_feature: Tensor
@@ -33,6 +36,15 @@ def corrupt_rewards(
         return torch.where(is_corrupted, uniforms[..., 1].to(rewards.dtype), rewards)
     # All other modes are false positives: failures with the feature earn 1.
     return torch.where(is_corrupted & has_feature & ~is_solved, torch.ones_like(rewards), rewards)
+
+
+def make_noisy_rewards(
+    config: UpdateRuleConfig, rngs: MemberRngs, step: int, rewards: Tensor, is_solved: Tensor, has_feature: Tensor
+) -> Tensor:
+    """The result of `corrupt_rewards` for rewards [E, B] of a step, with the noise of `config`."""
+    # Two numbers per rollout in every mode, although only random_reward reads the second.
+    uniforms = rngs.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
+    return corrupt_rewards(rewards, uniforms, config.reward_noise_mode, config.reward_noise, is_solved, has_feature)
 
 
 def detect_sequence_feature(mode: str, prompts: Tensor, outputs: Tensor, separator: int) -> Tensor:

@@ -16,11 +16,11 @@ from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, in
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Candidates, Rollouts
 from sandboxes.update_rules.tasks.rewards import (
-    corrupt_rewards,
     detect_sequence_feature,
     filter_groups,
     find_varied_groups,
     keep_all_rollouts,
+    make_noisy_rewards,
 )
 
 EVAL_PROMPTS = 1000  # with an error of 0.5 per sequence, the standard error is 0.016
@@ -49,14 +49,17 @@ class SequenceTask:
     def sample(self, models: TransformerEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """One batch: batch_size rollouts, for as many prompts, or for batch_size / group_size of grouped rules."""
         config = self.config
-        samples_per_prompt = config.group_size if config.rule.has_groups else 1
+        samples_per_prompt = config.samples_per_prompt
         prompts = self._sample_prompts(rngs, "sandbox_prompts", step, config.batch_size // samples_per_prompt)
         uniforms = rngs.uniform("sandbox_samples", step, shape=(config.batch_size, config.seq_len))
         completions = generate_completions(
             models, self._append_separator(prompts), config.seq_len, uniforms, samples_per_prompt
         )
         prompts = prompts.repeat_interleave(samples_per_prompt, dim=1)
-        rewards = self._compute_noisy_rewards(prompts, completions.tokens, rngs, step)
+        is_correct = completions.tokens == self._make_labels(prompts)
+        is_solved = is_correct[..., self.score_mask].all(-1)
+        has_feature = detect_sequence_feature(config.reward_noise_mode, prompts, completions.tokens, self.separator)
+        rewards = make_noisy_rewards(config, rngs, step, self._compute_rewards(is_correct), is_solved, has_feature)
         keep_mask, scalars = keep_all_rollouts(rewards)
         if config.rule.has_groups:
             keep_mask, scalars = filter_groups(find_varied_groups(rewards, samples_per_prompt), samples_per_prompt)
@@ -118,17 +121,6 @@ class SequenceTask:
 
     def _compute_rewards(self, is_correct: Tensor) -> Tensor:
         return compute_sequence_rewards(self.kind, is_correct, self.score_mask, self.config.binary_reward)
-
-    def _compute_noisy_rewards(self, prompts: Tensor, tokens: Tensor, rngs: MemberRngs, step: int) -> Tensor:
-        config, is_correct = self.config, tokens == self._make_labels(prompts)
-        rewards, mode = self._compute_rewards(is_correct), config.reward_noise_mode
-        if mode == "none":
-            return rewards
-        uniforms = rngs.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
-        has_feature = detect_sequence_feature(mode, prompts, tokens, self.separator)
-        return corrupt_rewards(
-            rewards, uniforms, mode, config.reward_noise, is_correct[..., self.score_mask].all(-1), has_feature
-        )
 
     def _compute_label_log_probs(self, models: TransformerEnsemble, prompts: Tensor) -> Tensor:
         sequences = torch.cat((self._append_separator(prompts), self._make_labels(prompts)), dim=-1)

@@ -66,10 +66,12 @@ def test_graded_weights_fall_with_the_distance_on_the_circle() -> None:
 
 def test_format_answer_has_a_teacher_for_its_answer_token() -> None:
     config = make_config(task="format_answer")
-    batch = DistillationAlgorithm(config, (0,)).sample(0)
+    algorithm = DistillationAlgorithm(config, (0,))
+    batch = algorithm.sample(0)
+    labels = algorithm._make_labels(batch.observations[..., : config.seq_len])
     assert config.num_actions == 6
-    assert (batch.labels[..., 0] == 5).all()
-    assert torch.equal(batch.teacher_log_probs.argmax(-1), batch.labels)
+    assert (labels[..., 0] == 5).all()
+    assert torch.equal(batch.teacher_log_probs.argmax(-1), labels)
 
 
 # Rows and states.

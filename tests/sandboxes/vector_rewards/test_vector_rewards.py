@@ -156,7 +156,8 @@ def test_the_sets_of_a_group_are_scored_with_the_same_weights_which_are_on_the_s
     assert float(weights[..., 0].std()) == pytest.approx(12**-0.5, abs=0.03)  # uniform on [0, 1]
     batch = algorithm.sample(3)
     assert torch.equal(batch.prompts.view(2, 8, 4), batch.prompts.view(2, 8, 4)[..., :1].expand(2, 8, 4))
-    expected = fronts.score_over_weights(batch.vector_rewards, weights, 4)
+    vector_rewards = algorithm.rewards[batch.prompts[..., None], batch.actions]
+    expected = fronts.score_over_weights(vector_rewards, weights, 4)
     assert torch.equal(batch.set_scores, expected)
 
 
