@@ -13,7 +13,7 @@ from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
 from sandboxes.toys.optimizer import MemberAdam, descend
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
-from sandboxes.toys.transformer import TransformerShape, init_transformer_ensemble
+from sandboxes.toys.transformer import init_transformer_ensemble, make_shape
 from trainable.algo.losses import entropy_from_logits, full_kl
 from trainable.runs.training import TrainerFamily
 
@@ -45,11 +45,8 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
         self.config, self.rngs = config, MemberRngs(seeds)
         self.kind = SEQUENCE_KINDS[_KINDS[config.task]]
         self.teacher_table = make_teacher_table(config)
-        shape = TransformerShape(
-            config.num_actions, config.d_model, config.nhead, config.num_layers, config.max_positions
-        )
-        self.models = init_transformer_ensemble(shape, self.rngs)
-        self.optimizer = MemberAdam(self.models.get_parameters(), config.lr)
+        self.models = init_transformer_ensemble(make_shape(config), self.rngs)
+        self.optimizer = MemberAdam(self.models.weights, config.lr)
         self.optimizers = {"adam": self.optimizer}
         # [E, P], a random unit vector for each member, which gradients are projected on.
         self.direction: Tensor | None = None

@@ -13,7 +13,7 @@ from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
 from sandboxes.toys.losses import clipped_policy_loss, group_advantages
 from sandboxes.toys.optimizer import MemberAdam, descend, merge_names
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
+from sandboxes.toys.transformer import TransformerEnsemble, init_transformer_ensemble, make_shape
 from trainable.algo.losses import entropy_from_logits
 from trainable.runs.training import TrainerFamily
 
@@ -64,27 +64,25 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
 
     def __init__(self, config: PedagogyConfig, seeds: Sequence[int]) -> None:
         self.config, self.rngs, self.task = config, MemberRngs(seeds), Arithmetic(config)
-        shape = TransformerShape(
-            config.num_actions, config.d_model, config.nhead, config.num_layers, config.max_positions
-        )
+        shape = make_shape(config)
         self.student = init_transformer_ensemble(shape, self.rngs)
         # Both start from the same weights.
         self.teacher = TransformerEnsemble(
             shape, {name: tensor.detach().clone().requires_grad_() for name, tensor in self.student.weights.items()}
         )
-        self.student_optimizer = MemberAdam(self.student.get_parameters(), config.student_lr)
-        self.teacher_optimizer = MemberAdam(self.teacher.get_parameters(), config.teacher_lr)
+        self.student_optimizer = MemberAdam(self.student.weights, config.student_lr)
+        self.teacher_optimizer = MemberAdam(self.teacher.weights, config.teacher_lr)
         self.optimizers = {"student": self.student_optimizer, "teacher": self.teacher_optimizer}
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
         """Errors and entropies of the greedy completions of student and teacher to EVAL_PROMPTS new prompts."""
         inputs = self._sample_inputs("sandbox_evaluation", EVAL_PROMPTS, step)
         columns: dict[str, Tensor] = {}
-        prompts = {"": self.task.make_student_prompts(inputs), "teacher_": self.task.make_teacher_prompts(inputs)}
-        for prefix, models in (("", self.student), ("teacher_", self.teacher)):
-            if prefix and self.config.method == STUDENT_ONLY:
-                continue
-            tokens, log_probs = decode_greedily(models, prompts[prefix], self.config.completion_len)
+        policies = {"": (self.student, self.task.make_student_prompts(inputs))}
+        if self.config.method != STUDENT_ONLY:
+            policies["teacher_"] = (self.teacher, self.task.make_teacher_prompts(inputs))
+        for prefix, (models, prompts) in policies.items():
+            tokens, log_probs = decode_greedily(models, prompts, self.config.completion_len)
             columns |= {
                 f"{prefix}test_error": 1 - self.task.grade(inputs, tokens).mean(1),
                 f"{prefix}entropy": entropy_from_logits(log_probs).mean((1, 2)),
@@ -117,40 +115,32 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
 
     def train(self, batch: LessonBatch, step: int, is_row: bool) -> UpdateResult:
         """Update the teacher on its completions, and the student on new ones of the teacher; or the student alone."""
-        config = self.config
-        if config.method == STUDENT_ONLY:
-            return self._train_student_alone(batch, step)
+        config, is_alone = self.config, self.config.method == STUDENT_ONLY
         metrics: dict[str, Tensor] = {}
         nonfinite_names: list[list[str]] = [[] for _ in batch.task_rewards]
-        for index in range(config.teacher_steps):
-            teacher_batch = self._sample_batch((step, _TEACHER_DRAWS, index), config.group_size) if index else batch
-            names, teacher_metrics = self._update_teacher(teacher_batch)
+        update = self._reinforce_student if is_alone else self._update_teacher
+        for index in range(config.student_steps if is_alone else config.teacher_steps):
+            names, columns = update(
+                self._sample_batch((step, _TEACHER_DRAWS, index), config.group_size) if index else batch
+            )
             nonfinite_names = merge_names(nonfinite_names, names)
-            metrics |= teacher_metrics
-        for index in range(config.student_steps):
-            lessons = self._sample_batch((step, _STUDENT_DRAWS, index), 1)
-            names, student_metrics = self._imitate(lessons)
+            metrics |= columns
+        for index in range(0 if is_alone else config.student_steps):
+            names, columns = self._imitate(self._sample_batch((step, _STUDENT_DRAWS, index), 1))
             nonfinite_names = merge_names(nonfinite_names, names)
-            metrics |= student_metrics
+            metrics |= columns
         return UpdateResult(metrics, nonfinite_names)
 
-    def _train_student_alone(self, batch: LessonBatch, step: int) -> UpdateResult:
-        """GRPO on the reward of the task, with the student's own completions."""
-        metrics: dict[str, Tensor] = {}
-        nonfinite_names: list[list[str]] = [[] for _ in batch.task_rewards]
-        for index in range(self.config.student_steps):
-            own_batch = self._sample_batch((step, _TEACHER_DRAWS, index), self.config.group_size) if index else batch
-            prompts = self.task.make_student_prompts(own_batch.inputs)
-            loss, advantages = self._compute_grpo_loss(self.student, prompts, own_batch, own_batch.task_rewards)
-            names = descend(self.student_optimizer, loss)
-            nonfinite_names = merge_names(nonfinite_names, names)
-            metrics = {
-                "student_loss": loss.detach(),
-                "task_reward": own_batch.task_rewards.mean(1),
-                "adv_abs_mean": advantages.abs().mean(1),
-                "mixed_group_rate": self._compute_mixed_rate(own_batch.task_rewards),
-            }
-        return UpdateResult(metrics, nonfinite_names)
+    def _reinforce_student(self, batch: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
+        """One step of GRPO on the reward of the task, with the student's own completions."""
+        prompts = self.task.make_student_prompts(batch.inputs)
+        loss, advantages = self._compute_grpo_loss(self.student, prompts, batch, batch.task_rewards)
+        return descend(self.student_optimizer, loss), {
+            "student_loss": loss.detach(),
+            "task_reward": batch.task_rewards.mean(1),
+            "adv_abs_mean": advantages.abs().mean(1),
+            "mixed_group_rate": self._compute_mixed_rate(batch.task_rewards),
+        }
 
     def _update_teacher(self, batch: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
         """One step of the teacher; the student only judges its completions."""

@@ -9,7 +9,7 @@ normalization are folded into the matrix that follows it, and the last block ski
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +64,6 @@ class TransformerEnsemble:
     def __init__(self, shape: TransformerShape, weights: Mapping[str, Tensor]) -> None:
         self.shape = shape
         self.weights = dict(weights)
-
-    def get_parameters(self) -> Mapping[str, Tensor]:
-        """All weights, [E, ...] each."""
-        return self.weights
 
     def compute_logits(self, tokens: Tensor, logits_to_keep: int) -> Tensor:
         """Logits [E, B, logits_to_keep, vocab] at the last positions of tokens [E, B, L], without padding."""
@@ -186,6 +182,11 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     scores = torch.baddbmm(causal_mask, queries.reshape(-1, num_queries, channels), keys.flatten(0, 2).transpose(1, 2))
     attention_output = torch.bmm(scores.softmax(-1), values.flatten(0, 2))
     return attention_output.view(num_members, rows, num_heads, num_queries, channels).transpose(2, 3).flatten(3)
+
+
+def make_shape(config: Any) -> TransformerShape:
+    """The shape of a configuration with num_actions, d_model, nhead, num_layers and max_positions."""
+    return TransformerShape(config.num_actions, config.d_model, config.nhead, config.num_layers, config.max_positions)
 
 
 def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> TransformerEnsemble:

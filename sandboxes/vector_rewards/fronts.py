@@ -54,14 +54,8 @@ def make_front(task: str) -> Front:
 
 def make_prompt_rewards(front: Front, num_prompts: int) -> Tensor:
     """[P, A, D]: for prompt i the actions are rolled by i, and for odd i the order of the objectives is reversed."""
-    return torch.stack(
-        [
-            front.rewards.roll(index % len(front.rewards), dims=0).flip(-1)
-            if index % 2
-            else front.rewards.roll(index % len(front.rewards), dims=0)
-            for index in range(num_prompts)
-        ]
-    )
+    rolled_rewards = [front.rewards.roll(index, dims=0) for index in range(num_prompts)]
+    return torch.stack([rewards.flip(-1) if index % 2 else rewards for index, rewards in enumerate(rolled_rewards)])
 
 
 def make_simplex_points(dimensions: int) -> Tensor:

@@ -106,12 +106,11 @@ def make_index_entry(frames: StudyFrames) -> Row:
         }
         for row in to_records(_select_primary(frames, arm_statistics))
     ]
-    number = tables.get_description(frames).number
     return {
         "headline": format_headline(frames, differences),
         "collapse": "",
         "collapse_definition": "",
-        "number": number,
+        "number": tables.get_description(frames).number,
         "arms": rows,
     }
 
@@ -141,7 +140,6 @@ def _format_difference(row: Row | None) -> str:
 def _group_by_column(rows: list[Row], differences: pd.DataFrame, meanings: Mapping[str, str]) -> list[Row]:
     """The numbers of all arms by column, each with its row of `differences`, or None for the baseline."""
     difference_by_arm = {(row["arm"], row["column"]): row for row in to_records(differences)}
-    columns = list(dict.fromkeys(row["column"] for row in rows))
     return [
         {
             "column": name,
@@ -152,7 +150,7 @@ def _group_by_column(rows: list[Row], differences: pd.DataFrame, meanings: Mappi
                 if row["column"] == name
             ],
         }
-        for name in columns
+        for name in dict.fromkeys(row["column"] for row in rows)
     ]
 
 
@@ -254,10 +252,8 @@ def _make_ending_notes(frames: StudyFrames) -> list[str]:
     """Runs that a rule stopped, and runs that failed, were interrupted or never ran."""
     lines = []
     for arm in list_arms(frames):
-        stop_text, unfinished_text = (
-            describe_stops(select_runs(frames, arm, scored_only=True)),
-            describe_unfinished(select_runs(frames, arm)),
-        )
+        stop_text = describe_stops(select_runs(frames, arm, scored_only=True))
+        unfinished_text = describe_unfinished(select_runs(frames, arm))
         lines += [f"{arm}: {stop_text}; a stopped run counts with its last row."] if stop_text else []
         lines += [f"{arm}, not counted: {unfinished_text}."] if unfinished_text else []
     return lines

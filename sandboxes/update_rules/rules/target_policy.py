@@ -119,10 +119,11 @@ def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
         current_log_probs.detach(), current_log_probs.detach(), skills, make_row_ids(current_log_probs), config.tpo_eta
     )
     loss = masked_mean(-(target_fit.log_target.exp() * current_log_probs).sum(-1), rollouts.keep_mask)
-    metrics = {"tpo_target_entropy": target_fit.entropy, "tpo_sample_adv_mean": advantage}
-    return make_rule_loss(
-        rollouts, loss, **{name: masked_mean(value, rollouts.keep_mask) for name, value in metrics.items()}
-    )
+    metrics = {
+        "tpo_target_entropy": masked_mean(target_fit.entropy, rollouts.keep_mask),
+        "tpo_sample_adv_mean": masked_mean(advantage, rollouts.keep_mask),
+    }
+    return make_rule_loss(rollouts, loss, **metrics)
 
 
 def tpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:

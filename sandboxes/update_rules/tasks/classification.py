@@ -23,10 +23,6 @@ class MLPEnsemble:
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.weights = dict(weights)
 
-    def get_parameters(self) -> Mapping[str, Tensor]:
-        """All weights, [E, ...] each."""
-        return self.weights
-
     def compute_logits(self, inputs: Tensor) -> Tensor:
         """Logits [E, B, out] of inputs [E, B, in]; with gradients."""
         num_layers = len(self.weights) // 2

@@ -1,7 +1,5 @@
 """The language-model bandit: the observation is a piece of text, and the token that follows it has reward 1."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -44,10 +42,6 @@ class LanguageModelEnsemble:
             name: weight.expand(num_members, *weight.shape).clone().requires_grad_()
             for name, weight in self.initial_model.named_parameters()
         }
-
-    def get_parameters(self) -> Mapping[str, Tensor]:
-        """All weights, [E, ...] each."""
-        return self.weights
 
     def compute_logits(self, contexts: Tensor) -> Tensor:
         """Logits [E, B, V] of the token after each of contexts [E, B, L]; with gradients."""

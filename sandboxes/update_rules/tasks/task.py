@@ -12,7 +12,8 @@ from sandboxes.update_rules.rollouts import Rollouts
 class ModelEnsemble(Protocol):
     """E models of one shape, whose weights are stacked along the first axis."""
 
-    def get_parameters(self) -> Mapping[str, Tensor]:
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
         """Trained tensors by name, [E, ...] each, which require gradients; slice e belongs to member e."""
         ...
 

@@ -52,7 +52,7 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         self.config, self.task, self.objective, self.seeds = config, task, objective, tuple(seeds)
         self.rngs = MemberRngs(seeds)
         self.models = task.make_models(self.rngs)
-        self.optimizer = MemberAdam(self.models.get_parameters(), config.lr)
+        self.optimizer = MemberAdam(self.models.weights, config.lr)
         self.optimizers = {"adam": self.optimizer}
         self.buffer = make_buffer(config)
         self.age_statistics = AgeStatistics(torch.zeros(len(seeds), 5, dtype=torch.float64))

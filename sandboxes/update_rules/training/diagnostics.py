@@ -141,7 +141,7 @@ def compute_sample_influence(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         log_probs = task.compute_logits(models, rollouts).log_softmax(-1)
         action_log_probs = select_log_probs(log_probs, rollouts.actions)
-        projection = _compute_projections(action_log_probs, list(models.get_parameters().values()), oracle_gradients)
+        projection = _compute_projections(action_log_probs, list(models.weights.values()), oracle_gradients)
     surprisal = -action_log_probs.detach()
     advantage = compute_advantages(rollouts, log_probs, config)
     delight = advantage * surprisal

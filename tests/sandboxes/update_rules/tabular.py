@@ -1,6 +1,6 @@
 """A task that is small enough to write down: a table of logits per prompt and position, learned from samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -21,9 +21,6 @@ class Table:
     def __init__(self, logits: Tensor) -> None:
         shift = torch.zeros(len(logits), ACTIONS)
         self.weights = {"logits": logits.requires_grad_(), "shift": shift.requires_grad_()}
-
-    def get_parameters(self) -> Mapping[str, Tensor]:
-        return self.weights
 
     def rows(self, prompts: Tensor) -> Tensor:
         """Return the logits [E, B, POSITIONS, ACTIONS] of prompts [E, B]."""

@@ -21,7 +21,7 @@ def compute_influence() -> tuple[SampleInfluence, torch.Tensor, torch.Tensor]:
     """Return samples of a batch, and projections [E, B * T] and log-probabilities from one gradient at a time."""
     task, rngs = TabularTask(CONFIG), MemberRngs((3, 4))
     models = task.make_models(rngs)
-    optimizer = MemberAdam(models.get_parameters(), 0.1)
+    optimizer = MemberAdam(models.weights, 0.1)
     batch = task.sample(models, rngs, 0)
     oracle_gradient = optimizer.compute_gradient(
         cross_entropy(batch, task.compute_oracle_log_probs(models, batch), CONFIG).loss
@@ -51,7 +51,7 @@ def test_the_projection_of_the_right_action_is_negative() -> None:
     models = task.make_models(rngs)
     batch = task.sample(models, rngs, 0)
     batch = type(batch)(**{**vars(batch), "actions": batch.labels})
-    optimizer = MemberAdam(models.get_parameters(), 0.1)
+    optimizer = MemberAdam(models.weights, 0.1)
     oracle_gradient = optimizer.compute_gradient(
         cross_entropy(batch, task.compute_oracle_log_probs(models, batch), CONFIG).loss
     )
