@@ -27,18 +27,6 @@ of `EQUAL` or `OPEN`), or nothing."""
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """Settings of the published runs of an arm, by dotted name, defaults included."""
-
-    settings: Mapping[str, object]
-
-    @property
-    def eval_interval(self) -> int:
-        """Steps between evaluations."""
-        return int(str(self.settings["trainer.test_freq"]))
-
-
-@dataclass(frozen=True)
 class Cell:
     """One unique cell of the published tables.
 
@@ -63,8 +51,14 @@ class Cell:
     expected_verdict: str
     """Stated, as its rationale, before any of our runs."""
     rationale: str
-    conditions: Conditions
-    """The settings of the published runs. A cell is tested only if our runs have the same."""
+    conditions: Mapping[str, object]
+    """The settings of the published runs, by dotted name, defaults included. A cell is tested only if our runs have the
+    same."""
+
+    @property
+    def eval_interval(self) -> int:
+        """Steps between the published evaluations."""
+        return int(str(self.conditions["trainer.test_freq"]))
 
     @property
     def min_std(self) -> float:
@@ -72,15 +66,15 @@ class Cell:
 
         With an evaluation every d steps, the true step is uniform within d, with standard deviation d / sqrt(12).
         """
-        return self.conditions.eval_interval / math.sqrt(12) if self.column.startswith("first_step") else MIN_STD
+        return self.eval_interval / math.sqrt(12) if self.column.startswith("first_step") else MIN_STD
 
     @property
     def margin(self) -> float:
         """Difference within which the means are equal: `MARGIN`, or one evaluation interval for a step."""
-        return self.conditions.eval_interval if self.column.startswith("first_step") else MARGIN
+        return self.eval_interval if self.column.startswith("first_step") else MARGIN
 
 
-def read_cells(file_name: str, make_conditions: Callable[[str, str], Conditions]) -> tuple[Cell, ...]:
+def read_cells(file_name: str, make_conditions: Callable[[str, str], Mapping[str, object]]) -> tuple[Cell, ...]:
     """The cells of a CSV file of this folder, one per row.
 
     Args:

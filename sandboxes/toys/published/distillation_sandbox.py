@@ -7,7 +7,7 @@ but after single runs of the exact loss had been seen.
 
 from collections.abc import Mapping
 
-from sandboxes.toys.published.cells import Conditions, read_cells
+from sandboxes.toys.published.cells import read_cells
 
 SOURCE = "the documents of the on-policy distillation sandbox"
 
@@ -100,9 +100,9 @@ ARM_SETTINGS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
 """Settings of each published arm, by study."""
 
 
-def make_conditions(study: str, arm: str) -> Conditions:
+def make_conditions(study: str, arm: str) -> Mapping[str, object]:
     """All settings of the published runs of an arm."""
-    return Conditions({**_SHARED_SETTINGS, **STUDY_SETTINGS[study], **ARM_SETTINGS[study][arm]})
+    return {**_SHARED_SETTINGS, **STUDY_SETTINGS[study], **ARM_SETTINGS[study][arm]}
 
 
 CELLS = read_cells("distillation_sandbox.csv", make_conditions)

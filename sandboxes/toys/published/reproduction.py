@@ -162,7 +162,7 @@ def _find_setting_mismatch(cell: Cell, runs: pd.DataFrame) -> str:
 
     A run with other settings is another experiment: its number must not be tested against the published one.
     """
-    for name, value in cell.conditions.settings.items():
+    for name, value in cell.conditions.items():
         our_values = runs[f"config/{name}"].unique().tolist() if f"config/{name}" in runs else []
         if our_values != [value]:
             our_text = ", ".join(map(str, our_values)) or "not recorded"

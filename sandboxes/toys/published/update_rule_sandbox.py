@@ -9,7 +9,7 @@ down before any of our runs was compared with a cell.
 
 from collections.abc import Mapping
 
-from sandboxes.toys.published.cells import Conditions, read_cells
+from sandboxes.toys.published.cells import read_cells
 
 SOURCE = "the documents of the update-rule sandbox"
 
@@ -100,9 +100,9 @@ ARM_SETTINGS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def make_conditions(study: str, arm: str) -> Conditions:
+def make_conditions(study: str, arm: str) -> Mapping[str, object]:
     """All settings of the published runs of an arm."""
-    return Conditions({**_SHARED_SETTINGS, **STUDY_SETTINGS[study], **ARM_SETTINGS[arm]})
+    return {**_SHARED_SETTINGS, **STUDY_SETTINGS[study], **ARM_SETTINGS[arm]}
 
 
 CELLS = read_cells("update_rule_sandbox.csv", make_conditions)

@@ -187,7 +187,4 @@ REJECTIONS: tuple[Rejection, ...] = (
 
 def find_rejection(config: Any) -> str | None:
     """Why `config` cannot be run, in a sentence that says what to set; None if it can be run."""
-    for applies, reason in REJECTIONS:
-        if applies(config):
-            return reason.format(c=config)
-    return None
+    return next((reason.format(c=config) for applies, reason in REJECTIONS if applies(config)), None)
