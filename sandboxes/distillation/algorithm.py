@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -177,9 +178,6 @@ def make_teacher_table(config: DistillationConfig) -> Tensor:
     return torch.where(actions < vocab_size, content, special).log_softmax(-1).float()
 
 
-def make_trainer(config: DistillationConfig, seeds: Sequence[int]) -> EnsembleTrainer:
-    """A trainer of `config` with one student per seed."""
-    return EnsembleTrainer(config, seeds, lambda members: DistillationAlgorithm(config, members))
-
-
+make_trainer = partial(EnsembleTrainer, make_algorithm=DistillationAlgorithm)
+"""A trainer of a configuration with one student per seed."""
 TRAINER = TrainerFamily(make_trainer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -216,9 +217,6 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         return (groups.amax(-1) != groups.amin(-1)).float().mean(1)
 
 
-def make_trainer(config: PedagogyConfig, seeds: Sequence[int]) -> EnsembleTrainer:
-    """A trainer of `config` with a teacher and a student per seed."""
-    return EnsembleTrainer(config, seeds, lambda members: PedagogyAlgorithm(config, members))
-
-
+make_trainer = partial(EnsembleTrainer, make_algorithm=PedagogyAlgorithm)
+"""A trainer of a configuration with a teacher and a student per seed."""
 TRAINER = TrainerFamily(make_trainer)

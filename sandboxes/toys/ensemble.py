@@ -89,17 +89,21 @@ class EnsembleTrainer:
     Args:
         config: the configuration; its own seed is ignored.
         seeds: different numbers, one per member.
-        make_algorithm: function of seeds that returns the algorithm of these members before the first step.
+        make_algorithm: function of the configuration and of seeds that returns the algorithm of these members before
+            the first step.
     """
 
     def __init__(
-        self, config: BaseRunConfig, seeds: Sequence[int], make_algorithm: Callable[[Sequence[int]], Algorithm[Any]]
+        self,
+        config: BaseRunConfig,
+        seeds: Sequence[int],
+        make_algorithm: Callable[[Any, Sequence[int]], Algorithm[Any]],
     ) -> None:
         if len(set(seeds)) != len(seeds) or not seeds:
             raise ValueError(f"seeds={list(seeds)}: must be one or more different numbers, one per member.")
         self.config, self._make_algorithm = config, make_algorithm
         self.seeds = tuple(seeds)
-        self.algorithm = make_algorithm(self.seeds)
+        self.algorithm = make_algorithm(config, self.seeds)
         self.step_index = 0
         self.final_states: dict[int, TrainerState] = {}
         self._start_time, self._resumed_seconds, self._seconds_at_last_row = time.perf_counter(), 0.0, 0.0
@@ -223,7 +227,7 @@ class EnsembleTrainer:
             )
         tensors = stack_members([state.tensors for state in states])
         self.seeds = tuple(value["seed"] for value in values)
-        self.algorithm = self._make_algorithm(self.seeds)
+        self.algorithm = self._make_algorithm(self.config, self.seeds)
         self.algorithm.load(tensors, values)
         self.step_index = values[0]["step"]
         self._start_time = time.perf_counter()

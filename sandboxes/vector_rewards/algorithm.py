@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -158,9 +159,6 @@ def _compute_diversity(rewards: Tensor) -> Tensor:
     return distances.sum((-1, -2)) / (candidates * (candidates - 1))
 
 
-def make_trainer(config: VectorRewardConfig, seeds: Sequence[int]) -> EnsembleTrainer:
-    """A trainer of `config` with one policy per seed."""
-    return EnsembleTrainer(config, seeds, lambda members: VectorRewardAlgorithm(config, members))
-
-
+make_trainer = partial(EnsembleTrainer, make_algorithm=VectorRewardAlgorithm)
+"""A trainer of a configuration with one policy per seed."""
 TRAINER = TrainerFamily(make_trainer)

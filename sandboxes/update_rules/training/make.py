@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def make_trainer(config: UpdateRuleConfig, seeds: Sequence[int]) -> EnsembleTrai
 
 def make_task_trainer(config: UpdateRuleConfig, seeds: Sequence[int], task: Task, rule: UpdateRule) -> EnsembleTrainer:
     """A trainer of `config` with one member per seed, on this task and by this rule."""
-    return EnsembleTrainer(config, seeds, lambda members: UpdateRuleAlgorithm(config, members, task, rule))
+    return EnsembleTrainer(config, seeds, partial(UpdateRuleAlgorithm, task=task, objective=rule))
 
 
 def wrap_own_rule(function: Callable[[Rollouts, Tensor, UpdateRuleConfig], Tensor]) -> UpdateRule:
