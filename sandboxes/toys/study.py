@@ -71,11 +71,11 @@ def count_transformer_parameters(config: Any) -> int:
 
 
 def make_toy_study(
-    family: Family,
     name: str,
     question: str,
     arms: Mapping[str, Settings],
     baseline: str,
+    family: Family,
     fixed_settings: Settings,
     setting: str,
     smoke_settings: Settings = SMOKE_SETTINGS,
@@ -88,11 +88,11 @@ def make_toy_study(
     """A study whose arms are named conditions of a toy task.
 
     Args:
-        family: of the study; its configuration has the settings `task` and `method`.
         name: of the study.
         question: the docstring of the study's module. Its first paragraph becomes the question.
         arms: for each arm, by its name, the settings in addition to `fixed_settings`.
         baseline: the arm that the others are compared with.
+        family: of the study; its configuration has the settings `task` and `method`.
         fixed_settings: settings of all arms.
         setting: how the arms differ, in words.
         smoke_settings: settings of --smoke.
