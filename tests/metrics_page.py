@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sandboxes.distillation import records as distillation
 from sandboxes.pedagogy import records as pedagogy
-from sandboxes.update_rules.measure import records as update_rules
+from sandboxes.update_rules import records as update_rules
 from sandboxes.vector_rewards import records as vector_rewards
 from trainable.runs.records import (
     GRADIENT_COLUMNS,

@@ -1,74 +1,59 @@
 """The algorithm of on-policy distillation: sample from the student, compare with the teacher, take a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sandboxes.distillation import losses
 from sandboxes.distillation.settings import EVAL_PROMPTS, SEQUENCE_PG, TOP_K, DistillationConfig
-from sandboxes.distillation.teacher import make_teacher_table
-from sandboxes.toys.decoding import (
-    Completions,
-    decode_greedily,
-    generate_completions,
-    select_log_probs,
-)
-from sandboxes.toys.descent import descend
-from sandboxes.toys.ensemble import EnsembleTrainer, UpdateResult
-from sandboxes.toys.optimizer import MemberAdam
-from sandboxes.toys.prefixes import add_prefix, select_prefix
+from sandboxes.toys.decoding import decode_greedily, generate_completions, select_log_probs
+from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
+from sandboxes.toys.optimizer import MemberAdam, descend
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
-from sandboxes.toys.transformer import TransformerShape, init_transformer_ensemble
+from sandboxes.toys.transformer import init_transformer_ensemble, make_shape
 from trainable.algo.losses import entropy_from_logits, full_kl
-from trainable.runs.run import Row
 from trainable.runs.training import TrainerFamily
 
 _KINDS = {"reversal": "token_reversal", "soft_reversal": "token_reversal", "format_answer": "format_answer"}
+TIE_BREAK = 0.001
+"""Relative weight per index of a content token, which gives tokens at equal distance an order. Source: published."""
 
 
 @dataclass(frozen=True)
 class DistillationBatch:
-    """Sequences that the student sampled, one batch for each of E members: B sequences of T tokens, A actions.
-
-    Attributes:
-        observations: [E, B, L] tokens (prompt, separator, sampled tokens).
-        actions: [E, B, T], the sampled tokens.
-        labels: [E, B, T], the correct tokens.
-        rewards: [E, B] in [0, 1]; they are measured, and nothing trains on them.
-        behavior_log_probs: [E, B, T], of the sampled tokens under the student that sampled them.
-        teacher_log_probs: [E, B, T, A].
-    """
+    """Sequences that the student sampled, one batch for each of E members: B sequences of T tokens, A actions."""
 
     observations: Tensor
+    """[E, B, L] tokens (prompt, separator, sampled tokens)."""
     actions: Tensor
-    labels: Tensor
+    """[E, B, T], the sampled tokens."""
     rewards: Tensor
+    """[E, B] in [0, 1]; they are measured, and nothing trains on them."""
     behavior_log_probs: Tensor
+    """[E, B, T], of the sampled tokens under the student that sampled them."""
     teacher_log_probs: Tensor
+    """[E, B, T, A]."""
 
 
-class DistillationAlgorithm:
-    """Students that learn from a teacher (see `sandboxes.toys.ensemble.Algorithm`)."""
+class DistillationAlgorithm(Algorithm[DistillationBatch]):
+    """Students that learn from a teacher."""
 
     def __init__(self, config: DistillationConfig, seeds: Sequence[int]) -> None:
         self.config, self.rngs = config, MemberRngs(seeds)
         self.kind = SEQUENCE_KINDS[_KINDS[config.task]]
         self.teacher_table = make_teacher_table(config)
-        shape = TransformerShape(
-            config.num_actions, config.d_model, config.nhead, config.num_layers, config.max_positions
-        )
-        self.models = init_transformer_ensemble(shape, self.rngs)
-        self.optimizer = MemberAdam(self.models.get_parameters(), config.lr)
-        self.direction = self._draw_direction() if config.measures_variance else None
-
-    def _draw_direction(self) -> Tensor:
-        """[E, P], a random unit vector for each member, which gradients are projected on."""
-        direction = self.rngs.normal("sandbox_direction", shape=tuple(self.optimizer.weights.shape[1:])).float()
-        return direction / direction.norm(dim=1, keepdim=True)
+        self.models = init_transformer_ensemble(make_shape(config), self.rngs)
+        self.optimizer = MemberAdam(self.models.weights, config.lr)
+        self.optimizers = {"adam": self.optimizer}
+        # [E, P], a random unit vector for each member, which gradients are projected on.
+        self.direction: Tensor | None = None
+        if config.measures_variance:
+            direction = self.rngs.normal("sandbox_direction", shape=tuple(self.optimizer.weights.shape[1:])).float()
+            self.direction = direction / direction.norm(dim=1, keepdim=True)
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
         """Error and entropy of greedy answers to EVAL_PROMPTS new prompts; nothing where only variance is measured."""
@@ -89,23 +74,15 @@ class DistillationAlgorithm:
         prompts = self._sample_prompts("sandbox_prompts", step, config.batch_size)
         uniforms = self.rngs.uniform("sandbox_samples", step, shape=(config.batch_size, config.seq_len))
         completions = generate_completions(self.models, self._append_separator(prompts), config.seq_len, uniforms)
-        return self._make_batch(prompts, completions)
-
-    def _make_batch(self, prompts: Tensor, completions: Completions) -> DistillationBatch:
         labels = self._make_labels(prompts)
-        scores_all = torch.ones(self.config.seq_len, dtype=torch.bool)
+        scores_all = torch.ones(config.seq_len, dtype=torch.bool)
         return DistillationBatch(
             observations=torch.cat((self._append_separator(prompts), completions.tokens), dim=-1),
             actions=completions.tokens,
-            labels=labels,
             rewards=compute_sequence_rewards(self.kind, completions.tokens == labels, scores_all, binary=False),
             behavior_log_probs=select_log_probs(completions.log_probs, completions.tokens),
             teacher_log_probs=self.teacher_table[labels],
         )
-
-    def find_stops(self, batch: DistillationBatch, step: int) -> dict[int, Row]:
-        """None: no rule stops a run of distillation."""
-        return {}
 
     def train(self, batch: DistillationBatch, step: int, is_row: bool) -> UpdateResult:
         """Take one step on the batch, or measure its gradient where `measures_variance`."""
@@ -169,10 +146,6 @@ class DistillationAlgorithm:
             }
         return {"reward": batch.rewards.mean(1), **{name: value.mean((1, 2)) for name, value in means.items()}}
 
-    def measure_open_interval(self) -> dict[str, Tensor]:
-        """None: every column is of a single step."""
-        return {}
-
     def _sample_prompts(self, purpose: str, step: int, count: int) -> Tensor:
         return self.rngs.integers(purpose, step, high=self.config.vocab_size, shape=(count, self.config.seq_len))
 
@@ -182,22 +155,29 @@ class DistillationAlgorithm:
     def _make_labels(self, prompts: Tensor) -> Tensor:
         return self.kind.make_labels(prompts, self.config.vocab_size)
 
-    def get_tensors(self) -> dict[str, Tensor]:
-        """Weights and moments."""
-        return add_prefix(self.optimizer.state_dict(), "adam")
 
-    def get_values(self, member: int) -> dict[str, Any]:
-        """None: the tensors are the whole state."""
-        return {}
+def make_teacher_table(config: DistillationConfig) -> Tensor:
+    """[A, A] log-probabilities: row y is the teacher where y is correct.
 
-    def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from these tensors."""
-        self.optimizer.load_state_dict(select_prefix(tensors, "adam"))
+    reversal, format_answer: 1 − ε for y, and ε / (A − 1) for every other token.
+
+    soft_reversal: proportional to exp(−d(j, y) / τ) (1 + 0.001 j) for a content token j, where d is the distance on the
+    circle of the V content tokens, and to `special_token_weight` for the separator. The separator is never correct, and
+    its row is that of the first content token.
+    """
+    actions = torch.arange(config.num_actions)
+    if config.task != "soft_reversal":
+        others = config.teacher_epsilon / max(config.num_actions - 1, 1)
+        return torch.where(actions == actions[:, None], 1 - config.teacher_epsilon, others).double().log().float()
+    vocab_size = config.vocab_size
+    distance = (actions - actions[:, None] % vocab_size).abs() % vocab_size
+    cyclic_distance = torch.minimum(distance, vocab_size - distance).double()
+    # The tie-break multiplies, so in logarithms it is added.
+    content = -cyclic_distance / config.teacher_temperature + (1 + TIE_BREAK * actions.double()).log()
+    special = torch.tensor(config.special_token_weight, dtype=torch.float64).log()
+    return torch.where(actions < vocab_size, content, special).log_softmax(-1).float()
 
 
-def make_trainer(config: DistillationConfig, seeds: Sequence[int]) -> EnsembleTrainer:
-    """A trainer of `config` with one student per seed."""
-    return EnsembleTrainer(config, seeds, lambda members: DistillationAlgorithm(config, members))
-
-
+make_trainer = partial(EnsembleTrainer, make_algorithm=DistillationAlgorithm)
+"""A trainer of a configuration with one student per seed."""
 TRAINER = TrainerFamily(make_trainer)

@@ -1,24 +1,19 @@
 """The families of on-policy distillation, and the conditions that its studies share."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from sandboxes.distillation.records import STEP_COLUMNS, TRIAL_COLUMNS
 from sandboxes.distillation.settings import DistillationConfig
 from sandboxes.toys.study import (
-    BYTES_PER_ROW,
-    PRESETS,
-    SMOKE_SETTINGS,
     count_transformer_parameters,
-    estimate_state_bytes,
-    make_template_values,
+    estimate_toy_bytes,
+    make_log_columns,
+    make_toy_family,
     make_toy_study,
 )
-from search_spaces.declaration.study import Contrasts, Study, keep_settings
-from trainable.families import DisplayColumn, Family, OutcomeColumn, Settings
-from trainable.runs.records import COMMON_TRIAL_COLUMNS, STOP_COLUMNS
+from trainable.families import DisplayColumn, OutcomeColumn, Settings
 
 STEPS = 300
 """Steps of the published studies."""
@@ -39,18 +34,12 @@ EXACT: Settings = MappingProxyType({"method": "OPDReverseKL"})
 NORMALIZED: Settings = MappingProxyType({"normalize_top_k": True})
 
 
-def estimate_bytes(config: DistillationConfig, n_parameters: int) -> tuple[int, int]:
-    """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
-    return estimate_state_bytes(count_transformer_parameters(config)), BYTES_PER_ROW
-
-
-DISTILLATION = Family(
+DISTILLATION = make_toy_family(
     name="distillation",
     trainable="sandboxes.distillation.trial:Distillation",
     config_class=DistillationConfig,
-    presets=PRESETS,
     step_columns=STEP_COLUMNS,
-    trial_columns=(*COMMON_TRIAL_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS),
+    trial_columns=TRIAL_COLUMNS,
     outcomes=(
         OutcomeColumn("late_test_error", 0.05, "it is the outcome that a student should improve", is_common=True),
         OutcomeColumn("final_test_error", 0.05),
@@ -71,29 +60,22 @@ DISTILLATION = Family(
         ),
     ),
     is_higher_better=False,
-    summarize="sandboxes.distillation.read:summarize_run",
-    report="sandboxes.toys.report.figures:PAGE",
-    description="sandboxes.distillation.read:DESCRIPTION",
-    get_environment=lambda settings: str(settings.get("task", "")),
     remarks="sandboxes.distillation.settings:REMARKS",
-    make_template_values=make_template_values,
-    has_batched_seeds=True,
-    estimate_bytes=estimate_bytes,
+    estimate_bytes=lambda config, n_parameters: estimate_toy_bytes(count_transformer_parameters(config)),
     estimate_step_seconds=lambda config: 22e-3 * config.batch_size / 64,
     progress_columns=(
         DisplayColumn("test_error", "test error", ".3f"),
         DisplayColumn("entropy", "entropy", ".3f"),
         DisplayColumn("reverse_kl", "reverse KL", ".3f"),
     ),
-    log_columns=(
-        DisplayColumn("test_error", "test_error", ".4f"),
-        DisplayColumn("entropy", "entropy", ".4f"),
-        DisplayColumn("reverse_kl", "reverse_kl", ".4f"),
-        DisplayColumn("top1_agreement", "top1_agreement", ".4f"),
-        DisplayColumn("reward", "reward", ".4f"),
-        DisplayColumn("loss", "loss", ".5f"),
-        DisplayColumn("seconds", "seconds", ".2f"),
-    ),
+    log_formats={
+        "test_error": ".4f",
+        "entropy": ".4f",
+        "reverse_kl": ".4f",
+        "top1_agreement": ".4f",
+        "reward": ".4f",
+        "loss": ".5f",
+    },
 )
 """Studies that train a student."""
 
@@ -116,43 +98,20 @@ GRADIENT_VARIANCE = replace(
         DisplayColumn("gradient_norm", "gradient norm", ".3g"),
         DisplayColumn("gradient_projection", "projection", ".3g"),
     ),
-    log_columns=(
-        DisplayColumn("gradient_norm", "gradient_norm", ".5g"),
-        DisplayColumn("gradient_projection", "gradient_projection", ".5g"),
-        DisplayColumn("loss", "loss", ".5f"),
-        DisplayColumn("seconds", "seconds", ".2f"),
+    log_columns=make_log_columns(
+        {
+            "gradient_norm": ".5g",
+            "gradient_projection": ".5g",
+            "loss": ".5f",
+            "seconds": ".2f",
+        }
     ),
 )
 """Studies that train nothing, and measure how much the gradient of an untrained student varies between batches."""
 
 
-def make_distillation_study(
-    name: str,
-    question: str,
-    arms: Mapping[str, Settings],
-    baseline: str,
-    setting: str,
-    family: Family = DISTILLATION,
-    fixed_settings: Settings = REVERSAL_SETTINGS,
-    smoke_settings: Settings = SMOKE_SETTINGS,
-    run_template: str | None = None,
-    contrasts: Contrasts = MappingProxyType({}),
-    adapt: Callable[[Settings, Any], Settings] = keep_settings,
-) -> Study:
-    """A study of distillation whose arms are named conditions; see `make_toy_study`."""
-    return make_toy_study(
-        family=family,
-        name=name,
-        question=question,
-        arms=arms,
-        baseline=baseline,
-        fixed_settings=fixed_settings,
-        smoke_settings=smoke_settings,
-        setting=setting,
-        run_template=run_template,
-        contrasts=contrasts,
-        adapt=adapt,
-    )
+make_distillation_study = partial(make_toy_study, family=DISTILLATION, fixed_settings=REVERSAL_SETTINGS)
+"""A study of distillation whose arms are named conditions; see `make_toy_study`."""
 
 
 def make_top_k_settings(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sandboxes.distillation.settings import Support
-from sandboxes.toys.groups import NO_DUAL_CLIP
-from trainable.algo.losses import full_kl, ppo_clip_loss
+from sandboxes.toys.losses import clipped_policy_loss
+from trainable.algo.losses import full_kl
 
 
 class TopKSupport(NamedTuple):
@@ -85,7 +85,7 @@ def policy_gradient_loss(
     KL(p‖q) at the sampled prefixes. All arguments but `clip`: [E, B, T], of the sampled tokens.
     """
     advantages = teacher_log_probs - behavior_log_probs
-    return ppo_clip_loss(action_log_probs, behavior_log_probs, advantages, clip, clip, NO_DUAL_CLIP).loss.mean((1, 2))
+    return clipped_policy_loss(action_log_probs, behavior_log_probs, advantages, clip, clip).loss.mean((1, 2))
 
 
 def sequence_policy_gradient_loss(

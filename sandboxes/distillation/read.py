@@ -5,23 +5,15 @@ import statistics
 from collections.abc import Sequence
 
 from analysis.data.schemas import Row
-from analysis.data.summaries import compute_late_mean
+from analysis.data.summaries import summarize_by_prefix
 from sandboxes.distillation.records import TRIAL_COLUMNS
 from sandboxes.toys.report.descriptions import ERROR_PANEL, Description, Panel
-from trainable.runs.history import find_last_value
 
 
 def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
     """Values of the last evaluation, of the last row with a batch, and of the switch from a warm-up to its loss."""
-    last_row = rows[-1] if rows else {}
+    summary = summarize_by_prefix(rows, end_step, TRIAL_COLUMNS)
     errors = [(row["step"], row["test_error"]) for row in rows if row.get("test_error") is not None]
-    columns = [column.name for column in TRIAL_COLUMNS]
-    summary = {
-        "steps_done": last_row.get("step", 0),
-        "late_test_error": compute_late_mean(errors, end_step),
-        **{name: last_row.get(name.removeprefix("final_")) for name in columns if name.startswith("final_")},
-        **{name: find_last_value(rows, name.removeprefix("last_")) for name in columns if name.startswith("last_")},
-    }
     # Only a run with a warm-up has a switch: the first row after the last one of the warm-up.
     warmup_steps = [row["step"] for row in rows if row.get("is_warmup") == 1]
     switch_errors = [error for step, error in errors if warmup_steps and step > warmup_steps[-1]]

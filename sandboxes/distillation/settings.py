@@ -4,11 +4,20 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from sandboxes.toys.settings import RunnerConfig
-from trainable.config.base_config import BaseRunConfig, ReadCondition
-from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
+from sandboxes.toys.settings import (
+    CLIP_CONDITION,
+    PUBLISHED_NAMES,
+    RunnerConfig,
+    ToyRunConfig,
+    count_transformer_entries,
+    get_first_reason,
+    reject_heads,
+    reject_large_tensors,
+)
+from trainable.config.base_config import ReadCondition
+from trainable.config.conditions import derive_conditions
 from trainable.config.setting_types import Common, NonNegative, Positive
 from trainable.families import Remark
 
@@ -29,15 +38,10 @@ class DistillationRunnerConfig(RunnerConfig):
     )
 
 
-class DistillationConfig(BaseRunConfig):
-    """Configuration of one run of on-policy distillation.
+class DistillationConfig(ToyRunConfig):
+    """Configuration of one run of on-policy distillation."""
 
-    aliases: for each name of a setting in the source's documents, the name here.
-    """
-
-    aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq", "support": "top_k_support"}
-    )
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({**PUBLISHED_NAMES, "support": "top_k_support"})
     list_command: ClassVar[str] = "settings opd"
     conditions: ClassVar[tuple[ReadCondition, ...]] = (
         *derive_conditions("method", {TOP_K: ("top_k", "top_k_support"), "OPDPG": ("clip_epsilon",)}),
@@ -48,19 +52,13 @@ class DistillationConfig(BaseRunConfig):
                 "soft_reversal": ("teacher_temperature", "special_token_weight"),
             },
         ),
-        ReadCondition(
-            "clip_epsilon",
-            lambda c: c.clip_epsilon < SMALLEST_CLIP,
-            "a batch is trained on once, by the policy that sampled it, so all ratios are 1",
-        ),
+        CLIP_CONDITION,
         ReadCondition("lr", lambda c: not c.measures_variance, "it needs measures_variance=false"),
         ReadCondition(
             "max_seq_len", lambda c: c.max_seq_len > c.seq_len, "the model has positions for seq_len in any case"
         ),
     )
-    first_row_step: ClassVar[int] = 0
 
-    seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts and samples")
     task: Common[Literal["reversal", "soft_reversal", "format_answer"]] = Field(
         "reversal", description="what the teacher knows; soft_reversal: a teacher that is graded around the answer"
     )
@@ -115,24 +113,15 @@ class DistillationConfig(BaseRunConfig):
         """Positions of the model: a prompt, the separator and an answer of the longest length."""
         return 2 * max(self.seq_len, self.max_seq_len) + 1
 
-    def get_row_steps(self, step: int) -> range:
-        """The steps of the rows, one per evaluation, that a run has written after `step` training steps."""
-        return range(0, step, self.trainer.test_freq)
-
-    @model_validator(mode="after")
-    def _check_combination(self) -> "DistillationConfig":
+    def explain_rejection(self) -> str | None:
+        """See `ToyRunConfig`."""
         entries = max(
+            count_transformer_entries(self),
             max(self.batch_size, EVAL_PROMPTS) * self.seq_len * self.num_actions,
-            4 * self.batch_size * self.max_positions * self.d_model,
-            self.batch_size * self.max_positions**2 * self.nhead,
-            4 * self.num_layers * self.d_model**2,
-            (self.num_actions + self.max_positions) * self.d_model,
             self.num_actions**2,
         )
         reasons = {
-            f"nhead={self.nhead} does not divide d_model={self.d_model}: set nhead=1, or another divisor": (
-                self.d_model % self.nhead != 0
-            ),
+            **reject_heads(self),
             "task=format_answer adds the first two tokens of the prompt: set seq_len=2 or more": (
                 self.task == "format_answer" and self.seq_len < 2
             ),
@@ -152,16 +141,14 @@ class DistillationConfig(BaseRunConfig):
             "two losses: set warmup_steps=0": self.measures_variance and self.warmup_steps > 0,
             f"sequence_mean=true is about the sum of method={SEQUENCE_PG}, and method={self.method} is a mean already: "
             "set sequence_mean=false": self.sequence_mean and self.method != SEQUENCE_PG,
-            f"a tensor of this run would have {entries} entries, and the maximum is {MAX_TENSOR_ENTRIES}: set smaller "
-            f"sizes (batch_size={self.batch_size} seq_len={self.seq_len} max_seq_len={self.max_seq_len} "
-            f"vocab_size={self.vocab_size} d_model={self.d_model} num_layers={self.num_layers})": (
-                entries > MAX_TENSOR_ENTRIES
+            **reject_large_tensors(
+                self,
+                entries,
+                MAX_TENSOR_ENTRIES,
+                *("batch_size", "seq_len", "max_seq_len", "vocab_size", "d_model", "num_layers"),
             ),
         }
-        reason = next((reason for reason, applies in reasons.items() if applies), None)
-        if reason is not None:
-            raise ValueError(reason)
-        return self
+        return get_first_reason(reasons)
 
 
 REMARKS: tuple[Remark, ...] = (

@@ -1,8 +1,8 @@
 """The algorithm of pedagogical reinforcement learning: the teacher's update, then the student's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,15 +10,12 @@ from torch import Tensor
 from sandboxes.pedagogy import losses
 from sandboxes.pedagogy.settings import EVAL_PROMPTS, STUDENT_ONLY, PedagogyConfig
 from sandboxes.toys.decoding import decode_greedily, generate_completions, select_log_probs
-from sandboxes.toys.descent import descend, merge_names
-from sandboxes.toys.ensemble import EnsembleTrainer, UpdateResult
-from sandboxes.toys.groups import NO_DUAL_CLIP, group_advantages
-from sandboxes.toys.optimizer import MemberAdam
-from sandboxes.toys.prefixes import add_prefix, select_prefix
+from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
+from sandboxes.toys.losses import clipped_policy_loss, group_advantages
+from sandboxes.toys.optimizer import MemberAdam, descend, merge_names
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
-from trainable.algo.losses import entropy_from_logits, ppo_clip_loss
-from trainable.runs.run import Row
+from sandboxes.toys.transformer import TransformerEnsemble, init_transformer_ensemble, make_shape
+from trainable.algo.losses import entropy_from_logits
 from trainable.runs.training import TrainerFamily
 
 _TEACHER_DRAWS, _STUDENT_DRAWS = 0, 1  # indices of the random streams of a step
@@ -26,19 +23,16 @@ _TEACHER_DRAWS, _STUDENT_DRAWS = 0, 1  # indices of the random streams of a step
 
 @dataclass(frozen=True)
 class LessonBatch:
-    """Completions of one policy, one batch for each of E members: B completions of T tokens.
-
-    Attributes:
-        inputs: [E, B, 2], the two numbers of each prompt.
-        actions: [E, B, T], the sampled tokens.
-        behavior_log_probs: [E, B, T], under the policy that sampled them, after its own prompt.
-        task_rewards: [E, B], 1 where the answer is correct, otherwise 0.
-    """
+    """Completions of one policy, one batch for each of E members: B completions of T tokens."""
 
     inputs: Tensor
+    """[E, B, 2], the two numbers of each prompt."""
     actions: Tensor
+    """[E, B, T], the sampled tokens."""
     behavior_log_probs: Tensor
+    """[E, B, T], under the policy that sampled them, after its own prompt."""
     task_rewards: Tensor
+    """[E, B], 1 where the answer is correct, otherwise 0."""
 
 
 @dataclass(frozen=True)
@@ -66,31 +60,30 @@ class Arithmetic:
         return (actions[..., -self.config.answer_len :] == self.make_answers(inputs)).all(-1).float()
 
 
-class PedagogyAlgorithm:
-    """Pairs of a teacher and a student (see `sandboxes.toys.ensemble.Algorithm`)."""
+class PedagogyAlgorithm(Algorithm[LessonBatch]):
+    """Pairs of a teacher and a student."""
 
     def __init__(self, config: PedagogyConfig, seeds: Sequence[int]) -> None:
         self.config, self.rngs, self.task = config, MemberRngs(seeds), Arithmetic(config)
-        shape = TransformerShape(
-            config.num_actions, config.d_model, config.nhead, config.num_layers, config.max_positions
-        )
+        shape = make_shape(config)
         self.student = init_transformer_ensemble(shape, self.rngs)
         # Both start from the same weights.
         self.teacher = TransformerEnsemble(
             shape, {name: tensor.detach().clone().requires_grad_() for name, tensor in self.student.weights.items()}
         )
-        self.student_optimizer = MemberAdam(self.student.get_parameters(), config.student_lr)
-        self.teacher_optimizer = MemberAdam(self.teacher.get_parameters(), config.teacher_lr)
+        self.student_optimizer = MemberAdam(self.student.weights, config.student_lr)
+        self.teacher_optimizer = MemberAdam(self.teacher.weights, config.teacher_lr)
+        self.optimizers = {"student": self.student_optimizer, "teacher": self.teacher_optimizer}
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
         """Errors and entropies of the greedy completions of student and teacher to EVAL_PROMPTS new prompts."""
         inputs = self._sample_inputs("sandbox_evaluation", EVAL_PROMPTS, step)
         columns: dict[str, Tensor] = {}
-        prompts = {"": self.task.make_student_prompts(inputs), "teacher_": self.task.make_teacher_prompts(inputs)}
-        for prefix, models in (("", self.student), ("teacher_", self.teacher)):
-            if prefix and self.config.method == STUDENT_ONLY:
-                continue
-            tokens, log_probs = decode_greedily(models, prompts[prefix], self.config.completion_len)
+        policies = {"": (self.student, self.task.make_student_prompts(inputs))}
+        if self.config.method != STUDENT_ONLY:
+            policies["teacher_"] = (self.teacher, self.task.make_teacher_prompts(inputs))
+        for prefix, (models, prompts) in policies.items():
+            tokens, log_probs = decode_greedily(models, prompts, self.config.completion_len)
             columns |= {
                 f"{prefix}test_error": 1 - self.task.grade(inputs, tokens).mean(1),
                 f"{prefix}entropy": entropy_from_logits(log_probs).mean((1, 2)),
@@ -121,46 +114,34 @@ class PedagogyAlgorithm:
     def _sample_inputs(self, purpose: str, count: int, *indices: int) -> Tensor:
         return self.rngs.integers(purpose, *indices, high=self.config.content_vocab_size, shape=(count, 2))
 
-    def find_stops(self, batch: LessonBatch, step: int) -> dict[int, Row]:
-        """None: no rule stops a run."""
-        return {}
-
     def train(self, batch: LessonBatch, step: int, is_row: bool) -> UpdateResult:
         """Update the teacher on its completions, and the student on new ones of the teacher; or the student alone."""
-        config = self.config
-        if config.method == STUDENT_ONLY:
-            return self._train_student_alone(batch, step)
+        config, is_alone = self.config, self.config.method == STUDENT_ONLY
         metrics: dict[str, Tensor] = {}
         nonfinite_names: list[list[str]] = [[] for _ in batch.task_rewards]
-        for index in range(config.teacher_steps):
-            teacher_batch = self._sample_batch((step, _TEACHER_DRAWS, index), config.group_size) if index else batch
-            names, teacher_metrics = self._update_teacher(teacher_batch)
+        update = self._reinforce_student if is_alone else self._update_teacher
+        for index in range(config.student_steps if is_alone else config.teacher_steps):
+            names, columns = update(
+                self._sample_batch((step, _TEACHER_DRAWS, index), config.group_size) if index else batch
+            )
             nonfinite_names = merge_names(nonfinite_names, names)
-            metrics |= teacher_metrics
-        for index in range(config.student_steps):
-            lessons = self._sample_batch((step, _STUDENT_DRAWS, index), 1)
-            names, student_metrics = self._imitate(lessons)
+            metrics |= columns
+        for index in range(0 if is_alone else config.student_steps):
+            names, columns = self._imitate(self._sample_batch((step, _STUDENT_DRAWS, index), 1))
             nonfinite_names = merge_names(nonfinite_names, names)
-            metrics |= student_metrics
+            metrics |= columns
         return UpdateResult(metrics, nonfinite_names)
 
-    def _train_student_alone(self, batch: LessonBatch, step: int) -> UpdateResult:
-        """GRPO on the reward of the task, with the student's own completions."""
-        metrics: dict[str, Tensor] = {}
-        nonfinite_names: list[list[str]] = [[] for _ in batch.task_rewards]
-        for index in range(self.config.student_steps):
-            own_batch = self._sample_batch((step, _TEACHER_DRAWS, index), self.config.group_size) if index else batch
-            prompts = self.task.make_student_prompts(own_batch.inputs)
-            loss, advantages = self._compute_grpo_loss(self.student, prompts, own_batch, own_batch.task_rewards)
-            names = descend(self.student_optimizer, loss)
-            nonfinite_names = merge_names(nonfinite_names, names)
-            metrics = {
-                "student_loss": loss.detach(),
-                "task_reward": own_batch.task_rewards.mean(1),
-                "adv_abs_mean": advantages.abs().mean(1),
-                "mixed_group_rate": self._compute_mixed_rate(own_batch.task_rewards),
-            }
-        return UpdateResult(metrics, nonfinite_names)
+    def _reinforce_student(self, batch: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
+        """One step of GRPO on the reward of the task, with the student's own completions."""
+        prompts = self.task.make_student_prompts(batch.inputs)
+        loss, advantages = self._compute_grpo_loss(self.student, prompts, batch, batch.task_rewards)
+        return descend(self.student_optimizer, loss), {
+            "student_loss": loss.detach(),
+            "task_reward": batch.task_rewards.mean(1),
+            "adv_abs_mean": advantages.abs().mean(1),
+            "mixed_group_rate": self._compute_mixed_rate(batch.task_rewards),
+        }
 
     def _update_teacher(self, batch: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
         """One step of the teacher; the student only judges its completions."""
@@ -221,14 +202,8 @@ class PedagogyAlgorithm:
         advantages = group_advantages(rewards.flatten(), group_ids, True).view(rewards.shape)
         log_probs = select_log_probs(self._compute_log_probs(models, prompts, batch.actions), batch.actions)
         clip = self.config.clip_epsilon
-        policy_loss = ppo_clip_loss(
-            log_probs,
-            batch.behavior_log_probs,
-            advantages[..., None].expand(log_probs.shape),
-            clip,
-            clip,
-            NO_DUAL_CLIP,
-        )
+        token_advantages = advantages[..., None].expand(log_probs.shape)
+        policy_loss = clipped_policy_loss(log_probs, batch.behavior_log_probs, token_advantages, clip, clip)
         return policy_loss.loss.mean((1, 2)), advantages
 
     def _compute_log_probs(self, models: TransformerEnsemble, prompts: Tensor, actions: Tensor) -> Tensor:
@@ -241,29 +216,7 @@ class PedagogyAlgorithm:
         groups = task_rewards.unflatten(1, (-1, self.config.group_size))
         return (groups.amax(-1) != groups.amin(-1)).float().mean(1)
 
-    def measure_open_interval(self) -> dict[str, Tensor]:
-        """None: every column is of a single step."""
-        return {}
 
-    def get_tensors(self) -> dict[str, Tensor]:
-        """Weights and moments of teacher and student."""
-        return add_prefix(self.student_optimizer.state_dict(), "student") | add_prefix(
-            self.teacher_optimizer.state_dict(), "teacher"
-        )
-
-    def get_values(self, member: int) -> dict[str, Any]:
-        """None: the tensors are the whole state."""
-        return {}
-
-    def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from these tensors."""
-        self.student_optimizer.load_state_dict(select_prefix(tensors, "student"))
-        self.teacher_optimizer.load_state_dict(select_prefix(tensors, "teacher"))
-
-
-def make_trainer(config: PedagogyConfig, seeds: Sequence[int]) -> EnsembleTrainer:
-    """A trainer of `config` with a teacher and a student per seed."""
-    return EnsembleTrainer(config, seeds, lambda members: PedagogyAlgorithm(config, members))
-
-
+make_trainer = partial(EnsembleTrainer, make_algorithm=PedagogyAlgorithm)
+"""A trainer of a configuration with a teacher and a student per seed."""
 TRAINER = TrainerFamily(make_trainer)

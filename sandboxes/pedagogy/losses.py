@@ -8,14 +8,15 @@ import math
 import torch
 from torch import Tensor
 
+from sandboxes.toys.decoding import select_log_probs
+
 
 def compute_surprise_gaps(student_log_probs: Tensor, actions: Tensor) -> Tensor:
     """[E, B, T] g_t = max_a log p(a) − log p(a_t), at least 0: how far a token is from the student's best one.
 
     student_log_probs: [E, B, T, A]. actions: [E, B, T].
     """
-    taken = student_log_probs.gather(-1, actions[..., None]).squeeze(-1)
-    return student_log_probs.amax(-1) - taken
+    return student_log_probs.amax(-1) - select_log_probs(student_log_probs, actions)
 
 
 def compute_spike_penalty(gaps: Tensor, beta: float) -> Tensor:

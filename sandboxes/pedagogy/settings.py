@@ -1,14 +1,21 @@
 """Settings of one run of pedagogical reinforcement learning. Names and defaults are those of the source's documents."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from sandboxes.toys.settings import RunnerConfig
-from trainable.config.base_config import BaseRunConfig, ReadCondition
-from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
+from sandboxes.toys.settings import (
+    CLIP_CONDITION,
+    RunnerConfig,
+    ToyRunConfig,
+    count_transformer_entries,
+    get_first_reason,
+    reject_heads,
+    reject_large_tensors,
+    reject_partial_groups,
+)
+from trainable.config.base_config import ReadCondition
+from trainable.config.conditions import derive_conditions
 from trainable.config.setting_types import Common, Finite, NonNegative, Positive
 
 STUDENT_ONLY = "StudentGRPO"
@@ -27,15 +34,9 @@ class PedagogyRunnerConfig(RunnerConfig):
     )
 
 
-class PedagogyConfig(BaseRunConfig):
-    """Configuration of one run of pedagogical reinforcement learning.
+class PedagogyConfig(ToyRunConfig):
+    """Configuration of one run of pedagogical reinforcement learning."""
 
-    aliases: for each name of a setting in the source's documents, the name here.
-    """
-
-    aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
-    )
     list_command: ClassVar[str] = "settings pedagogy"
     conditions: ClassVar[tuple[ReadCondition, ...]] = (
         *derive_conditions(
@@ -45,15 +46,9 @@ class PedagogyConfig(BaseRunConfig):
                 "TeacherRL": _TEACHER_SETTINGS,
             },
         ),
-        ReadCondition(
-            "clip_epsilon",
-            lambda c: c.clip_epsilon < SMALLEST_CLIP,
-            "a batch is trained on once, by the policy that sampled it, so all ratios are 1",
-        ),
+        CLIP_CONDITION,
     )
-    first_row_step: ClassVar[int] = 0
 
-    seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts and samples")
     task: Common[Literal["hinted_arithmetic"]] = Field("hinted_arithmetic", description="the task to learn")
     method: Common[Literal["PedagogicalRL", "TeacherRL", "StudentGRPO"]] = Field(
         "PedagogicalRL",
@@ -93,37 +88,25 @@ class PedagogyConfig(BaseRunConfig):
         """Positions of the models: the teacher's prompt (two inputs, separator, answer, separator) and a completion."""
         return 4 + self.answer_len + self.completion_len
 
-    def get_row_steps(self, step: int) -> range:
-        """The steps of the rows, one per evaluation, that a run has written after `step` training steps."""
-        return range(0, step, self.trainer.test_freq)
-
-    @model_validator(mode="after")
-    def _check_combination(self) -> "PedagogyConfig":
+    def explain_rejection(self) -> str | None:
+        """See `ToyRunConfig`."""
         entries = max(
-            4 * self.batch_size * self.max_positions * self.d_model,
-            self.batch_size * self.max_positions**2 * self.nhead,
+            count_transformer_entries(self),
             max(self.batch_size, EVAL_PROMPTS) * self.completion_len * self.num_actions,
-            4 * self.num_layers * self.d_model**2,
-            (self.num_actions + self.max_positions) * self.d_model,
         )
         reasons = {
-            f"nhead={self.nhead} does not divide d_model={self.d_model}: set nhead=1, or another divisor": (
-                self.d_model % self.nhead != 0
-            ),
-            f"batch_size={self.batch_size} is not a multiple of group_size={self.group_size}: set batch_size="
-            f"{max(1, self.batch_size // self.group_size) * self.group_size}": self.batch_size % self.group_size != 0,
+            **reject_heads(self),
+            **reject_partial_groups(self),
             f"answer_len={self.answer_len} does not fit into completion_len={self.completion_len}: set completion_len="
             f"{self.answer_len}, or more": self.answer_len > self.completion_len,
             f"teacher_steps=0 leaves the teacher of method={self.method} untrained: set teacher_steps=1, or more": (
                 self.teacher_steps == 0 and self.method != STUDENT_ONLY
             ),
-            f"a tensor of this run would have {entries} entries, and the maximum is {MAX_TENSOR_ENTRIES}: set smaller "
-            f"sizes (batch_size={self.batch_size} completion_len={self.completion_len} content_vocab_size="
-            f"{self.content_vocab_size} d_model={self.d_model} num_layers={self.num_layers})": (
-                entries > MAX_TENSOR_ENTRIES
+            **reject_large_tensors(
+                self,
+                entries,
+                MAX_TENSOR_ENTRIES,
+                *("batch_size", "completion_len", "content_vocab_size", "d_model", "num_layers"),
             ),
         }
-        reason = next((reason for reason, applies in reasons.items() if applies), None)
-        if reason is not None:
-            raise ValueError(reason)
-        return self
+        return get_first_reason(reasons)

@@ -9,59 +9,42 @@ from collections.abc import Mapping
 from sandboxes.pedagogy.records import STEP_COLUMNS, TRIAL_COLUMNS
 from sandboxes.pedagogy.settings import PedagogyConfig
 from sandboxes.toys.study import (
-    BYTES_PER_ROW,
-    PRESETS,
-    SMOKE_SETTINGS,
     count_transformer_parameters,
-    estimate_state_bytes,
-    make_template_values,
+    estimate_toy_bytes,
+    make_toy_family,
     make_toy_study,
 )
 from search_spaces.declaration.study import Contrasts, Study
-from trainable.families import DisplayColumn, Family, OutcomeColumn, Settings
-from trainable.runs.records import COMMON_TRIAL_COLUMNS, STOP_COLUMNS
+from trainable.families import DisplayColumn, OutcomeColumn, Settings
 
-
-def estimate_bytes(config: PedagogyConfig, n_parameters: int) -> tuple[int, int]:
-    """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
-    return estimate_state_bytes(count_transformer_parameters(config), n_networks=2), BYTES_PER_ROW
-
-
-PEDAGOGY = Family(
+PEDAGOGY = make_toy_family(
     name="pedagogy",
     trainable="sandboxes.pedagogy.trial:Pedagogy",
     config_class=PedagogyConfig,
-    presets=PRESETS,
     step_columns=STEP_COLUMNS,
-    trial_columns=(*COMMON_TRIAL_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS),
+    trial_columns=TRIAL_COLUMNS,
     outcomes=(
         OutcomeColumn("late_test_error", 0.05, "it is what the student can do without the hint", is_common=True),
         OutcomeColumn("late_teacher_test_error", 0.05, "it shows whether the teacher uses the hint"),
         OutcomeColumn("final_entropy", 0.1),
     ),
     is_higher_better=False,
-    summarize="sandboxes.pedagogy.read:summarize_run",
-    report="sandboxes.toys.report.figures:PAGE",
-    description="sandboxes.pedagogy.read:DESCRIPTION",
     get_environment=lambda settings: f"{settings.get('task', '')}-{settings.get('answer_len', '')}",
-    make_template_values=make_template_values,
-    has_batched_seeds=True,
-    estimate_bytes=estimate_bytes,
+    estimate_bytes=lambda config, n_parameters: estimate_toy_bytes(count_transformer_parameters(config), n_networks=2),
     estimate_step_seconds=lambda config: 20e-3 * config.batch_size / 96,
     progress_columns=(
         DisplayColumn("test_error", "test error", ".3f"),
         DisplayColumn("teacher_test_error", "of the teacher", ".3f"),
         DisplayColumn("entropy", "entropy", ".3f"),
     ),
-    log_columns=(
-        DisplayColumn("test_error", "test_error", ".4f"),
-        DisplayColumn("teacher_test_error", "teacher_test_error", ".4f"),
-        DisplayColumn("entropy", "entropy", ".4f"),
-        DisplayColumn("task_reward", "task_reward", ".4f"),
-        DisplayColumn("learnability", "learnability", ".4f"),
-        DisplayColumn("student_loss", "student_loss", ".5f"),
-        DisplayColumn("seconds", "seconds", ".2f"),
-    ),
+    log_formats={
+        "test_error": ".4f",
+        "teacher_test_error": ".4f",
+        "entropy": ".4f",
+        "task_reward": ".4f",
+        "learnability": ".4f",
+        "student_loss": ".5f",
+    },
 )
 
 ARMS: Mapping[str, Settings] = {method: {"method": method} for method in ("StudentGRPO", "PedagogicalRL", "TeacherRL")}
@@ -76,7 +59,6 @@ def _make_study(name: str, question: str, settings: Settings) -> Study:
         arms=ARMS,
         baseline="StudentGRPO",
         fixed_settings={"trainer.test_freq": 20, "trainer.resume_every": 100, **settings},
-        smoke_settings=SMOKE_SETTINGS,
         setting="method",
         contrasts=CONTRASTS,
     )

@@ -53,12 +53,16 @@ def generate_completions(
     """
     folded_weights, length = models.fold_weights(), prompts.shape[-1]
     # One slot less than tokens, because the last generated token is never read.
-    caches = _make_empty_caches(models, folded_weights, prompts, samples_per_prompt, length + num_tokens - 1)
+    shape, num_slots = models.shape, length + num_tokens - 1
+    rows, channels = prompts.shape[1] * samples_per_prompt, shape.d_model // shape.num_heads
+    size = (len(prompts), rows, shape.num_heads, num_slots, channels)
+    new_empty = folded_weights.token_embeddings.new_empty
+    caches = [_Cache(new_empty(size), new_empty(size)) for _ in folded_weights.blocks]
     last_hidden = _prefill(
         models, folded_weights, embed_tokens(folded_weights, prompts, start_position=0), caches, samples_per_prompt
     )
     tokens = torch.empty(*last_hidden.shape[:2], num_tokens, dtype=torch.int64)
-    log_probs = last_hidden.new_empty(*last_hidden.shape[:2], num_tokens, models.shape.vocab_size)
+    log_probs = last_hidden.new_empty(*last_hidden.shape[:2], num_tokens, shape.vocab_size)
     for step in range(num_tokens):
         if step > 0:
             last_hidden = _decode_step(models, folded_weights, tokens[:, :, step - 1 : step], caches, length + step - 1)
@@ -90,23 +94,6 @@ def sample_actions(log_probs: Tensor, uniforms: Tensor) -> Tensor:
 def select_log_probs(log_probs: Tensor, actions: Tensor) -> Tensor:
     """Log-probabilities [...] of actions [...] among log_probs [..., A]."""
     return log_probs.gather(-1, actions[..., None]).squeeze(-1)
-
-
-def _make_empty_caches(
-    models: TransformerEnsemble, folded_weights: FoldedWeights, prompts: Tensor, samples_per_prompt: int, slots: int
-) -> list[_Cache]:
-    shape = models.shape
-    size = (
-        *prompts.shape[:1],
-        prompts.shape[1] * samples_per_prompt,
-        shape.num_heads,
-        slots,
-        shape.d_model // shape.num_heads,
-    )
-    return [
-        _Cache(*(folded_weights.token_embeddings.new_empty(size) for _ in _Cache._fields))
-        for _ in folded_weights.blocks
-    ]
 
 
 def _prefill(

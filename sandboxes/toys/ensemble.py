@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from sandboxes.toys.optimizer import MemberAdam
 from trainable.config.base_config import BaseRunConfig
 from trainable.runs.nonfinite import format_names
 from trainable.runs.run import LinesByFile, Row, TrainerState
@@ -23,47 +24,55 @@ class UpdateResult(NamedTuple):
     nonfinite_names: list[list[str]]
 
 
-class Algorithm(Protocol[Batch]):
+class Algorithm(Generic[Batch]):
     """What E members do in a step. Every tensor has a leading axis of members, which do not affect each other.
 
     Random numbers are a function of seed, purpose and step (`MemberRngs`), so the methods before `train` can be called
     again for the same step with the same result.
     """
 
+    optimizers: Mapping[str, MemberAdam]
+    """All trained weights, by the prefix of their tensors in a checkpoint."""
+
     def evaluate(self, step: int) -> dict[str, Tensor]:
         """Columns that describe the weights, [E] each. Changes nothing."""
-        ...
+        raise NotImplementedError
 
     def sample(self, step: int) -> Batch:
         """The batch of a step, without gradients. Changes nothing."""
-        ...
+        raise NotImplementedError
 
     def find_stops(self, batch: Batch, step: int) -> dict[int, Row]:
         """By seed, the stop columns of each member that a rule ends before it trains on `batch`. Changes nothing."""
-        ...
+        return {}
 
     def train(self, batch: Batch, step: int, is_row: bool) -> UpdateResult:
         """Train on `batch`. With `is_row`, return the columns of the row of this step."""
-        ...
+        raise NotImplementedError
 
     def measure_open_interval(self) -> dict[str, Tensor]:
         """Columns, [E] each, about the steps since the last row, for the row of a member that ends. Changes nothing."""
-        ...
+        return {}
 
     def get_tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the members need to continue, [E, ...] each."""
-        ...
+        """Every tensor that the members need to continue, [E, ...] each: here weights and moments."""
+        return {
+            name: tensor
+            for prefix, optimizer in self.optimizers.items()
+            for name, tensor in add_prefix(optimizer.state_dict(), prefix).items()
+        }
 
     def get_values(self, member: int) -> dict[str, Any]:
         """Every other value that a member needs to continue, as JSON."""
-        ...
+        return {}
 
     def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the results of `get_tensors` and, one per member, of `get_values`.
 
         Raises KeyError, TypeError, RuntimeError or ValueError if they do not fit.
         """
-        ...
+        for prefix, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(select_prefix(tensors, prefix))
 
 
 class EnsembleTrainer:
@@ -80,17 +89,21 @@ class EnsembleTrainer:
     Args:
         config: the configuration; its own seed is ignored.
         seeds: different numbers, one per member.
-        make_algorithm: function of seeds that returns the algorithm of these members before the first step.
+        make_algorithm: function of the configuration and of seeds that returns the algorithm of these members before
+            the first step.
     """
 
     def __init__(
-        self, config: BaseRunConfig, seeds: Sequence[int], make_algorithm: Callable[[Sequence[int]], Algorithm[Any]]
+        self,
+        config: BaseRunConfig,
+        seeds: Sequence[int],
+        make_algorithm: Callable[[Any, Sequence[int]], Algorithm[Any]],
     ) -> None:
         if len(set(seeds)) != len(seeds) or not seeds:
             raise ValueError(f"seeds={list(seeds)}: must be one or more different numbers, one per member.")
         self.config, self._make_algorithm = config, make_algorithm
         self.seeds = tuple(seeds)
-        self.algorithm = make_algorithm(self.seeds)
+        self.algorithm = make_algorithm(config, self.seeds)
         self.step_index = 0
         self.final_states: dict[int, TrainerState] = {}
         self._start_time, self._resumed_seconds, self._seconds_at_last_row = time.perf_counter(), 0.0, 0.0
@@ -106,8 +119,9 @@ class EnsembleTrainer:
         if step == self.config.trainer.total_training_steps:
             return self._end_members({seed: {} for seed in self.seeds})
         is_row = step in self.config.get_row_steps(step + 1)
-        evaluation = self._evaluate() if is_row else {}
-        batch = self._sample()
+        with torch.no_grad():
+            evaluation = self.algorithm.evaluate(step) if is_row else {}
+            batch = self.algorithm.sample(step)
         # Until here nothing of the trainer has changed, and random numbers depend on the step alone. So the members
         # that continue can repeat the step, and draw the same batch.
         if stop_columns := self.algorithm.find_stops(batch, step):
@@ -117,14 +131,6 @@ class EnsembleTrainer:
         self.step_index += 1
         rows = self._make_rows({**evaluation, **update_result.metrics}, step) if is_row else {}
         return self._drop_failed_members(rows, update_result.nonfinite_names)
-
-    @torch.no_grad()
-    def _evaluate(self) -> dict[str, Tensor]:
-        return self.algorithm.evaluate(self.step_index)
-
-    @torch.no_grad()
-    def _sample(self) -> Any:
-        return self.algorithm.sample(self.step_index)
 
     def _make_rows(self, metrics: dict[str, Tensor], step: int) -> dict[int, Row]:
         """One row per seed; a number that is not finite, such as a mean over nothing, is omitted."""
@@ -144,7 +150,9 @@ class EnsembleTrainer:
     def _end_members(self, stop_columns: dict[int, Row]) -> StepResult:
         """End the members in `stop_columns`, keep their states, and return the last row of each with these columns."""
         seconds_at_last_row = self._seconds_at_last_row
-        rows = self._make_rows({**self._evaluate(), **self.algorithm.measure_open_interval()}, self.step_index)
+        with torch.no_grad():
+            evaluation = self.algorithm.evaluate(self.step_index)
+        rows = self._make_rows({**evaluation, **self.algorithm.measure_open_interval()}, self.step_index)
         # The members that continue get no row here, so their clock must not start again.
         self._seconds_at_last_row = seconds_at_last_row
         self.final_states |= {seed: self.get_state(seed) for seed in stop_columns}
@@ -219,7 +227,7 @@ class EnsembleTrainer:
             )
         tensors = stack_members([state.tensors for state in states])
         self.seeds = tuple(value["seed"] for value in values)
-        self.algorithm = self._make_algorithm(self.seeds)
+        self.algorithm = self._make_algorithm(self.config, self.seeds)
         self.algorithm.load(tensors, values)
         self.step_index = values[0]["step"]
         self._start_time = time.perf_counter()
@@ -235,3 +243,13 @@ def slice_member(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor
 def stack_members(slices: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The inverse of `slice_member`: stack the members' slices, in this order, along a new first axis."""
     return {name: torch.stack([member[name] for member in slices]) for name in slices[0]}
+
+
+def select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names start with `prefix`/, without that prefix."""
+    return {name.removeprefix(f"{prefix}/"): value for name, value in tensors.items() if name.startswith(f"{prefix}/")}
+
+
+def add_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The same tensors, with `prefix`/ in front of their names."""
+    return {f"{prefix}/{name}": value for name, value in tensors.items()}

@@ -30,5 +30,9 @@ class MemberRngs:
         """[E, *shape] float64 standard normal numbers."""
         return self._stack_draws(lambda seed: make_rng(seed, purpose, *indices).standard_normal(shape))
 
+    def bounded_weights(self, index: int, shape: tuple[int, ...], bound: float) -> Tensor:
+        """[E, *shape] float64 initial weights, uniform within `bound`. index: of the stream."""
+        return (2 * self.uniform("sandbox_weights", index, shape=shape) - 1) * bound
+
     def _stack_draws(self, draw: Callable[[int], object]) -> Tensor:
         return torch.stack([torch.as_tensor(draw(seed)) for seed in self.seeds])

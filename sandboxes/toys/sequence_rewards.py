@@ -13,18 +13,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceKind:
-    """One sequence task.
-
-    Attributes:
-        make_labels: from prompts [..., H] and V to the correct answers [..., H].
-        make_chain_spans: from H to the two spans of positions of a chain task. Each correct span is worth a third of
-            the reward, and a fully correct answer another third. None: the reward is the fraction of correct positions.
-        num_extra_tokens: tokens in addition to the V content tokens and the separator.
-    """
+    """One sequence task."""
 
     make_labels: Callable[[Tensor, int], Tensor]
+    """From prompts [..., H] and V to the correct answers [..., H]."""
     make_chain_spans: Callable[[int], tuple[slice, slice]] | None = None
+    """From H to the two spans of positions of a chain task. Each correct span is worth a third of the reward, and a
+    fully correct answer another third. None: the reward is the fraction of correct positions."""
     num_extra_tokens: int = 0
+    """Tokens in addition to the V content tokens and the separator."""
 
 
 def _make_reversal_labels(prompts: Tensor, vocab_size: int) -> Tensor:

@@ -1,11 +1,24 @@
-"""The section `trainer` of all toy studies."""
+"""What the configurations of all toy studies share: the section `trainer`, and how combinations are rejected."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from trainable.config.base_config import BaseTrainerConfig
+from trainable.config.base_config import BaseRunConfig, BaseTrainerConfig, ReadCondition
+from trainable.config.conditions import SMALLEST_CLIP
 from trainable.config.setting_types import Common, NonNegative, ParseNull, Patience
+
+PUBLISHED_NAMES: Mapping[str, str] = MappingProxyType(
+    {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
+)
+"""For each name of a setting in the sources' documents, the name here, which is that of all studies."""
+CLIP_CONDITION = ReadCondition(
+    "clip_epsilon",
+    lambda c: c.clip_epsilon < SMALLEST_CLIP,
+    "a batch is trained on once, by the policy that sampled it, so all ratios are 1",
+)
 
 
 class RunnerConfig(BaseTrainerConfig):
@@ -28,3 +41,69 @@ class RunnerConfig(BaseTrainerConfig):
     n_gpus_per_node: NonNegative = Field(0, le=0, description="GPUs per trial")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
     logger: tuple[Literal["console", "tensorboard"], ...] = Field(("console", "tensorboard"), description="always on")
+
+
+class ToyRunConfig(BaseRunConfig):
+    """Configuration of one run of a toy study."""
+
+    aliases: ClassVar[Mapping[str, str]] = PUBLISHED_NAMES
+    first_row_step: ClassVar[int] = 0
+
+    seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts and samples")
+
+    def get_row_steps(self, step: int) -> range:
+        """The steps of the rows, one per evaluation, that a run has written after `step` training steps."""
+        return range(0, step, self.trainer.test_freq)
+
+    def explain_rejection(self) -> str | None:
+        """Why this combination of settings cannot be run, in a sentence that says what to set; None if it can be."""
+        return None
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> Self:
+        reason = self.explain_rejection()
+        if reason is not None:
+            raise ValueError(reason)
+        return self
+
+
+def get_first_reason(reasons: Mapping[str, bool]) -> str | None:
+    """The first of the reasons that applies, or None."""
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def reject_heads(config: Any) -> dict[str, bool]:
+    """Whether the attention heads do not divide the width, by the reason to show."""
+    return {
+        f"nhead={config.nhead} does not divide d_model={config.d_model}: set nhead=1, or another divisor": (
+            config.d_model % config.nhead != 0
+        )
+    }
+
+
+def reject_partial_groups(config: Any) -> dict[str, bool]:
+    """Whether the last group of a batch would not be full, by the reason to show."""
+    fitting_size = max(1, config.batch_size // config.group_size) * config.group_size
+    return {
+        f"batch_size={config.batch_size} is not a multiple of group_size={config.group_size}: set batch_size="
+        f"{fitting_size}": config.batch_size % config.group_size != 0
+    }
+
+
+def reject_large_tensors(config: Any, entries: int, max_entries: int, *settings: str) -> dict[str, bool]:
+    """Whether the largest tensor has too many entries, by the reason to show. settings: names of those to lower."""
+    sizes = " ".join(f"{name}={getattr(config, name)}" for name in settings)
+    return {
+        f"a tensor of this run would have {entries} entries, and the maximum is {max_entries}: set smaller sizes "
+        f"({sizes})": entries > max_entries
+    }
+
+
+def count_transformer_entries(config: Any) -> int:
+    """Entries of the largest tensor of a transformer that reads a batch: weights or activations."""
+    return max(
+        4 * config.batch_size * config.max_positions * config.d_model,
+        config.batch_size * config.max_positions**2 * config.nhead,
+        4 * config.num_layers * config.d_model**2,
+        (config.num_actions + config.max_positions) * config.d_model,
+    )

@@ -5,9 +5,10 @@ from types import MappingProxyType
 from typing import Any
 
 from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Study, keep_settings
-from trainable.families import Family, Preset, Settings
+from trainable.families import DisplayColumn, Family, Preset, Settings
+from trainable.runs.records import COMMON_TRIAL_COLUMNS, STOP_COLUMNS, Column
 
-PRESETS: Mapping[str, Preset] = MappingProxyType(
+_PRESETS: Mapping[str, Preset] = MappingProxyType(
     {name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")}
 )
 """The presets of a toy family: they are equal, because the tasks are small everywhere."""
@@ -17,19 +18,48 @@ SMOKE_SETTINGS: Settings = MappingProxyType(
 """Settings of --smoke: small enough to run a study in seconds, so its numbers show nothing."""
 BYTES_PER_ROW = 12_000
 """metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
-_BYTES_PER_PARAMETER = 12
+BYTES_PER_PARAMETER = 12
 """A weight and Adam's two moments, in float32."""
 _STATE_OVERHEAD_BYTES = 100_000
 
 
-def make_template_values(config: Any) -> dict[str, str]:
-    """Values for every template of a study: {task} and {method}."""
-    return {"task": config.task, "method": config.method}
+def make_toy_family(
+    name: str, trial_columns: tuple[Column, ...], log_formats: Mapping[str, str], **fields: Any
+) -> Family:
+    """A family of toy studies.
+
+    Args:
+        name: of the family, whose Trainable is in its module `trial` and whose reading is in its module `read`.
+        trial_columns: in addition to those of all families.
+        log_formats: format by column of the fields of a log line.
+        fields: other fields of `Family`, instead of those that the toy families share.
+    """
+    shared_fields = {
+        "presets": _PRESETS,
+        "summarize": f"sandboxes.{name}.read:summarize_run",
+        "report": "sandboxes.toys.report.figures:PAGE",
+        "description": f"sandboxes.{name}.read:DESCRIPTION",
+        "get_environment": lambda settings: str(settings.get("task", "")),
+        # Values for every template of a study.
+        "make_template_values": lambda config: {"task": config.task, "method": config.method},
+        "has_batched_seeds": True,
+    }
+    return Family(
+        name=name,
+        trial_columns=(*COMMON_TRIAL_COLUMNS, *STOP_COLUMNS, *trial_columns),
+        log_columns=make_log_columns({**log_formats, "seconds": ".2f"}),
+        **{**shared_fields, **fields},
+    )
 
 
-def estimate_state_bytes(n_parameters: int, n_networks: int = 1) -> int:
-    """Maximum bytes of a checkpoint of networks with `n_parameters` parameters each."""
-    return n_networks * (_BYTES_PER_PARAMETER * n_parameters + _STATE_OVERHEAD_BYTES)
+def make_log_columns(formats: Mapping[str, str]) -> tuple[DisplayColumn, ...]:
+    """Fields of a log line that have the names of their columns, with the format of each."""
+    return tuple(DisplayColumn(column, column, format_spec) for column, format_spec in formats.items())
+
+
+def estimate_toy_bytes(n_parameters: int, n_networks: int = 1) -> tuple[int, int]:
+    """Maximum bytes of a checkpoint of networks with `n_parameters` parameters each, and bytes of a row."""
+    return n_networks * (BYTES_PER_PARAMETER * n_parameters + _STATE_OVERHEAD_BYTES), BYTES_PER_ROW
 
 
 def count_transformer_parameters(config: Any) -> int:
@@ -41,14 +71,14 @@ def count_transformer_parameters(config: Any) -> int:
 
 
 def make_toy_study(
-    family: Family,
     name: str,
     question: str,
     arms: Mapping[str, Settings],
     baseline: str,
+    family: Family,
     fixed_settings: Settings,
-    smoke_settings: Settings,
     setting: str,
+    smoke_settings: Settings = SMOKE_SETTINGS,
     run_template: str | None = None,
     contrasts: Contrasts = MappingProxyType({}),
     adapt: Callable[[Settings, Any], Settings] = keep_settings,
@@ -58,14 +88,14 @@ def make_toy_study(
     """A study whose arms are named conditions of a toy task.
 
     Args:
-        family: of the study; its configuration has the settings `task` and `method`.
         name: of the study.
         question: the docstring of the study's module. Its first paragraph becomes the question.
         arms: for each arm, by its name, the settings in addition to `fixed_settings`.
         baseline: the arm that the others are compared with.
+        family: of the study; its configuration has the settings `task` and `method`.
         fixed_settings: settings of all arms.
-        smoke_settings: settings of --smoke.
         setting: how the arms differ, in words.
+        smoke_settings: settings of --smoke.
         run_template: name of the study's folder; by default the study's name with underscores.
         contrasts: see `Study`.
         adapt: see `Axis`.

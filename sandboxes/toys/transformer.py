@@ -9,7 +9,7 @@ normalization are folded into the matrix that follows it, and the last block ski
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +64,6 @@ class TransformerEnsemble:
     def __init__(self, shape: TransformerShape, weights: Mapping[str, Tensor]) -> None:
         self.shape = shape
         self.weights = dict(weights)
-
-    def get_parameters(self) -> Mapping[str, Tensor]:
-        """All weights, [E, ...] each."""
-        return self.weights
 
     def compute_logits(self, tokens: Tensor, logits_to_keep: int) -> Tensor:
         """Logits [E, B, logits_to_keep, vocab] at the last positions of tokens [E, B, L], without padding."""
@@ -188,6 +184,11 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return attention_output.view(num_members, rows, num_heads, num_queries, channels).transpose(2, 3).flatten(3)
 
 
+def make_shape(config: Any) -> TransformerShape:
+    """The shape of a configuration with num_actions, d_model, nhead, num_layers and max_positions."""
+    return TransformerShape(config.num_actions, config.d_model, config.nhead, config.num_layers, config.max_positions)
+
+
 def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> TransformerEnsemble:
     """Initial weights of each member from its own stream, with the distributions of torch's layers.
 
@@ -197,16 +198,16 @@ def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> Tran
     initial_weights = {
         "embedding.weight": rngs.normal("sandbox_weights", 1, shape=(shape.vocab_size, width)),
         "positions.weight": rngs.normal("sandbox_weights", 2, shape=(shape.max_positions, width)),
-        "head.weight": _draw_uniform(rngs, 3, (shape.vocab_size, width), width**-0.5),
+        "head.weight": rngs.bounded_weights(3, (shape.vocab_size, width), width**-0.5),
     }
     block_weights = {
         # Xavier's bound, sqrt(6 / (inputs + outputs)), as torch.nn.MultiheadAttention uses.
-        "self_attn.in_proj_weight": _draw_uniform(rngs, 4, (3 * width, width), math.sqrt(6 / (4 * width))),
-        "self_attn.out_proj.weight": _draw_uniform(rngs, 5, (width, width), width**-0.5),
-        "linear1.weight": _draw_uniform(rngs, 6, (4 * width, width), width**-0.5),
-        "linear1.bias": _draw_uniform(rngs, 7, (4 * width,), width**-0.5),
-        "linear2.weight": _draw_uniform(rngs, 8, (width, 4 * width), (4 * width) ** -0.5),
-        "linear2.bias": _draw_uniform(rngs, 9, (width,), (4 * width) ** -0.5),
+        "self_attn.in_proj_weight": rngs.bounded_weights(4, (3 * width, width), math.sqrt(6 / (4 * width))),
+        "self_attn.out_proj.weight": rngs.bounded_weights(5, (width, width), width**-0.5),
+        "linear1.weight": rngs.bounded_weights(6, (4 * width, width), width**-0.5),
+        "linear1.bias": rngs.bounded_weights(7, (4 * width,), width**-0.5),
+        "linear2.weight": rngs.bounded_weights(8, (width, 4 * width), (4 * width) ** -0.5),
+        "linear2.bias": rngs.bounded_weights(9, (width,), (4 * width) ** -0.5),
     }
     num_members = len(rngs.seeds)
     bias_sizes = {"self_attn.in_proj_bias": 3 * width, "self_attn.out_proj.bias": width}
@@ -217,10 +218,6 @@ def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> Tran
         f"blocks.{k}.{name}": first.clone() for k in range(shape.num_layers) for name, first in block_weights.items()
     }
     return TransformerEnsemble(shape, {name: first.float().requires_grad_() for name, first in initial_weights.items()})
-
-
-def _draw_uniform(rngs: MemberRngs, index: int, shape: tuple[int, ...], bound: float) -> Tensor:
-    return (2 * rngs.uniform("sandbox_weights", index, shape=shape) - 1) * bound
 
 
 def _make_norm_weights(name: str, num_members: int, width: int) -> dict[str, Tensor]:

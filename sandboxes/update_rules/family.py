@@ -1,21 +1,17 @@
 """The family of update-rule studies, and the conditions that its studies share."""
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from sandboxes.toys.study import (
+    BYTES_PER_PARAMETER,
     BYTES_PER_ROW,
-    PRESETS,
-    SMOKE_SETTINGS,
-    make_template_values,
+    make_toy_family,
     make_toy_study,
 )
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.measure.records import STEP_COLUMNS, TRIAL_COLUMNS
-from search_spaces.declaration.study import Contrasts, Study, keep_settings
-from trainable.families import DisplayColumn, Family, OutcomeColumn, Settings
-from trainable.runs.records import COMMON_TRIAL_COLUMNS, STOP_COLUMNS
+from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
+from trainable.families import DisplayColumn, OutcomeColumn, Settings
 
 GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
 """The condition that the documents call grouped: 12 prompts with 8 rollouts, four optimizer steps per batch."""
@@ -31,15 +27,8 @@ REVERSAL_SETTINGS: Settings = MappingProxyType(
 )
 """The shared conditions of the published sweeps."""
 
-_BYTES_PER_PARAMETER = 12
-"""A weight and Adam's two moments, in float32."""
 _STATE_OVERHEAD_BYTES = 200_000
 """Headers, counters and settings of a checkpoint."""
-
-
-def get_model_path(config: UpdateRuleConfig) -> str | None:
-    """The language model that the task lm_bandit loads; None for every other task."""
-    return config.model_name if config.task == "lm_bandit" else None
 
 
 def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, int]:
@@ -61,7 +50,7 @@ def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, in
     # token.
     batch_bytes = config.batch_size * (max(784 * 4, sequence_length * 8, config.context_len * 8) + config.seq_len * 40)
     # Upper bound: the largest model that any task could train.
-    weight_bytes = _BYTES_PER_PARAMETER * max(transformer_parameters, mlp_parameters, n_parameters)
+    weight_bytes = BYTES_PER_PARAMETER * max(transformer_parameters, mlp_parameters, n_parameters)
     return weight_bytes + n_batches * batch_bytes + _STATE_OVERHEAD_BYTES, BYTES_PER_ROW
 
 
@@ -74,13 +63,12 @@ def estimate_step_seconds(config: UpdateRuleConfig) -> float | None:
     return (13e-3 + 17e-3 * config.inner_epochs) * config.batch_size / 96
 
 
-UPDATE_RULES = Family(
+UPDATE_RULES = make_toy_family(
     name="update_rules",
     trainable="sandboxes.update_rules.trial:UpdateRules",
     config_class=UpdateRuleConfig,
-    presets=PRESETS,
     step_columns=STEP_COLUMNS,
-    trial_columns=(*COMMON_TRIAL_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS),
+    trial_columns=TRIAL_COLUMNS,
     outcomes=(
         OutcomeColumn("late_test_error", 0.05, "it is the outcome that a rule should improve", is_common=True),
         OutcomeColumn(
@@ -111,15 +99,9 @@ UPDATE_RULES = Family(
         ),
     ),
     is_higher_better=False,
-    summarize="sandboxes.update_rules.read:summarize_run",
-    report="sandboxes.toys.report.figures:PAGE",
-    description="sandboxes.update_rules.read:DESCRIPTION",
-    get_environment=lambda settings: str(settings.get("task", "")),
-    part_checks={"method": "sandboxes.update_rules.part_check:check_update_rule"},
+    part_checks={"method": "sandboxes.update_rules.training.make:check_update_rule"},
     remarks="sandboxes.update_rules.remarks:REMARKS",
-    make_template_values=make_template_values,
-    get_model_path=get_model_path,
-    has_batched_seeds=True,
+    get_model_path=lambda config: config.model_name if config.task == "lm_bandit" else None,
     estimate_bytes=estimate_bytes,
     estimate_step_seconds=estimate_step_seconds,
     progress_columns=(
@@ -127,43 +109,23 @@ UPDATE_RULES = Family(
         DisplayColumn("entropy", "entropy", ".3f"),
         DisplayColumn("loss", "loss", ".4f"),
     ),
-    log_columns=(
-        DisplayColumn("test_error", "test_error", ".4f"),
-        DisplayColumn("test_error_unscored", "test_error_unscored", ".4f"),
-        DisplayColumn("chain_reward", "chain_reward", ".4f"),
-        DisplayColumn("entropy", "entropy", ".4f"),
-        DisplayColumn("reward", "reward", ".4f"),
-        DisplayColumn("loss", "loss", ".5f"),
-        DisplayColumn("seconds", "seconds", ".2f"),
-    ),
+    log_formats={
+        "test_error": ".4f",
+        "test_error_unscored": ".4f",
+        "chain_reward": ".4f",
+        "entropy": ".4f",
+        "reward": ".4f",
+        "loss": ".5f",
+    },
 )
 
 
-def make_sandbox_study(
-    name: str,
-    question: str,
-    arms: Mapping[str, Settings],
-    baseline: str,
-    fixed_settings: Settings = REVERSAL_SETTINGS,
-    setting: str = "update rule",
-    run_template: str | None = None,
-    smoke_settings: Settings = SMOKE_SETTINGS,
-    contrasts: Contrasts = MappingProxyType({}),
-    adapt: Callable[[Settings, Any], Settings] = keep_settings,
-) -> Study:
-    """A study of update rules whose arms are named conditions; see `make_toy_study`."""
-    return make_toy_study(
-        family=UPDATE_RULES,
-        name=name,
-        question=question,
-        arms=arms,
-        baseline=baseline,
-        fixed_settings=fixed_settings,
-        setting=setting,
-        run_template=run_template,
-        smoke_settings=smoke_settings,
-        contrasts=contrasts,
-        adapt=adapt,
-        stop_rules=("uniform_groups",),
-        wandb_project="update_rule_sandbox",
-    )
+make_sandbox_study = partial(
+    make_toy_study,
+    family=UPDATE_RULES,
+    fixed_settings=REVERSAL_SETTINGS,
+    setting="update rule",
+    stop_rules=("uniform_groups",),
+    wandb_project="update_rule_sandbox",
+)
+"""A study of update rules whose arms are named conditions; see `make_toy_study`."""

@@ -1,26 +1,17 @@
 """Read: what a run of an update rule came to, and the words of its report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from analysis.data.schemas import Row
-from analysis.data.summaries import compute_late_mean
+from analysis.data.summaries import summarize_by_prefix
 from analysis.stats.estimates import area_under_curve
 from sandboxes.toys.report.descriptions import ENTROPY_PANEL, ERROR_PANEL, Description, Panel
-from sandboxes.update_rules.measure.records import TRIAL_COLUMNS
+from sandboxes.update_rules.records import TRIAL_COLUMNS
 
 LOW_ENTROPY = 0.1
 """nats; the threshold of `first_step_entropy_low` (docs/metrics.md)."""
-
-UNCONTRASTED_COLUMNS: Mapping[str, str] = {
-    "final_test_error": "it is a single evaluation, and late_test_error is the mean over the last ones",
-    "final_greedy_separator_rate": "it only identifies a collapse, whose error late_test_error has",
-    "first_step_entropy_low": "runs that never reach the step have no value, so a mean over the others is biased",
-    "first_step_error_zero": "runs that never reach the step have no value, so a mean over the others is biased",
-    "mean_effective_age": "it equals mean_replay_age, except for FreshDG",
-}
-"""The trial columns of update-rule studies that are not contrasted, and why."""
 
 
 def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
@@ -28,18 +19,17 @@ def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
 
     Each row is an evaluation, so `steps_done` is the step of the last row and not the number of rows.
     """
-    last_row = rows[-1] if rows else {}
-    final_columns = [column.name for column in TRIAL_COLUMNS if column.name.startswith("final_")]
+    last_step = rows[-1]["step"] if rows else 0
+    entropies = [(row["step"], row["entropy"]) for row in rows if row.get("entropy") is not None]
     return {
-        "steps_done": last_row.get("step", 0),
-        "late_test_error": compute_late_mean(
-            [(row["step"], row["test_error"]) for row in rows if row.get("test_error") is not None], end_step
-        ),
-        **{name: last_row.get(name.removeprefix("final_")) for name in final_columns},
+        **summarize_by_prefix(rows, end_step, TRIAL_COLUMNS),
         "first_step_entropy_low": _find_first_step(rows, "entropy", LOW_ENTROPY),
         "first_step_error_zero": _find_first_step(rows, "test_error", threshold=0.0),
-        "mean_entropy": _compute_mean_over_steps(
-            rows, "entropy", last_row.get("step", 0) if end_step is None else end_step
+        # The mean height of the curve from its first value; NaN without a value.
+        "mean_entropy": area_under_curve(
+            [step for step, _ in entropies],
+            [entropy for _, entropy in entropies],
+            last_step if end_step is None else end_step,
         ),
         "mean_replay_age": _compute_mean_over_batches(rows, "age_mean"),
         "mean_effective_age": _compute_mean_over_batches(rows, "effective_age"),
@@ -68,12 +58,6 @@ def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None
         if weighted_values
         else None
     )
-
-
-def _compute_mean_over_steps(rows: Sequence[Row], column: str, end_step: int) -> float:
-    """Mean height of the column's curve from its first value to `end_step`; NaN without a value."""
-    measured_rows = [row for row in rows if row.get(column) is not None]
-    return area_under_curve([row["step"] for row in measured_rows], [row[column] for row in measured_rows], end_step)
 
 
 DESCRIPTION = Description(

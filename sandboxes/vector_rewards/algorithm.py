@@ -1,24 +1,21 @@
 """The algorithm of Vector Policy Optimization: sample sets of candidates, score them, take clipped policy steps."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sandboxes.toys.decoding import sample_actions, select_log_probs
-from sandboxes.toys.descent import descend, merge_names
-from sandboxes.toys.ensemble import EnsembleTrainer, UpdateResult
-from sandboxes.toys.groups import NO_DUAL_CLIP, group_advantages
-from sandboxes.toys.optimizer import MemberAdam
-from sandboxes.toys.prefixes import add_prefix, select_prefix
+from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
+from sandboxes.toys.losses import clipped_policy_loss, group_advantages
+from sandboxes.toys.optimizer import MemberAdam, descend, merge_names
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.vector_rewards import fronts, scores
+from sandboxes.vector_rewards import fronts
 from sandboxes.vector_rewards.settings import VectorRewardConfig
-from trainable.algo.losses import entropy_from_logits, ppo_clip_loss
-from trainable.runs.run import Row
+from trainable.algo.losses import entropy_from_logits
 from trainable.runs.training import TrainerFamily
 
 BEST_OF = (1, 3, 9)
@@ -27,48 +24,34 @@ BEST_OF = (1, 3, 9)
 
 @dataclass(frozen=True)
 class SetBatch:
-    """Sets of candidates, one batch for each of E members: G groups of K sets (B = G K) of M candidates.
-
-    Attributes:
-        prompts: [E, B], the prompt of each set; the K sets of a group share it.
-        actions: [E, B, M], the action of each candidate.
-        behavior_log_probs: [E, B, M], of the actions under the policy that sampled them.
-        vector_rewards: [E, B, M, D].
-        set_scores: [E, B], what the method trains on.
-        gold_scores: [E, B], the best gold score of each set.
-    """
+    """Sets of candidates, one batch for each of E members: G groups of K sets (B = G K) of M candidates."""
 
     prompts: Tensor
+    """[E, B], the prompt of each set; the K sets of a group share it."""
     actions: Tensor
+    """[E, B, M], the action of each candidate."""
     behavior_log_probs: Tensor
-    vector_rewards: Tensor
+    """[E, B, M], of the actions under the policy that sampled them."""
     set_scores: Tensor
+    """[E, B], what the method trains on."""
     gold_scores: Tensor
+    """[E, B], the best gold score of each set."""
 
 
 class SetPolicies:
     """E policies: the embeddings of a prompt and of an answer slot are added, then Linear, tanh, Linear."""
 
     def __init__(self, config: VectorRewardConfig, num_actions: int, rngs: MemberRngs) -> None:
-        hidden = config.hidden
-        bound = hidden**-0.5
-        self.weights = {
+        hidden, bound = config.hidden, config.hidden**-0.5
+        initial_weights = {
             "prompts": rngs.normal("sandbox_weights", 1, shape=(config.num_prompts, hidden)),
             "slots": rngs.normal("sandbox_weights", 2, shape=(config.num_candidates, hidden)),
-            **{
-                name: (2 * rngs.uniform("sandbox_weights", index, shape=shape) - 1) * bound
-                for index, (name, shape) in enumerate(
-                    {
-                        "hidden.matrix": (hidden, hidden),
-                        "hidden.bias": (hidden,),
-                        "head.matrix": (hidden, num_actions),
-                        "head.bias": (num_actions,),
-                    }.items(),
-                    start=3,
-                )
-            },
+            "hidden.matrix": rngs.bounded_weights(3, (hidden, hidden), bound),
+            "hidden.bias": rngs.bounded_weights(4, (hidden,), bound),
+            "head.matrix": rngs.bounded_weights(5, (hidden, num_actions), bound),
+            "head.bias": rngs.bounded_weights(6, (num_actions,), bound),
         }
-        self.weights = {name: tensor.float().requires_grad_() for name, tensor in self.weights.items()}
+        self.weights = {name: tensor.float().requires_grad_() for name, tensor in initial_weights.items()}
 
     def compute_log_probs(self) -> Tensor:
         """[E, P, M, A] log-probabilities of the actions in each slot, for every prompt."""
@@ -80,8 +63,8 @@ class SetPolicies:
         return logits.view(*shape, -1).log_softmax(-1)
 
 
-class VectorRewardAlgorithm:
-    """Policies over sets of candidates (see `sandboxes.toys.ensemble.Algorithm`)."""
+class VectorRewardAlgorithm(Algorithm[SetBatch]):
+    """Policies over sets of candidates."""
 
     def __init__(self, config: VectorRewardConfig, seeds: Sequence[int]) -> None:
         self.config, self.rngs = config, MemberRngs(seeds)
@@ -89,6 +72,7 @@ class VectorRewardAlgorithm:
         self.rewards = fronts.make_prompt_rewards(self.front, config.num_prompts)
         self.policies = SetPolicies(config, len(self.front.rewards), self.rngs)
         self.optimizer = MemberAdam(self.policies.weights, config.lr)
+        self.optimizers = {"adam": self.optimizer}
         best_set = fronts.find_best_set(self.front.rewards, config.eval_candidates)
         self.best_score = math.nan if best_set is None else best_set[0]
 
@@ -125,11 +109,11 @@ class VectorRewardAlgorithm:
         uniforms = self.rngs.uniform("sandbox_samples", step, shape=(config.batch_size, config.num_candidates))
         actions = sample_actions(log_probs, uniforms)
         vector_rewards = self.rewards[prompts[..., None], actions]
-        gold_scores = scores.score_scalar(vector_rewards, self.front.gold_weights)
+        gold_scores = fronts.score_scalar(vector_rewards, self.front.gold_weights)
         set_scores = gold_scores
         if config.method == "VPOGRPO":
-            set_scores = scores.score_over_weights(vector_rewards, self._draw_weights(step, groups), config.group_size)
-        return SetBatch(prompts, actions, select_log_probs(log_probs, actions), vector_rewards, set_scores, gold_scores)
+            set_scores = fronts.score_over_weights(vector_rewards, self._draw_weights(step, groups), config.group_size)
+        return SetBatch(prompts, actions, select_log_probs(log_probs, actions), set_scores, gold_scores)
 
     def _draw_weights(self, step: int, groups: int) -> Tensor:
         """[E, G, W, D] weights, uniform on the simplex: normalized exponential numbers."""
@@ -141,10 +125,6 @@ class VectorRewardAlgorithm:
         """[E, B, M, A], the rows of log_probs [E, P, M, A] of prompts [E, B]."""
         return log_probs.gather(1, prompts[..., None, None].expand(*prompts.shape, *log_probs.shape[2:]))
 
-    def find_stops(self, batch: SetBatch, step: int) -> dict[int, Row]:
-        """None: no rule stops a run."""
-        return {}
-
     def train(self, batch: SetBatch, step: int, is_row: bool) -> UpdateResult:
         """Take the inner epochs on the batch; every candidate of a set has the advantage of its set."""
         config = self.config
@@ -155,14 +135,9 @@ class VectorRewardAlgorithm:
         metrics: dict[str, Tensor] = {}
         for _ in range(config.inner_epochs):
             log_probs = self._select_prompts(self.policies.compute_log_probs(), batch.prompts)
-            policy_loss = ppo_clip_loss(
-                select_log_probs(log_probs, batch.actions),
-                batch.behavior_log_probs,
-                advantages,
-                config.clip_epsilon,
-                config.clip_epsilon,
-                NO_DUAL_CLIP,
-            )
+            log_probs = select_log_probs(log_probs, batch.actions)
+            clip = config.clip_epsilon
+            policy_loss = clipped_policy_loss(log_probs, batch.behavior_log_probs, advantages, clip, clip)
             loss = policy_loss.loss.mean((1, 2))
             nonfinite_names = merge_names(nonfinite_names, descend(self.optimizer, loss))
             metrics = {"loss": loss.detach(), "ratio_mean": policy_loss.ratio.mean((1, 2))}
@@ -174,22 +149,6 @@ class VectorRewardAlgorithm:
             }
         return UpdateResult(metrics, nonfinite_names)
 
-    def measure_open_interval(self) -> dict[str, Tensor]:
-        """None: every column is of a single step."""
-        return {}
-
-    def get_tensors(self) -> dict[str, Tensor]:
-        """Weights and moments."""
-        return add_prefix(self.optimizer.state_dict(), "adam")
-
-    def get_values(self, member: int) -> dict[str, Any]:
-        """None: the tensors are the whole state."""
-        return {}
-
-    def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from these tensors."""
-        self.optimizer.load_state_dict(select_prefix(tensors, "adam"))
-
 
 def _compute_diversity(rewards: Tensor) -> Tensor:
     """[E, P, S], the mean L1 distance of the pairs of reward vectors [E, P, S, M, D] in a set; 0 for one candidate."""
@@ -200,9 +159,6 @@ def _compute_diversity(rewards: Tensor) -> Tensor:
     return distances.sum((-1, -2)) / (candidates * (candidates - 1))
 
 
-def make_trainer(config: VectorRewardConfig, seeds: Sequence[int]) -> EnsembleTrainer:
-    """A trainer of `config` with one policy per seed."""
-    return EnsembleTrainer(config, seeds, lambda members: VectorRewardAlgorithm(config, members))
-
-
+make_trainer = partial(EnsembleTrainer, make_algorithm=VectorRewardAlgorithm)
+"""A trainer of a configuration with one policy per seed."""
 TRAINER = TrainerFamily(make_trainer)

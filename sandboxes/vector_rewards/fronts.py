@@ -1,4 +1,7 @@
-"""Reward vectors of actions, and what a set of actions is worth over all weights of the objectives."""
+"""Reward vectors of actions, scores of sets of them, and what a set is worth over all weights of the objectives.
+
+Axes: E members, G groups of K sets each (B = G K), M candidates, D objectives, W weights.
+"""
 
 import itertools
 import math
@@ -51,14 +54,8 @@ def make_front(task: str) -> Front:
 
 def make_prompt_rewards(front: Front, num_prompts: int) -> Tensor:
     """[P, A, D]: for prompt i the actions are rolled by i, and for odd i the order of the objectives is reversed."""
-    return torch.stack(
-        [
-            front.rewards.roll(index % len(front.rewards), dims=0).flip(-1)
-            if index % 2
-            else front.rewards.roll(index % len(front.rewards), dims=0)
-            for index in range(num_prompts)
-        ]
-    )
+    rolled_rewards = [front.rewards.roll(index, dims=0) for index in range(num_prompts)]
+    return torch.stack([rewards.flip(-1) if index % 2 else rewards for index, rewards in enumerate(rolled_rewards)])
 
 
 def make_simplex_points(dimensions: int) -> Tensor:
@@ -106,3 +103,30 @@ def compute_simplex_scores(probabilities: Tensor, rewards: Tensor) -> Tensor:
     cumulative = slots.gather(-1, order[..., None, :].expand(shape)).cumsum(-1).prod(-2)
     mass = torch.cat((cumulative[..., :1], cumulative.diff(dim=-1)), dim=-1)
     return (mass * values).sum(-1).mean(-1)
+
+
+def score_scalar(vector_rewards: Tensor, gold_weights: Tensor) -> Tensor:
+    """[E, B], the best gold score of a set: max over M of gold . r.
+
+    ScalarGRPO uses it with one candidate, whose gold score it is; MultiRLVR with several.
+
+    Args:
+        vector_rewards: [E, B, M, D] r.
+        gold_weights: [D].
+    """
+    return (vector_rewards @ gold_weights).amax(-1)
+
+
+def score_over_weights(vector_rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
+    """[E, B], the mean over sampled weights of the best score of a set: mean over W of max over M of w . r.
+
+    The maximum is inside the mean: a set is good if for each weight some candidate is, whichever it is.
+
+    Args:
+        vector_rewards: [E, B, M, D] r.
+        weights: [E, G, W, D], shared by the sets of a group, which are therefore compared at the same weights.
+        group_size: K.
+    """
+    groups = vector_rewards.unflatten(1, (-1, group_size))
+    scores = groups @ weights[:, :, None].transpose(-1, -2)
+    return scores.amax(-2).mean(-1).flatten(1)

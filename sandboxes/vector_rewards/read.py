@@ -1,17 +1,13 @@
 """Read: what a run with vector rewards came to, and the words of its report."""
 
-from collections.abc import Sequence
+from functools import partial
 
-from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
 from sandboxes.toys.report.descriptions import Description, Panel
 from sandboxes.vector_rewards.records import TRIAL_COLUMNS
 
-
-def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
-    """See `trainable.families.Family.summarize`."""
-    return summarize_by_prefix(rows, end_step, TRIAL_COLUMNS)
-
+summarize_run = partial(summarize_by_prefix, trial_columns=TRIAL_COLUMNS)
+"""See `trainable.families.Family.summarize`."""
 
 DESCRIPTION = Description(
     label="vector rewards",

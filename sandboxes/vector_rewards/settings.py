@@ -1,13 +1,17 @@
 """Settings of one run of Vector Policy Optimization. Names and defaults are those of the source's documents."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from sandboxes.toys.settings import RunnerConfig
-from trainable.config.base_config import BaseRunConfig, ReadCondition
+from sandboxes.toys.settings import (
+    RunnerConfig,
+    ToyRunConfig,
+    get_first_reason,
+    reject_large_tensors,
+    reject_partial_groups,
+)
+from trainable.config.base_config import ReadCondition
 from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
 from trainable.config.setting_types import Common, NonNegative, Positive
 
@@ -28,15 +32,9 @@ class VectorRewardRunnerConfig(RunnerConfig):
     )
 
 
-class VectorRewardConfig(BaseRunConfig):
-    """Configuration of one run of Vector Policy Optimization.
+class VectorRewardConfig(ToyRunConfig):
+    """Configuration of one run of Vector Policy Optimization."""
 
-    aliases: for each name of a setting in the source's documents, the name here.
-    """
-
-    aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
-    )
     list_command: ClassVar[str] = "settings vpo"
     conditions: ClassVar[tuple[ReadCondition, ...]] = (
         *derive_conditions("method", {"VPOGRPO": ("num_weight_samples",)}),
@@ -46,7 +44,6 @@ class VectorRewardConfig(BaseRunConfig):
             "a batch is trained on once, so all ratios are 1: set inner_epochs=2, or more",
         ),
     )
-    first_row_step: ClassVar[int] = 0
 
     seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts, samples and scalarizations")
     task: Common[Literal["pareto_front", "pareto_large"]] = Field(
@@ -71,12 +68,8 @@ class VectorRewardConfig(BaseRunConfig):
     )
     trainer: VectorRewardRunnerConfig = VectorRewardRunnerConfig()
 
-    def get_row_steps(self, step: int) -> range:
-        """The steps of the rows, one per evaluation, that a run has written after `step` training steps."""
-        return range(0, step, self.trainer.test_freq)
-
-    @model_validator(mode="after")
-    def _check_combination(self) -> "VectorRewardConfig":
+    def explain_rejection(self) -> str | None:
+        """See `ToyRunConfig`."""
         entries = max(
             self.batch_size * self.num_candidates * self.num_weight_samples,
             self.num_prompts * self.eval_sets * self.num_candidates,
@@ -91,14 +84,12 @@ class VectorRewardConfig(BaseRunConfig):
             f"method={self.method} chooses among the candidates of a set: set num_candidates=2 or more": (
                 self.method != SCALAR and self.num_candidates == 1
             ),
-            f"batch_size={self.batch_size} is not a multiple of group_size={self.group_size}: set batch_size="
-            f"{max(1, self.batch_size // self.group_size) * self.group_size}": self.batch_size % self.group_size != 0,
-            f"a tensor of this run would have {entries} entries, and the maximum is {MAX_TENSOR_ENTRIES}: set smaller "
-            f"sizes (batch_size={self.batch_size} num_candidates={self.num_candidates} num_weight_samples="
-            f"{self.num_weight_samples} num_prompts={self.num_prompts} eval_candidates={self.eval_candidates} hidden="
-            f"{self.hidden})": (entries > MAX_TENSOR_ENTRIES),
+            **reject_partial_groups(self),
+            **reject_large_tensors(
+                self,
+                entries,
+                MAX_TENSOR_ENTRIES,
+                *("batch_size", "num_candidates", "num_weight_samples", "num_prompts", "eval_candidates", "hidden"),
+            ),
         }
-        reason = next((reason for reason, applies in reasons.items() if applies), None)
-        if reason is not None:
-            raise ValueError(reason)
-        return self
+        return get_first_reason(reasons)

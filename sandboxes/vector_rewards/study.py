@@ -8,34 +8,29 @@ set is worth over all weights.
 from collections.abc import Mapping
 
 from sandboxes.toys.study import (
-    BYTES_PER_ROW,
-    PRESETS,
-    SMOKE_SETTINGS,
-    estimate_state_bytes,
-    make_template_values,
+    estimate_toy_bytes,
+    make_toy_family,
     make_toy_study,
 )
 from sandboxes.vector_rewards.records import STEP_COLUMNS, TRIAL_COLUMNS
 from sandboxes.vector_rewards.settings import VectorRewardConfig
 from search_spaces.declaration.study import Contrasts, Study
-from trainable.families import DisplayColumn, Family, OutcomeColumn, Settings
-from trainable.runs.records import COMMON_TRIAL_COLUMNS, STOP_COLUMNS
+from trainable.families import DisplayColumn, OutcomeColumn, Settings
 
 
 def estimate_bytes(config: VectorRewardConfig, n_parameters: int) -> tuple[int, int]:
     """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
     max_actions = 24  # of the large front
     parameters = config.hidden * (config.num_prompts + config.num_candidates + config.hidden + max_actions + 1)
-    return estimate_state_bytes(parameters + max_actions), BYTES_PER_ROW
+    return estimate_toy_bytes(parameters + max_actions)
 
 
-VECTOR_REWARDS = Family(
+VECTOR_REWARDS = make_toy_family(
     name="vector_rewards",
     trainable="sandboxes.vector_rewards.trial:VectorRewards",
     config_class=VectorRewardConfig,
-    presets=PRESETS,
     step_columns=STEP_COLUMNS,
-    trial_columns=(*COMMON_TRIAL_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS),
+    trial_columns=TRIAL_COLUMNS,
     outcomes=(
         OutcomeColumn(
             "late_simplex_score",
@@ -50,12 +45,6 @@ VECTOR_REWARDS = Family(
         OutcomeColumn("late_pool_diversity_l1", 0.1, "it shows whether the candidates of a set differ"),
     ),
     is_higher_better=True,
-    summarize="sandboxes.vector_rewards.read:summarize_run",
-    report="sandboxes.toys.report.figures:PAGE",
-    description="sandboxes.vector_rewards.read:DESCRIPTION",
-    get_environment=lambda settings: str(settings.get("task", "")),
-    make_template_values=make_template_values,
-    has_batched_seeds=True,
     estimate_bytes=estimate_bytes,
     estimate_step_seconds=lambda config: 3e-3 * config.batch_size / 128,
     progress_columns=(
@@ -63,16 +52,15 @@ VECTOR_REWARDS = Family(
         DisplayColumn("best_at_9", "best@9", ".3f"),
         DisplayColumn("entropy", "entropy", ".3f"),
     ),
-    log_columns=(
-        DisplayColumn("simplex_score", "simplex_score", ".4f"),
-        DisplayColumn("mean_scalar_reward", "mean_scalar_reward", ".4f"),
-        DisplayColumn("best_at_1", "best_at_1", ".4f"),
-        DisplayColumn("best_at_9", "best_at_9", ".4f"),
-        DisplayColumn("pool_diversity_l1", "pool_diversity_l1", ".4f"),
-        DisplayColumn("entropy", "entropy", ".4f"),
-        DisplayColumn("loss", "loss", ".5f"),
-        DisplayColumn("seconds", "seconds", ".2f"),
-    ),
+    log_formats={
+        "simplex_score": ".4f",
+        "mean_scalar_reward": ".4f",
+        "best_at_1": ".4f",
+        "best_at_9": ".4f",
+        "pool_diversity_l1": ".4f",
+        "entropy": ".4f",
+        "loss": ".5f",
+    },
 )
 
 ARMS: Mapping[str, Settings] = {
@@ -96,7 +84,6 @@ def _make_study(name: str, question: str, task: str) -> Study:
             "trainer.test_freq": 20,
             "trainer.resume_every": 100,
         },
-        smoke_settings=SMOKE_SETTINGS,
         setting="method",
         contrasts=CONTRASTS,
     )

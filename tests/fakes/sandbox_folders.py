@@ -11,7 +11,7 @@ import numpy as np
 from analysis.data.summaries import LATE_EVALUATIONS
 from sandboxes.toys.published.update_rule_sandbox import ARM_SETTINGS
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.measure.records import STEP_COLUMNS
+from sandboxes.update_rules.records import STEP_COLUMNS
 from tests.fakes.run_folders import UNSETTLED_STATUSES, make_stop_columns
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object

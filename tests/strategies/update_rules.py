@@ -7,9 +7,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sandboxes.update_rules.batch.rollouts import Candidates, Rollouts
 from sandboxes.update_rules.config.rules import METHODS, RULES
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Candidates, Rollouts
 from tests.oracles.update_rules import Member
 from tests.strategies.examples import draw_examples
 

@@ -1,8 +1,10 @@
 """A published number, with everything needed to compare our runs with it."""
 
+import csv
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 MIN_STD = 0.01
 """Replaces a standard deviation of 0 in a test, in the unit of the column (fraction, reward or nats).
@@ -25,46 +27,38 @@ of `EQUAL` or `OPEN`), or nothing."""
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """Settings of the published runs of an arm, by dotted name, defaults included."""
-
-    settings: Mapping[str, object]
-
-    @property
-    def eval_interval(self) -> int:
-        """Steps between evaluations."""
-        return int(str(self.settings["trainer.test_freq"]))
-
-
-@dataclass(frozen=True)
 class Cell:
     """One unique cell of the published tables.
 
     A number that is printed in two tables is one cell.
-
-    Attributes:
-        studies: our studies that run the cell. The test uses the first one that is present.
-        column: a column of `trials`, or of `steps` if the cell is pooled.
-        mean: published mean; NaN for NEVER_REACHED.
-        std: published standard deviation (ddof 1); NaN for NEVER_REACHED and MEAN_ALONE.
-        n: number of seeds, or of rows if the cell is pooled.
-        section: the table in the source.
-        kind: PER_SEED, POOLED, NEVER_REACHED or MEAN_ALONE.
-        expected_verdict, rationale: stated before any of our runs.
-        conditions: the settings of the published runs. A cell is tested only if our runs have the same.
     """
 
     studies: tuple[str, ...]
+    """Our studies that run the cell. The test uses the first one that is present."""
     arm: str
     column: str
+    """A column of `trials`, or of `steps` if the cell is pooled."""
     mean: float
+    """Published mean; NaN for NEVER_REACHED."""
     std: float
+    """Published standard deviation (ddof 1); NaN for NEVER_REACHED and MEAN_ALONE."""
     n: int
+    """Number of seeds, or of rows if the cell is pooled."""
     section: str
-    kind: str = PER_SEED
-    expected_verdict: str = NOT_DISTINGUISHABLE
-    rationale: str = ""
-    conditions: Conditions = field(default_factory=lambda: Conditions({}))
+    """The table in the source."""
+    kind: str
+    """PER_SEED, POOLED, NEVER_REACHED or MEAN_ALONE."""
+    expected_verdict: str
+    """Stated, as its rationale, before any of our runs."""
+    rationale: str
+    conditions: Mapping[str, object]
+    """The settings of the published runs, by dotted name, defaults included. A cell is tested only if our runs have the
+    same."""
+
+    @property
+    def eval_interval(self) -> int:
+        """Steps between the published evaluations."""
+        return int(str(self.conditions["trainer.test_freq"]))
 
     @property
     def min_std(self) -> float:
@@ -72,9 +66,41 @@ class Cell:
 
         With an evaluation every d steps, the true step is uniform within d, with standard deviation d / sqrt(12).
         """
-        return self.conditions.eval_interval / math.sqrt(12) if self.column.startswith("first_step") else MIN_STD
+        return self.eval_interval / math.sqrt(12) if self.column.startswith("first_step") else MIN_STD
 
     @property
     def margin(self) -> float:
         """Difference within which the means are equal: `MARGIN`, or one evaluation interval for a step."""
-        return self.conditions.eval_interval if self.column.startswith("first_step") else MARGIN
+        return self.eval_interval if self.column.startswith("first_step") else MARGIN
+
+
+def read_cells(file_name: str, make_conditions: Callable[[str, str], Mapping[str, object]]) -> tuple[Cell, ...]:
+    """The cells of a CSV file of this folder, one per row.
+
+    Args:
+        file_name: of a file whose columns are the fields of `Cell`. Its studies are separated by spaces, an empty
+            number is NaN, and a rationale is a name in rationales.csv.
+        make_conditions: function of a study and an arm.
+    """
+    rationales = {"": "", **{row["name"]: row["text"] for row in _read_rows("rationales.csv")}}
+    return tuple(
+        Cell(
+            studies=(studies := tuple(row["studies"].split())),
+            arm=row["arm"],
+            column=row["column"],
+            mean=float(row["mean"] or "nan"),
+            std=float(row["std"] or "nan"),
+            n=int(row["n"]),
+            section=row["section"],
+            kind=row["kind"],
+            expected_verdict=row["expected_verdict"],
+            rationale=rationales[row["rationale"]],
+            conditions=make_conditions(studies[0], row["arm"]),
+        )
+        for row in _read_rows(file_name)
+    )
+
+
+def _read_rows(file_name: str) -> list[dict[str, str]]:
+    with (Path(__file__).parent / file_name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

@@ -60,7 +60,11 @@ def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> 
     A cell that two studies run is tested once, with the first of them that is in `frames`.
     """
     study_names = {study.name for study in frames.studies}
-    rows = [_make_row(frames, cell, study) for cell in cells for study in _select_study(cell, study_names)]
+    rows = [
+        _make_row(frames, cell, study)
+        for cell in cells
+        for study in [name for name in cell.studies if name in study_names][:1]
+    ]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     # Cells that cannot be tested have no p (NaN), so they do not count in Holm's correction.
     table["p_holm"] = holm_adjust(table["p"].to_numpy(dtype=float))
@@ -83,19 +87,19 @@ def describe_sources(frames: StudyFrames) -> str:
     )
 
 
-def _select_study(cell: Cell, study_names: set[str]) -> list[str]:
-    return [name for name in cell.studies if name in study_names][:1]
-
-
 def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
     trials = frames.trials[(frames.trials["study"] == study) & (frames.trials["arm"] == cell.arm)]
     runs = trials[trials["status"].isin(SCORED_STATUSES)]
     steps = frames.steps[(frames.steps["study"] == study) & frames.steps["run_id"].isin(runs["run_id"])]
     # A pooled cell is over logged rows, any other cell is over runs.
-    values = _select_values(steps if cell.kind == POOLED else runs, cell.column)
+    rows = steps if cell.kind == POOLED else runs
+    values = rows[cell.column].dropna().to_numpy(dtype=float) if cell.column in rows else np.empty(0)
     sample = SampleStats(float(values.mean()) if len(values) else math.nan, sample_std(values), len(values))
     reason = _explain_untestable(cell, runs, values)
-    estimate = Estimate(sample.mean - cell.mean) if reason else _compute_welch_test(sample, cell)
+    estimate = Estimate(sample.mean - cell.mean)
+    if not reason:
+        published_sample = SampleStats(cell.mean, cell.std or cell.min_std, cell.n)
+        estimate = welch_t_test(sample._replace(std=sample.std or cell.min_std), published_sample)
     return {
         "study": study,
         "arm": cell.arm,
@@ -122,20 +126,11 @@ def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
     }
 
 
-def _select_values(rows: pd.DataFrame, column: str) -> Floats:
-    return rows[column].dropna().to_numpy(dtype=float) if column in rows else np.empty(0)
-
-
 def sample_std(values: Floats) -> float:
     """Standard deviation (ddof 1) of values (n,); exactly 0 if all are equal, NaN for fewer than two."""
     if len(values) < 2:
         return math.nan
     return 0.0 if np.ptp(values) < _ZERO_STD_TOLERANCE else float(values.std(ddof=1))
-
-
-def _compute_welch_test(ours: SampleStats, cell: Cell) -> Estimate:
-    theirs = SampleStats(cell.mean, cell.std or cell.min_std, cell.n)
-    return welch_t_test(ours._replace(std=ours.std or cell.min_std), theirs)
 
 
 def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
@@ -167,7 +162,7 @@ def _find_setting_mismatch(cell: Cell, runs: pd.DataFrame) -> str:
 
     A run with other settings is another experiment: its number must not be tested against the published one.
     """
-    for name, value in cell.conditions.settings.items():
+    for name, value in cell.conditions.items():
         our_values = runs[f"config/{name}"].unique().tolist() if f"config/{name}" in runs else []
         if our_values != [value]:
             our_text = ", ".join(map(str, our_values)) or "not recorded"
@@ -231,7 +226,7 @@ def summarize_verdicts(table: pd.DataFrame) -> str:
         return "No published numbers are recorded for these studies."
     counts = table["verdict"].value_counts()
     verdict_counts = [
-        f"{counts[verdict]} {_inflect_verdict(verdict, counts[verdict])}"
+        f"{counts[verdict]} {'differ' if verdict == DIFFERS and counts[verdict] != 1 else verdict}"
         for verdict in (EQUAL, DIFFERS, OPEN, NOT_TESTED)
         if verdict in counts
     ]
@@ -245,8 +240,3 @@ def summarize_verdicts(table: pd.DataFrame) -> str:
     return (
         f"{len(table)} published cells: {', '.join(verdict_counts)}; {unexpected_count} not as expected.{seed_warning}"
     )
-
-
-def _inflect_verdict(verdict: str, count: int) -> str:
-    """The verdict as it follows a count: "1 differs", but "2 differ"; the other verdicts do not change."""
-    return "differ" if verdict == DIFFERS and count != 1 else verdict

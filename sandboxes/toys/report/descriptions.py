@@ -14,23 +14,20 @@ class Panel:
 
 @dataclass(frozen=True)
 class Description:
-    """What differs between the reports of the families of toy studies.
-
-    Attributes:
-        label: name of the sandbox, above the title.
-        outcome: the primary outcome, in words.
-        number: its short name, in the index of a suite.
-        panels: the panels of the learning curves.
-        study_panels: panels of single studies, by name.
-        run_columns: trial columns in the table of all runs, each with its heading.
-    """
+    """What differs between the reports of the families of toy studies."""
 
     label: str
+    """Name of the sandbox, above the title."""
     outcome: str
+    """The primary outcome, in words."""
     number: str
+    """Its short name, in the index of a suite."""
     panels: tuple[Panel, ...]
+    """The panels of the learning curves."""
     run_columns: Mapping[str, str]
+    """Trial columns in the table of all runs, each with its heading."""
     study_panels: Mapping[str, tuple[Panel, ...]] = field(default_factory=dict)
+    """Panels of single studies, by name."""
 
 
 ERROR_PANEL = Panel("test_error", "test error (fraction)")

@@ -106,12 +106,11 @@ def make_index_entry(frames: StudyFrames) -> Row:
         }
         for row in to_records(_select_primary(frames, arm_statistics))
     ]
-    number = tables.get_description(frames).number
     return {
         "headline": format_headline(frames, differences),
         "collapse": "",
         "collapse_definition": "",
-        "number": number,
+        "number": tables.get_description(frames).number,
         "arms": rows,
     }
 
@@ -141,7 +140,6 @@ def _format_difference(row: Row | None) -> str:
 def _group_by_column(rows: list[Row], differences: pd.DataFrame, meanings: Mapping[str, str]) -> list[Row]:
     """The numbers of all arms by column, each with its row of `differences`, or None for the baseline."""
     difference_by_arm = {(row["arm"], row["column"]): row for row in to_records(differences)}
-    columns = list(dict.fromkeys(row["column"] for row in rows))
     return [
         {
             "column": name,
@@ -152,7 +150,7 @@ def _group_by_column(rows: list[Row], differences: pd.DataFrame, meanings: Mappi
                 if row["column"] == name
             ],
         }
-        for name in columns
+        for name in dict.fromkeys(row["column"] for row in rows)
     ]
 
 
@@ -215,13 +213,26 @@ def compute_chance_error(frames: StudyFrames) -> float | None:
 def make_notes(frames: StudyFrames) -> list[str]:
     """Warnings for a reader of the numbers: few seeds, stops, collapse, errors at chance, equal arms."""
     lines = [*_make_seed_notes(frames), *findings.describe_looks(frames.studies[0]), *_make_ending_notes(frames)]
+    chance_error = compute_chance_error(frames)
     for arm in list_arms(frames):
         # Only scored runs: the last row of a failed run is no final number, and its notes would be about an early
         # state.
         runs = select_runs(frames, arm, scored_only=True)
         if tables.SEPARATOR_COLUMN in runs:  # a task of sequences
-            lines += _make_collapse_notes(arm, runs)
-        lines += _make_chance_notes(arm, runs, compute_chance_error(frames))
+            collapsed_runs = runs[runs[tables.SEPARATOR_COLUMN] > COLLAPSE_THRESHOLD]
+            if len(collapsed_runs):
+                lines.append(
+                    f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed "
+                    f"{', '.join(map(str, collapsed_runs['seed']))}) more than half of the greedily decoded tokens are "
+                    "separators, which are never correct. The error of these runs is that of a collapse onto one token."
+                )
+        if chance_error is not None and len(runs):
+            mean_error = float(runs["final_test_error"].mean())
+            if mean_error >= chance_error - CHANCE_TOLERANCE:
+                lines.append(
+                    f"{arm}: the mean test error of {mean_error:.3f} is no better than that of random content tokens "
+                    f"({chance_error:.2f}). On average, the policy has learned at most to avoid separators."
+                )
         steps = frames.steps[frames.steps["run_id"].isin(runs["run_id"])]
         # Only update rules have a filter.
         kept_fractions = steps["kept_frac"].dropna() if "kept_frac" in steps else pd.Series(dtype=float)
@@ -254,37 +265,11 @@ def _make_ending_notes(frames: StudyFrames) -> list[str]:
     """Runs that a rule stopped, and runs that failed, were interrupted or never ran."""
     lines = []
     for arm in list_arms(frames):
-        stop_text, unfinished_text = (
-            describe_stops(select_runs(frames, arm, scored_only=True)),
-            describe_unfinished(select_runs(frames, arm)),
-        )
+        stop_text = describe_stops(select_runs(frames, arm, scored_only=True))
+        unfinished_text = describe_unfinished(select_runs(frames, arm))
         lines += [f"{arm}: {stop_text}; a stopped run counts with its last row."] if stop_text else []
         lines += [f"{arm}, not counted: {unfinished_text}."] if unfinished_text else []
     return lines
-
-
-def _make_collapse_notes(arm: str, runs: pd.DataFrame) -> list[str]:
-    collapsed_runs = runs[runs[tables.SEPARATOR_COLUMN] > COLLAPSE_THRESHOLD]
-    if collapsed_runs.empty:
-        return []
-    seeds = ", ".join(map(str, collapsed_runs["seed"]))
-    return [
-        f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed {seeds}) more than half of the greedily decoded "
-        "tokens are separators, which are never correct. The error of these runs is that of a collapse onto one token."
-    ]
-
-
-def _make_chance_notes(arm: str, runs: pd.DataFrame, chance_error: float | None) -> list[str]:
-    if chance_error is None:
-        return []
-    mean_error = float(runs["final_test_error"].mean()) if len(runs) else np.nan
-    # "not >=" instead of "<": without a scored run the mean is NaN, and there is nothing to note.
-    if not mean_error >= chance_error - CHANCE_TOLERANCE:
-        return []
-    return [
-        f"{arm}: the mean test error of {mean_error:.3f} is no better than that of random content tokens "
-        f"({chance_error:.2f}). On average, the policy has learned at most to avoid separators."
-    ]
 
 
 def _sum_trial_seconds(frames: StudyFrames) -> float:

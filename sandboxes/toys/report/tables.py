@@ -7,7 +7,7 @@ tables have both, under their names.
 
 import math
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -73,25 +73,24 @@ def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
     """
     measured_columns = list_measured_columns(frames)
     scored_runs = {arm: select_runs(frames, arm, scored_only=True) for arm in list_arms(frames)}
-    rows = [_make_statistics_row(runs, arm, name) for name in measured_columns for arm, runs in scored_runs.items()]
+    rows = []
+    for name, (arm, runs) in product(measured_columns, scored_runs.items()):
+        values = runs[name].dropna().to_numpy(dtype=float)
+        std = sample_std(values)
+        rows.append(
+            {
+                "arm": arm,
+                "column": name,
+                "mean": float(values.mean()) if len(values) else math.nan,
+                "standard_error": std / math.sqrt(len(values)) if len(values) else math.nan,
+                "standard_deviation": std,
+                "n": len(values),
+                "scored_runs": len(runs),
+                "missing_seeds": ", ".join(str(seed) for seed in runs.loc[runs[name].isna(), "seed"]),
+            }
+        )
     names = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored_runs", "missing_seeds"]
     return pd.DataFrame(rows, columns=names)
-
-
-def _make_statistics_row(runs: pd.DataFrame, arm: str, column: str) -> Row:
-    values = runs[column].dropna().to_numpy(dtype=float)
-    std = sample_std(values)
-    missing_seeds = ", ".join(str(seed) for seed in runs.loc[runs[column].isna(), "seed"])
-    return {
-        "arm": arm,
-        "column": column,
-        "mean": float(values.mean()) if len(values) else math.nan,
-        "standard_error": std / math.sqrt(len(values)) if len(values) else math.nan,
-        "standard_deviation": std,
-        "n": len(values),
-        "scored_runs": len(runs),
-        "missing_seeds": missing_seeds,
-    }
 
 
 def compute_differences(frames: StudyFrames) -> pd.DataFrame:

@@ -1,9 +1,24 @@
-"""The table of the settings of update rules that are read only under others; see `trainable.config.conditions`."""
+"""Allowed values of settings, and the settings that are read only under others (`trainable.config.conditions`)."""
 
-from sandboxes.update_rules.config.names import BANDIT_TASKS, SEQUENCE_TASKS, TASKS, TOKEN_REWARD_TASKS
 from sandboxes.update_rules.config.rules import RULES
 from trainable.config.base_config import ReadCondition
 from trainable.config.conditions import derive_conditions
+
+SEQUENCE_TASKS = ("token_reversal", "masked_reversal", "chain_reversal", "chain_arithmetic", "format_answer")
+CHAIN_TASKS = ("chain_reversal", "chain_arithmetic", "format_answer")
+TOKEN_REWARD_TASKS = ("token_reversal", "masked_reversal")
+"""Tasks whose reward is a mean over tokens, so that each token has its own reward."""
+BANDIT_TASKS = ("mnist", "lm_bandit")
+TASKS = (*SEQUENCE_TASKS, *BANDIT_TASKS)
+
+SHARED_NOISE_MODES = ("label_flip", "random_reward", "false_positive_action0", "spurious_feature")
+SEQUENCE_NOISE_MODES = ("false_positive_rare_token", "false_positive_sep")
+NOISE_MODES = ("none", *SHARED_NOISE_MODES, *SEQUENCE_NOISE_MODES)
+"""How a reward is corrupted: modes for every task, and modes for sequence tasks only."""
+
+REPLAY_PRIORITIES = ("uniform", "reward", "advantage", "surprisal", "delight", "fresh_delight", "freshness")
+"""What the probability of drawing a batch from the replay buffer depends on: the source's six, and age alone."""
+
 
 _TASK_SETTINGS = {
     **dict.fromkeys(("vocab_size", "seq_len", "d_model", "nhead", "num_layers"), SEQUENCE_TASKS),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sandboxes.update_rules.config.names import BANDIT_TASKS, CHAIN_TASKS, SEQUENCE_NOISE_MODES, TOKEN_REWARD_TASKS
+from sandboxes.update_rules.config.conditions import BANDIT_TASKS, CHAIN_TASKS, SEQUENCE_NOISE_MODES, TOKEN_REWARD_TASKS
 
 MAX_TENSOR_ENTRIES = 2**30
 """4 GiB in float32, for each of several tensors of each seed. Larger sizes are typing errors: they end in a kill by the
@@ -11,16 +11,13 @@ operating system, after which a run would be started again."""
 
 
 class Rejection(NamedTuple):
-    """A rejected combination of settings.
-
-    Attributes:
-        applies: returns whether an `UpdateRuleConfig` is such a combination. Its argument is typed Any, because the
-            module of that class imports this one.
-        reason: a sentence that says what is wrong and what to set. Settings in braces are filled in.
-    """
+    """A rejected combination of settings."""
 
     applies: Callable[[Any], bool]
+    """Returns whether an `UpdateRuleConfig` is such a combination. Its argument is typed Any, because the module of
+    that class imports this one."""
     reason: str
+    """A sentence that says what is wrong and what to set. Settings in braces are filled in."""
 
 
 REJECTIONS: tuple[Rejection, ...] = (
@@ -190,7 +187,4 @@ REJECTIONS: tuple[Rejection, ...] = (
 
 def find_rejection(config: Any) -> str | None:
     """Why `config` cannot be run, in a sentence that says what to set; None if it can be run."""
-    for applies, reason in REJECTIONS:
-        if applies(config):
-            return reason.format(c=config)
-    return None
+    return next((reason.format(c=config) for applies, reason in REJECTIONS if applies(config)), None)

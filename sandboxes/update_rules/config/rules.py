@@ -61,7 +61,7 @@ class Rule:
 
 
 RULES: Mapping[str, Rule] = {
-    "CE": Rule("oracle_labels.cross_entropy", is_teacher_forced=True),
+    "CE": Rule("token_credit.cross_entropy", is_teacher_forced=True),
     "REINFORCE": Rule("policy_gradient.reinforce"),
     "PG": Rule("policy_gradient.pg", settings=("iw_cap",)),
     "TrajPG": Rule("policy_gradient.traj_pg", settings=("iw_cap",)),
@@ -78,13 +78,13 @@ RULES: Mapping[str, Rule] = {
     "UncertaintyDG": Rule("delight.uncertainty_dg", temperature="gate", settings=("uncertainty_scale",)),
     "FilteredDG": Rule("delight.filtered_dg", temperature="gate", settings=("uncertainty_threshold",)),
     "RewardVarianceDG": Rule("delight.reward_variance_dg", temperature="gate", settings=("uncertainty_scale",)),
-    "Kondo": Rule("kondo.kondo", temperature="gate", screens_batch=True, settings=("kondo_keep",)),
+    "Kondo": Rule("delight.kondo", temperature="gate", screens_batch=True, settings=("kondo_keep",)),
     "DGToken": Rule("token_credit.dg_token", temperature="gate", needs_token_labels=True, needs_token_rewards=True),
     "SelfDistillDG": Rule(
-        "oracle_labels.self_distill_dg", temperature="gate", needs_token_labels=True, settings=("distill_alpha",)
+        "token_credit.self_distill_dg", temperature="gate", needs_token_labels=True, settings=("distill_alpha",)
     ),
     "SCOPELite": Rule(
-        "oracle_labels.scope_lite", temperature="gate", needs_token_labels=True, settings=("distill_alpha",)
+        "token_credit.scope_lite", temperature="gate", needs_token_labels=True, settings=("distill_alpha",)
     ),
     "GRPO": Rule("grouped.grpo", has_groups=True, clip="clip_low", settings=("std_normalization", "grpo_beta")),
     "DrGRPO": Rule("grouped.dr_grpo", has_groups=True, clip="clip_low", settings=("grpo_beta",)),

@@ -1,36 +1,25 @@
 """Settings of one run of the update-rule sandbox. Names and defaults are those of the source's documents."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from sandboxes.toys.settings import RunnerConfig
-from sandboxes.update_rules.config.conditions import UPDATE_RULE_CONDITIONS
-from sandboxes.update_rules.config.names import NOISE_MODES, REPLAY_PRIORITIES, TASKS
+from sandboxes.toys.settings import RunnerConfig, ToyRunConfig
+from sandboxes.update_rules.config.conditions import NOISE_MODES, REPLAY_PRIORITIES, TASKS, UPDATE_RULE_CONDITIONS
 from sandboxes.update_rules.config.rejections import find_rejection
 from sandboxes.update_rules.config.rules import DEFAULT_METHOD, METHODS, Rule, get_rule
-from trainable.config.base_config import BaseRunConfig, ReadCondition
+from trainable.config.base_config import ReadCondition
 from trainable.config.own_parts import Choice
 from trainable.config.setting_types import Common, Fraction, LocalPath, NonNegative, Outside, ParseNull, Positive
 
 MethodName = Annotated[str, AfterValidator(Choice(METHODS))]
 
 
-class UpdateRuleConfig(BaseRunConfig):
-    """Configuration of one run of the update-rule sandbox.
+class UpdateRuleConfig(ToyRunConfig):
+    """Configuration of one run of the update-rule sandbox."""
 
-    aliases: for each name of a setting in the source's documents, the name here. The two differ where all studies
-    share `trainer`.
-    """
-
-    aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
-    )
     list_command: ClassVar[str] = "settings sandbox"
     conditions: ClassVar[tuple[ReadCondition, ...]] = UPDATE_RULE_CONDITIONS
-    first_row_step: ClassVar[int] = 0
 
     seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts, samples and noise")
     task: Common[Literal[TASKS]] = Field("mnist", description="the task to learn")  # type: ignore[valid-type]
@@ -113,6 +102,11 @@ class UpdateRuleConfig(BaseRunConfig):
         return get_rule(self.method, self.group_size)
 
     @property
+    def samples_per_prompt(self) -> int:
+        """Rollouts of each prompt in a batch: group_size for grouped rules, otherwise 1."""
+        return self.group_size if self.rule.has_groups else 1
+
+    @property
     def max_tensor_entries(self) -> int:
         """Entries of the largest tensor of a member, up to a small factor: weights, activations or stored batches."""
         positions = 2 * self.seq_len + 1  # prompt, separator, answer
@@ -140,9 +134,6 @@ class UpdateRuleConfig(BaseRunConfig):
         """
         return range(self.delay, step, self.trainer.test_freq)
 
-    @model_validator(mode="after")
-    def _check_combination(self) -> "UpdateRuleConfig":
-        reason = find_rejection(self)
-        if reason is not None:
-            raise ValueError(reason)
-        return self
+    def explain_rejection(self) -> str | None:
+        """See `ToyRunConfig`."""
+        return find_rejection(self)

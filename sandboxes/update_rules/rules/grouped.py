@@ -5,13 +5,13 @@ import math
 import torch
 from torch import Tensor
 
-from sandboxes.toys.groups import NO_DUAL_CLIP, STD_FLOOR, group_advantages
-from sandboxes.update_rules.batch.rollouts import Rollouts
+from sandboxes.toys.decoding import select_log_probs
+from sandboxes.toys.losses import STD_FLOOR, clipped_policy_loss, group_advantages
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Rollouts
 from sandboxes.update_rules.rules.rule import (
     RuleLoss,
     capped_ratios,
-    gather_log_probs,
     group_moments,
     make_group_ids,
     make_rule_loss,
@@ -20,7 +20,7 @@ from sandboxes.update_rules.rules.rule import (
     unflatten_groups,
 )
 from trainable.algo.advantages import group_skill
-from trainable.algo.losses import estimate_kl, ppo_clip_loss
+from trainable.algo.losses import estimate_kl
 
 
 def group_skills(scores: Tensor, ids: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def clipped_surrogate(
     Returns:
         The loss of every entry [E, B, ...], and metrics [E] by name.
     """
-    policy_loss = ppo_clip_loss(action_log_probs, old_log_probs, advantages, *clip_range, NO_DUAL_CLIP)
+    policy_loss = clipped_policy_loss(action_log_probs, old_log_probs, advantages, *clip_range)
     metrics = {
         "ratio_mean": masked_mean(policy_loss.ratio, keep_mask),
         "adv_abs_mean": masked_mean(advantages.abs(), keep_mask),
@@ -63,10 +63,16 @@ def clipped_surrogate(
     return policy_loss.loss + beta * kl, {**metrics, "reverse_kl_mean": masked_mean(kl, keep_mask)}
 
 
-def _broadcast_group_advantages(rollouts: Rollouts, divide_by_std: bool, like: Tensor) -> Tensor:
-    """[E, B, T] G of every rollout, expanded over its positions to the shape and dtype of `like`."""
+def _compute_surrogate(
+    rollouts: Rollouts, log_probs: Tensor, divide_by_std: bool, clip_range: tuple[float, float], beta: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`clipped_surrogate` of every token [E, B, T], with the group-relative advantage of its rollout."""
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     advantages = group_advantages(rollouts.rewards.flatten(), make_group_ids(rollouts), divide_by_std)
-    return advantages.view_as(rollouts.rewards).to(like.dtype).unsqueeze(-1).expand(like.shape)
+    advantages = advantages.view_as(rollouts.rewards).to(action_log_probs.dtype)
+    advantages = advantages.unsqueeze(-1).expand(action_log_probs.shape)
+    old_log_probs, keep_mask = rollouts.behavior_log_probs, rollouts.keep_mask
+    return clipped_surrogate(action_log_probs, old_log_probs, advantages, keep_mask, clip_range, beta)
 
 
 def grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -81,14 +87,9 @@ def grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rul
     Reduces to: at r = 1 (the first inner epoch) to −mean( l · sg(G) ), where clip and KL have no effect.
     Axis: influence. The weight of a rollout is its standardized reward within its group.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
-    advantages = _broadcast_group_advantages(rollouts, config.std_normalization, action_log_probs)
     clip_range = (config.clip_low, config.clip_low)
-    keep_mask = rollouts.keep_mask
-    losses, metrics = clipped_surrogate(
-        action_log_probs, rollouts.behavior_log_probs, advantages, keep_mask, clip_range, config.grpo_beta
-    )
-    return make_rule_loss(rollouts, masked_mean(losses, keep_mask), **metrics)
+    losses, metrics = _compute_surrogate(rollouts, log_probs, config.std_normalization, clip_range, config.grpo_beta)
+    return make_rule_loss(rollouts, masked_mean(losses, rollouts.keep_mask), **metrics)
 
 
 def dr_grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -98,14 +99,9 @@ def dr_grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> 
     Reduces to: T times GRPO without std_normalization; at r = 1 to −mean over sequences of Σ_t l · sg(G).
     Axis: geometry. No division, neither by the standard deviation of a group nor by the length of a sequence.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
-    advantages = _broadcast_group_advantages(rollouts, divide_by_std=False, like=action_log_probs)
     clip_range = (config.clip_low, config.clip_low)
-    keep_mask = rollouts.keep_mask
-    losses, metrics = clipped_surrogate(
-        action_log_probs, rollouts.behavior_log_probs, advantages, keep_mask, clip_range, config.grpo_beta
-    )
-    return make_rule_loss(rollouts, masked_mean(losses.sum(-1), keep_mask), **metrics)
+    losses, metrics = _compute_surrogate(rollouts, log_probs, False, clip_range, config.grpo_beta)
+    return make_rule_loss(rollouts, masked_mean(losses.sum(-1), rollouts.keep_mask), **metrics)
 
 
 def dapo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -116,14 +112,9 @@ def dapo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rul
     Reduces to: GRPO at grpo_beta 0 and clip_high = clip_low; at r = 1 to −mean( l · sg(G) ).
     Axis: geometry. The wider clip range leaves more room upwards for unlikely actions; the normalization is GRPO's.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
-    advantages = _broadcast_group_advantages(rollouts, config.std_normalization, action_log_probs)
     clip_range = (config.clip_low, config.clip_high)
-    keep_mask = rollouts.keep_mask
-    losses, metrics = clipped_surrogate(
-        action_log_probs, rollouts.behavior_log_probs, advantages, keep_mask, clip_range, beta=None
-    )
-    return make_rule_loss(rollouts, masked_mean(losses, keep_mask), **metrics)
+    losses, metrics = _compute_surrogate(rollouts, log_probs, config.std_normalization, clip_range, None)
+    return make_rule_loss(rollouts, masked_mean(losses, rollouts.keep_mask), **metrics)
 
 
 def group_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -133,7 +124,7 @@ def group_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     Reduces to: REINFORCE with the advantage z, times K T / tpo_eta, if all groups are kept.
     Axis: influence. The weight is the standardized reward, and no target bounds the update.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     skills = (
         group_skills(rollouts.rewards.flatten(), make_group_ids(rollouts))
         .view_as(rollouts.rewards)
@@ -159,7 +150,7 @@ def max_rl(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> R
     moments = group_moments(rollouts)
     if not torch.isin(rollouts.rewards[rollouts.keep_mask], rollouts.rewards.new_tensor([0.0, 1.0])).all():
         raise ValueError("MaxRL needs rewards of 0 and 1, but this batch has others. Set binary_reward=true.")
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     advantage = (moments.deviations / (moments.mean + STD_FLOOR)).flatten(1).to(action_log_probs.dtype).unsqueeze(-1)
     weight = capped_ratios(action_log_probs, rollouts, config.iw_cap)
     return policy_gradient_loss(rollouts, action_log_probs, weight * advantage, iw_mean=weight)
@@ -176,7 +167,7 @@ def tempo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
     Axis: granularity. The tree shows which token decided the reward.
     """
     moments = group_moments(rollouts)
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     values = _compute_prefix_values(rollouts)
     value_changes = values[..., 1:] - values[..., :-1]
     credit = (moments.deviations.unsqueeze(-1) + value_changes) / moments.std.clamp(min=STD_FLOOR).unsqueeze(-1)

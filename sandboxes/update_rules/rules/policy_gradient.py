@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from sandboxes.update_rules.batch.rollouts import Rollouts
+from sandboxes.toys.decoding import select_log_probs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Rollouts
 from sandboxes.update_rules.rules.rule import (
     RuleLoss,
     capped_ratios,
     compute_advantages,
-    gather_log_probs,
     log_ratios,
     make_rule_loss,
     masked_mean,
@@ -25,7 +25,7 @@ def reinforce(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -
     Reduces to: nothing simpler; PG, TrajPG, ASPO and R2VPO have its gradient at r = 1.
     Axis: influence. The weight is the advantage alone, regardless of how likely the sample was.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     return policy_gradient_loss(rollouts, action_log_probs, compute_advantages(rollouts, log_probs, config))
 
 
@@ -36,7 +36,7 @@ def pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleL
     Reduces to: REINFORCE at r = 1.
     Axis: support. The ratio says how representative a sample still is of the current policy.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     weight = capped_ratios(action_log_probs, rollouts, config.iw_cap)
     return policy_gradient_loss(
         rollouts, action_log_probs, weight * compute_advantages(rollouts, log_probs, config), iw_mean=weight
@@ -50,7 +50,7 @@ def traj_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> 
     Reduces to: PG on bandits (T = 1); REINFORCE at r = 1.
     Axis: support, at the granularity of a sequence.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     # The sum can be large, and exp then overflows to infinity, which the cap makes finite again.
     sequence_log_ratio = (action_log_probs.detach() - rollouts.behavior_log_probs).sum(-1, keepdim=True)
     weight = sequence_log_ratio.exp().clamp(max=config.iw_cap).expand(action_log_probs.shape)
@@ -70,7 +70,7 @@ def aspo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rul
     Reduces to: REINFORCE at r = 1, so on policy with one inner epoch.
     Axis: reward uncertainty and geometry. The sign of a sample's advantage decides how its weight is bounded.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     advantage = compute_advantages(rollouts, log_probs, config)
     is_positive = advantage > 0
     ratio = log_ratios(action_log_probs.detach(), rollouts).exp()
@@ -93,7 +93,7 @@ def r2vpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
     Reduces to: REINFORCE at r = 1, for every λ; PG without a cap at λ = 0.
     Axis: reward uncertainty and geometry. The variance of the ratio is penalized instead of clipped.
     """
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     ratio = log_ratios(action_log_probs.detach(), rollouts).exp()
     weight = ratio * (compute_advantages(rollouts, log_probs, config) - 2 * config.eta * (ratio - 1))
     penalty = config.eta * (ratio - 1).square()
@@ -117,7 +117,7 @@ def log_growth(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
         raise ValueError(
             "LogGrowth needs rewards of 0 and 1, but this batch has others. Set reward_noise=0 kl_weight=0."
         )
-    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    action_log_probs = select_log_probs(log_probs, rollouts.actions)
     weight = torch.where(rollouts.actions == rollouts.labels, (-action_log_probs.detach()).exp(), 1)
     return policy_gradient_loss(
         rollouts, action_log_probs, weight * compute_advantages(rollouts, log_probs, config), weight_mean=weight
@@ -135,7 +135,7 @@ def pmd_mean(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     Reduces to: at r = 1 the gradient of a REINFORCE on sequences, −2 τ A Σ_t ∇l, with this A.
     Axis: geometry. The target log-ratio bounds the step.
     """
-    sequence_log_ratio = (gather_log_probs(rollouts.actions, log_probs) - rollouts.behavior_log_probs).sum(-1)
+    sequence_log_ratio = (select_log_probs(log_probs, rollouts.actions) - rollouts.behavior_log_probs).sum(-1)
     if rollouts.expected_reward is not None:
         advantage = rollouts.rewards - rollouts.expected_reward
     else:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Rollouts
 from trainable.algo.losses import LOG_RATIO_LIMIT
 
 CONSTANT_BASELINE = 0.5  # of baseline=constant
@@ -67,11 +67,6 @@ def policy_gradient_loss(
     return make_rule_loss(
         rollouts, loss, **{name: masked_mean(value, rollouts.keep_mask) for name, value in sample_metrics.items()}
     )
-
-
-def gather_log_probs(actions: Tensor, log_probs: Tensor) -> Tensor:
-    """[E, B, T] log-probabilities of `actions` [E, B, T] from `log_probs` [E, B, T, A]."""
-    return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
 def log_ratios(action_log_probs: Tensor, rollouts: Rollouts) -> Tensor:

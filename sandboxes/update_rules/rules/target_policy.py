@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sandboxes.update_rules.batch.rollouts import Rollouts
+from sandboxes.toys.decoding import select_log_probs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Rollouts
 from sandboxes.update_rules.rules.grouped import group_skills
 from sandboxes.update_rules.rules.rule import (
     RuleLoss,
-    gather_log_probs,
     make_group_ids,
     make_rule_loss,
     masked_mean,
@@ -52,7 +52,7 @@ def fit_target(scores: Tensor, old_log_probs: Tensor, skills: Tensor, ids: Tenso
 def _compute_group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig, anchored: bool) -> RuleLoss:
     """The loss of TPO. anchored: whether the target starts from the sampling policy, instead of a uniform one."""
     ids, keep_mask = make_group_ids(rollouts), unflatten_groups(rollouts.keep_mask, rollouts)
-    sequence_log_probs = unflatten_groups(gather_log_probs(rollouts.actions, log_probs).sum(-1), rollouts)
+    sequence_log_probs = unflatten_groups(select_log_probs(log_probs, rollouts.actions).sum(-1), rollouts)
     skills = group_skills(rollouts.rewards.flatten(), ids).view_as(sequence_log_probs)
     old_log_probs = (
         unflatten_groups(rollouts.behavior_log_probs.sum(-1), rollouts)
@@ -119,10 +119,11 @@ def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
         current_log_probs.detach(), current_log_probs.detach(), skills, make_row_ids(current_log_probs), config.tpo_eta
     )
     loss = masked_mean(-(target_fit.log_target.exp() * current_log_probs).sum(-1), rollouts.keep_mask)
-    metrics = {"tpo_target_entropy": target_fit.entropy, "tpo_sample_adv_mean": advantage}
-    return make_rule_loss(
-        rollouts, loss, **{name: masked_mean(value, rollouts.keep_mask) for name, value in metrics.items()}
-    )
+    metrics = {
+        "tpo_target_entropy": masked_mean(target_fit.entropy, rollouts.keep_mask),
+        "tpo_sample_adv_mean": masked_mean(advantage, rollouts.keep_mask),
+    }
+    return make_rule_loss(rollouts, loss, **metrics)
 
 
 def tpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:

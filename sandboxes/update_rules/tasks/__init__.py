@@ -1,1 +1,1 @@
-"""Sequence tasks, and bandits over images and text."""
+"""Sequence tasks, and bandits over images and text, with their models and rewards."""

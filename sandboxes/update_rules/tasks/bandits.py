@@ -1,19 +1,34 @@
 """Sample the rollouts of a bandit, which have one action each, from the policy's probabilities."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sandboxes.toys.decoding import sample_actions, select_log_probs
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.update_rules.batch.reward_noise import corrupt_rewards, detect_bandit_feature
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.tasks.groups import filter_groups, find_mixed_groups, keep_all_rollouts
+from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.tasks.rewards import (
+    detect_bandit_feature,
+    filter_groups,
+    find_mixed_groups,
+    keep_all_rollouts,
+    make_noisy_rewards,
+)
 
 
-def count_prompts_per_step(config: UpdateRuleConfig) -> int:
-    """Number of different observations in a batch: batch_size, or batch_size / group_size for grouped rules."""
-    return config.batch_size // (config.group_size if config.rule.has_groups else 1)
+class BanditTask:
+    """The passes of a bandit (see `sandboxes.update_rules.tasks.task.Task`), whose T is 1."""
+
+    def compute_logits(self, models: Any, rollouts: Rollouts) -> Tensor:
+        """[E, B, 1, A] logits; with gradients."""
+        logits: Tensor = models.compute_logits(rollouts.observations)
+        return logits[:, :, None]
+
+    def compute_oracle_log_probs(self, models: Any, rollouts: Rollouts) -> Tensor:
+        """Those of `compute_logits`, because no token precedes the action."""
+        return self.compute_logits(models, rollouts).log_softmax(-1)
 
 
 def make_bandit_rollouts(
@@ -40,7 +55,7 @@ def make_bandit_rollouts(
         action_cost: [E, P, A], subtracted from the reward after noise; None: no costs.
     """
     is_grouped = config.rule.has_groups
-    samples_per_prompt = config.group_size if is_grouped else 1
+    samples_per_prompt = config.samples_per_prompt
     # With noise, the probability of the correct action is no longer the mean reward.
     has_expected_reward = config.reward_noise == 0 and (action_cost is not None or not is_grouped)
     cost = torch.zeros_like(log_probs) if action_cost is None else action_cost
@@ -51,7 +66,9 @@ def make_bandit_rollouts(
     )
     actions = sample_actions(log_probs, rngs.uniform("sandbox_samples", step, shape=(config.batch_size,)))
     is_solved = actions == labels
-    rewards = _make_noisy_rewards(config, rngs, step, actions, is_solved) - select_log_probs(cost, actions)
+    has_feature = detect_bandit_feature(config.reward_noise_mode, actions)
+    rewards = make_noisy_rewards(config, rngs, step, is_solved.float(), is_solved, has_feature)
+    rewards = rewards - select_log_probs(cost, actions)
     # `find_mixed_groups` needs scores of 0 and 1, and rewards minus costs are other numbers.
     filter_scores = rewards if action_cost is None else is_solved
     keep_mask, scalars = (
@@ -71,17 +88,4 @@ def make_bandit_rollouts(
         group_size=samples_per_prompt if is_grouped else None,
         expected_reward=expected_reward if has_expected_reward else None,
         scalars=scalars,
-    )
-
-
-def _make_noisy_rewards(
-    config: UpdateRuleConfig, rngs: MemberRngs, step: int, actions: Tensor, is_solved: Tensor
-) -> Tensor:
-    mode = config.reward_noise_mode
-    if mode == "none":
-        return is_solved.float()
-    # Two numbers per rollout in every mode, although only random_reward reads the second: see `corrupt_rewards`.
-    uniforms = rngs.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
-    return corrupt_rewards(
-        is_solved.float(), uniforms, mode, config.reward_noise, is_solved, detect_bandit_feature(mode, actions)
     )

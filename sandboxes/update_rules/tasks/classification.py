@@ -1,28 +1,56 @@
-"""The classification bandit: the observation is an image, and the action of its class has reward 1."""
+"""The classification bandit: the observation is an image, and the action of its class has reward 1.
+
+Its model has two hidden layers with ReLU, initialized like torch.nn.Linear, with weights and biases uniform within
+1 / sqrt(inputs). Every weight has a leading axis of members.
+"""
+
+import itertools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.models.mlp import MLPEnsemble, init_mlp_ensemble
-from sandboxes.update_rules.tasks.bandits import count_prompts_per_step, make_bandit_rollouts
+from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.tasks.bandits import BanditTask, make_bandit_rollouts
 from sandboxes.update_rules.tasks.images import NUM_CLASSES, Images, read_images
-from sandboxes.update_rules.tasks.task import ModelEnsemble
 
 
-class ClassificationTask:
-    """mnist (see `sandboxes.update_rules.tasks.task.Task`): T is 1, observations are 784 pixels between 0 and 1."""
+class MLPEnsemble:
+    """E perceptrons. weights: "layers.<k>.weight" [E, out, in] and "layers.<k>.bias" [E, out] of each layer k."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights = dict(weights)
+
+    def compute_logits(self, inputs: Tensor) -> Tensor:
+        """Logits [E, B, out] of inputs [E, B, in]; with gradients."""
+        num_layers = len(self.weights) // 2
+        for layer in range(num_layers):
+            weight, bias = self.weights[f"layers.{layer}.weight"], self.weights[f"layers.{layer}.bias"]
+            inputs = torch.baddbmm(bias[:, None], inputs, weight.transpose(1, 2))
+            if layer < num_layers - 1:
+                inputs = inputs.relu_()
+        return inputs
+
+
+def init_mlp_ensemble(layer_sizes: tuple[int, ...], rngs: MemberRngs) -> MLPEnsemble:
+    """Initial weights of each member from its own stream. layer_sizes: of the input, the hidden layers, the output."""
+    weights = {}
+    for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(layer_sizes)):
+        for tensor_index, shape in enumerate(((fan_out, fan_in), (fan_out,))):
+            # Index 1, 2, ... of the stream: weight and bias of the first layer, then of the next.
+            weight = rngs.bounded_weights(2 * layer + tensor_index + 1, shape, fan_in**-0.5)
+            weights[f"layers.{layer}.{('weight', 'bias')[tensor_index]}"] = weight.float().requires_grad_()
+    return MLPEnsemble(weights)
+
+
+class ClassificationTask(BanditTask):
+    """mnist: observations are 784 pixels between 0 and 1."""
 
     def __init__(self, config: UpdateRuleConfig, images: Images | None = None) -> None:
         self.config = config
         self.images = read_images(config.mnist_folder) if images is None else images
-
-    @property
-    def num_actions(self) -> int:
-        """The number of classes."""
-        return NUM_CLASSES
 
     def make_models(self, rngs: MemberRngs) -> MLPEnsemble:
         """Initial weights of every member."""
@@ -30,33 +58,21 @@ class ClassificationTask:
         return init_mlp_ensemble((self.images.train_images.shape[1], hidden, hidden, NUM_CLASSES), rngs)
 
     @torch.no_grad()
-    def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
+    def sample(self, models: MLPEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """One batch: batch_size actions, for as many images, or for batch_size / group_size of grouped rules."""
         images, classes = self.images.train_images, self.images.train_labels
-        shape = (count_prompts_per_step(self.config),)
+        shape = (self.config.batch_size // self.config.samples_per_prompt,)
         image_indices = rngs.integers("sandbox_prompts", step, high=len(classes), shape=shape)
         observations = _scale_pixels(images[image_indices])
-        log_probs = _as_mlp_ensemble(models).compute_logits(observations).log_softmax(-1)
+        log_probs = models.compute_logits(observations).log_softmax(-1)
         return make_bandit_rollouts(self.config, rngs, step, observations, classes[image_indices], log_probs)
 
-    def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, 1, A] log-probabilities; with gradients."""
-        return self.compute_logits(models, rollouts).log_softmax(-1)
-
-    def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, 1, A] logits; with gradients."""
-        return _as_mlp_ensemble(models).compute_logits(rollouts.observations)[:, :, None]
-
-    def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """The same as `compute_log_probs`, because no token precedes the action."""
-        return self.compute_log_probs(models, rollouts)
-
     @torch.no_grad()
-    def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
+    def evaluate(self, models: MLPEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Error of the likeliest class and entropy over all test images, and whether the images are synthetic."""
         num_members = len(rngs.seeds)
         inputs = _scale_pixels(self.images.test_images).expand(num_members, -1, -1)
-        log_probs = _as_mlp_ensemble(models).compute_logits(inputs).log_softmax(-1)
+        log_probs = models.compute_logits(inputs).log_softmax(-1)
         return {
             "test_error": (log_probs.argmax(-1) != self.images.test_labels).float().mean(-1),
             "entropy": -(log_probs.exp() * log_probs).sum(-1).mean(-1),
@@ -67,8 +83,3 @@ class ClassificationTask:
 def _scale_pixels(images: Tensor) -> Tensor:
     """Bytes 0 ... 255 as floats 0 ... 1. All images are stored as bytes, which take a quarter of the memory."""
     return images.float() / 255
-
-
-def _as_mlp_ensemble(models: ModelEnsemble) -> MLPEnsemble:
-    assert isinstance(models, MLPEnsemble), "models are those of make_models"
-    return models

@@ -1,24 +1,73 @@
 """The language-model bandit: the observation is a piece of text, and the token that follows it has reward 1."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from sandboxes.toys.decoding import select_log_probs
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.models.language_models import LanguageModelEnsemble
-from sandboxes.update_rules.tasks.bandits import count_prompts_per_step, make_bandit_rollouts
-from sandboxes.update_rules.tasks.task import ModelEnsemble
+from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.tasks.bandits import BanditTask, make_bandit_rollouts
 from sandboxes.update_rules.tasks.texts import read_tokens
-from trainable.models.load import load_policy
+from trainable.models.load import Policy, load_policy
+
+
+class _NextTokenModel(nn.Module):
+    """The policy's model as a function from contexts to the logits of the next token."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy.model
+
+    def forward(self, contexts: Tensor) -> Tensor:
+        """Logits [B, V] of the token after each of contexts [B, L]."""
+        # Hidden states are selected by position in the flattened batch: the last one of each row.
+        rows, length = contexts.shape
+        last_positions = torch.arange(1, rows + 1) * length - 1
+        logits: Tensor = self.policy.lm_head(self.policy.model.compute_hidden_states(contexts, last_positions))
+        return logits.float()
+
+
+class LanguageModelEnsemble:
+    """E language models. weights: [E, ...] each, named as the model's parameters; the policy keeps the initial ones.
+
+    Members run one after another, which costs little for models of this size.
+    """
+
+    def __init__(self, policy: Policy, num_members: int) -> None:
+        # The members have their own tensors; the model's weights stay those of the policy, for the KL to it.
+        self.initial_model = _NextTokenModel(policy).requires_grad_(False)
+        self.weights = {
+            name: weight.expand(num_members, *weight.shape).clone().requires_grad_()
+            for name, weight in self.initial_model.named_parameters()
+        }
+
+    def compute_logits(self, contexts: Tensor) -> Tensor:
+        """Logits [E, B, V] of the token after each of contexts [E, B, L]; with gradients."""
+        member_weights = {name: weight.unbind() for name, weight in self.weights.items()}
+        return torch.stack(
+            [
+                functional_call(
+                    self.initial_model, {name: weights[member] for name, weights in member_weights.items()}, (rows,)
+                )
+                for member, rows in enumerate(contexts)
+            ]
+        )
+
+    @torch.no_grad()
+    def compute_initial_log_probs(self, contexts: Tensor) -> Tensor:
+        """Log-probabilities [..., B, V] of the token after contexts [..., B, L], under the initial weights."""
+        flat_log_probs: Tensor = self.initial_model(contexts.flatten(0, -2)).log_softmax(-1)
+        return flat_log_probs.unflatten(0, contexts.shape[:-1])
+
 
 MAX_WINDOWS = 500
 WINDOW_BATCH_SIZE = 16  # windows per pass of an evaluation, which bounds its memory
 
 
-class LanguageModelBandit:
-    """lm_bandit (see `sandboxes.update_rules.tasks.task.Task`): T is 1, observations are context_len tokens.
+class LanguageModelBandit(BanditTask):
+    """lm_bandit: observations are context_len tokens.
 
     The reward is 1 for the token of the text and 0 for others, with noise applied, minus kl_weight (log pi(a) - log
     pi_first(a)), where pi_first has the initial weights.
@@ -37,44 +86,33 @@ class LanguageModelBandit:
         # Windows that do not overlap, each a context and its target.
         windows = self.tokens.test.unfold(0, config.context_len + 1, config.context_len + 1)[:MAX_WINDOWS]
         self.contexts, self.targets = windows[:, :-1], windows[:, -1]
-        self.difficulty_thirds = self._split_by_difficulty()
-
-    @property
-    def num_actions(self) -> int:
-        """The size of the vocabulary."""
-        return self.policy.model.shape.vocab_size
+        # Indices of the easy, medium and hard third of windows, by the initial weights' surprisal of the target.
+        initial_ensemble = LanguageModelEnsemble(self.policy, num_members=1)
+        log_probs = torch.cat(
+            [initial_ensemble.compute_initial_log_probs(rows) for rows in self.contexts.split(WINDOW_BATCH_SIZE)]
+        )
+        self.difficulty_thirds = (-select_log_probs(log_probs, self.targets)).argsort(stable=True).tensor_split(3)
 
     def make_models(self, rngs: MemberRngs) -> LanguageModelEnsemble:
         """Every member starts with the loaded weights."""
         return LanguageModelEnsemble(self.policy, len(rngs.seeds))
 
     @torch.no_grad()
-    def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
+    def sample(self, models: LanguageModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """One batch: batch_size tokens, after as many contexts, or after batch_size / group_size for grouped rules."""
-        ensemble = _as_language_model_ensemble(models)
-        contexts, labels = self._sample_contexts(rngs, step, count_prompts_per_step(self.config))
-        log_probs = ensemble.compute_logits(contexts).log_softmax(-1)
-        action_cost = self._compute_action_cost(ensemble, contexts, log_probs)
+        contexts, labels = self._sample_contexts(rngs, step, self.config.batch_size // self.config.samples_per_prompt)
+        log_probs = models.compute_logits(contexts).log_softmax(-1)
+        action_cost = torch.zeros_like(log_probs)  # kl_weight (log pi - log pi_first) of every token
+        if self.config.kl_weight > 0:
+            action_cost = self.config.kl_weight * (log_probs - models.compute_initial_log_probs(contexts))
         return make_bandit_rollouts(self.config, rngs, step, contexts, labels, log_probs, action_cost)
 
-    def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, 1, A] log-probabilities; with gradients."""
-        return self.compute_logits(models, rollouts).log_softmax(-1)
-
-    def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, 1, A] logits; with gradients."""
-        return _as_language_model_ensemble(models).compute_logits(rollouts.observations)[:, :, None]
-
-    def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """The same as `compute_log_probs`, because no correct token precedes the action."""
-        return self.compute_log_probs(models, rollouts)
-
     @torch.no_grad()
-    def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
+    def evaluate(self, models: LanguageModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Error of the likeliest token, perplexity and entropy, over MAX_WINDOWS windows of the evaluation text."""
-        ensemble, num_members = _as_language_model_ensemble(models), len(rngs.seeds)
+        num_members = len(rngs.seeds)
         log_prob_chunks = [
-            ensemble.compute_logits(rows.expand(num_members, -1, -1)).log_softmax(-1)
+            models.compute_logits(rows.expand(num_members, -1, -1)).log_softmax(-1)
             for rows in self.contexts.split(WINDOW_BATCH_SIZE)
         ]
         log_probs = torch.cat(log_prob_chunks, dim=1)
@@ -88,28 +126,9 @@ class LanguageModelBandit:
             **{f"error_{name}": is_wrong[:, rows].mean(-1) for name, rows in named_thirds},
         }
 
-    def _split_by_difficulty(self) -> tuple[Tensor, ...]:
-        """Indices of the easy, medium and hard third of windows, by the initial weights' surprisal of the target."""
-        initial_ensemble = LanguageModelEnsemble(self.policy, num_members=1)
-        log_probs = torch.cat(
-            [initial_ensemble.compute_initial_log_probs(rows) for rows in self.contexts.split(WINDOW_BATCH_SIZE)]
-        )
-        return (-select_log_probs(log_probs, self.targets)).argsort(stable=True).tensor_split(3)
-
     def _sample_contexts(self, rngs: MemberRngs, step: int, num_contexts: int) -> tuple[Tensor, Tensor]:
         """Contexts [E, num_contexts, context_len] at random positions, and the next tokens [E, num_contexts]."""
         length = self.config.context_len
         starts = rngs.integers("sandbox_prompts", step, high=len(self.tokens.train) - length, shape=(num_contexts,))
         windows = self.tokens.train[starts[..., None] + torch.arange(length + 1)]
         return windows[..., :-1], windows[..., -1]
-
-    def _compute_action_cost(self, models: LanguageModelEnsemble, contexts: Tensor, log_probs: Tensor) -> Tensor:
-        """[E, B, A] kl_weight (log pi - log pi_first) of every token after contexts [E, B, context_len]."""
-        if self.config.kl_weight == 0:
-            return torch.zeros_like(log_probs)
-        return self.config.kl_weight * (log_probs - models.compute_initial_log_probs(contexts))
-
-
-def _as_language_model_ensemble(models: ModelEnsemble) -> LanguageModelEnsemble:
-    assert isinstance(models, LanguageModelEnsemble), "models are those of make_models"
-    return models

@@ -13,11 +13,15 @@ from sandboxes.toys.decoding import (
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
 from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
-from sandboxes.update_rules.batch.reward_noise import corrupt_rewards, detect_sequence_feature
-from sandboxes.update_rules.batch.rollouts import Candidates, Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.tasks.groups import filter_groups, find_varied_groups, keep_all_rollouts
-from sandboxes.update_rules.tasks.task import ModelEnsemble
+from sandboxes.update_rules.rollouts import Candidates, Rollouts
+from sandboxes.update_rules.tasks.rewards import (
+    detect_sequence_feature,
+    filter_groups,
+    find_varied_groups,
+    keep_all_rollouts,
+    make_noisy_rewards,
+)
 
 EVAL_PROMPTS = 1000  # with an error of 0.5 per sequence, the standard error is 0.016
 
@@ -33,30 +37,29 @@ class SequenceTask:
         if config.task == "masked_reversal":
             self.score_mask[: config.seq_len - config.score_len] = False
 
-    @property
-    def num_actions(self) -> int:
-        """The number of content tokens, plus the separator and the task's extra tokens."""
-        return self.config.vocab_size + 1 + self.kind.num_extra_tokens
-
     def make_models(self, rngs: MemberRngs) -> TransformerEnsemble:
         """Initial weights of every member."""
         config = self.config
-        return init_transformer_ensemble(
-            TransformerShape(self.num_actions, config.d_model, config.nhead, config.num_layers, 2 * config.seq_len + 1),
-            rngs,
+        num_actions = config.vocab_size + 1 + self.kind.num_extra_tokens
+        shape = TransformerShape(
+            num_actions, config.d_model, config.nhead, config.num_layers, max_positions=2 * config.seq_len + 1
         )
+        return init_transformer_ensemble(shape, rngs)
 
-    def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
+    def sample(self, models: TransformerEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """One batch: batch_size rollouts, for as many prompts, or for batch_size / group_size of grouped rules."""
-        config, ensemble = self.config, _as_transformer_ensemble(models)
-        samples_per_prompt = config.group_size if config.rule.has_groups else 1
+        config = self.config
+        samples_per_prompt = config.samples_per_prompt
         prompts = self._sample_prompts(rngs, "sandbox_prompts", step, config.batch_size // samples_per_prompt)
         uniforms = rngs.uniform("sandbox_samples", step, shape=(config.batch_size, config.seq_len))
         completions = generate_completions(
-            ensemble, self._append_separator(prompts), config.seq_len, uniforms, samples_per_prompt
+            models, self._append_separator(prompts), config.seq_len, uniforms, samples_per_prompt
         )
         prompts = prompts.repeat_interleave(samples_per_prompt, dim=1)
-        rewards = self._compute_noisy_rewards(prompts, completions.tokens, rngs, step)
+        is_correct = completions.tokens == self._make_labels(prompts)
+        is_solved = is_correct[..., self.score_mask].all(-1)
+        has_feature = detect_sequence_feature(config.reward_noise_mode, prompts, completions.tokens, self.separator)
+        rewards = make_noisy_rewards(config, rngs, step, self._compute_rewards(is_correct), is_solved, has_feature)
         keep_mask, scalars = keep_all_rollouts(rewards)
         if config.rule.has_groups:
             keep_mask, scalars = filter_groups(find_varied_groups(rewards, samples_per_prompt), samples_per_prompt)
@@ -71,32 +74,26 @@ class SequenceTask:
             age=torch.zeros(len(rewards), dtype=torch.int64),
             group_size=samples_per_prompt if config.rule.has_groups else None,
             score_mask=None if self.score_mask.all() else self.score_mask.expand(*rewards.shape, -1),
-            expected_reward=self._compute_expected_reward(ensemble, prompts),
+            expected_reward=self._compute_expected_reward(models, prompts),
             candidates=self._sample_candidates(completions, prompts, rngs, step)
             if config.rule.has_candidates
             else None,
             scalars=scalars,
         )
 
-    def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] log-probabilities after the sampled tokens; with gradients."""
-        return self.compute_logits(models, rollouts).log_softmax(-1)
-
-    def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
+    def compute_logits(self, models: TransformerEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, T, A] logits of the same positions; with gradients."""
-        return _as_transformer_ensemble(models).compute_logits(rollouts.observations[..., :-1], self.config.seq_len)
+        return models.compute_logits(rollouts.observations[..., :-1], self.config.seq_len)
 
-    def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
+    def compute_oracle_log_probs(self, models: TransformerEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, T, A] log-probabilities after the correct tokens; with gradients."""
         prompts = rollouts.observations[..., : self.config.seq_len]
-        return self._compute_label_log_probs(_as_transformer_ensemble(models), prompts)
+        return self._compute_label_log_probs(models, prompts)
 
-    def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
+    def evaluate(self, models: TransformerEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Errors, entropy and separators of greedy answers to EVAL_PROMPTS new prompts per member."""
         prompts = self._sample_prompts(rngs, "sandbox_evaluation", step, EVAL_PROMPTS)
-        tokens, log_probs = decode_greedily(
-            _as_transformer_ensemble(models), self._append_separator(prompts), self.config.seq_len
-        )
+        tokens, log_probs = decode_greedily(models, self._append_separator(prompts), self.config.seq_len)
         is_correct = tokens == self._make_labels(prompts)
         # Where the reward judges whole sequences, so does the error.
         is_sequence_error = self.kind.make_chain_spans is not None or self.config.binary_reward
@@ -124,17 +121,6 @@ class SequenceTask:
 
     def _compute_rewards(self, is_correct: Tensor) -> Tensor:
         return compute_sequence_rewards(self.kind, is_correct, self.score_mask, self.config.binary_reward)
-
-    def _compute_noisy_rewards(self, prompts: Tensor, tokens: Tensor, rngs: MemberRngs, step: int) -> Tensor:
-        config, is_correct = self.config, tokens == self._make_labels(prompts)
-        rewards, mode = self._compute_rewards(is_correct), config.reward_noise_mode
-        if mode == "none":
-            return rewards
-        uniforms = rngs.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
-        has_feature = detect_sequence_feature(mode, prompts, tokens, self.separator)
-        return corrupt_rewards(
-            rewards, uniforms, mode, config.reward_noise, is_correct[..., self.score_mask].all(-1), has_feature
-        )
 
     def _compute_label_log_probs(self, models: TransformerEnsemble, prompts: Tensor) -> Tensor:
         sequences = torch.cat((self._append_separator(prompts), self._make_labels(prompts)), dim=-1)
@@ -170,8 +156,3 @@ class SequenceTask:
 def _compute_fraction(mask: Tensor) -> Tensor:
     """[E] fraction of True in mask [E, ...]."""
     return mask.flatten(1).float().mean(-1)
-
-
-def _as_transformer_ensemble(models: ModelEnsemble) -> TransformerEnsemble:
-    assert isinstance(models, TransformerEnsemble), "models are those of make_models"
-    return models

@@ -1,18 +1,19 @@
 """Protocols that the trainer requires of a task and of its models. All tensors have a leading axis of E members."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.update_rules.batch.rollouts import Rollouts
+from sandboxes.update_rules.rollouts import Rollouts
 
 
 class ModelEnsemble(Protocol):
     """E models of one shape, whose weights are stacked along the first axis."""
 
-    def get_parameters(self) -> Mapping[str, Tensor]:
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
         """Trained tensors by name, [E, ...] each, which require gradients; slice e belongs to member e."""
         ...
 
@@ -24,31 +25,22 @@ class Task(Protocol):
     so two update rules with the same seed see the same prompts. `evaluate` uses the purpose sandbox_evaluation.
     """
 
-    @property
-    def num_actions(self) -> int:
-        """A, the number of actions at a position."""
-        ...
-
     def make_models(self, rngs: MemberRngs) -> ModelEnsemble:
         """Initial weights of every member, from its own stream of purpose sandbox_weights."""
         ...
 
-    def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
+    def sample(self, models: Any, rngs: MemberRngs, step: int) -> Rollouts:
         """Sample a batch per member, without gradients; the method decides whether it has groups or candidates."""
         ...
 
-    def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] log-probabilities at each position after the sampled tokens; with gradients."""
+    def compute_logits(self, models: Any, rollouts: Rollouts) -> Tensor:
+        """[E, B, T, A] logits at each position after the sampled tokens; with gradients."""
         ...
 
-    def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] logits of the same positions, without normalization; with gradients."""
+    def compute_oracle_log_probs(self, models: Any, rollouts: Rollouts) -> Tensor:
+        """[E, B, T, A] log-probabilities after the correct tokens; those of the logits for a bandit."""
         ...
 
-    def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """As `compute_log_probs`, but after the correct tokens; the same for a bandit, which has no earlier tokens."""
-        ...
-
-    def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Columns of `sandboxes.update_rules.measure.records.EVALUATION_COLUMNS`, [E] each: test_error, entropy, ..."""
+    def evaluate(self, models: Any, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
+        """Columns of `sandboxes.update_rules.records.EVALUATION_COLUMNS`, [E] each: test_error, entropy, ..."""
         ...

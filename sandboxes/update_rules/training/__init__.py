@@ -1,1 +1,1 @@
-"""Trainer of the sandbox: steps, replay, optimizer, checkpoints."""
+"""Trainer of the sandbox: steps, replay, checkpoints, diagnostics."""

@@ -1,19 +1,51 @@
 """Make the trainer of a configuration; the only module that looks up tasks and update rules by name."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from sandboxes.toys.ensemble import EnsembleTrainer
-from sandboxes.update_rules.batch.rollouts import Rollouts
+from sandboxes.update_rules.config.rules import RULES
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rules.catalog import UPDATE_RULES
+from sandboxes.update_rules.rollouts import Rollouts
 from sandboxes.update_rules.rules.rule import RuleLoss, UpdateRule, make_rule_loss
-from sandboxes.update_rules.tasks.make import make_task
+from sandboxes.update_rules.tasks.classification import ClassificationTask
+from sandboxes.update_rules.tasks.lm_bandit import LanguageModelBandit
+from sandboxes.update_rules.tasks.sequences import SequenceTask
 from sandboxes.update_rules.tasks.task import Task
-from sandboxes.update_rules.training.update_rule import UpdateRuleAlgorithm
+from sandboxes.update_rules.training.algorithm import UpdateRuleAlgorithm
 from trainable.config.own_parts import get_part
+from trainable.config.run_config import ConfigError, apply_overrides
 from trainable.runs.training import TrainerFamily
+
+if TYPE_CHECKING:
+    from trainable.part_checks import PartTrial
+
+
+def load_formula(formula: str) -> UpdateRule:
+    """The function `<module>.<function>` of `sandboxes.update_rules.rules` that a record names.
+
+    Raises ModuleNotFoundError or AttributeError if the module or the function does not exist.
+    """
+    module, _, name = formula.rpartition(".")
+    function: UpdateRule = getattr(import_module(f"sandboxes.update_rules.rules.{module}"), name)
+    return function
+
+
+UPDATE_RULES: dict[str, UpdateRule] = {name: load_formula(rule.formula) for name, rule in RULES.items()}
+
+
+def make_task(config: UpdateRuleConfig) -> Task:
+    """The task of `config`. Raises ValueError, with what to do, if its data or model is missing."""
+    if config.task == "mnist":
+        return ClassificationTask(config)
+    if config.task == "lm_bandit":
+        return LanguageModelBandit(config)
+    return SequenceTask(config)
 
 
 def make_trainer(config: UpdateRuleConfig, seeds: Sequence[int]) -> EnsembleTrainer:
@@ -24,7 +56,7 @@ def make_trainer(config: UpdateRuleConfig, seeds: Sequence[int]) -> EnsembleTrai
 
 def make_task_trainer(config: UpdateRuleConfig, seeds: Sequence[int], task: Task, rule: UpdateRule) -> EnsembleTrainer:
     """A trainer of `config` with one member per seed, on this task and by this rule."""
-    return EnsembleTrainer(config, seeds, lambda members: UpdateRuleAlgorithm(config, members, task, rule))
+    return EnsembleTrainer(config, seeds, partial(UpdateRuleAlgorithm, task=task, objective=rule))
 
 
 def wrap_own_rule(function: Callable[[Rollouts, Tensor, UpdateRuleConfig], Tensor]) -> UpdateRule:
@@ -42,3 +74,15 @@ def wrap_own_rule(function: Callable[[Rollouts, Tensor, UpdateRuleConfig], Tenso
 
 
 TRAINER = TrainerFamily(make_trainer)
+
+
+def check_update_rule(trial: "PartTrial", rule: Any, config: UpdateRuleConfig) -> None:
+    """Train with the rule until it has learned from a batch. Raises OwnPartError that says what is wrong with it."""
+    with suppress(ConfigError):  # a batch of age 0, so that the first step trains
+        config = apply_overrides(config, {"delay": 0})
+    try:
+        trainer = make_trainer(config, (0,))
+    except Exception:  # of the task, such as a file that is not here; what needs it says so
+        return
+    for _ in range(config.delay + 1):
+        trial.call(f"{trial.name}(rollouts, log_probs, config)", trainer.step)

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sandboxes.update_rules.batch.rollouts import Rollouts
-from sandboxes.update_rules.batch.slices import flatten_rollouts, unflatten_rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rules.kondo import compute_behavior_delight
+from sandboxes.update_rules.rollouts import Rollouts, flatten_rollouts, unflatten_rollouts
+from sandboxes.update_rules.rules.delight import compute_behavior_delight
 from sandboxes.update_rules.rules.rule import compute_behavior_advantages
 
 
@@ -68,9 +67,9 @@ class ReplayBuffer:
 
     def with_batch(self, rollouts: Rollouts) -> "ReplayBuffer":
         """The buffer with one more batch, and without the oldest one if it was full."""
-        stored_batch = StoredBatch(
-            rollouts, _masked_mean(PRIORITY_FUNCTIONS[self.priority_rule](rollouts), rollouts.keep_mask)
-        )
+        # The mean over tokens first, and then over the kept rollouts, of which there is at least one.
+        values = PRIORITY_FUNCTIONS[self.priority_rule](rollouts).mean(-1)
+        stored_batch = StoredBatch(rollouts, (values * rollouts.keep_mask).sum(-1) / rollouts.keep_mask.sum(-1))
         return replace(self, batches=(*self.batches, stored_batch)[-self.capacity :])
 
     @property
@@ -98,11 +97,6 @@ PRIORITY_FUNCTIONS: dict[str, Callable[[Rollouts], Tensor]] = {
 """The quantity, [E, B, T] or [E, B, 1], whose mean over a batch's tokens is the batch's priority."""
 AGE_DISCOUNTED = ("fresh_delight", "freshness")
 """Priorities that are multiplied by exp(-replay_age_decay age) when a batch is drawn."""
-
-
-def _masked_mean(values: Tensor, keep_mask: Tensor) -> Tensor:
-    """[E], mean over the tokens of kept rollouts. values: [E, B, T or 1]. keep_mask: [E, B], not empty."""
-    return (values.mean(-1) * keep_mask).sum(-1) / keep_mask.sum(-1)
 
 
 def _sample_inverse_cdf(priorities: Tensor, uniforms: Tensor) -> Tensor:

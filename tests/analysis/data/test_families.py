@@ -17,7 +17,7 @@ from analysis.data.load import load, read_study
 from analysis.data.schemas import Row, get_family, get_schemas
 from analysis.data.summaries import LATE_EVALUATIONS, compute_late_mean
 from analysis.sweep.series import make_curves
-from sandboxes.update_rules.measure import records as sandbox
+from sandboxes.update_rules import records as sandbox
 from sandboxes.update_rules.read import summarize_run
 from search_spaces import FAMILIES
 from tests.fakes import run_folders

@@ -27,8 +27,7 @@ from analysis.sweep.contrasts import (
 )
 from analysis.sweep.tables import summarize_arms
 from sandboxes.toys.report import plots as sandbox_plots
-from sandboxes.update_rules.measure.records import TRIAL_COLUMNS
-from sandboxes.update_rules.read import UNCONTRASTED_COLUMNS
+from sandboxes.update_rules.records import TRIAL_COLUMNS
 from search_spaces import FAMILIES
 from tests.fakes import run_folders as language_model
 from tests.fakes.run_folders import make_study_record
@@ -36,6 +35,14 @@ from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_s
 from tests.oracles.analysis import compute_contrast, holm
 
 ERROR = "late_test_error"
+UNCONTRASTED_COLUMNS = {
+    "final_test_error": "it is a single evaluation, and late_test_error is the mean over the last ones",
+    "final_greedy_separator_rate": "it only identifies a collapse, whose error late_test_error has",
+    "first_step_entropy_low": "runs that never reach the step have no value, so a mean over the others is biased",
+    "first_step_error_zero": "runs that never reach the step have no value, so a mean over the others is biased",
+    "mean_effective_age": "it equals mean_replay_age, except for FreshDG",
+}
+"""The trial columns of update-rule studies that are not contrasted, and why."""
 A, B, C, D = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29), (0.50, 0.45, 0.47), (0.44, 0.41, 0.45)
 FOUR_ARMS = [run for arm, ends in zip("ABCD", (A, B, C, D), strict=True) for run in make_seed_runs(arm, ends)]
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from sandboxes.distillation.algorithm import DistillationAlgorithm, make_trainer
+from sandboxes.distillation.algorithm import DistillationAlgorithm, make_teacher_table, make_trainer
 from sandboxes.distillation.losses import select_support
 from sandboxes.distillation.settings import DistillationConfig
-from sandboxes.distillation.teacher import make_teacher_table
 from sandboxes.toys.ensemble import EnsembleTrainer
 
 SMALL = {"vocab_size": 4, "seq_len": 3, "batch_size": 8, "d_model": 16, "nhead": 2, "num_layers": 1}
@@ -67,10 +66,12 @@ def test_graded_weights_fall_with_the_distance_on_the_circle() -> None:
 
 def test_format_answer_has_a_teacher_for_its_answer_token() -> None:
     config = make_config(task="format_answer")
-    batch = DistillationAlgorithm(config, (0,)).sample(0)
+    algorithm = DistillationAlgorithm(config, (0,))
+    batch = algorithm.sample(0)
+    labels = algorithm._make_labels(batch.observations[..., : config.seq_len])
     assert config.num_actions == 6
-    assert (batch.labels[..., 0] == 5).all()
-    assert torch.equal(batch.teacher_log_probs.argmax(-1), batch.labels)
+    assert (labels[..., 0] == 5).all()
+    assert torch.equal(batch.teacher_log_probs.argmax(-1), labels)
 
 
 # Rows and states.

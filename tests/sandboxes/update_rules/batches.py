@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from sandboxes.update_rules.batch.rollouts import Candidates, Rollouts
+from sandboxes.update_rules.rollouts import Candidates, Rollouts
 
 
 def make_random_batch(seed: int, members: int = 2, size: int = 5, length: int = 3, actions: int = 4) -> Rollouts:

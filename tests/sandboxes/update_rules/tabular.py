@@ -1,6 +1,6 @@
 """A task that is small enough to write down: a table of logits per prompt and position, learned from samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Rollouts
 from trainable.runs.training import StepResult
 
 PROMPTS, POSITIONS, ACTIONS = 3, 2, 4
@@ -21,9 +21,6 @@ class Table:
     def __init__(self, logits: Tensor) -> None:
         shift = torch.zeros(len(logits), ACTIONS)
         self.weights = {"logits": logits.requires_grad_(), "shift": shift.requires_grad_()}
-
-    def get_parameters(self) -> Mapping[str, Tensor]:
-        return self.weights
 
     def rows(self, prompts: Tensor) -> Tensor:
         """Return the logits [E, B, POSITIONS, ACTIONS] of prompts [E, B]."""
@@ -46,10 +43,6 @@ class TabularTask:
     ) -> None:
         self.config, self.uniform_from, self.broken_at = config, uniform_from or {}, broken_at or {}
         self.evaluations = 0
-
-    @property
-    def num_actions(self) -> int:
-        return ACTIONS
 
     def make_models(self, rngs: MemberRngs) -> Table:
         return Table(rngs.normal("sandbox_weights", shape=(PROMPTS, POSITIONS, ACTIONS)).float())
@@ -83,14 +76,11 @@ class TabularTask:
         }
         return replace(batch, group_size=group_size, scalars=scalars)
 
-    def compute_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
-        return self.compute_logits(models, rollouts).log_softmax(-1)
-
     def compute_logits(self, models: Table, rollouts: Rollouts) -> Tensor:
         return models.rows(rollouts.observations)
 
     def compute_oracle_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
-        return self.compute_log_probs(models, rollouts)
+        return self.compute_logits(models, rollouts).log_softmax(-1)
 
     def evaluate(self, models: Table, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         self.evaluations += 1

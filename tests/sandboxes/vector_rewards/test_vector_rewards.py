@@ -13,7 +13,7 @@ from scipy import integrate
 from torch import Tensor
 
 from sandboxes.toys.ensemble import EnsembleTrainer
-from sandboxes.vector_rewards import fronts, scores
+from sandboxes.vector_rewards import fronts
 from sandboxes.vector_rewards.algorithm import VectorRewardAlgorithm, make_trainer
 from sandboxes.vector_rewards.settings import VectorRewardConfig
 
@@ -132,7 +132,7 @@ def test_scores_are_those_of_loops(seed: int) -> None:
     rewards = torch.rand(2, 6, 3, 4, generator=generator)
     weights = torch.rand(2, 2, 5, 4, generator=generator)
     gold = torch.rand(4, generator=generator)
-    scalar, over_weights = scores.score_scalar(rewards, gold), scores.score_over_weights(rewards, weights, 3)
+    scalar, over_weights = fronts.score_scalar(rewards, gold), fronts.score_over_weights(rewards, weights, 3)
     for member, index in itertools.product(range(2), range(6)):
         candidates = rewards[member, index]
         assert float(scalar[member, index]) == pytest.approx(max(float(r @ gold) for r in candidates))
@@ -144,8 +144,8 @@ def test_a_set_of_copies_is_worth_one_of_them_and_a_second_extreme_adds_to_it() 
     weights = fronts.make_simplex_points(2).float()[None, None]
     first, second = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     copies, extremes = torch.stack((first, first))[None, None], torch.stack((first, second))[None, None]
-    assert float(scores.score_over_weights(copies, weights, 1)) == pytest.approx(0.5)
-    assert float(scores.score_over_weights(extremes, weights, 1)) == pytest.approx(0.75)
+    assert float(fronts.score_over_weights(copies, weights, 1)) == pytest.approx(0.5)
+    assert float(fronts.score_over_weights(extremes, weights, 1)) == pytest.approx(0.75)
 
 
 def test_the_sets_of_a_group_are_scored_with_the_same_weights_which_are_on_the_simplex() -> None:
@@ -156,7 +156,8 @@ def test_the_sets_of_a_group_are_scored_with_the_same_weights_which_are_on_the_s
     assert float(weights[..., 0].std()) == pytest.approx(12**-0.5, abs=0.03)  # uniform on [0, 1]
     batch = algorithm.sample(3)
     assert torch.equal(batch.prompts.view(2, 8, 4), batch.prompts.view(2, 8, 4)[..., :1].expand(2, 8, 4))
-    expected = scores.score_over_weights(batch.vector_rewards, weights, 4)
+    vector_rewards = algorithm.rewards[batch.prompts[..., None], batch.actions]
+    expected = fronts.score_over_weights(vector_rewards, weights, 4)
     assert torch.equal(batch.set_scores, expected)
 
 

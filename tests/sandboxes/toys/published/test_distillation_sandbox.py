@@ -166,7 +166,7 @@ def test_cells_are_of_recorded_columns_and_expectations_have_reasons() -> None:
 def test_our_arms_have_the_settings_of_the_published_ones(name: str) -> None:
     """Our studies have further arms; of the published ones, every setting that changes a number is compared."""
     study, field_names = STUDIES[name], set(DistillationConfig.model_fields) - {"trainer", "seed"}
-    published = {cell.arm: cell.conditions.settings for cell in CELLS if cell.studies == (name,)}
+    published = {cell.arm: cell.conditions for cell in CELLS if cell.studies == (name,)}
     assert set(published) <= set(study.axis.named_settings)
     for arm, settings in published.items():
         assert settings.keys() == field_names | {"trainer.total_training_steps", "trainer.test_freq"}

@@ -17,7 +17,7 @@ from sandboxes.toys.published.cells import (
 )
 from sandboxes.toys.published.update_rule_sandbox import CELLS, STUDY_SETTINGS, make_conditions
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.measure.records import STEP_COLUMNS, TRIAL_COLUMNS
+from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
 from search_spaces import STUDIES
 from tests.fakes.printed_tables import read_printed_tables
 from trainable.config.run_config import apply_overrides
@@ -131,7 +131,7 @@ def test_every_setting_that_makes_a_run_what_it_is_has_a_published_value() -> No
         f"trainer.{name}" for name in type(UpdateRuleConfig().trainer).model_fields
     } == trainer_settings | uncompared_trainer_settings
     for cell in CELLS:
-        assert cell.conditions.settings.keys() == field_names | trainer_settings
+        assert cell.conditions.keys() == field_names | trainer_settings
 
 
 @pytest.mark.parametrize("name", STUDY_SETTINGS)
@@ -143,7 +143,7 @@ def test_our_studies_are_the_published_ones(name: str) -> None:
     for arm, settings in study.axis.named_settings.items():
         config = apply_overrides(UpdateRuleConfig(), {**study.fixed_settings, **settings}).model_dump()
         our_settings = config | {f"trainer.{key}": value for key, value in config["trainer"].items()}
-        for key, value in published[arm].settings.items():
+        for key, value in published[arm].items():
             assert our_settings[key] == value, f"{arm}: {key}"
 
 
@@ -163,7 +163,7 @@ def test_expected_differences_have_a_rationale() -> None:
 def test_spreads_are_standard_deviations_of_three_evaluated_steps(seeds: tuple[int, ...], numbers: str) -> None:
     assert f"{statistics.mean(seeds):.4f} {statistics.stdev(seeds):.4f}" == numbers
     cell = next(cell for cell in CELLS if f"{cell.mean:.4f} {cell.std:.4f}" == numbers)
-    assert all(step % cell.conditions.eval_interval == 0 for step in seeds)
+    assert all(step % cell.eval_interval == 0 for step in seeds)
 
 
 def test_two_seeds_at_0_and_one_above_give_the_spread_of_grpo_token() -> None:

@@ -31,7 +31,7 @@ DISTANT = (0.50, 0.51, 0.505, 0.503, 0.507)
 
 def make_study(name: str) -> FakeStudy:
     """Make a study with the published settings. The names of its arms imply the settings of the arms."""
-    settings = dict(make_conditions(name, "DG").settings)
+    settings = dict(make_conditions(name, "DG"))
     steps, freq = (int(str(settings.pop(f"trainer.{key}"))) for key in ("total_training_steps", "test_freq"))
     return FakeStudy(name, total_steps=steps, test_freq=freq, settings=settings)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 from pydantic import ValidationError
 
-from sandboxes.update_rules.config.names import (
+from sandboxes.update_rules.config.conditions import (
     BANDIT_TASKS,
     CHAIN_TASKS,
     SEQUENCE_NOISE_MODES,

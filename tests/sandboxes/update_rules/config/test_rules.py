@@ -10,12 +10,12 @@ import pytest
 
 from sandboxes.update_rules.config.rules import METHODS, RULES, Rule
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rules.catalog import UPDATE_RULES, load_formula
 from sandboxes.update_rules.rules.rule import RuleLoss
+from sandboxes.update_rules.training.make import UPDATE_RULES, load_formula
 from tests.oracles.update_rules import CANDIDATE, CLIPPED, DELIGHT, GROUPED, SEQUENCE_ONLY, TARGET
 
 ROOT = Path(__file__).parents[4]
-FORMULAS = ("delight", "grouped", "kondo", "oracle_labels", "policy_gradient", "target_policy", "token_credit")
+FORMULAS = ("delight", "grouped", "policy_gradient", "target_policy", "token_credit")
 
 PROPERTIES: dict[tuple[str, object], tuple[str, ...]] = {
     ("has_groups", True): GROUPED,

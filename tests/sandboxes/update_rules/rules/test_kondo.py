@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 
-from sandboxes.update_rules.rules.kondo import compute_behavior_delight, find_threshold, screen_rollouts
+from sandboxes.update_rules.rules.delight import compute_behavior_delight, find_threshold, screen_rollouts
 from tests.strategies.update_rules import Case, cases, examples, make_config, make_random_case
 
 shares = st.sampled_from([0.05, 0.5, 0.9])

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sandboxes.update_rules.config.rules import METHODS
-from sandboxes.update_rules.rules.catalog import UPDATE_RULES
+from sandboxes.update_rules.training.make import UPDATE_RULES
 from tests.strategies.update_rules import Case, make_random_case
 
 RECORDED = Path(__file__).parents[3] / "golden" / "update_rules.safetensors"

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from sandboxes.update_rules.batch.rollouts import Candidates, Rollouts
 from sandboxes.update_rules.config.rules import METHODS
-from sandboxes.update_rules.rules.catalog import UPDATE_RULES
+from sandboxes.update_rules.rollouts import Candidates, Rollouts
+from sandboxes.update_rules.training.make import UPDATE_RULES
 from tests.oracles.update_rules import GROUPED
 from tests.strategies.update_rules import Case, cases, examples, make_config, make_random_case
 from trainable.algo.advantages import group_skill

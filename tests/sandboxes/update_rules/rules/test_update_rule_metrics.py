@@ -9,7 +9,7 @@ import torch
 
 from sandboxes.update_rules.config.rules import METHODS
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rules.catalog import UPDATE_RULES
+from sandboxes.update_rules.training.make import UPDATE_RULES
 from tests.oracles import update_rules as loops
 from tests.oracles.update_rules import Member, Table
 from tests.strategies.update_rules import make_member, make_random_case

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from sandboxes.toys.rngs import MemberRngs
-from sandboxes.update_rules.batch.rollouts import Rollouts
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.models.mlp import MLPEnsemble, init_mlp_ensemble
-from sandboxes.update_rules.tasks.classification import ClassificationTask
+from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.tasks.classification import ClassificationTask, MLPEnsemble, init_mlp_ensemble
 from sandboxes.update_rules.tasks.images import Images, make_synthetic_images, read_images
 from tests.sandboxes.update_rules.tasks import oracles
 
@@ -47,7 +46,7 @@ def make_plain_model(models: MLPEnsemble, member: int) -> nn.Sequential:
 def test_a_member_is_torchs_perceptron_with_its_weights() -> None:
     task, models, rngs = make_task_and_models()
     rollouts = task.sample(models, rngs, 1)
-    log_probs = task.compute_log_probs(models, rollouts)
+    log_probs = task.compute_logits(models, rollouts).log_softmax(-1)
     assert log_probs.shape == (2, 40, 1, 10)
     log_probs[..., 0].sum().backward()
     for member in range(2):
@@ -76,7 +75,7 @@ def test_first_weights_are_uniform_within_the_bound_of_torchs_linear_layers() ->
 def test_the_fields_of_a_batch_are_consistent() -> None:
     task, models, rngs = make_task_and_models()
     rollouts = task.sample(models, rngs, 1)
-    log_probs = task.compute_log_probs(models, rollouts).detach()
+    log_probs = task.compute_logits(models, rollouts).log_softmax(-1).detach()
     indices = rngs.integers("sandbox_prompts", 1, high=50, shape=(40,))
     assert torch.equal(rollouts.labels[..., 0], task.images.train_labels[indices])
     assert torch.equal(rollouts.observations, task.images.train_images[indices] / 255)

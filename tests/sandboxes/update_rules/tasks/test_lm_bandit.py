@@ -9,9 +9,7 @@ import torch
 
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.models.language_models import LanguageModelEnsemble
-from sandboxes.update_rules.tasks.lm_bandit import LanguageModelBandit
-from sandboxes.update_rules.tasks.make import make_task
+from sandboxes.update_rules.tasks.lm_bandit import LanguageModelBandit, LanguageModelEnsemble
 from sandboxes.update_rules.tasks.texts import (
     SHIPPED_PASSAGES,
     SHIPPED_TEXT,
@@ -19,6 +17,7 @@ from sandboxes.update_rules.tasks.texts import (
     read_passages,
     read_tokens,
 )
+from sandboxes.update_rules.training.make import make_task
 from tests.fakes.hub_models import make_model, write_model
 from tests.sandboxes.update_rules.tasks import oracles
 from trainable.models.load import load_policy
@@ -46,8 +45,8 @@ def test_a_member_is_the_policy_with_its_weights() -> None:
     task, models, rngs = make_task_and_models()
     perturb(models)
     rollouts = task.sample(models, rngs, 1)
-    log_probs = task.compute_log_probs(models, rollouts)
-    assert log_probs.shape == (2, 24, 1, task.num_actions)
+    log_probs = task.compute_logits(models, rollouts).log_softmax(-1)
+    assert log_probs.shape == (2, 24, 1, task.policy.model.shape.vocab_size)
     log_probs[..., 0, 0].sum().backward()
     for member in range(2):
         policy = load_policy("sokoban-tiny", torch.device("cpu")).model
@@ -72,7 +71,7 @@ def test_another_architecture_is_run_as_transformers_runs_it(model_type: str, tm
     causal = make_model(model_type)
     task, models, rngs = make_task_and_models(model_name=str(write_model(causal, tmp_path)))
     rollouts = task.sample(models, rngs, 1)
-    log_probs = task.compute_log_probs(models, rollouts)
+    log_probs = task.compute_logits(models, rollouts).log_softmax(-1)
     expected = causal(rollouts.observations.flatten(0, 1)).logits[:, -1].log_softmax(-1).view(2, 24, -1)
     torch.testing.assert_close(log_probs[:, :, 0], expected, atol=1e-4, rtol=1e-4)
     log_probs[1, :, :, 0].sum().backward()
@@ -99,7 +98,7 @@ def test_the_fields_of_a_batch_are_consistent(method: str, kl_weight: float) -> 
     task, models, rngs = make_task_and_models(method=method, kl_weight=kl_weight, group_size=4)
     perturb(models)
     rollouts = task.sample(models, rngs, 1)
-    log_probs = task.compute_log_probs(models, rollouts).detach()[:, :, 0]
+    log_probs = task.compute_logits(models, rollouts).log_softmax(-1).detach()[:, :, 0]
     initial_log_probs = models.compute_initial_log_probs(rollouts.observations)
     text = task.tokens.train.tolist()
     for member in range(2):
@@ -111,7 +110,7 @@ def test_the_fields_of_a_batch_are_consistent(method: str, kl_weight: float) -> 
             assert float(rollouts.rewards[member, row]) == pytest.approx(
                 float(action == label) - float(penalty[action]), abs=1e-4
             )
-            rewards = torch.nn.functional.one_hot(torch.tensor(label), task.num_actions) - penalty
+            rewards = torch.nn.functional.one_hot(torch.tensor(label), task.policy.model.shape.vocab_size) - penalty
             mean = float((log_probs[member, row].exp() * rewards).sum())
             assert rollouts.expected_reward is not None
             assert float(rollouts.expected_reward[member, row]) == pytest.approx(mean, abs=1e-4)

@@ -8,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
-from sandboxes.update_rules.batch.reward_noise import corrupt_rewards, detect_bandit_feature, detect_sequence_feature
-from sandboxes.update_rules.config.names import NOISE_MODES, SEQUENCE_TASKS
-from sandboxes.update_rules.tasks.groups import filter_groups, find_mixed_groups, find_varied_groups
+from sandboxes.update_rules.config.conditions import NOISE_MODES, SEQUENCE_TASKS
+from sandboxes.update_rules.tasks.rewards import (
+    corrupt_rewards,
+    detect_bandit_feature,
+    detect_sequence_feature,
+    filter_groups,
+    find_mixed_groups,
+    find_varied_groups,
+)
 from tests.sandboxes.update_rules.tasks import oracles
 
 

@@ -336,8 +336,7 @@ def test_a_failed_run_is_reported_and_does_not_start_again(
             )
             return type(rule_loss)(rule_loss.loss * factor, rule_loss.metrics)
 
-        learner = trainer.algorithm.learner
-        trainer.algorithm.learner = type(learner)(**{**vars(learner), "objective": compute_broken_objective})
+        trainer.algorithm.objective = compute_broken_objective
         return trainer
 
     monkeypatch.setattr(make, "TRAINER", replace(make.TRAINER, make_trainer=make_broken_trainer))

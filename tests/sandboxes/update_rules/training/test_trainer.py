@@ -8,9 +8,8 @@ import torch
 
 from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.measure.records import STEP_COLUMNS
-from sandboxes.update_rules.rules.catalog import UPDATE_RULES
-from sandboxes.update_rules.training.make import make_task_trainer
+from sandboxes.update_rules.records import STEP_COLUMNS
+from sandboxes.update_rules.training.make import UPDATE_RULES, make_task_trainer
 from tests.sandboxes.update_rules.tabular import TabularTask, train_to_next_rows
 from trainable.runs.records import TOY_TIME_COLUMNS
 from trainable.runs.run import TrainerState
@@ -70,7 +69,7 @@ def test_rows_are_the_evaluations_before_the_update_of_their_step_and_one_at_the
     assert set(last) == {"step", "test_error", "entropy"}
     untrained_trainer = make_trainer(make_config())
     metrics = untrained_trainer.algorithm.task.evaluate(
-        untrained_trainer.algorithm.learner.models, untrained_trainer.algorithm.rngs, 0
+        untrained_trainer.algorithm.models, untrained_trainer.algorithm.rngs, 0
     )
     assert first["entropy"] == pytest.approx(metrics["entropy"].tolist()[0])
 
@@ -127,15 +126,15 @@ def test_a_delayed_update_is_of_the_batch_that_was_sampled_before() -> None:
     batches = []
     for step in range(3):
         algorithm = trainer.algorithm
-        batches.append(algorithm.task.sample(algorithm.learner.models, algorithm.rngs, step))
+        batches.append(algorithm.task.sample(algorithm.models, algorithm.rngs, step))
         old_weights = get_weights(trainer, 5)
         reference_trainer = make_trainer(settings, (5,))
         reference_trainer.load_states([trainer.get_state(5)])
         trainer.step()
         batch = batches[0] if step == 2 else batches[step]
         reference = reference_trainer.algorithm
-        log_probs = reference.task.compute_log_probs(reference.learner.models, batch)
-        optimizer = reference.learner.optimizer
+        log_probs = reference.task.compute_logits(reference.models, batch).log_softmax(-1)
+        optimizer = reference.optimizer
         gradient = optimizer.compute_gradient(reference.objective(batch, log_probs, settings).loss)
         optimizer.step(gradient * (1 / (gradient.norm() + 1e-6)).clamp(max=1))
         assert torch.equal(get_weights(trainer, 5), get_weights(reference_trainer, 5))

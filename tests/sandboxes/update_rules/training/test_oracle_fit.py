@@ -6,8 +6,12 @@ import torch
 from sandboxes.toys.optimizer import MemberAdam
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.measure.oracle_fit import SampleInfluence, compute_fit_statistics, compute_sample_influence
-from sandboxes.update_rules.rules.oracle_labels import cross_entropy
+from sandboxes.update_rules.rules.token_credit import cross_entropy
+from sandboxes.update_rules.training.diagnostics import (
+    SampleInfluence,
+    compute_fit_statistics,
+    compute_sample_influence,
+)
 from tests.sandboxes.update_rules.tabular import TabularTask
 
 CONFIG = UpdateRuleConfig(batch_size=6, eta=0.5)
@@ -17,14 +21,16 @@ def compute_influence() -> tuple[SampleInfluence, torch.Tensor, torch.Tensor]:
     """Return samples of a batch, and projections [E, B * T] and log-probabilities from one gradient at a time."""
     task, rngs = TabularTask(CONFIG), MemberRngs((3, 4))
     models = task.make_models(rngs)
-    optimizer = MemberAdam(models.get_parameters(), 0.1)
+    optimizer = MemberAdam(models.weights, 0.1)
     batch = task.sample(models, rngs, 0)
     oracle_gradient = optimizer.compute_gradient(
         cross_entropy(batch, task.compute_oracle_log_probs(models, batch), CONFIG).loss
     )
     projections = []
     for index in range(batch.actions[0].numel()):
-        taken_log_probs = task.compute_log_probs(models, batch).gather(-1, batch.actions.unsqueeze(-1)).flatten(1)
+        taken_log_probs = (
+            task.compute_logits(models, batch).log_softmax(-1).gather(-1, batch.actions.unsqueeze(-1)).flatten(1)
+        )
         projections.append((optimizer.compute_gradient(taken_log_probs[:, index]) * oracle_gradient).sum(1))
     samples = compute_sample_influence(task, models, batch, optimizer.split_by_parameter(oracle_gradient), CONFIG)
     return samples, torch.stack(projections, dim=1), taken_log_probs.detach()
@@ -45,7 +51,7 @@ def test_the_projection_of_the_right_action_is_negative() -> None:
     models = task.make_models(rngs)
     batch = task.sample(models, rngs, 0)
     batch = type(batch)(**{**vars(batch), "actions": batch.labels})
-    optimizer = MemberAdam(models.get_parameters(), 0.1)
+    optimizer = MemberAdam(models.weights, 0.1)
     oracle_gradient = optimizer.compute_gradient(
         cross_entropy(batch, task.compute_oracle_log_probs(models, batch), CONFIG).loss
     )

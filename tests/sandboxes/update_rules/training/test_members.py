@@ -8,9 +8,7 @@ import torch
 from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.update_rules.config.rules import METHODS, RULES
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rules.catalog import UPDATE_RULES
-from sandboxes.update_rules.tasks.make import make_task
-from sandboxes.update_rules.training.make import make_task_trainer, make_trainer
+from sandboxes.update_rules.training.make import UPDATE_RULES, make_task, make_task_trainer, make_trainer
 from tests.sandboxes.update_rules.tabular import train_to_next_rows
 from tests.strategies.examples import thin_out
 

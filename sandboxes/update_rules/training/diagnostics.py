@@ -1,10 +1,17 @@
-"""Effect of an update on each member's policy: importance ratios, entropies, directions of gradients."""
+"""Effect of an update on each member's policy: ratios, entropies, gradients, and what samples do for the oracle."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sandboxes.update_rules.batch.rollouts import Rollouts
-from sandboxes.update_rules.rules.rule import compute_behavior_advantages
+from sandboxes.toys.decoding import select_log_probs
+from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.rules.rule import compute_advantages, compute_behavior_advantages
+from sandboxes.update_rules.tasks.task import ModelEnsemble, Task
 
 
 def compute_ratio_statistics(
@@ -13,7 +20,7 @@ def compute_ratio_statistics(
     """Mean, standard deviation (divisor N), maximum and clipped fraction of pi(a) / pi_actor(a) over trained tokens.
 
     log_probs: [E, B, T, A]. Trained tokens are those of kept rollouts, or all candidates at their positions. A ratio
-    counts as clipped outside [1 - clip_low, 1 + clip_high]. Returns RATIO_COLUMNS of update_rules.measure.records,
+    counts as clipped outside [1 - clip_low, 1 + clip_high]. Returns RATIO_COLUMNS of update_rules.records,
     [E] each.
     """
     candidates = rollouts.candidates
@@ -42,7 +49,7 @@ def compute_entropy_statistics(logits_before: Tensor, logits_after: Tensor, roll
         rollouts: the batch.
 
     Returns:
-        DIAGNOSTIC_COLUMNS of sandboxes.update_rules.measure.records, [E] each; NaN for a mean over no tokens.
+        DIAGNOSTIC_COLUMNS of sandboxes.update_rules.records, [E] each; NaN for a mean over no tokens.
     """
     log_probs, actions = logits_before.log_softmax(-1), rollouts.actions.unsqueeze(-1)
     entropy_before, entropy_after = entropies(log_probs).flatten(1), entropies(logits_after.log_softmax(-1)).flatten(1)
@@ -103,3 +110,77 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def _masked_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     """[E], population covariance of x and y [E, N] where `mask`."""
     return _masked_mean((x - _masked_mean(x, mask).unsqueeze(1)) * (y - _masked_mean(y, mask).unsqueeze(1)), mask)
+
+
+class SampleInfluence(NamedTuple):
+    """Quantities of each taken token of a batch, [E, N] each; N samples in the order of the batch."""
+
+    projection: Tensor
+    """Inner product of the gradients of the token's log-probability and of the oracle's cross-entropy. It is negative
+    if raising the log-probability lowers the oracle's loss."""
+    advantage: Tensor
+    """Reward minus baseline, for every rule."""
+    surprisal: Tensor
+    """Under the current policy."""
+    delight: Tensor
+    """Advantage times surprisal."""
+    gate: Tensor
+    """sigmoid(delight / eta)."""
+    keep_mask: Tensor
+    """Whether the token's rollout is trained on."""
+
+
+def compute_sample_influence(
+    task: Task, models: ModelEnsemble, rollouts: Rollouts, oracle_gradients: Sequence[Tensor], config: UpdateRuleConfig
+) -> SampleInfluence:
+    """Influence of every taken token of `rollouts` on the oracle's loss, and the quantities that rules weight it with.
+
+    oracle_gradients: gradients of the oracle's loss, in the order of the models' parameters, [E, ...] each.
+    """
+    # Only the math implementation of attention can be differentiated twice.
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        log_probs = task.compute_logits(models, rollouts).log_softmax(-1)
+        action_log_probs = select_log_probs(log_probs, rollouts.actions)
+        projection = _compute_projections(action_log_probs, list(models.weights.values()), oracle_gradients)
+    surprisal = -action_log_probs.detach()
+    advantage = compute_advantages(rollouts, log_probs, config)
+    delight = advantage * surprisal
+    # Rules without a gate may have eta 0. The sigmoid of delight / eta then tends to a step at a delight of 0.
+    gate = torch.sigmoid(delight / config.eta) if config.eta else (delight > 0).to(delight.dtype)
+    keep_mask = rollouts.keep_mask.unsqueeze(-1).expand_as(action_log_probs)
+    quantities = (projection, advantage, surprisal, delight, gate, keep_mask)
+    return SampleInfluence(*(quantity.flatten(1) for quantity in quantities))
+
+
+def compute_fit_statistics(samples: SampleInfluence) -> dict[str, Tensor]:
+    """Pearson correlation over a member's samples between the projection and each quantity; [E] each.
+
+    The correlation is negative if the quantity is large for samples that help the oracle, and NaN if the quantity is
+    constant.
+    """
+    quantities = {name: getattr(samples, name) for name in ("delight", "advantage", "surprisal", "gate")}
+    return {
+        f"oracle_fit_{name}_correlation": correlation(samples.projection, values, samples.keep_mask)
+        for name, values in quantities.items()
+    }
+
+
+def _compute_projections(
+    action_log_probs: Tensor, parameters: Sequence[Tensor], directions: Sequence[Tensor]
+) -> Tensor:
+    """[E, B, T], the inner product of each taken token's gradient with `directions`, for all tokens at once.
+
+    The inner product of the gradient of sum_t v_t l_t with the direction is linear in v. Its gradient with respect to
+    v_t is the projection of token t, so two backward passes suffice for all tokens.
+    """
+    # The product is linear in v, so its gradient with respect to v is the same at every v, and zeros are as good as
+    # any.
+    weights = torch.zeros_like(action_log_probs, requires_grad=True)
+    gradients = torch.autograd.grad(
+        (weights * action_log_probs).sum(), parameters, create_graph=True, materialize_grads=True
+    )
+    product = torch.stack(
+        [(gradient * direction).sum() for gradient, direction in zip(gradients, directions, strict=True)]
+    ).sum()
+    (projection,) = torch.autograd.grad(product, weights)
+    return projection

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sandboxes.update_rules.batch.rollouts import Rollouts
-from sandboxes.update_rules.measure.diagnostics import (
+from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.training.diagnostics import (
     compute_entropy_statistics,
     compute_ratio_statistics,
     correlation,

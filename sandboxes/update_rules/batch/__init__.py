@@ -1,1 +1,0 @@
-"""Rollouts of several members at once, and reward noise."""

@@ -1,1 +1,0 @@
-"""Diagnostics, oracle fits, and the columns of a row."""

@@ -1,1 +1,0 @@
-"""Ensembles of small models, and decoding."""

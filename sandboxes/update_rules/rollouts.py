@@ -1,0 +1,84 @@
+"""The batch of rollouts that tasks sample, the replay buffer stores, and update rules train on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Next-token candidates at every prefix of the sampled sequences: E members, B prompts, T positions, K candidates.
+
+    actions, log_probs (of the sampling policy), rewards: [E, B, T, K]. Candidate 0 is the next token of the sampled
+    sequence. A token that was drawn twice is two candidates.
+    """
+
+    actions: Tensor
+    log_probs: Tensor
+    rewards: Tensor
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """One batch for each of E members (seeds of one condition): B rollouts of T positions; T is 1 for a bandit."""
+
+    observations: Tensor
+    """[E, B, L] tokens (prompt, separator, sampled tokens). Bandits: pixels [E, B, 784] as floats, or contexts [E, B,
+    context_len]."""
+    actions: Tensor
+    """[E, B, T] integers."""
+    labels: Tensor
+    """[E, B, T] integers, the correct actions."""
+    rewards: Tensor
+    """[E, B]."""
+    behavior_log_probs: Tensor
+    """[E, B, T], of the taken actions under the sampling policy."""
+    behavior_baseline: Tensor
+    """[E, B, T], that policy's sum of squared probabilities."""
+    keep_mask: Tensor
+    """[E, B], False for rollouts that are not trained on: groups whose rewards do not differ, and rollouts that Kondo
+    drops. At least one is True per member."""
+    age: Tensor
+    """[E], updates since the batch was sampled."""
+    group_size: int | None = None
+    """K; rollouts i K to (i + 1) K - 1 share a prompt. None: ungrouped."""
+    score_mask: Tensor | None = None
+    """[E, B, T], True where a position counts for the reward. None: all positions do."""
+    expected_reward: Tensor | None = None
+    """[E, B], exact mean reward of the sampling policy; None where it is unknown."""
+    candidates: Candidates | None = None
+    """For rules that compare tokens."""
+    scalars: dict[str, Tensor] = field(default_factory=dict)
+    """Statistics of the sampler, [E] each: informative_group_rate, retained_group_rate and used_group_fallback of
+    grouped batches."""
+
+
+_NESTED_FIELDS = ("candidates", "scalars")
+"""Fields of a batch that contain named tensors themselves."""
+
+
+def flatten_rollouts(rollouts: Rollouts) -> dict[str, Tensor]:
+    """Every tensor of `rollouts` by name, such as `actions` or `candidates/actions`; [E, ...] each."""
+    tensors: dict[str, Tensor] = {}
+    for entry in fields(rollouts):
+        value = getattr(rollouts, entry.name)
+        # group_size is a number, and an optional field may be None: `unflatten_rollouts` gets these in other ways.
+        if isinstance(value, Tensor):
+            tensors[entry.name] = value
+    if rollouts.candidates is not None:
+        tensors |= {
+            f"candidates/{entry.name}": getattr(rollouts.candidates, entry.name) for entry in fields(Candidates)
+        }
+    return tensors | {f"scalars/{name}": value for name, value in rollouts.scalars.items()}
+
+
+def unflatten_rollouts(tensors: Mapping[str, Tensor], group_size: int | None) -> Rollouts:
+    """The inverse of `flatten_rollouts`."""
+    nested_fields: dict[str, dict[str, Tensor]] = {field: {} for field in _NESTED_FIELDS}
+    plain_fields: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, key = name.rpartition("/")
+        (nested_fields[prefix] if prefix else plain_fields)[key] = tensor
+    candidates = Candidates(**nested_fields["candidates"]) if nested_fields["candidates"] else None
+    return Rollouts(**plain_fields, group_size=group_size, candidates=candidates, scalars=nested_fields["scalars"])

@@ -1,0 +1,137 @@
+"""The studies of the source: any combination, delays, and the six whose numbers are compared with published tables."""
+
+from sandboxes.toys.study import SMOKE_SETTINGS
+from sandboxes.update_rules.family import GROUP_SETTINGS, REVERSAL_SETTINGS, make_sandbox_study
+
+_RULES = ("REINFORCE", "PG", "ASPO", "TrajPG", "DG", "Kondo")
+_DELAYS = (0, 1, 3, 10, 30, 100)
+
+# Any combination: `--set task=token_reversal --set method=TPO`.
+SINGLE = make_sandbox_study(
+    name="sandbox",
+    question="How does one update rule behave on one task?",
+    arms={"single": {}},
+    baseline="single",
+    fixed_settings={},
+    setting="combination",
+    run_template="sandbox_{task}_{method}",
+)
+
+DELAYS = make_sandbox_study(
+    name="sandbox-delays",
+    question="How much staleness does each update rule tolerate?",
+    arms={f"{rule}-delay{delay}": {"method": rule, "delay": delay} for rule in _RULES for delay in _DELAYS},
+    baseline="REINFORCE-delay0",
+    fixed_settings={},
+    setting="rule and delay",
+    run_template="sandbox_delays_{task}",
+    # Longer than the largest delay, so that every arm trains on a batch.
+    smoke_settings={
+        **SMOKE_SETTINGS,
+        "trainer.total_training_steps": 102,
+        "trainer.test_freq": 102,
+        "trainer.resume_every": 102,
+    },
+)
+
+INFLUENCE = make_sandbox_study(
+    name="influence",
+    question="Does a target distribution over a group's candidates learn more from the same rollouts than "
+    "normalized advantages?",
+    arms={
+        "DG": {"method": "DG"},
+        "GRPO": {"method": "GRPO", **GROUP_SETTINGS},
+        "TPO": {"method": "TPO", **GROUP_SETTINGS},
+    },
+    baseline="GRPO",
+)
+
+# The noise rewards the rare token (the separator), so it is an incentive that can be exploited, not neutral noise.
+REWARD_NOISE = make_sandbox_study(
+    name="reward-noise",
+    question="When 20 % of failures are falsely rewarded, what does each noise-robust rule cost in error and entropy?",
+    arms={
+        "DG": {"method": "DG"},
+        "UncertaintyDG": {"method": "UncertaintyDG"},
+        "FilteredDG": {"method": "FilteredDG"},
+        "FilteredDG-0.2": {"method": "FilteredDG", "uncertainty_threshold": 0.2},
+        "FilteredDG-0.3": {"method": "FilteredDG", "uncertainty_threshold": 0.3},
+        "RewardVarianceDG": {"method": "RewardVarianceDG"},
+        "ASPO": {"method": "ASPO"},
+        "R2VPO": {"method": "R2VPO"},
+    },
+    baseline="DG",
+    fixed_settings={**REVERSAL_SETTINGS, "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token"},
+)
+
+REPLAY = make_sandbox_study(
+    name="replay",
+    question="When all samples are old, what breaks learning from a replay buffer: the samples' age or the "
+    "buffer's capacity?",
+    arms={
+        "DG": {"method": "DG"},
+        "ReplayDG-5": {"method": "ReplayDG", "replay_capacity": 5},
+        "FreshDG-5": {"method": "FreshDG", "replay_capacity": 5},
+        "ReplayDG-32": {"method": "ReplayDG", "replay_capacity": 32},
+        "FreshDG-32": {"method": "FreshDG", "replay_capacity": 32},
+        "FreshDG-32-decay0.5": {"method": "FreshDG", "replay_capacity": 32, "replay_age_decay": 0.5},
+    },
+    baseline="DG",
+    setting="rule and buffer",
+    fixed_settings={**REVERSAL_SETTINGS, "delay": 4},
+    # Longer than the delay of 4, since a delay without effect is rejected.
+    smoke_settings={**SMOKE_SETTINGS, "trainer.total_training_steps": 7},
+)
+
+PARTIAL_CREDIT = make_sandbox_study(
+    name="partial-credit",
+    question="Does per-token credit teach the positions that the reward scores, and how does it affect the "
+    "unscored positions?",
+    arms={
+        "CE": {"method": "CE"},
+        "DG": {"method": "DG"},
+        "DGToken": {"method": "DGToken"},
+        "TEMPO": {"method": "TEMPO", "group_size": 8},
+        "TPOToken": {"method": "TPOToken", **GROUP_SETTINGS},
+        "GRPOToken": {"method": "GRPOToken", **GROUP_SETTINGS},
+    },
+    baseline="DG",
+    fixed_settings={**REVERSAL_SETTINGS, "task": "masked_reversal"},
+)
+
+DENSE_CORRECTION = make_sandbox_study(
+    name="dense-correction",
+    question="Does correcting a policy along its own prefixes solve a chain of rewards faster than imitating "
+    "correct sequences?",
+    arms={
+        "CE": {"method": "CE"},
+        "SelfDistillDG": {"method": "SelfDistillDG"},
+        "SCOPELite": {"method": "SCOPELite"},
+    },
+    baseline="CE",
+    fixed_settings={
+        **REVERSAL_SETTINGS,
+        "task": "chain_reversal",
+        "trainer.total_training_steps": 1500,
+        "trainer.test_freq": 50,
+        "trainer.resume_every": 250,
+    },
+)
+
+GRPO_ENTROPY = make_sandbox_study(
+    name="grpo-entropy",
+    question="Which update rules lose entropy, how fast, and on which samples of a batch?",
+    arms={
+        "DG": {"method": "DG"},
+        "DGEntropyGuard": {"method": "DGEntropyGuard"},
+        "ASPO": {"method": "ASPO"},
+        "R2VPO": {"method": "R2VPO"},
+        "GRPO": {"method": "GRPO", **GROUP_SETTINGS},
+        "TPO": {"method": "TPO", **GROUP_SETTINGS},
+    },
+    baseline="GRPO",
+    fixed_settings={**REVERSAL_SETTINGS, "entropy_diagnostics": True},
+)
+
+EVIDENCE = (INFLUENCE, REWARD_NOISE, REPLAY, PARTIAL_CREDIT, DENSE_CORRECTION, GRPO_ENTROPY)
+"""Studies whose numbers are compared with published tables."""
