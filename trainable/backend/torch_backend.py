@@ -39,44 +39,36 @@ class Backend(Protocol):
 
         is_last: whether this is the last call before a `step`. DeepSpeed accumulates gradients until then.
         """
-        ...
 
     def step(self, meter: Meter, norm_column: str) -> None:
         """Clip the gradient and step, or skip the step where a loss or the gradient is not finite.
 
         norm_column: column of the gradient norm in `meter`.
         """
-        ...
 
     def gather_weights(self) -> AbstractContextManager[None]:
         """Context in which the run's networks have all of their weights; passes outside of updates need it.
 
         All ranks enter and leave it together. Within it, ranks may make different numbers of passes.
         """
-        ...
 
     def load_for_update(self) -> AbstractContextManager[None]:
         """Context of the optimizer steps of an update: networks and optimizer are on the device. All ranks enter it."""
-        ...
 
     def find_nonfinite_weights(self) -> list[str]:
         """`weight <name>` for every weight that is not finite; the same list on all ranks."""
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Networks and optimizer as tensors by name.
 
         Names and shapes are the same for every backend and number of ranks, so any of them can continue a checkpoint.
         """
-        ...
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
         """Raise ValueError unless `shapes` are those of `state_dict`; nothing is changed."""
-        ...
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the tensors of `state_dict`; every rank reads the same ones from `tensors`, in the same order."""
-        ...
 
 
 class TorchBackend:

@@ -27,31 +27,25 @@ class World(Protocol):
     @property
     def rank(self) -> int:
         """Number of this process, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of processes."""
-        ...
 
     def all_gather_object(self, local_object: T) -> list[T]:
         """The objects of all ranks, in rank order. An object must not be None."""
-        ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of a tensor, which has the same shape on each."""
-        ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, all of one shape (n,), concatenated in rank order."""
-        ...
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """Rank 0's tensors by name, on the CPU; the other ranks pass None.
 
         A tensor is sent when it is read, so all ranks have to read the same tensors in the same order.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -23,35 +23,27 @@ class Weights(Protocol):
     @property
     def trained_networks(self) -> Mapping[str, nn.Module]:
         """The networks that DeepSpeed trains, by name."""
-        ...
 
     def attach_engine(self, engine: Any) -> None:
         """Store the engine that DeepSpeed made of `trained_networks`."""
-        ...
 
     def gather_weights(self) -> AbstractContextManager[None]:
         """Context in which the run's networks have all their weights on this rank (see `Backend.gather_weights`)."""
-        ...
 
     def read_full(self, weight: nn.Parameter, moment: str | None) -> Tensor:
         """A full weight of `trained_networks` in float32, or one of its moments."""
-        ...
 
     def write_full(self, weight: nn.Parameter, moment: str | None, value: Tensor | None) -> None:
         """Set the weight or moment that `read_full` reads to `value`, which is the full tensor; None sets it to 0."""
-        ...
 
     def make_moments(self) -> None:
         """Create moments of 0 to load a checkpoint into: the optimizer has none before its first step."""
-        ...
 
     def after_step(self) -> None:
         """Do the work that is due after a step of the optimizer."""
-        ...
 
     def find_nonfinite(self) -> list[str]:
         """`weight <name>` for every weight that is not finite; the same list on all ranks."""
-        ...
 
 
 class ReplicatedWeights:

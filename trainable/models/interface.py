@@ -49,22 +49,18 @@ class Trunk(Protocol):
     @property
     def needs_padding(self) -> bool:
         """Whether `compute_hidden_states` pads every row of a pass to the longest one."""
-        ...
 
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Hidden states (N, hidden) at `flat_positions` (N,) of right-padded sequences `tokens` (B, T)."""
-        ...
 
     def make_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache of `rows` rows with `slots` slots each."""
-        ...
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens (B, q) to the cache's first B rows; hidden states (B, hidden) of the last ones.
 
         positions, valid: (B, q); fillers (valid False) are on the left.
         """
-        ...
 
     def forward_tree(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
@@ -74,7 +70,6 @@ class Trunk(Protocol):
         depths: (F,), 0 for a token right after the row. tree_mask: (F, F) bool, True in the columns of a token and of
         its ancestors. lengths: (B,) tokens per row.
         """
-        ...
 
 
 class LanguageModel(Protocol):
@@ -83,25 +78,20 @@ class LanguageModel(Protocol):
     @property
     def shape(self) -> Shape:
         """The model's sizes."""
-        ...
 
     @property
     def model(self) -> Trunk:
         """All but the head."""
-        ...
 
     @property
     def lm_head(self) -> LanguageHead:
         """Hidden states to logits."""
-        ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters; a tied head is the embedding, named once."""
-        ...
 
     def to_hub_name(self, name: str) -> str:
         """The name of the weight `name` in the hub's files; a tied head has its own name."""
-        ...
 
 
 class Critic(Protocol):
@@ -110,8 +100,6 @@ class Critic(Protocol):
     @property
     def model(self) -> Trunk:
         """All but the head."""
-        ...
 
     def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
-        ...

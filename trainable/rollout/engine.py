@@ -59,26 +59,21 @@ class Engine(Protocol):
     @property
     def sampler(self) -> Sampler:
         """The sampler, which may be used within `wake_up`."""
-        ...
 
     def sleep(self) -> None:
         """Free memory for an update, if the engine can."""
-        ...
 
     def wake_up(self) -> AbstractContextManager[None]:
         """Make the engine ready to sample, which is possible within the returned context. All ranks enter it."""
-        ...
 
     def sync_weights(self, step: int) -> None:
         """Copy the trainer's weights, which have changed at `step`.
 
         Raises EngineMismatchError if log-probs then differ by more than rollout.logprob_tolerance.
         """
-        ...
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """`episodes`, sampled at `temperature`, with log-probs and entropies of the trainer's model."""
-        ...
 
     synced_step: int
     """The step of the last `sync_weights`; 0 before it. The noise of rollout.weight_noise depends on it."""
@@ -90,11 +85,9 @@ class Engine(Protocol):
 
         Raises NonFiniteError if a log-prob is not finite.
         """
-        ...
 
     def close(self) -> None:
         """End the engine and free its memory."""
-        ...
 
 
 class SharedWeightsEngine:
@@ -136,19 +129,15 @@ class SyncedSampler(Sampler, Protocol):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy all weights, which come under their names on the hub; wakes the sampler."""
-        ...
 
     def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1, under the sampler's weights."""
-        ...
 
     def sleep(self) -> None:
         """Discard the weights to free device memory, if the sampler can."""
-        ...
 
     def close(self) -> None:
         """Free all memory."""
-        ...
 
 
 class SyncedEngine:

@@ -55,18 +55,15 @@ class Player(Protocol):
 
     def encode_first_turn(self, level: Any) -> list[int]:
         """The tokens of the conversation up to the first reply."""
-        ...
 
     def check_first_turns(self, levels: Sequence[Any], response_length: int) -> None:
         """Raise ValueError if the first prompt of a level and a reply of full length do not fit into the context.
 
         Later turns need no such check: an episode ends if its next turn might not fit.
         """
-        ...
 
     def roll_out(self, request: RolloutRequest) -> list[Episode]:
         """Play what is asked for; the episodes of a level are consecutive, and numbered from group 0."""
-        ...
 
 
 def check_length(prompt_tokens: int, response_length: int, context_length: int) -> None:

@@ -43,11 +43,9 @@ class Turns(Protocol):
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
         """Ask for a reply of each of `rows`, after its new tokens (see `Conversation.sample_replies`)."""
-        ...
 
     def collect(self) -> list[tuple[int, SampledReply]]:
         """Sample until at least one reply is finished; return (row, reply) of the finished ones, in ascending order."""
-        ...
 
 
 class Conversation(Protocol):
@@ -55,7 +53,6 @@ class Conversation(Protocol):
 
     def take_turns(self) -> Turns:
         """The turns of all rows. They are not mixed with calls of `sample_replies`."""
-        ...
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to each of `rows`, and sample a reply for each.
@@ -65,7 +62,6 @@ class Conversation(Protocol):
             new_tokens: the tokens between the last reply and the next one, for each of `rows`. Empty for every row in
                 the first turn, in which the rows contain their prompts already.
         """
-        ...
 
 
 class RowStreams(Protocol):
@@ -73,7 +69,6 @@ class RowStreams(Protocol):
 
     def spawn(self, n_children: int) -> list[np.random.Generator]:
         """A generator of its own for each row."""
-        ...
 
 
 class Sampler(Protocol):
@@ -87,7 +82,6 @@ class Sampler(Protocol):
         Each row draws from its own child of `rng`, so its random numbers do not depend on which other rows are
         finished, or on how many ranks share the rows.
         """
-        ...
 
 
 class LockStepTurns:
