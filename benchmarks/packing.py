@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 def compute_padded_hidden_states(trunk: Qwen2Trunk, tokens: Tensor, flat_positions: Tensor) -> Tensor:
     """As `Qwen2Trunk.compute_hidden_states`, but for the whole rectangle, and without recomputing activations."""
-    with trunk._autocast(tokens.device):
+    with trunk.pass_settings.autocast(tokens.device):
         x = trunk.embed_tokens(tokens)
         cos, sin = compute_rotary(torch.arange(tokens.shape[1], device=tokens.device), trunk.shape)
         for layer_number, layer in enumerate(trunk.blocks, 1):

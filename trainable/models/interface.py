@@ -5,40 +5,38 @@ Two classes implement it: `trainable.models.qwen2.Qwen2`, written for these uses
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from trainable.models.kv_cache import KVCache
 from trainable.models.qwen2 import LanguageHead, PassSettings
+from trainable.models.qwen2_shape import Qwen2Shape
 
 
-class Shape(Protocol):
-    """Sizes of a model.
+@dataclass(frozen=True)
+class HubShape:
+    """Sizes of a model that transformers runs.
 
     max_position_embeddings: maximum tokens per conversation. eos_token_id: the end-of-text token. attention_size:
     channels of all query heads. block_weights: numbers of weights that one block multiplies a token with, before its
     attention and after it. The last block computes the second part only at requested positions.
     """
 
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_hidden_layers(self) -> int: ...  # noqa: D102
-    @property
-    def num_key_value_heads(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
-    @property
-    def max_position_embeddings(self) -> int: ...  # noqa: D102
-    @property
-    def eos_token_id(self) -> int: ...  # noqa: D102
-    @property
-    def attention_size(self) -> int: ...  # noqa: D102
-    @property
-    def block_weights(self) -> tuple[int, int]: ...  # noqa: D102
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    eos_token_id: int
+    attention_size: int
+    block_weights: tuple[int, int]
+
+
+Shape = Qwen2Shape | HubShape
+"""Sizes of a model."""
 
 
 class Trunk(Protocol):
@@ -92,14 +90,3 @@ class LanguageModel(Protocol):
 
     def to_hub_name(self, name: str) -> str:
         """The name of the weight `name` in the hub's files; a tied head has its own name."""
-
-
-class Critic(Protocol):
-    """A trunk with a value head."""
-
-    @property
-    def model(self) -> Trunk:
-        """All but the head."""
-
-    def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -22,12 +22,12 @@ from trainable.config.sections import ModelConfig
 from trainable.envs.chat import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
 from trainable.models.codec import Codec
-from trainable.models.qwen2 import PassSettings, Qwen2, Qwen2Trunk, ValueHead, ValueModel
+from trainable.models.qwen2 import PassSettings, Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, is_made
 
 if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
-    from trainable.models.hub_model import HubModel, HubValueModel
+    from trainable.models.hub_model import HubModel
 
 M = TypeVar("M", bound="Qwen2 | HubModel")
 DEFAULT_PASS_SETTINGS = PassSettings()
@@ -167,32 +167,19 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> "ValueModel | HubValueModel":
-    """A critic: a copy of the policy's trunk with its pass settings, and a new value head (`init_value_head`)."""
-    critic = make_value_model(policy.model, deepcopy(policy.model.model), device)
-    init_value_head(critic.score, rng)
-    return critic.to(device)
+def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> ValueModel:
+    """A critic on `device`: a copy of the policy's trunk with its pass settings, and a new value head."""
+    return make_value_model(deepcopy(policy.model.model), rng, device).to(device)
 
 
-@torch.no_grad()
-def init_value_head(head: ValueHead, rng: np.random.Generator) -> None:
-    """Draw the weights of a value head from a normal distribution with std 0.02, and set its bias to 0."""
-    head.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, head.weight.shape)))
-    head.bias.zero_()
-
-
-def make_value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.device) -> "ValueModel | HubValueModel":
-    """A critic of the same architecture as `model`, with `trunk` as its trunk and an uninitialized head."""
-    if isinstance(model, Qwen2):
-        with torch.device("meta"):  # the trunk that the constructor makes is replaced below, so it takes no memory
-            critic = ValueModel(model.shape)
-        critic.model = cast(Qwen2Trunk, trunk)
-        for name, weight in list(critic.score.named_parameters()):  # `to_empty` would import sympy
-            setattr(critic.score, name, nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device=device)))
-        return critic
-    from trainable.models.hub_model import HubTrunk, HubValueModel
-
-    return HubValueModel(cast(HubTrunk, trunk)).to(device)
+def make_value_model(trunk: nn.Module, rng: np.random.Generator, device: torch.device) -> ValueModel:
+    """A critic with `trunk`, and a head on `device`: weights from a normal distribution with std 0.02, and bias 0."""
+    with torch.device("meta"):  # the weights of the head are replaced below
+        critic = ValueModel(trunk)
+    weight = torch.from_numpy(rng.normal(0.0, 0.02, critic.score.weight.shape))
+    critic.score.weight = nn.Parameter(weight.to(device, torch.float32))
+    critic.score.bias = nn.Parameter(torch.zeros(1, device=device))
+    return critic
 
 
 def make_codec(tokenizer: Tokenizer) -> Codec:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from trainable.config.model_limits import FOUR_BIT_BLOCK, find_four_bit_obstacle
 from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import LINEAR_LAYERS
-from trainable.models.load import freeze, init_value_head, make_value_model
-from trainable.models.qwen2 import Qwen2, Qwen2Trunk, ValueModel
+from trainable.models.load import freeze
+from trainable.models.qwen2 import Qwen2
 
 if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
-    from trainable.models.hub_model import HubModel, HubTrunk, HubValueModel
+    from trainable.models.hub_model import HubModel
 
 N = TypeVar("N", bound=nn.Module)
 M = TypeVar("M", bound="Qwen2 | HubModel")
@@ -115,16 +115,7 @@ def make_adapted_policy(base: M, settings: ModelConfig, rng: np.random.Generator
     return model
 
 
-def make_shared_critic(
-    base: "Qwen2 | HubModel", rng: np.random.Generator, device: torch.device
-) -> "ValueModel | HubValueModel":
-    """A critic whose trunk shares the frozen tensors of `base`; its head is drawn from `rng`."""
-    critic = make_value_model(base, share_parameters(base.model), device)
-    init_value_head(critic.score, rng)
-    return critic
-
-
-def add_adapters(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Generator) -> None:
+def add_adapters(trunk: nn.Module, settings: ModelConfig, rng: np.random.Generator) -> None:
     """Add adapters to the linear layers of `trunk` named in settings.lora_target_modules and freeze everything else.
 
     A is drawn from U(-1/sqrt(in), 1/sqrt(in)). This is peft's distribution, but the numbers come from `rng`, so that
@@ -147,7 +138,7 @@ def add_adapters(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.
             weight.copy_(torch.from_numpy(rng.uniform(-1.0, 1.0, weight.shape) / weight.shape[1] ** 0.5))
 
 
-def _find_target_layers(trunk: "Qwen2Trunk | HubTrunk", target_modules: str | tuple[str, ...]) -> list[str]:
+def _find_target_layers(trunk: nn.Module, target_modules: str | tuple[str, ...]) -> list[str]:
     """Full names of the linear layers to adapt. `all-linear` means all linear layers of the trunk, without the head."""
     linear_names = [name for name, module in trunk.named_modules() if isinstance(module, nn.Linear)]
     if not linear_names:

@@ -11,12 +11,20 @@ from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.models.fingerprint import compute_fingerprint
-from trainable.models.load import Policy, freeze, load_policy, make_critic, make_frozen_copy, make_pass_settings
-from trainable.models.lora import add_adapters, make_adapted_policy, make_frozen_base, make_shared_critic
+from trainable.models.load import (
+    Policy,
+    freeze,
+    load_policy,
+    make_critic,
+    make_frozen_copy,
+    make_pass_settings,
+    make_value_model,
+)
+from trainable.models.lora import add_adapters, make_adapted_policy, make_frozen_base, share_parameters
 from trainable.models.qwen2 import Qwen2, ValueModel
 
 if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
-    from trainable.models.hub_model import HubModel, HubValueModel
+    from trainable.models.hub_model import HubModel
 
 
 class Networks(NamedTuple):
@@ -32,7 +40,7 @@ class Networks(NamedTuple):
 
     policy: Policy
     reference: "Qwen2 | HubModel | None"
-    critic: "ValueModel | HubValueModel | None"
+    critic: ValueModel | None
     value_head: nn.Module | None
     has_own_reference: bool
     base_fingerprint: str | None
@@ -54,7 +62,9 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
     if config.model.lora_rank:
         return _make_lora_networks(config, policy, device)
     reference, fingerprint = _make_reference(config, policy, device)
-    critic = make_critic(policy, make_rng(config.seed, "critic"), trained_device) if _needs_critic(config) else None
+    critic = None
+    if config.algorithm.estimator.needs_critic:
+        critic = make_critic(policy, make_rng(config.seed, "critic"), trained_device)
     return Networks(
         policy,
         reference,
@@ -70,9 +80,11 @@ def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device)
     settings = config.model
     base = make_frozen_base(policy.model, settings, device).to(device)
     model = make_adapted_policy(base, settings, make_rng(config.seed, "adapters", 0))
-    critic = make_shared_critic(base, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
-    if critic is not None and not config.critic.shared_trunk:
-        add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
+    critic = None
+    if config.algorithm.estimator.needs_critic:
+        critic = make_value_model(share_parameters(base.model), make_rng(config.seed, "critic"), device)
+        if not config.critic.shared_trunk:
+            add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
     reference, fingerprint = _make_reference(config, policy, device)
     return Networks(
         replace(policy, model=model),
@@ -127,12 +139,6 @@ def _check_own_reference(config: RunConfig, policy: Policy, reference: Policy) -
         )
 
 
-def _split_critic(
-    config: RunConfig, critic: "ValueModel | HubValueModel | None"
-) -> tuple["ValueModel | HubValueModel | None", nn.Module | None]:
+def _split_critic(config: RunConfig, critic: ValueModel | None) -> tuple[ValueModel | None, nn.Module | None]:
     """(critic, None), or with critic.shared_trunk (None, its head), which shares the trunk of the policy."""
     return (None, critic.score) if critic is not None and config.critic.shared_trunk else (critic, None)
-
-
-def _needs_critic(config: RunConfig) -> bool:
-    return config.algorithm.estimator.needs_critic

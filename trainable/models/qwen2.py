@@ -4,8 +4,9 @@
 `extend` grows a key-value cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -39,6 +40,12 @@ class PassSettings(NamedTuple):
     compiled: bool = False
     float32_logits: bool = False
 
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """The autocast context of every pass; none if passes compute in the type of the weights."""
+        # A pass uses each weight once, so a cache of casts would only take memory.
+        is_float32 = self.dtype == torch.float32
+        return nullcontext() if is_float32 else torch.autocast(device.type, self.dtype, cache_enabled=False)
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square normalization with a learned gain."""
@@ -54,6 +61,12 @@ class RMSNorm(nn.Module):
         # Several matrix products read this output. Autocast would cast it for each of them, so it is cast once here.
         device_type = x.device.type
         return output.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else output
+
+
+def compute_rotary_halves(positions: int, shape: Qwen2Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines (positions, head_dim / 2) for compiled code: the two halves of a head have the same angles."""
+    cos, sin = (table[:, : shape.head_dim // 2].numpy() for table in compute_rotary(torch.arange(positions), shape))
+    return np.ascontiguousarray(cos), np.ascontiguousarray(sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -88,10 +101,6 @@ class Attention(nn.Module):
         """Queries `(B, heads, T, D)`, keys and values `(B, kv_heads, T, D)` of `x` (B, T, hidden)."""
         q, k, v = self.project_heads(x, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-    def attend_causal(self, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows) -> Tensor:
-        """Causal attention over the rows of a stream `x` (N, hidden), before the output projection: `(N, hidden)`."""
-        return causal_attention(*self.project_heads(x, cos, sin), packed)
 
     def attend_cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
         """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills. bias: (B, 1 or q, used + q)."""
@@ -162,7 +171,7 @@ class Layer(nn.Module):
 
         If `is_last`, it is finished only at the requested positions, since no later block attends to the others.
         """
-        attention_output = self.self_attn.attend_causal(self.input_layernorm(x), cos, sin, packed)
+        attention_output = causal_attention(*self.self_attn.project_heads(self.input_layernorm(x), cos, sin), packed)
         if is_last:
             x, attention_output = (
                 x.index_select(0, packed.output_indices),
@@ -227,12 +236,6 @@ class Qwen2Trunk(nn.Module):
         """The blocks, typed."""
         return cast(list[Layer], list(self.layers))
 
-    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The autocast context of every pass; none if passes compute in the type of the weights."""
-        dtype = self.pass_settings.dtype
-        # A pass uses each weight once, so a cache of casts would only take memory.
-        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
-
     def _run_layer(
         self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows, is_last: bool
     ) -> Tensor:
@@ -258,7 +261,7 @@ class Qwen2Trunk(nn.Module):
         last_layer = len(self.layers) - 1
         angles = compute_rotary(torch.arange(packed.length_groups[-1][1], device=tokens.device), self.shape)
         cos, sin = (table.index_select(0, packed.positions) for table in angles)
-        with self._autocast(tokens.device):
+        with self.pass_settings.autocast(tokens.device):
             x = self.embed_tokens(tokens.flatten().index_select(0, packed.source_indices))
             for layer_index, layer in enumerate(self.blocks):
                 x = self._run_layer(layer, x, cos, sin, packed, layer_index == last_layer)
@@ -268,22 +271,17 @@ class Qwen2Trunk(nn.Module):
         """The residual stream after all blocks at the requested positions of a pass, in compiled code."""
         from trainable.kernels.layer import LayerInputs, run_stream_layer
 
-        shape = self.shape
+        shape, settings = self.shape, self.pass_settings
         obstacle = find_size_obstacle(
             shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size
         )
-        settings = self.pass_settings
         if settings.dtype != torch.float32 or settings.recompute or tokens.device.type != "cpu":
             obstacle = "they are in float32, on the CPU and without gradient checkpointing"
         if obstacle:
             raise ValueError(
                 f"Compiled passes cannot run this model: {obstacle}. Use torch with --set model.compiled_passes=false."
             )
-        half = self.shape.head_dim // 2
-        cosines, sines = (
-            np.ascontiguousarray(table[:, :half].numpy())
-            for table in compute_rotary(torch.arange(packed.length_groups[-1][1]), self.shape)
-        )
+        cosines, sines = compute_rotary_halves(packed.length_groups[-1][1], shape)
         # Queries in the order of the stream; the requested order is restored at the end.
         query_indices, order = packed.output_indices.sort()
         positions, starts = packed.positions.numpy(), packed.cu_seqlens.numpy().astype(np.int64)
@@ -295,9 +293,9 @@ class Qwen2Trunk(nn.Module):
             query_positions=positions,
             query_starts=starts,
             query_indices=None,
-            heads=self.shape.num_attention_heads,
-            kv_heads=self.shape.num_key_value_heads,
-            eps=self.shape.rms_norm_eps,
+            heads=shape.num_attention_heads,
+            kv_heads=shape.num_key_value_heads,
+            eps=shape.rms_norm_eps,
         )
         last_inputs = inputs._replace(
             query_positions=positions[query_indices.numpy()],
@@ -323,7 +321,7 @@ class Qwen2Trunk(nn.Module):
         bias = cache.append_slots(valid)
         cos, sin = self._get_angles(positions, cache)
         last_layer = len(self.layers) - 1
-        with self._autocast(tokens.device):
+        with self.pass_settings.autocast(tokens.device):
             x = self.embed_tokens(tokens)
             for layer_index, layer in enumerate(self.blocks):
                 attention_output = layer.self_attn.attend_cached(
@@ -354,7 +352,7 @@ class Qwen2Trunk(nn.Module):
         rows = len(lengths)
         bias = cache.make_tree_bias(tree_mask, rows)
         cos, sin = compute_rotary(lengths[:, None] + depths, self.shape)
-        with self._autocast(tokens.device):
+        with self.pass_settings.autocast(tokens.device):
             x = self.embed_tokens(tokens).expand(rows, -1, -1)
             for layer_index, layer in enumerate(self.blocks):
                 x = layer.finish(
@@ -363,23 +361,17 @@ class Qwen2Trunk(nn.Module):
             return self.norm(x)
 
 
-class HeadFunction(Protocol):
-    """A function of hidden states (N, h) and the weight (V, h) of a head; `float32_logits`: see `compute_logits`."""
-
-    def __call__(self, hidden: Tensor, weight: Tensor, *, float32_logits: bool) -> Any: ...  # noqa: D102
-
-
 class LanguageHead(nn.Linear):
     """Hidden states to the vocabulary, in the type of the hidden states or in float32."""
 
     float32_logits = False
     """Whether logits of half-precision states are float32 (`model.head_dtype`)."""
 
-    def forward(self, hidden: Tensor, head_function: HeadFunction | None = None) -> Any:
+    def forward(self, hidden: Tensor, head_function: Callable[..., Any] | None = None) -> Any:
         """Logits (..., V) of `hidden` (..., h).
 
-        With `head_function`, its result for (hidden, weight) instead: a function can work in chunks, without all
-        logits in memory at once.
+        With `head_function`, its result for (hidden, weight, float32_logits) instead: a function can work in chunks,
+        without all logits in memory at once.
         """
         return (head_function or compute_logits)(hidden, self.weight, float32_logits=self.float32_logits)
 
@@ -413,13 +405,12 @@ class Qwen2(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """The critic: a trunk with a value head."""
+    """The critic: a trunk (see `trainable.models.interface.Trunk`) with a value head."""
 
-    def __init__(self, shape: Qwen2Shape) -> None:
+    def __init__(self, trunk: Any) -> None:
         super().__init__()
-        self.shape = shape
-        self.model = Qwen2Trunk(shape)
-        self.score = ValueHead(shape.hidden_size, out_features=1)
+        self.shape, self.model = trunk.shape, trunk
+        self.score = ValueHead(trunk.shape.hidden_size, out_features=1)
 
     def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""

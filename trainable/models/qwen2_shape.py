@@ -38,7 +38,7 @@ class Qwen2Shape:
 
     @property
     def block_weights(self) -> tuple[int, int]:
-        """Weights that one block multiplies a token with, before and after its attention (see `interface.Shape`)."""
+        """Weights that one block multiplies a token with, before and after its attention (see `interface.HubShape`)."""
         hidden, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
         return hidden * (hidden + 2 * kv), hidden * (hidden + 3 * self.intermediate_size)
 

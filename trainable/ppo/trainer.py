@@ -28,9 +28,10 @@ from trainable.envs.games.make import make_level_source
 from trainable.envs.level_sets import make_run_levels
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.fingerprint import check_base, check_reference
-from trainable.models.interface import Critic, LanguageModel
+from trainable.models.interface import LanguageModel
 from trainable.models.load import Policy, make_codec, pick_device, prepare_device
 from trainable.models.networks import make_networks
+from trainable.models.qwen2 import ValueModel
 from trainable.ppo.base_evaluations import BaseEvaluations, make_evaluation_key
 from trainable.ppo.evaluation import (
     Evaluation,
@@ -396,7 +397,7 @@ class PPOTrainer:
 
     def _update_critic(self, prepared: PreparedBatch, timer: PhaseTimer) -> Meter:
         backend, config = self.backends["critic"], self.config
-        critic = cast(Critic, backend.networks["critic"])
+        critic = cast(ValueModel, backend.networks["critic"])
         with timer.measure("update_critic"):
             return update_critic(
                 critic,

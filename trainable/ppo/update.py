@@ -29,7 +29,8 @@ from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.files.step_phase import STEP_PHASE
-from trainable.models.interface import Critic, LanguageModel, Trunk
+from trainable.models.interface import LanguageModel, Trunk
+from trainable.models.qwen2 import ValueModel
 from trainable.rollout.batch import Batch, split_mini_batches
 
 
@@ -139,7 +140,7 @@ def _make_pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -
 
 
 def update_critic(
-    critic: Critic,
+    critic: ValueModel,
     backend: Backend,
     batch: Batch,
     targets: Targets,

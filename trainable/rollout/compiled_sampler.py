@@ -19,8 +19,8 @@ from trainable.kernels.compiled import (
     sample_turn,
 )
 from trainable.models.interface import LanguageModel
-from trainable.models.qwen2 import Qwen2
-from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
+from trainable.models.qwen2 import Qwen2, compute_rotary_halves
+from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.sampler import Conversation, LockStepTurns, RowStreams, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
@@ -190,11 +190,7 @@ class CompiledConversation:
         """A cache with at least `slots` slots per row."""
         shape, slots = self.shape, round_up(slots, VECTOR)
         size = (shape.num_hidden_layers, rows, shape.num_key_value_heads)
-        # The two halves of a head's channels have the same angles.
-        cosines, sines = (
-            np.ascontiguousarray(table[:, : shape.head_dim // 2].numpy())
-            for table in compute_rotary(torch.arange(slots), shape)
-        )
+        cosines, sines = compute_rotary_halves(slots, shape)
         return DecoderCache(
             keys=np.zeros((*size, shape.head_dim, slots), dtype=np.float32),
             values=np.zeros((*size, slots, shape.head_dim), dtype=np.float32),

@@ -92,7 +92,7 @@ def _count_shape(folder: Path) -> ModelShape | None:
     from trainable.models.hub_config import read_sizes
 
     try:
-        return ModelShape.model_validate(read_sizes(folder)._asdict())
+        return ModelShape.model_validate(read_sizes(folder))
     except ValueError:
         return None
 

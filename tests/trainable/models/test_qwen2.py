@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
 from tests.strategies.examples import draw_examples
-from trainable.models.qwen2 import Qwen2, ValueModel
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
 
 # heads, key-value heads, tied head, layers, rotary base
@@ -108,7 +108,7 @@ def test_a_tied_head_is_the_embedding(model: Qwen2) -> None:
 
 
 def test_values_are_a_linear_function_of_the_hidden_state(grouped_model: Qwen2) -> None:
-    critic = ValueModel(grouped_model.shape)
+    critic = ValueModel(Qwen2Trunk(grouped_model.shape))
     critic.model.load_state_dict(grouped_model.model.state_dict())
     tokens, positions = make_tokens(2, 6), torch.tensor([3, 8])
     with torch.no_grad():
