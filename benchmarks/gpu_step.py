@@ -18,8 +18,7 @@ from machine import describe
 
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.mutual_information import compute_information_metrics
-from trainable.backend.adamw import make_adamw
-from trainable.backend.torch_backend import TorchBackend
+from trainable.backend.torch_backend import TorchBackend, make_adamw
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.load import find_model, make_frozen_copy

@@ -67,7 +67,8 @@ class Meter:
         if world.size == 1:
             return self
         total = Meter(self.optimizer_steps, self.skipped_steps)
-        self._read_sums()
+        for sums in (self.step_sums, self.token_sums, self.grad_norm_sums):
+            sums |= {name: float(value) for name, value in sums.items()}  # numbers, which other ranks can receive
         for rank_meter in world.all_gather_object(self):
             total.tokens += rank_meter.tokens
             total.nonfinite_names += rank_meter.nonfinite_names
@@ -80,11 +81,6 @@ class Meter:
         # Each rank has the norm of the gradient over all ranks, so norms are not added.
         total.grad_norm_sums = self.grad_norm_sums
         return total
-
-    def _read_sums(self) -> None:
-        """Replace tensors by numbers, which other ranks can receive."""
-        for sums in (self.step_sums, self.token_sums, self.grad_norm_sums):
-            sums |= {name: float(value) for name, value in sums.items()}
 
     def compute_means(self) -> dict[str, float]:
         """Means over mini-batches, over tokens, and of gradient norms over the steps that were applied.

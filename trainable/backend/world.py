@@ -1,7 +1,7 @@
 """The ranks of a run: processes on one machine that run the same program, each on its shard of the episodes."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +33,7 @@ class World(Protocol):
         """Number of processes."""
 
     def all_gather_object(self, local_object: T) -> list[T]:
-        """The objects of all ranks, in rank order. An object must not be None."""
+        """The objects of all ranks, in rank order."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of a tensor, which has the same shape on each."""
@@ -81,9 +81,9 @@ class DistributedWorld:
 
     def all_gather_object(self, local_object: T) -> list[T]:
         """The objects of all ranks, which travel as pickles through sockets between the processes of this run."""
-        gathered_objects: list[T | None] = [None] * self.size
+        gathered_objects: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(gathered_objects, local_object)
-        return [entry for entry in gathered_objects if entry is not None]  # drops nothing, but narrows the type
+        return gathered_objects
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -118,28 +118,19 @@ SINGLE_PROCESS = SingleProcess()
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a run meet: in a file, or at an address of rank 0.
-
-    Attributes:
-        file: path of a file that no other run uses, for ranks on one machine. It needs no port, which another process
-            could already use. It must stay while the ranks are connected: NCCL reads it again.
-        host, port: address of rank 0, which serves the store there; for ranks of several machines.
-    """
+    """Where the ranks of a run meet: in a file, or at an address of rank 0."""
 
     file: Path | None = None
+    """A file that no other run uses, for ranks on one machine. It needs no port, which another process could already
+    use. It must stay while the ranks are connected: NCCL reads it again."""
     host: str = ""
+    """With `port`, the address of rank 0, which serves the store there; for ranks of several machines."""
     port: int = 0
 
     @property
     def is_local(self) -> bool:
         """Whether all ranks are on one machine, so that their sockets may use the loopback device."""
         return self.file is not None or self.host == "localhost" or self.host.startswith("127.")
-
-    def open_store(self, rank: int, world_size: int) -> Any:
-        """The store of torch.distributed in which the ranks find each other; does not wait for them."""
-        if self.file is not None:
-            return FileStore(str(self.file), world_size)
-        return TCPStore(self.host, self.port, world_size, is_master=rank == 0, wait_for_workers=False)
 
     def remove(self) -> None:
         """Delete the file, if there is one."""
@@ -165,7 +156,11 @@ def connect(
     # A user's own choice of a device has precedence. Between machines, torch finds the device by itself.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if rendezvous.is_local else ():
         os.environ.setdefault(name, "lo")
-    store = rendezvous.open_store(rank, world_size)
+    store: Any
+    if rendezvous.file is not None:
+        store = FileStore(str(rendezvous.file), world_size)
+    else:
+        store = TCPStore(rendezvous.host, rendezvous.port, world_size, is_master=rank == 0, wait_for_workers=False)
     store.set(f"here/{rank}", "")
     # `init_process_group` would wait without a way to look for ranks that have died, so the waiting is done here.
     while on_wait is not None and not store.check([f"here/{other}" for other in range(world_size)]):
@@ -235,8 +230,3 @@ def shard_rows(lengths: Tensor, ranks: int) -> list[Tensor]:
     assigned_ranks = (rank_cycle * -(-len(order) // len(rank_cycle)))[: len(order)]
     owner_ranks = torch.tensor(assigned_ranks, dtype=torch.long, device=order.device)
     return [order[owner_ranks == rank].sort().values for rank in range(ranks)]
-
-
-def chain_blocks(blocks: Sequence[Sequence[T]]) -> Iterator[T]:
-    """Iterate over the items of all blocks, in order."""
-    return (entry for block in blocks for entry in block)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainable.backend.adamw import make_adamw
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter
-from trainable.backend.torch_backend import list_named_parameters, select_below
+from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
 from trainable.backend.world import World
 from trainable.backend.zero_weights import MOMENTS, ReplicatedWeights, ShardedWeights, Weights
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS

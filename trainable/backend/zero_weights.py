@@ -1,17 +1,17 @@
 """Weights of networks under DeepSpeed: replicated on every rank, or sharded over the ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trainable.backend.torch_backend import list_named_parameters
+from trainable.backend.torch_backend import list_named_parameters, list_named_weights
 from trainable.backend.world import World
 from trainable.models.qwen2 import PassSettings
-from trainable.runs.flat_state import get_trainable_parameters
 from trainable.runs.nonfinite import find_nonfinite_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -112,7 +112,7 @@ class ReplicatedWeights:
 
     def find_nonfinite(self) -> list[str]:
         """Check the weights, which are the same on all ranks."""
-        return find_nonfinite_weights(_list_named_weights(self.trained_networks))
+        return find_nonfinite_weights(list_named_weights(self.trained_networks))
 
 
 class ShardedWeights:
@@ -126,9 +126,7 @@ class ShardedWeights:
     def __init__(self, networks: Mapping[str, nn.Module], world: World) -> None:
         self.networks, self.world = networks, world
         self.trained_networks = {name: _copy_sharing_memory(network) for name, network in networks.items()}
-        self.read_dtypes = {
-            id(weight): dtype for network in networks.values() for weight, dtype in _iter_read_dtypes(network)
-        }
+        self.read_dtypes = _find_read_dtypes(networks.values())
         self.gather_depth = 0
 
     def attach_engine(self, engine: Any) -> None:
@@ -159,10 +157,10 @@ class ShardedWeights:
     def _gather(self) -> None:
         """Give every weight of the run's networks the values of its trained copy, from the shards of all ranks."""
         for name, network in self.networks.items():
-            for weight, trained_weight in zip(
-                network.parameters(), self.trained_networks[name].parameters(), strict=True
-            ):
-                weight.data = self._all_gather(trained_weight, _get_shard(trained_weight), self.read_dtypes[id(weight)])
+            trained_weights = self.trained_networks[name].parameters()
+            for weight, trained_weight in zip(network.parameters(), trained_weights, strict=True):
+                dtype = self.read_dtypes.get(id(weight), torch.float32)
+                weight.data = self._all_gather(trained_weight, _get_shard(trained_weight), dtype)
 
     def _free_weights(self) -> None:
         """Replace every weight of the run's networks by an empty tensor, which frees its memory."""
@@ -218,7 +216,7 @@ class ShardedWeights:
     def find_nonfinite(self) -> list[str]:
         """Check the shards of all ranks."""
         local_shards = [
-            (name, self._get_unpadded_shard(weight)) for name, weight in _list_named_weights(self.trained_networks)
+            (name, self._get_unpadded_shard(weight)) for name, weight in list_named_weights(self.trained_networks)
         ]
         bad_names = {
             name for names in self.world.all_gather_object(find_nonfinite_weights(local_shards)) for name in names
@@ -232,15 +230,6 @@ def _get_shard(weight: Any) -> nn.Parameter:
     return nn.Parameter(weight.ds_tensor.detach(), requires_grad=False)
 
 
-def _list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """All trained weights, named `<network>.<weight>` as in the reports about weights that are not finite."""
-    return [
-        (f"{name}.{key}", weight)
-        for name, network in networks.items()
-        for key, weight in get_trainable_parameters(network)
-    ]
-
-
 def _copy_sharing_memory(network: nn.Module) -> nn.Module:
     """A copy of a network that has its own parameters, which share memory with those of `network`."""
     # deepcopy treats every object in `memo` as already copied, so it copies only the modules around the parameters.
@@ -250,17 +239,16 @@ def _copy_sharing_memory(network: nn.Module) -> nn.Module:
     return deepcopy(network, memo)
 
 
-def _iter_read_dtypes(network: nn.Module) -> Iterator[tuple[nn.Parameter, torch.dtype]]:
-    """Each parameter with the type in which passes outside of updates read it.
+def _find_read_dtypes(networks: Iterable[nn.Module]) -> dict[int, torch.dtype]:
+    """The type in which passes outside of updates read the parameters of linear layers, by the id of the parameter.
 
     A linear layer casts its weights to the type of the passes, so they may as well be gathered in it. Heads, embeddings
     and norms stay float32.
     """
     read_dtypes: dict[int, torch.dtype] = {}
-    for trunk in network.modules():
+    for trunk in chain.from_iterable(network.modules() for network in networks):
         pass_settings = getattr(trunk, "pass_settings", None)
         if isinstance(pass_settings, PassSettings):
             layers = [module for module in trunk.modules() if type(module) is nn.Linear]
             read_dtypes |= {id(weight): pass_settings.dtype for layer in layers for weight in layer.parameters()}
-    for weight in network.parameters():
-        yield weight, read_dtypes.get(id(weight), torch.float32)
+    return read_dtypes

@@ -1,5 +1,6 @@
 """Load a policy (model, tokenizer, chat format) from disk or the hub cache, and make a critic or reference from it."""
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -113,16 +114,12 @@ def load_policy(
     """
     folder = find_model(path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = _load_qwen2(folder) if _is_plain_qwen2(folder) else _load_hub_model(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model = _load_qwen2(folder) if is_plain_qwen2(config) else _load_hub_model(folder)
     model.model.pass_settings = pass_settings
     model.lm_head.float32_logits = pass_settings.float32_logits
     chat = read_chat_format(folder, tokenizer, model.shape.eos_token_id, format_name)
     return Policy(model.to(device), tokenizer, folder, chat)
-
-
-def _is_plain_qwen2(folder: Path) -> bool:
-    """Whether our own implementation can run the model in `folder`."""
-    return is_plain_qwen2(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def _load_qwen2(folder: Path) -> Qwen2:
@@ -165,6 +162,49 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         with safe_open(os.fspath(file), framework="pt") as tensors:
             weights.update({name: tensors.get_tensor(name).to(torch.float32, copy=True) for name in tensors.keys()})  # noqa: SIM118
     return weights
+
+
+def compute_fingerprint(folder: Path) -> str:
+    """SHA-256 of the weight files of the model in `folder`.
+
+    A checkpoint contains it where frozen weights are no part of it: those under adapters, and those of a teacher.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
+    """ValueError if the adapters of a checkpoint were trained over another base than that of this run.
+
+    checkpoint_base, run_base: fingerprints of the base; None without adapters.
+    """
+    _check_equal(checkpoint_base, run_base, "adapters of the base", "no adapters", "type the same model.")
+
+
+def check_reference(checkpoint_reference: str | None, run_reference: str | None) -> None:
+    """ValueError if a checkpoint was trained with another model at model.reference_path than this run loads.
+
+    checkpoint_reference, run_reference: fingerprints of that model; None without one.
+    """
+    _check_equal(
+        checkpoint_reference,
+        run_reference,
+        "the reference",
+        "no reference of its own",
+        "put back the model that model.reference_path named, or start the run again.",
+    )
+
+
+def _check_equal(checkpoint: str | None, run: str | None, name: str, none_name: str, advice: str) -> None:
+    """ValueError that ends with `advice` if two fingerprints differ; none_name: what a run without one has."""
+    if checkpoint != run:
+        checkpoint_text, run_text = (
+            none_name if fingerprint is None else f"{name} {fingerprint[:12]}" for fingerprint in (checkpoint, run)
+        )
+        raise ValueError(f"it has {checkpoint_text}, and this run has {run_text} (SHA-256 of its weights); {advice}")
 
 
 def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> ValueModel:

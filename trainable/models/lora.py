@@ -81,24 +81,17 @@ class FourBitLinear(nn.Linear):
         return cast(Tensor, dequantize_4bit(self.weight.data, cast(Any, self.weight).quant_state)).float()
 
 
-def quantize_layers(trunk: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace every linear layer of `trunk` by one with its weight in 4 bits, on `device`. Passes compute in `dtype`.
-
-    Raises ValueError where `find_four_bit_obstacle` finds one.
-    """
-    for module in list(trunk.modules()):
-        for name, layer in list(module.named_children()):
-            if isinstance(layer, nn.Linear):
-                setattr(module, name, FourBitLinear(layer, dtype, device))
-
-
 def make_frozen_base(model: M, settings: ModelConfig, device: torch.device) -> M:
     """Freeze `model` in place and return it; with model.load_in_4bit the linear layers of its trunk are quantized.
 
-    device: where it will be used; layers in 4 bits are there already. Raises ValueError as `quantize_layers` does.
+    device: where it will be used; layers in 4 bits are there already. Raises ValueError where `find_four_bit_obstacle`
+    finds one.
     """
     if settings.load_in_4bit:
-        quantize_layers(model.model, model.model.pass_settings.dtype, device)
+        for module in list(model.model.modules()):
+            for name, layer in list(module.named_children()):
+                if isinstance(layer, nn.Linear):
+                    setattr(module, name, FourBitLinear(layer, model.model.pass_settings.dtype, device))
     return freeze(model)
 
 
@@ -193,17 +186,12 @@ def iter_hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
 
 
 def get_base_weights(model: "Qwen2 | HubModel") -> dict[str, Tensor]:
-    """The model's own tensors under the names that `iter_hub_weights` yields: those of adapted layers without them."""
+    """The model's own tensors under the names that `iter_hub_weights` yields; nothing is merged or computed."""
     return {
         model.to_hub_name(name.replace(".base_layer.", ".")): weight
         for name, weight in model.state_dict().items()
         if ".lora_" not in name
     }
-
-
-def list_weight_names(model: "Qwen2 | HubModel") -> set[str]:
-    """The names that `iter_hub_weights` yields, without computing any weight."""
-    return set(get_base_weights(model))
 
 
 def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Path) -> None:

@@ -10,9 +10,9 @@ from torch import nn
 from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
-from trainable.models.fingerprint import compute_fingerprint
 from trainable.models.load import (
     Policy,
+    compute_fingerprint,
     freeze,
     load_policy,
     make_critic,

@@ -25,7 +25,7 @@ from trainable.config.seeds import make_rng
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel
 from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
-from trainable.models.lora import get_base_weights, iter_hub_weights, list_weight_names
+from trainable.models.lora import get_base_weights, iter_hub_weights
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.copy_sampler import CopySampler, compute_row_logprobs
 from trainable.rollout.episode import Episode
@@ -184,20 +184,16 @@ class SyncedEngine:
     def sync_weights(self, step: int) -> None:
         """Copy all weights, and compare the log-probs of the fixed prompt (see `Engine.sync_weights`)."""
         self.synced_step = step
+        weights, noise = iter_hub_weights(self.model), self.config.rollout.weight_noise
+        if noise:
+            weights = iter_noisy_weights(self.model, noise, make_rng(self.config.seed, "engine_noise", step))
         # Outside of the context, stage 3 has only a shard of the weights on each rank.
         with self.gather_weights():
-            self.sampler.update_weights(self._iter_weights(step))
+            self.sampler.update_weights(weights)
             trainer_logprobs = compute_row_logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
         engine_logprobs = torch.from_numpy(self.sampler.compute_logprobs([self.prompt])[0])
         self.prompt_mismatch = _compare(trainer_logprobs, engine_logprobs, step).mean_abs
         check_mismatch(self.prompt_mismatch, self.config.rollout.logprob_tolerance, step)
-
-    def _iter_weights(self, step: int) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights, with the noise of rollout.weight_noise."""
-        noise = self.config.rollout.weight_noise
-        if not noise:
-            return iter_hub_weights(self.model)
-        return iter_noisy_weights(self.model, noise, make_rng(self.config.seed, "engine_noise", step))
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """Recompute log-probs with the trainer, and keep the engine's beside them (see `Engine.recompute_logprobs`)."""
@@ -243,7 +239,7 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
 
     # This check takes a moment. Without it, vLLM would start, and only the first weight sync would fail. The head may
     # be missing in the files: a model with tied embeddings stores their weight once.
-    unknown_names = list_weight_names(policy.model) - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
+    unknown_names = get_base_weights(policy.model).keys() - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
     if unknown_names:
         raise ValueError(
             f"vLLM cannot sample from this model: {len(unknown_names)} tensors of the trained model, such as "

@@ -27,27 +27,22 @@ from trainable.rollout.tree_loop import Rollout, Tree, TreeSettings, TreeTexts, 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """What is to be played, and with which chance.
-
-    Attributes:
-        levels: at least one.
-        group_size: episodes per level.
-        sampler: samples the replies.
-        params: of the sampler.
-        rng: all random numbers of the sampler come from its children, one per episode.
-        luck_rng: all random numbers of the environment.
-        first_episode: number of the first of these episodes among those that all ranks play together.
-        num_episodes: of all ranks; None for those of this one.
-    """
+    """What is to be played, and with which chance."""
 
     levels: Sequence[Any]
+    """At least one."""
     group_size: int
+    """Episodes per level."""
     sampler: Sampler
     params: SamplingParams
     rng: np.random.Generator
+    """All random numbers of the sampler come from its children, one per episode."""
     luck_rng: np.random.Generator
+    """All random numbers of the environment."""
     first_episode: int = 0
+    """Number of the first of these episodes among those that all ranks play together."""
     num_episodes: int | None = None
+    """Of all ranks; None for those of this one."""
 
 
 class Player(Protocol):

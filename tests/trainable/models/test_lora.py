@@ -26,8 +26,15 @@ from trainable.config.seeds import make_rng
 from trainable.config.setting_types import LINEAR_LAYERS
 from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.models import load as loading
-from trainable.models.fingerprint import check_base, compute_fingerprint
-from trainable.models.load import freeze, load_policy, make_critic, make_frozen_copy, make_pass_settings
+from trainable.models.load import (
+    check_base,
+    compute_fingerprint,
+    freeze,
+    load_policy,
+    make_critic,
+    make_frozen_copy,
+    make_pass_settings,
+)
 from trainable.models.lora import (
     ADAPTER_NAME,
     find_adapters,
