@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,63 +21,39 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 still play long episodes when the others have finished theirs."""
 
 
-class World(Protocol):
-    """All ranks of a run, seen from one of them. All ranks call every method, in the same order."""
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run, seen from one of them, and a world of one process; `DistributedWorld` is one of several.
 
-    @property
-    def rank(self) -> int:
-        """Number of this process, from 0."""
+    All ranks call every method, in the same order. rank: number of this process, from 0. size: number of processes.
+    """
 
-    @property
-    def size(self) -> int:
-        """Number of processes."""
+    rank: int = 0
+    size: int = 1
 
     def all_gather_object(self, local_object: T) -> list[T]:
         """The objects of all ranks, in rank order."""
+        return [local_object]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of a tensor, which has the same shape on each."""
+        return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, all of one shape (n,), concatenated in rank order."""
+        return tensor
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """Rank 0's tensors by name, on the CPU; the other ranks pass None.
 
         A tensor is sent when it is read, so all ranks have to read the same tensors in the same order.
         """
-
-
-@dataclass(frozen=True)
-class SingleProcess:
-    """A world of one process."""
-
-    rank: int = 0
-    size: int = 1
-
-    def all_gather_object(self, local_object: T) -> list[T]:
-        """A list of the one object."""
-        return [local_object]
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
-        return tensor
-
-    def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """The tensors themselves."""
         return tensors or {}
 
 
 @dataclass(frozen=True)
-class DistributedWorld:
+class DistributedWorld(World):
     """The ranks of torch's default process group, which must have been initialized."""
-
-    rank: int
-    size: int
 
     def all_gather_object(self, local_object: T) -> list[T]:
         """The objects of all ranks, which travel as pickles through sockets between the processes of this run."""
@@ -113,7 +89,7 @@ class DistributedWorld:
         return LazyTensors({name: shape for name, (shape, _) in tensor_specs.items()}, broadcast_tensor)
 
 
-SINGLE_PROCESS = SingleProcess()
+SINGLE_PROCESS = World()
 
 
 @dataclass(frozen=True)
@@ -191,7 +167,7 @@ def compute_local_range(num_items: int, world: World) -> range:
     """Indices of the consecutive items, out of `num_items`, that this rank takes; ranks differ by at most one item.
 
     Example:
-        >>> [compute_local_range(5, SingleProcess(rank, size=2)) for rank in range(2)]
+        >>> [compute_local_range(5, World(rank, size=2)) for rank in range(2)]
         [range(0, 3), range(3, 5)]
     """
     base_size, remainder = divmod(num_items, world.size)

@@ -13,7 +13,7 @@ from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
 from trainable.backend.world import World
-from trainable.backend.zero_weights import MOMENTS, ReplicatedWeights, ShardedWeights, Weights
+from trainable.backend.zero_weights import MOMENTS, ReplicatedWeights, ShardedWeights
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
 from trainable.config.sections import OptimConfig, TrainerConfig
 from trainable.runs.flat_state import check_shapes, compute_flat_shapes, get_trainable_parameters
@@ -64,13 +64,12 @@ class ZeroBackend:
         # Read before stage 3 shards the weights, which then have no shape of their own. This optimizer is not used.
         self.shapes = {network_name: compute_flat_shapes(network) for network_name, network in networks.items()}
         self.moment_shapes = compute_flat_shapes(make_adamw(networks.values(), learning_rates, settings))
-        self.weights: Weights = (
-            ShardedWeights(networks, world) if trainer.zero_stage == 3 else ReplicatedWeights(networks)
-        )
+        is_sharded = trainer.zero_stage == 3
+        self.weights = ShardedWeights(networks, world) if is_sharded else ReplicatedWeights(networks)
         self.networks = self.weights.trained_networks
         deepspeed, deepspeed_config = _import_deepspeed(), _make_deepspeed_config(settings, trainer)
         module = _Networks(self.networks)
-        if trainer.zero_stage == 3:
+        if is_sharded:
             _shard_weights(deepspeed, module, deepspeed_config)
         # After sharding: the optimizer's kernel depends on where the weights are.
         # DeepSpeed knows torch's class, and imports torch's compiler itself.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,52 +17,26 @@ from trainable.runs.nonfinite import find_nonfinite_weights
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Weights(Protocol):
-    """The weights of some networks, and the moments of their optimizer. All ranks call every method."""
-
-    @property
-    def trained_networks(self) -> Mapping[str, nn.Module]:
-        """The networks that DeepSpeed trains, by name."""
-
-    def attach_engine(self, engine: Any) -> None:
-        """Store the engine that DeepSpeed made of `trained_networks`."""
-
-    def gather_weights(self) -> AbstractContextManager[None]:
-        """Context in which the run's networks have all their weights on this rank (see `Backend.gather_weights`)."""
-
-    def read_full(self, weight: nn.Parameter, moment: str | None) -> Tensor:
-        """A full weight of `trained_networks` in float32, or one of its moments."""
-
-    def write_full(self, weight: nn.Parameter, moment: str | None, value: Tensor | None) -> None:
-        """Set the weight or moment that `read_full` reads to `value`, which is the full tensor; None sets it to 0."""
-
-    def make_moments(self) -> None:
-        """Create moments of 0 to load a checkpoint into: the optimizer has none before its first step."""
-
-    def after_step(self) -> None:
-        """Do the work that is due after a step of the optimizer."""
-
-    def find_nonfinite(self) -> list[str]:
-        """`weight <name>` for every weight that is not finite; the same list on all ranks."""
-
-
 class ReplicatedWeights:
-    """Stages 1 and 2: every rank has all weights; DeepSpeed shards the float32 copy that it updates."""
+    """Stages 1 and 2: every rank has all weights; DeepSpeed shards the float32 copy that it updates.
+
+    trained_networks: the networks that DeepSpeed trains, by name. All ranks call every method.
+    """
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         self.trained_networks = networks
         self.has_linked_moments = False
 
     def attach_engine(self, engine: Any) -> None:
-        """Store the engine."""
+        """Store the engine that DeepSpeed made of `trained_networks`."""
         self.engine = engine
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Nothing to do: every rank has all weights."""
+        """Context in which the run's networks have all their weights on this rank (see `Backend.gather_weights`)."""
         return nullcontext()
 
     def read_full(self, weight: nn.Parameter, moment: str | None) -> Tensor:
-        """Gather a weight or moment from the ranks (see `Weights.read_full`)."""
+        """A full weight of `trained_networks` in float32, or one of its moments, gathered from the ranks."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         tensor: Tensor = (
@@ -71,7 +45,7 @@ class ReplicatedWeights:
         return tensor
 
     def write_full(self, weight: nn.Parameter, moment: str | None, value: Tensor | None) -> None:
-        """Keep this rank's shard of `value`, and for a weight also the full tensor (see `Weights.write_full`)."""
+        """Set the weight or moment that `read_full` reads to `value`, which is the full tensor; None sets it to 0."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         value = torch.zeros_like(weight) if value is None else value.to(weight.device)
@@ -83,7 +57,10 @@ class ReplicatedWeights:
         weight.data.copy_(value)
 
     def make_moments(self) -> None:
-        """Make a step with learning rate 0 along a gradient of 0, in which the optimizer creates its moments."""
+        """Create moments of 0 to load a checkpoint into: the optimizer has none before its first step.
+
+        It creates them in a step with learning rate 0 along a gradient of 0.
+        """
         # At rate 0 the step changes no weight: AdamW's weight decay is multiplied by the rate, too.
         groups = self.engine.optimizer.optimizer.param_groups
         learning_rates = [group["lr"] for group in groups]
@@ -99,7 +76,7 @@ class ReplicatedWeights:
             group["lr"] = learning_rate
 
     def after_step(self) -> None:
-        """Link the moments of every parameter group to its weights, after the first step.
+        """Do the work that is due after a step: link the moments of every parameter group to its weights, once.
 
         DeepSpeed 0.19 does so by itself, but at a time at which only the first group has moments, and never again.
         `read_full` and `write_full` find the moments of a weight through these links.
@@ -111,12 +88,12 @@ class ReplicatedWeights:
         self.has_linked_moments = True
 
     def find_nonfinite(self) -> list[str]:
-        """Check the weights, which are the same on all ranks."""
+        """`weight <name>` for every weight that is not finite; the same list on all ranks."""
         return find_nonfinite_weights(list_named_weights(self.trained_networks))
 
 
 class ShardedWeights:
-    """Stage 3: each rank has a shard of every weight, in GPU or host memory.
+    """Stage 3: each rank has a shard of every weight, in GPU or host memory. See `ReplicatedWeights` for the methods.
 
     DeepSpeed's forward and backward passes gather the weights of one block at a time, which requires the same number of
     passes on all ranks. Only updates can promise that. DeepSpeed is therefore given copies of the run's networks, and
@@ -139,7 +116,7 @@ class ShardedWeights:
 
     @contextmanager
     def gather_weights(self) -> Iterator[None]:
-        """Gather on entry and free on exit (see `Weights.gather_weights`).
+        """Gather on entry and free on exit.
 
         Linear layers of blocks are gathered in the type of the passes, to which a pass would round them anyway.
         """
@@ -174,11 +151,11 @@ class ShardedWeights:
         return full_tensor[: weight.ds_numel].view(weight.ds_shape)
 
     def read_full(self, weight: Any, moment: str | None) -> Tensor:
-        """Concatenate the shards of the ranks (see `Weights.read_full`)."""
+        """Concatenate the shards of the ranks."""
         return self._all_gather(weight, self._get_optimizer_shard(weight, moment), torch.float32)
 
     def write_full(self, weight: Any, moment: str | None, value: Tensor | None) -> None:
-        """Keep this rank's shard of `value` (see `Weights.write_full`).
+        """Keep this rank's shard of `value`.
 
         DeepSpeed has two copies of a shard of a weight, for the optimizer and for passes. Both are set.
         """

@@ -56,6 +56,9 @@ class _ReadOnlyCache(_AppendCache):
 class HubTrunk(nn.Module):
     """The base model of an architecture (see `trainable.models.interface.Trunk`)."""
 
+    needs_padding = True
+    """Rows are padded to a rectangle."""
+
     def __init__(self, base: Any, shape: HubShape) -> None:
         super().__init__()
         self.shape = shape
@@ -76,11 +79,6 @@ class HubTrunk(nn.Module):
         """The token embedding table."""
         table: nn.Embedding = self.base.get_input_embeddings()
         return table
-
-    @property
-    def needs_padding(self) -> bool:
-        """True: rows are padded to a rectangle."""
-        return True
 
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode, even if a wrapper such as DeepSpeed calls this: no dropout, and caches work."""

@@ -43,10 +43,8 @@ class Trunk(Protocol):
     """Tokens to hidden states, which are in the type of `pass_settings`."""
 
     pass_settings: PassSettings
-
-    @property
-    def needs_padding(self) -> bool:
-        """Whether `compute_hidden_states` pads every row of a pass to the longest one."""
+    needs_padding: bool
+    """Whether `compute_hidden_states` pads every row of a pass to the longest one."""
 
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Hidden states (N, hidden) at `flat_positions` (N,) of right-padded sequences `tokens` (B, T)."""

@@ -218,6 +218,9 @@ class TokenEmbedding(nn.Embedding):
 class Qwen2Trunk(nn.Module):
     """Embedding, blocks and final norm: tokens to hidden states, which are in the type of `pass_settings`."""
 
+    needs_padding = False
+    """Rows are packed without padding."""
+
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
         self.shape = shape
@@ -225,11 +228,6 @@ class Qwen2Trunk(nn.Module):
         self.embed_tokens = TokenEmbedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-
-    @property
-    def needs_padding(self) -> bool:
-        """False: rows are packed without padding."""
-        return False
 
     @property
     def blocks(self) -> list[Layer]:

@@ -21,8 +21,14 @@ from trainable.kernels.compiled import (
 from trainable.models.interface import LanguageModel
 from trainable.models.qwen2 import Qwen2, compute_rotary_halves
 from trainable.models.qwen2_shape import Qwen2Shape
-from trainable.rollout.sampler import Conversation, LockStepTurns, RowStreams, SampledReply, SamplingParams
-from trainable.runs.failures import NonFiniteError
+from trainable.rollout.sampler import (
+    Conversation,
+    LockStepTurns,
+    RowStreams,
+    SampledReply,
+    SamplingParams,
+    check_entropies,
+)
 
 FIRST_REPLIES = 4
 """Replies of full length for which a cache has room at first."""
@@ -144,10 +150,7 @@ class CompiledConversation:
             entropies,
             counts,
         )
-        if not np.isfinite(entropies).all():
-            raise NonFiniteError(
-                f"the policy's logits, divided by the temperature {temperature or 1:g}, were not finite during sampling"
-            )
+        check_entropies(entropies, temperature)
         last_tokens = token_ids[np.arange(len(rows)), counts - 1]
         self.pending_tokens[rows] = last_tokens
         return [

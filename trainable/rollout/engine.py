@@ -53,72 +53,49 @@ GatherWeights = Callable[[], AbstractContextManager[None]]
 """Returns a context in which the trainer's weights can be read (see `Backend.gather_weights`)."""
 
 
-class Engine(Protocol):
-    """The interface between a trainer and the engine that samples for it."""
+class Engine:
+    """The interface between a trainer and the engine that samples for it; this one samples with the trainer's weights.
 
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler, which may be used within `wake_up`."""
+    It has nothing to sync, recompute or compare. `SyncedEngine` has its own copy of the weights.
+
+    sampler: may be used within `wake_up`. gather_weights: makes the trainer's weights readable.
+    """
+
+    synced_step = 0
+    """The step of the last `sync_weights`; 0 before it. The noise of rollout.weight_noise depends on it."""
+    prompt_mismatch: float | None = None
+    """Mean absolute difference of log-probs on the fixed prompt after the last sync, in nats; None without any sync."""
+
+    def __init__(self, sampler: Sampler, gather_weights: GatherWeights) -> None:
+        self.sampler, self.gather_weights = sampler, gather_weights
 
     def sleep(self) -> None:
-        """Free memory for an update, if the engine can."""
+        """Free memory for an update, if the engine has any of its own."""
 
     def wake_up(self) -> AbstractContextManager[None]:
         """Make the engine ready to sample, which is possible within the returned context. All ranks enter it."""
+        return self.gather_weights()
 
     def sync_weights(self, step: int) -> None:
-        """Copy the trainer's weights, which have changed at `step`.
+        """Copy the trainer's weights, which have changed at `step`, unless the engine reads them anyway.
 
         Raises EngineMismatchError if log-probs then differ by more than rollout.logprob_tolerance.
         """
+        self.synced_step = step
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """`episodes`, sampled at `temperature`, with log-probs and entropies of the trainer's model."""
-
-    synced_step: int
-    """The step of the last `sync_weights`; 0 before it. The noise of rollout.weight_noise depends on it."""
-    prompt_mismatch: float | None
-    """Mean absolute difference of log-probs on the fixed prompt after the last sync, in nats; None without any sync."""
+        return list(episodes)  # a pass of the trainer would give the same numbers
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
         """Mismatch between engine and trainer over all sampled tokens; None if the trainer has not recomputed them.
 
         Raises NonFiniteError if a log-prob is not finite.
         """
+        return None
 
     def close(self) -> None:
-        """End the engine and free its memory."""
-
-
-class SharedWeightsEngine:
-    """Samples with the trainer's own weights, so there is nothing to sync, recompute or compare."""
-
-    def __init__(self, sampler: Sampler, gather_weights: GatherWeights) -> None:
-        self.sampler = sampler
-        self.gather_weights = gather_weights
-        self.prompt_mismatch: float | None = None
-        self.synced_step = 0
-
-    def sleep(self) -> None:
-        """Do nothing: the engine has no memory of its own."""
-
-    def wake_up(self) -> AbstractContextManager[None]:
-        """Gather the trainer's weights for the duration of the context."""
-        return self.gather_weights()
-
-    def sync_weights(self, step: int) -> None:
-        """Only note the step: the weights are the trainer's."""
-        self.synced_step = step
-
-    def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
-        """Return the episodes: a pass of the trainer would give the same numbers."""
-        return list(episodes)
-
-    def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> None:
-        """Return None: there is nothing to compare."""
-
-    def close(self) -> None:
-        """Do nothing: there is no engine to end."""
+        """End the engine and free its memory, if it has any of its own."""
 
 
 class SyncedSampler(Sampler, Protocol):
@@ -140,7 +117,7 @@ class SyncedSampler(Sampler, Protocol):
         """Free all memory."""
 
 
-class SyncedEngine:
+class SyncedEngine(Engine):
     """Samples with a sampler that has its own copy of the weights, in the process of the trainer.
 
     Args:
@@ -152,6 +129,8 @@ class SyncedEngine:
         gather_weights: makes the trainer's weights readable.
     """
 
+    sampler: SyncedSampler
+
     def __init__(
         self,
         sampler: SyncedSampler,
@@ -161,10 +140,8 @@ class SyncedEngine:
         prompt: list[int],
         gather_weights: GatherWeights,
     ) -> None:
-        self.sampler, self.config, self.model = sampler, config, policy.model
-        self.device, self.prompt, self.gather_weights = device, prompt, gather_weights
-        self.prompt_mismatch: float | None = None
-        self.synced_step = 0
+        super().__init__(sampler, gather_weights)
+        self.config, self.model, self.device, self.prompt = config, policy.model, device, prompt
         if config.rollout.weight_noise:  # until the first sync, the sampler would have exact weights
             self.sync_weights(step=0)
 
@@ -312,7 +289,7 @@ def make_engine(
         copy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)
         copy_sampler = CopySampler(copy, _make_local_sampler(config, copy))
         return SyncedEngine(copy_sampler, config, policy, device, prompt, gather_weights)
-    return SharedWeightsEngine(_make_local_sampler(config, policy), gather_weights)
+    return Engine(_make_local_sampler(config, policy), gather_weights)
 
 
 def make_evaluation_engine(config: RunConfig, policy: Policy, engine: Engine, gather_weights: GatherWeights) -> Engine:
@@ -321,7 +298,7 @@ def make_evaluation_engine(config: RunConfig, policy: Policy, engine: Engine, ga
     vLLM also evaluates with noise, since a run has no room for a second engine.
     """
     if config.rollout.weight_noise and not config.rollout.uses_vllm:
-        return SharedWeightsEngine(_make_local_sampler(config, policy), gather_weights)
+        return Engine(_make_local_sampler(config, policy), gather_weights)
     return engine
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trainable.runs.failures import NonFiniteError
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -36,6 +38,14 @@ class SampledReply(NamedTuple):
     logprobs: npt.NDArray[np.float32]
     entropies: npt.NDArray[np.float32]
     finished: bool
+
+
+def check_entropies(entropies: npt.NDArray[np.float32], temperature: float) -> None:
+    """Raise NonFiniteError if an entropy is not finite: a logit of NaN or +inf makes it NaN."""
+    if not np.isfinite(entropies).all():
+        raise NonFiniteError(
+            f"the policy's logits, divided by the temperature {temperature or 1:g}, were not finite during sampling"
+        )
 
 
 class Turns(Protocol):

@@ -19,7 +19,7 @@ from trainable.backend.meter import Meter
 from trainable.backend.world import (
     SINGLE_PROCESS,
     Rendezvous,
-    SingleProcess,
+    World,
     compute_local_range,
     shard_rows,
     skip_child_seeds,
@@ -32,9 +32,9 @@ from trainable.ppo.update import make_passes
 SIZES = st.integers(1, 7)
 
 
-def make_ranks(size: int) -> list[SingleProcess]:
+def make_ranks(size: int) -> list[World]:
     """Worlds that have a rank and do not communicate."""
-    return [SingleProcess(rank, size) for rank in range(size)]
+    return [World(rank, size) for rank in range(size)]
 
 
 @given(st.integers(0, 40), SIZES)
@@ -149,7 +149,7 @@ def test_levels_played_by_ranks_are_the_episodes_of_one() -> None:
 
 
 @dataclass(frozen=True)
-class TurnTakingRank(SingleProcess):
+class TurnTakingRank(World):
     """A rank that is run after the others: it gathers what they have gathered, and its own object."""
 
     objects: list[Any] = field(default_factory=list)
