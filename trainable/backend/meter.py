@@ -1,6 +1,6 @@
 """Sums over the mini-batches and tokens of one update, and the means that become columns of the step's row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,13 +23,11 @@ class Meter:
     optimizer_steps: int = 0
     skipped_steps: int = 0
     tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self.step_sums: dict[str, Tensor | float] = {}
-        self.token_sums: dict[str, Tensor | float] = {}
-        self.grad_norm_sums: dict[str, Tensor | float] = {}
-        self.nonfinite_names: list[str] = []
-        self._mini_batch_losses: list[tuple[str, Tensor]] = []
+    step_sums: dict[str, Tensor | float] = field(default_factory=dict)
+    token_sums: dict[str, Tensor | float] = field(default_factory=dict)
+    grad_norm_sums: dict[str, Tensor | float] = field(default_factory=dict)
+    nonfinite_names: list[str] = field(default_factory=list)
+    _mini_batch_losses: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def add(self, tokens: int, loss_terms: dict[str, Tensor], token_sums: dict[str, Tensor]) -> None:
         """Add one pass.

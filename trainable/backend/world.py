@@ -108,11 +108,6 @@ class Rendezvous:
         """Whether all ranks are on one machine, so that their sockets may use the loopback device."""
         return self.file is not None or self.host == "localhost" or self.host.startswith("127.")
 
-    def remove(self) -> None:
-        """Delete the file, if there is one."""
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
-
 
 def connect(
     rank: int, world_size: int, rendezvous: Rendezvous, on_wait: Callable[[], object] | None = None
@@ -160,7 +155,8 @@ def disconnect(rendezvous: Rendezvous) -> None:
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.destroy_process_group()
-    rendezvous.remove()
+    if rendezvous.file is not None:
+        rendezvous.file.unlink(missing_ok=True)
 
 
 def compute_local_range(num_items: int, world: World) -> range:

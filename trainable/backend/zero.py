@@ -159,25 +159,22 @@ class ZeroBackend:
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the tensors one after the other (see `Backend.load_state_dict`); each rank keeps its shard."""
         with self.load_for_update():  # moments that are made here have to be on the device
-            self._load_tensors(tensors)
-
-    def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, network in self.networks.items():
-            for key, weight in get_trainable_parameters(network):
-                self.weights.write_full(weight, moment=None, value=tensors[f"{name}/{key}"])
-        has_stepped = f"{self.name}/0/step" in tensors
-        # If only the checkpoint has moments, create some to write to. If only this optimizer has some, because it has
-        # stepped since, set them to 0.
-        if has_stepped and not self._count_steps():
-            self.weights.make_moments()
-        has_moments = has_stepped or bool(self._count_steps())
-        for number, (_, weight) in enumerate(list_named_parameters(self.networks) if has_moments else []):
-            for moment in MOMENTS:
-                value = tensors[f"{self.name}/{number}/{moment}"] if has_stepped else None
-                self.weights.write_full(weight, moment, value)
-        step = tensors[f"{self.name}/0/step"] if has_stepped else torch.tensor(0.0)
-        for state in self.optimizer.state.values():
-            state["step"] = step.clone()
+            for name, network in self.networks.items():
+                for key, weight in get_trainable_parameters(network):
+                    self.weights.write_full(weight, moment=None, value=tensors[f"{name}/{key}"])
+            has_stepped = f"{self.name}/0/step" in tensors
+            # If only the checkpoint has moments, create some to write to. If only this optimizer has some, because it
+            # has stepped since, set them to 0.
+            if has_stepped and not self._count_steps():
+                self.weights.make_moments()
+            has_moments = has_stepped or bool(self._count_steps())
+            for number, (_, weight) in enumerate(list_named_parameters(self.networks) if has_moments else []):
+                for moment in MOMENTS:
+                    value = tensors[f"{self.name}/{number}/{moment}"] if has_stepped else None
+                    self.weights.write_full(weight, moment, value)
+            step = tensors[f"{self.name}/0/step"] if has_stepped else torch.tensor(0.0)
+            for state in self.optimizer.state.values():
+                state["step"] = step.clone()
 
 
 def _shard_weights(deepspeed: Any, module: nn.Module, deepspeed_config: Mapping[str, Any]) -> None:

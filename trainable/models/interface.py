@@ -55,7 +55,7 @@ class Trunk(Protocol):
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens (B, q) to the cache's first B rows; hidden states (B, hidden) of the last ones.
 
-        positions, valid: (B, q); fillers (valid False) are on the left.
+        positions, valid: (B, q); fillers (valid False) are on the left. Rows beyond the first B get a filler.
         """
 
     def forward_tree(

@@ -311,11 +311,7 @@ class Qwen2Trunk(nn.Module):
         return KVCache(rows, slots, self.embed_tokens.weight)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
-        """Append tokens to the first B rows of the cache; return the hidden states (B, hidden) of the last ones.
-
-        tokens, positions, valid: (B, q). Fillers, where `valid` is False, are on the left. Rows beyond the first B get
-        a filler.
-        """
+        """Append tokens (see `trainable.models.interface.Trunk.extend`)."""
         bias = cache.append_slots(valid)
         cos, sin = self._get_angles(positions, cache)
         last_layer = len(self.layers) - 1
@@ -342,11 +338,7 @@ class Qwen2Trunk(nn.Module):
     def forward_tree(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
     ) -> Tensor:
-        """Hidden states (B, F, hidden) of one tree of tokens after every row of the cache, which is only read.
-
-        tokens: (F,). depths: (F,), 0 for a token right after the row. tree_mask: (F, F) bool, True in the columns of a
-        token and of its ancestors. lengths: (B,) tokens per row.
-        """
+        """Hidden states of a tree after every row (see `trainable.models.interface.Trunk.forward_tree`)."""
         rows = len(lengths)
         bias = cache.make_tree_bias(tree_mask, rows)
         cos, sin = compute_rotary(lengths[:, None] + depths, self.shape)

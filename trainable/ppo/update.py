@@ -31,7 +31,7 @@ from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Trunk
 from trainable.models.qwen2 import ValueModel
-from trainable.rollout.batch import Batch, split_mini_batches
+from trainable.rollout.batch import Batch
 
 
 class Targets(NamedTuple):
@@ -213,7 +213,7 @@ def _run_optimizer_steps(
     mini_batches = [
         rows
         for _ in range(settings.ppo_epochs)
-        for rows in ([order] if takes_all else split_mini_batches(order, settings.ppo_mini_batch_size))
+        for rows in ([order] if takes_all else order.split(settings.ppo_mini_batch_size))
     ]
     with backend.load_for_update():
         for rows in STEP_PHASE.track(mini_batches, "mini-batch"):

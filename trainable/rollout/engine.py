@@ -23,17 +23,13 @@ from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.files.step_phase import STEP_PHASE
-from trainable.models.interface import LanguageModel
+from trainable.models.interface import LanguageModel, Shape
 from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
 from trainable.models.lora import get_base_weights, iter_hub_weights
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.copy_sampler import CopySampler, compute_row_logprobs
 from trainable.rollout.episode import Episode
-from trainable.rollout.kv_cache_size import (
-    AttentionShape,
-    compute_conversation_kv_bytes,
-    compute_step_kv_bytes,
-)
+from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_step_kv_bytes
 from trainable.rollout.logprob_mismatch import LogprobMismatch, check_logprobs, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import Sampler
 from trainable.rollout.torch_sampler import TorchSampler
@@ -245,7 +241,7 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
     )
 
 
-def _compute_cache_bytes(config: RunConfig, shape: AttentionShape, context_length: int) -> int:
+def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -> int:
     """Bytes of the KV cache: those that the settings give, or what the conversations of a training step need.
 
     At least one conversation of `context_length` tokens: with less, vLLM does not start.

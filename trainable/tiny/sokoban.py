@@ -53,7 +53,7 @@ def start_plans(cells: Cells) -> MakePlan:
     def make_plan(states: Sequence[Cells], has_detour: bool, rng: np.random.Generator) -> Plan:
         cells = states[-1]
         cols = cells.shape[1]
-        spots = {symbol: _find_cell(cells, tiles) for symbol, tiles in _TILES_BY_SYMBOL.items()}
+        spots = {symbol: int(np.isin(cells, tiles).argmax()) for symbol, tiles in _TILES_BY_SYMBOL.items()}
         actions = _plan_actions(spots["P"], spots["X"], cols, table, rng, has_detour)
         names = "".join(format_place(symbol, *divmod(spot, cols)) for symbol, spot in spots.items())
         thought = names + "".join(PLAN_LETTERS[action] for action in actions)
@@ -63,11 +63,6 @@ def start_plans(cells: Cells) -> MakePlan:
 
 
 DEMONSTRATOR = Demonstrator(start_plans, turn_board, tuple(ACTION_NAMES.values()))
-
-
-def _find_cell(cells: Cells, tiles: tuple[Tile, ...]) -> int:
-    """Flat index of the one cell whose tile is one of `tiles`."""
-    return next(spot for spot, tile in enumerate(cells.ravel().tolist()) if tile in tiles)
 
 
 def _plan_actions(
