@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from trainable.config.model_limits import FOUR_BIT_BLOCK, find_four_bit_obstacle
 from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import LINEAR_LAYERS
-from trainable.models.load import freeze
+from trainable.models.load import M, freeze
 from trainable.models.qwen2 import Qwen2
 
 if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
     from trainable.models.hub_model import HubModel
 
 N = TypeVar("N", bound=nn.Module)
-M = TypeVar("M", bound="Qwen2 | HubModel")
 ADAPTER_NAME = "default"
 """peft's default name of an adapter. Here no layer has more than one."""
 
