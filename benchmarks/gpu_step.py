@@ -21,8 +21,9 @@ from trainable.algo.mutual_information import compute_information_metrics
 from trainable.backend.torch_backend import TorchBackend, make_adamw
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
+from trainable.models.interface import PassSettings, ValueModel
 from trainable.models.load import find_model, make_frozen_copy
-from trainable.models.qwen2 import PassSettings, Qwen2, Qwen2Trunk, ValueModel
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.ppo.flops import estimate_forward_flops, measure_peak_flops, time_call
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainable.backend.torch_backend import list_named_parameters, list_named_weights
 from trainable.backend.world import World
-from trainable.models.qwen2 import PassSettings
+from trainable.models.interface import PassSettings
 from trainable.runs.nonfinite import find_nonfinite_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

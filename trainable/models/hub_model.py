@@ -19,9 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from trainable.models.hub_config import check_parts, make_refusal_error, make_shape, read_config
-from trainable.models.interface import HubShape
+from trainable.models.interface import HubShape, LanguageHead, LanguageModel, Trunk
 from trainable.models.kv_cache import KVCache
-from trainable.models.qwen2 import LanguageHead, PassSettings
 from trainable.runs.failures import is_out_of_memory
 
 
@@ -53,16 +52,14 @@ class _ReadOnlyCache(_AppendCache):
         )
 
 
-class HubTrunk(nn.Module):
+class HubTrunk(Trunk):
     """The base model of an architecture (see `trainable.models.interface.Trunk`)."""
 
     needs_padding = True
     """Rows are padded to a rectangle."""
 
     def __init__(self, base: Any, shape: HubShape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.pass_settings = PassSettings()
+        super().__init__(shape)
         self.base = base.eval()
         # transformers 5.24 renamed the argument, model by model; the old name gives a warning there.
         arguments = inspect.signature(base.forward).parameters
@@ -75,7 +72,7 @@ class HubTrunk(nn.Module):
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
     @property
-    def embed_tokens(self) -> nn.Embedding:
+    def embed_tokens(self) -> nn.Embedding:  # type: ignore[override]  # an attribute would give its weight two names
         """The token embedding table."""
         table: nn.Embedding = self.base.get_input_embeddings()
         return table
@@ -104,10 +101,6 @@ class HubTrunk(nn.Module):
     def _get_output_dtype(self, hidden: Tensor) -> torch.dtype:
         """The type of returned states: that of the passes; for float32 passes that of `hidden`, which may be wider."""
         return hidden.dtype if self.pass_settings.dtype == torch.float32 else self.pass_settings.dtype
-
-    def make_cache(self, rows: int, slots: int) -> KVCache:
-        """An empty cache of `rows` rows with `slots` slots each."""
-        return KVCache(rows, slots, self.embed_tokens.weight)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens (see `trainable.models.interface.Trunk.extend`)."""
@@ -141,7 +134,7 @@ class HubTrunk(nn.Module):
         return hidden.to(self._get_output_dtype(hidden))
 
 
-class HubModel(nn.Module):
+class HubModel(LanguageModel):
     """Trunk and language-model head (see `trainable.models.interface.LanguageModel`) of a transformers model.
 
     causal_lm: the model, whose weights are shared. file_names: the names of the weights in the model's files.

@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,14 +23,12 @@ from trainable.config.sections import ModelConfig
 from trainable.envs.chat import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
 from trainable.models.codec import Codec
-from trainable.models.qwen2 import PassSettings, Qwen2, ValueModel
+from trainable.models.interface import LanguageModel, PassSettings, Trunk, ValueModel
+from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, is_made
 
-if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
-    from trainable.models.hub_model import HubModel
-
-M = TypeVar("M", bound="Qwen2 | HubModel")
+M = TypeVar("M", bound=LanguageModel)
 DEFAULT_PASS_SETTINGS = PassSettings()
 
 
@@ -38,7 +36,7 @@ DEFAULT_PASS_SETTINGS = PassSettings()
 class Policy:
     """A language model with its tokenizer, the folder of its files and its chat format."""
 
-    model: "Qwen2 | HubModel"
+    model: LanguageModel
     tokenizer: Tokenizer
     folder: Path
     chat_format: ChatFormat = CHATML
@@ -135,7 +133,7 @@ def _load_qwen2(folder: Path) -> Qwen2:
     return model
 
 
-def _load_hub_model(folder: Path) -> "HubModel":
+def _load_hub_model(folder: Path) -> LanguageModel:
     from trainable.models.hub_model import load_hub_model
 
     names: list[str] = []
@@ -212,7 +210,7 @@ def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) 
     return make_value_model(deepcopy(policy.model.model), rng, device).to(device)
 
 
-def make_value_model(trunk: nn.Module, rng: np.random.Generator, device: torch.device) -> ValueModel:
+def make_value_model(trunk: Trunk, rng: np.random.Generator, device: torch.device) -> ValueModel:
     """A critic with `trunk`, and a head on `device`: weights from a normal distribution with std 0.02, and bias 0."""
     with torch.device("meta"):  # the weights of the head are replaced below
         critic = ValueModel(trunk)

@@ -11,7 +11,7 @@ arXiv:2106.09685. The adapters are peft's.
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,11 +21,8 @@ from torch import Tensor, nn
 from trainable.config.model_limits import FOUR_BIT_BLOCK, find_four_bit_obstacle
 from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import LINEAR_LAYERS
+from trainable.models.interface import LanguageModel
 from trainable.models.load import M, freeze
-from trainable.models.qwen2 import Qwen2
-
-if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
-    from trainable.models.hub_model import HubModel
 
 N = TypeVar("N", bound=nn.Module)
 ADAPTER_NAME = "default"
@@ -176,7 +173,7 @@ def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def iter_hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
+def iter_hub_weights(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) for every weight, under its name in the hub's files and with adapters merged.
 
     A tied head is included under its own name.
@@ -184,7 +181,7 @@ def iter_hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
     return ((model.to_hub_name(name), weight) for name, weight in iter_merged_weights(model))
 
 
-def get_base_weights(model: "Qwen2 | HubModel") -> dict[str, Tensor]:
+def get_base_weights(model: LanguageModel) -> dict[str, Tensor]:
     """The model's own tensors under the names that `iter_hub_weights` yields; nothing is merged or computed."""
     return {
         model.to_hub_name(name.replace(".base_layer.", ".")): weight
@@ -193,7 +190,7 @@ def get_base_weights(model: "Qwen2 | HubModel") -> dict[str, Tensor]:
     }
 
 
-def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Path) -> None:
+def write_adapters(policy: LanguageModel, settings: ModelConfig, folder: Path) -> None:
     """Write the adapters of `policy` in peft's format, which `peft.PeftModel.from_pretrained(model, folder)` reads."""
     from peft import LoraConfig
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
+from trainable.models.interface import LanguageModel, ValueModel
 from trainable.models.load import (
     Policy,
     compute_fingerprint,
@@ -21,10 +22,6 @@ from trainable.models.load import (
     make_value_model,
 )
 from trainable.models.lora import add_adapters, make_adapted_policy, make_frozen_base, share_parameters
-from trainable.models.qwen2 import Qwen2, ValueModel
-
-if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
-    from trainable.models.hub_model import HubModel
 
 
 class Networks(NamedTuple):
@@ -39,7 +36,7 @@ class Networks(NamedTuple):
     """
 
     policy: Policy
-    reference: "Qwen2 | HubModel | None"
+    reference: LanguageModel | None
     critic: ValueModel | None
     value_head: nn.Module | None
     has_own_reference: bool
@@ -96,9 +93,7 @@ def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device)
     )
 
 
-def _make_reference(
-    config: RunConfig, policy: Policy, device: torch.device
-) -> tuple["Qwen2 | HubModel | None", str | None]:
+def _make_reference(config: RunConfig, policy: Policy, device: torch.device) -> tuple[LanguageModel | None, str | None]:
     """The frozen reference, and the fingerprint of its weights if it is a model of its own, otherwise None.
 
     The reference is the untrained policy or the model at model.reference_path; None if no KL is needed. policy: the

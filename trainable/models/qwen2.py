@@ -4,9 +4,7 @@
 `extend` grows a key-value cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainable.algo.vocabulary import compute_logits
 from trainable.config.model_limits import find_size_obstacle
+from trainable.models.interface import LanguageHead, LanguageModel, Trunk
 from trainable.models.kv_cache import KVCache
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
 from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
@@ -23,28 +21,6 @@ from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
 MAX_COMPILED_LENGTH = 1024
 """Tokens of the longest sequence of a compiled pass: its attention has all scores of a sequence in memory. Torch runs
 passes with longer ones."""
-
-
-class PassSettings(NamedTuple):
-    """How a network's passes are computed; its weights are float32 in any case.
-
-    dtype: type of matrix products. In half precision (torch.autocast), residuals, norms and rotary positions stay
-    float32.
-    recompute: gradient checkpointing, which keeps only the input of each block and runs the block again in the backward
-    pass. compiled: blocks of whole sequences in compiled code, for float32 on the CPU without `recompute`.
-    float32_logits: whether logits of half-precision states are float32 (see `compute_logits`).
-    """
-
-    dtype: torch.dtype = torch.float32
-    recompute: bool = False
-    compiled: bool = False
-    float32_logits: bool = False
-
-    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The autocast context of every pass; none if passes compute in the type of the weights."""
-        # A pass uses each weight once, so a cache of casts would only take memory.
-        is_float32 = self.dtype == torch.float32
-        return nullcontext() if is_float32 else torch.autocast(device.type, self.dtype, cache_enabled=False)
 
 
 class RMSNorm(nn.Module):
@@ -215,16 +191,15 @@ class TokenEmbedding(nn.Embedding):
             super().reset_parameters()
 
 
-class Qwen2Trunk(nn.Module):
-    """Embedding, blocks and final norm: tokens to hidden states, which are in the type of `pass_settings`."""
+class Qwen2Trunk(Trunk):
+    """Embedding, blocks and final norm."""
 
+    shape: Qwen2Shape
     needs_padding = False
     """Rows are packed without padding."""
 
     def __init__(self, shape: Qwen2Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.pass_settings = PassSettings()
+        super().__init__(shape)
         self.embed_tokens = TokenEmbedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -306,10 +281,6 @@ class Qwen2Trunk(nn.Module):
             x = run_stream_layer(x, last_inputs if is_last else inputs, layer.list_weights())
         return x.index_select(0, torch.empty_like(order).scatter_(0, order, torch.arange(len(order))))
 
-    def make_cache(self, rows: int, slots: int) -> KVCache:
-        """An empty cache of `rows` rows with `slots` slots each."""
-        return KVCache(rows, slots, self.embed_tokens.weight)
-
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens (see `trainable.models.interface.Trunk.extend`)."""
         bias = cache.append_slots(valid)
@@ -351,31 +322,11 @@ class Qwen2Trunk(nn.Module):
             return self.norm(x)
 
 
-class LanguageHead(nn.Linear):
-    """Hidden states to the vocabulary, in the type of the hidden states or in float32."""
-
-    float32_logits = False
-    """Whether logits of half-precision states are float32 (`model.head_dtype`)."""
-
-    def forward(self, hidden: Tensor, head_function: Callable[..., Any] | None = None) -> Any:
-        """Logits (..., V) of `hidden` (..., h).
-
-        With `head_function`, its result for (hidden, weight, float32_logits) instead: a function can work in chunks,
-        without all logits in memory at once.
-        """
-        return (head_function or compute_logits)(hidden, self.weight, float32_logits=self.float32_logits)
-
-
-class ValueHead(nn.Linear):
-    """Hidden states to one value each, in float32. This costs almost nothing, while bfloat16 would round the values."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Values (..., 1) of `hidden` (..., h)."""
-        return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
-
-
-class Qwen2(nn.Module):
+class Qwen2(LanguageModel):
     """Trunk and language-model head, with the hub's parameter names."""
+
+    shape: Qwen2Shape
+    model: Qwen2Trunk
 
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
@@ -384,24 +335,3 @@ class Qwen2(nn.Module):
         self.lm_head = LanguageHead(shape.hidden_size, shape.vocab_size, bias=False)
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-
-    def to_hub_name(self, name: str) -> str:
-        """The hub's name of the weight `name`: the same."""
-        return name
-
-    def to_module_name(self, name: str) -> str:
-        """The name that transformers gives to the module `name`: the same."""
-        return name
-
-
-class ValueModel(nn.Module):
-    """The critic: a trunk (see `trainable.models.interface.Trunk`) with a value head."""
-
-    def __init__(self, trunk: Any) -> None:
-        super().__init__()
-        self.shape, self.model = trunk.shape, trunk
-        self.score = ValueHead(trunk.shape.hidden_size, out_features=1)
-
-    def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
-        return self.score(self.model.compute_hidden_states(tokens, flat_positions)).squeeze(-1)

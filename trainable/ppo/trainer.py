@@ -27,10 +27,9 @@ from trainable.envs.environment import Level
 from trainable.envs.games.make import make_level_source
 from trainable.envs.level_sets import make_run_levels
 from trainable.files.step_phase import STEP_PHASE
-from trainable.models.interface import LanguageModel
+from trainable.models.interface import LanguageModel, ValueModel
 from trainable.models.load import Policy, check_base, check_reference, make_codec, pick_device, prepare_device
 from trainable.models.networks import make_networks
-from trainable.models.qwen2 import ValueModel
 from trainable.ppo.base_evaluations import BaseEvaluations, make_evaluation_key
 from trainable.ppo.evaluation import (
     Evaluation,

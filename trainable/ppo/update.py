@@ -29,8 +29,7 @@ from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.files.step_phase import STEP_PHASE
-from trainable.models.interface import LanguageModel, Trunk
-from trainable.models.qwen2 import ValueModel
+from trainable.models.interface import LanguageModel, Trunk, ValueModel
 from trainable.rollout.batch import Batch
 
 

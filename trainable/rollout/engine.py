@@ -35,8 +35,6 @@ from trainable.rollout.sampler import Sampler
 from trainable.rollout.torch_sampler import TorchSampler
 
 if TYPE_CHECKING:
-    from trainable.models.hub_model import HubModel
-    from trainable.models.qwen2 import Qwen2
     from trainable.rollout.vllm_sampler import VllmSampler  # it needs an optional package
 
 STARTING_UTILIZATION = 0.01
@@ -189,9 +187,7 @@ class SyncedEngine(Engine):
         self.sampler.close()
 
 
-def iter_noisy_weights(
-    model: "Qwen2 | HubModel", noise: float, rng: np.random.Generator
-) -> Iterator[tuple[str, Tensor]]:
+def iter_noisy_weights(model: LanguageModel, noise: float, rng: np.random.Generator) -> Iterator[tuple[str, Tensor]]:
     """The weights of `iter_hub_weights`, every entry multiplied by 1 + noise * e with e from a standard normal.
 
     This is how the rounding of an engine errs: relative to the size of an entry. A weight with two names, such as that

@@ -12,8 +12,8 @@ import torch
 from trainable.config.constants import SHIPPED_MODEL, TEACHERS
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.kernels.cache import leave_marker
+from trainable.models.interface import PassSettings
 from trainable.models.load import find_model, load_policy
-from trainable.models.qwen2 import PassSettings
 from trainable.models.teachers import find_teacher_folder, is_made
 from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.trainer import PPOTrainer

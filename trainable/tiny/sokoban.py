@@ -23,7 +23,6 @@ _TILES_BY_SYMBOL = {
     "X": (Tile.BOX, Tile.BOX_ON_TARGET),
     "O": (Tile.TARGET, Tile.BOX_ON_TARGET, Tile.PLAYER_ON_TARGET),
 }
-_MOVES = tuple(PLAN_LETTERS)
 
 
 def _can_neighbor(first: str, second: str) -> bool:
@@ -75,7 +74,7 @@ def _plan_actions(
     """
     plan: list[Action] = []
     while (distance := int(table[player, box])) > 0:
-        moves = [(action, *_move(player, box, action, cols)) for action in _MOVES]
+        moves = [(action, *_move(player, box, action, cols)) for action in PLAN_LETTERS]
         is_detour = has_detour and not plan
         candidates = [move for move in moves if _is_candidate(int(table[move[1], move[2]]), distance, is_detour)]
         if is_detour and not candidates:  # every other move is blocked, solves the level or makes it unsolvable

@@ -26,6 +26,7 @@ from trainable.config.seeds import make_rng
 from trainable.config.setting_types import LINEAR_LAYERS
 from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.models import load as loading
+from trainable.models.interface import PassSettings
 from trainable.models.load import (
     check_base,
     compute_fingerprint,
@@ -43,7 +44,7 @@ from trainable.models.lora import (
     share_parameters,
     write_adapters,
 )
-from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
 from trainable.rollout.batch import collate

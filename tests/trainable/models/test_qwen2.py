@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
 from tests.strategies.examples import draw_examples
-from trainable.models.qwen2 import Qwen2, Qwen2Trunk, ValueModel
+from trainable.models.interface import ValueModel
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import Qwen2Shape
 
 # heads, key-value heads, tied head, layers, rotary base

@@ -14,7 +14,8 @@ from trainable.algo.reductions import LOSS_AGG_MODES
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig
-from trainable.models.qwen2 import Qwen2, Qwen2Trunk, ValueModel
+from trainable.models.interface import ValueModel
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.ppo import update
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.batch import Batch, collate

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
 from tests.strategies.examples import draw_examples
 from trainable.config.seeds import make_rng
+from trainable.models.interface import ValueModel
 from trainable.models.load import load_policy, make_critic
-from trainable.models.qwen2 import Qwen2, Qwen2Trunk, ValueModel
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import Qwen2Shape
 from tune_study.placement.model_size import (
     ModelShape,
