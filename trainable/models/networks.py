@@ -52,44 +52,33 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
 
     Raises ValueError if a model cannot be used, or if the reference has another vocabulary than the policy.
     """
-    trained_device = trained_device or device
+    trained_device, settings = trained_device or device, config.model
     # The base of adapters is cast or quantized before it is moved, since a GPU may have no room for it in float32.
-    load_device = torch.device("cpu") if config.model.lora_rank else trained_device
-    policy = load_policy(config.model.path, load_device, make_pass_settings(config.model), config.model.chat_format)
-    if config.model.lora_rank:
-        return _make_lora_networks(config, policy, device)
-    reference, fingerprint = _make_reference(config, policy, device)
-    critic = None
+    load_device = torch.device("cpu") if settings.lora_rank else trained_device
+    policy = load_policy(settings.path, load_device, make_pass_settings(settings), settings.chat_format)
+    model = policy.model
+    if settings.lora_rank:
+        make_frozen_base(policy.model, settings, device).to(device)
+        model = make_adapted_policy(policy.model, settings, make_rng(config.seed, "adapters", 0))
+    reference, reference_fingerprint = _make_reference(config, policy, device)
+    critic: ValueModel | None = None
     if config.algorithm.estimator.needs_critic:
-        critic = make_critic(policy, make_rng(config.seed, "critic"), trained_device)
+        rng = make_rng(config.seed, "critic")
+        if not settings.lora_rank:
+            critic = make_critic(policy, rng, trained_device)
+        else:  # adapters of its own, over the same base
+            critic = make_value_model(share_parameters(policy.model.model), rng, device)
+            if not config.critic.shared_trunk:
+                add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
+    value_head = critic.score if critic is not None and config.critic.shared_trunk else None
     return Networks(
-        policy,
-        reference,
-        *_split_critic(config, critic),
-        has_own_reference=reference is not None,
-        base_fingerprint=None,
-        reference_fingerprint=fingerprint,
-    )
-
-
-def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device) -> Networks:
-    """Policy and critic with separate adapters over one frozen base, which can be the reference, too."""
-    settings = config.model
-    base = make_frozen_base(policy.model, settings, device).to(device)
-    model = make_adapted_policy(base, settings, make_rng(config.seed, "adapters", 0))
-    critic = None
-    if config.algorithm.estimator.needs_critic:
-        critic = make_value_model(share_parameters(base.model), make_rng(config.seed, "critic"), device)
-        if not config.critic.shared_trunk:
-            add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
-    reference, fingerprint = _make_reference(config, policy, device)
-    return Networks(
-        replace(policy, model=model),
-        reference,
-        *_split_critic(config, critic),
+        policy=replace(policy, model=model),
+        reference=reference,
+        critic=critic if value_head is None else None,
+        value_head=value_head,
         has_own_reference=reference is not None and reference is not policy.model,
-        base_fingerprint=compute_fingerprint(policy.folder),
-        reference_fingerprint=fingerprint,
+        base_fingerprint=compute_fingerprint(policy.folder) if settings.lora_rank else None,
+        reference_fingerprint=reference_fingerprint,
     )
 
 
@@ -132,8 +121,3 @@ def _check_own_reference(config: RunConfig, policy: Policy, reference: Policy) -
             f"{name} has a context of {shape.max_position_embeddings} tokens, and conversations may have {context}: "
             f"set rollout.max_model_len={shape.max_position_embeddings}"
         )
-
-
-def _split_critic(config: RunConfig, critic: ValueModel | None) -> tuple[ValueModel | None, nn.Module | None]:
-    """(critic, None), or with critic.shared_trunk (None, its head), which shares the trunk of the policy."""
-    return (None, critic.score) if critic is not None and config.critic.shared_trunk else (critic, None)
