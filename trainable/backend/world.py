@@ -127,11 +127,11 @@ def connect(
     # A user's own choice of a device has precedence. Between machines, torch finds the device by itself.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if rendezvous.is_local else ():
         os.environ.setdefault(name, "lo")
-    store: Any
-    if rendezvous.file is not None:
-        store = FileStore(str(rendezvous.file), world_size)
-    else:
-        store = TCPStore(rendezvous.host, rendezvous.port, world_size, is_master=rank == 0, wait_for_workers=False)
+    store: Any = (
+        TCPStore(rendezvous.host, rendezvous.port, world_size, is_master=rank == 0, wait_for_workers=False)
+        if rendezvous.file is None
+        else FileStore(str(rendezvous.file), world_size)
+    )
     store.set(f"here/{rank}", "")
     # `init_process_group` would wait without a way to look for ranks that have died, so the waiting is done here.
     while on_wait is not None and not store.check([f"here/{other}" for other in range(world_size)]):

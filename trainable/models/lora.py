@@ -196,13 +196,14 @@ def write_adapters(policy: LanguageModel, settings: ModelConfig, folder: Path) -
 
     layers = find_adapters(policy)
     weights = {
-        f"base_model.model.{policy.to_module_name(name)}.{part}.weight": getattr(layer, part)[ADAPTER_NAME].weight
+        f"base_model.model.{policy.to_module_name(name)}.{matrix}.weight": (
+            getattr(layer, matrix)[ADAPTER_NAME].weight.detach().cpu().contiguous()
+        )
         for name, layer in layers
-        for part in ("lora_A", "lora_B")
+        for matrix in ("lora_A", "lora_B")
     }
     folder.mkdir(parents=True, exist_ok=True)
-    cpu_weights = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file(cpu_weights, folder / "adapter_model.safetensors")
+    save_file(weights, folder / "adapter_model.safetensors")
     LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,

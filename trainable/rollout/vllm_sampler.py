@@ -216,12 +216,28 @@ class VllmConversation:
 
         Raises ValueError if a row with a reply of full length could exceed the engine's max_model_len.
         """
+        from vllm.sampling_params import RequestOutputKind
+
         for row, row_tokens in zip(rows, new_tokens, strict=True):
-            self.histories[row] += row_tokens
-            self._check_length(row)
+            history = self.histories[row]
+            history += row_tokens
+            needed_tokens = len(history) + self.params.max_new_tokens
+            if needed_tokens > self.max_model_len:  # vLLM would cut the reply there
+                raise ValueError(
+                    f"A conversation of {len(history)} tokens and a reply of {self.params.max_new_tokens} take "
+                    f"{needed_tokens}, and vLLM was started for {self.max_model_len}: raise the limit with --set "
+                    f"rollout.max_model_len={needed_tokens}, or shorten replies with --set rollout.response_length=N."
+                )
         for row in rows:
-            prompt = {"prompt_token_ids": list(self.histories[row])}
-            self.llm.llm_engine.add_request(str(row), prompt, self._make_row_params(row))
+            params = _make_vllm_params(
+                max_tokens=self.params.max_new_tokens,
+                temperature=self.params.temperature,
+                logprobs=0,  # of the sampled token only
+                seed=int(self.row_rngs[row].integers(2**62)),  # fits a signed 64-bit integer
+                output_kind=RequestOutputKind.FINAL_ONLY,  # one output, when the reply is finished
+                stop_token_ids=[self.params.stop_token, *self.params.other_stop_tokens],
+            )
+            self.llm.llm_engine.add_request(str(row), {"prompt_token_ids": list(self.histories[row])}, params)
 
     def collect(self) -> list[tuple[int, SampledReply]]:
         """Let the engine compute until a reply is finished (see `Turns.collect`).
@@ -247,29 +263,6 @@ class VllmConversation:
         while len(replies) < len(rows):
             replies |= dict(self.collect())
         return [replies[row] for row in rows]
-
-    def _check_length(self, row: int) -> None:
-        """Raise ValueError if a reply of full length could exceed max_model_len, at which vLLM would cut it."""
-        needed_tokens = len(self.histories[row]) + self.params.max_new_tokens
-        if needed_tokens > self.max_model_len:
-            raise ValueError(
-                f"A conversation of {len(self.histories[row])} tokens and a reply of {self.params.max_new_tokens} "
-                f"take {needed_tokens}, and vLLM was started for {self.max_model_len}: raise the limit with --set "
-                f"rollout.max_model_len={needed_tokens}, or shorten replies with --set rollout.response_length=N."
-            )
-
-    def _make_row_params(self, row: int) -> Any:
-        """vLLM's parameters of one reply, with a new seed from the generator of this row."""
-        from vllm.sampling_params import RequestOutputKind
-
-        return _make_vllm_params(
-            max_tokens=self.params.max_new_tokens,
-            temperature=self.params.temperature,
-            logprobs=0,  # of the sampled token only
-            seed=int(self.row_rngs[row].integers(2**62)),  # fits a signed 64-bit integer
-            output_kind=RequestOutputKind.FINAL_ONLY,  # one output, when the reply is finished
-            stop_token_ids=[self.params.stop_token, *self.params.other_stop_tokens],
-        )
 
     def _make_reply(self, completion: Any) -> SampledReply:
         """Convert one completion of vLLM; raises NonFiniteError if a log-prob is not finite."""
