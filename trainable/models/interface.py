@@ -1,7 +1,8 @@
 """The interface of a causal language model that sampling, training and scoring use, for any architecture.
 
-Two classes implement it: `trainable.models.qwen2.Qwen2`, written for these uses, and
-`trainable.models.hub_model.HubModel`, a wrapper around any other architecture of transformers.
+Two classes extend `LanguageModel`: `trainable.models.qwen2.Qwen2`, written for these uses, and
+`trainable.models.hub_model.HubModel`, a wrapper around any other architecture of transformers. Their heads and the
+critic are the same.
 """
 
 from collections.abc import Callable
