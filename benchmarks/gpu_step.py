@@ -18,12 +18,12 @@ from machine import describe
 
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.mutual_information import compute_information_metrics
-from trainable.backend.adamw import make_adamw
-from trainable.backend.torch_backend import TorchBackend
+from trainable.backend.torch_backend import TorchBackend, make_adamw
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
+from trainable.models.interface import PassSettings, ValueModel
 from trainable.models.load import find_model, make_frozen_copy
-from trainable.models.qwen2 import PassSettings, Qwen2, ValueModel
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.ppo.flops import estimate_forward_flops, measure_peak_flops, time_call
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
@@ -83,7 +83,7 @@ def make_networks(shape: Qwen2Shape, device: torch.device, dtype: torch.dtype, r
     """Policy and critic with weights from N(0, 0.02), and the policy's frozen copy."""
     torch.manual_seed(0)
     with device:
-        policy, critic = Qwen2(shape), ValueModel(shape)
+        policy, critic = Qwen2(shape), ValueModel(Qwen2Trunk(shape))
     for network in (policy, critic):
         network.model.pass_settings = PassSettings(dtype, recompute)
         for name, weight in network.named_parameters():

@@ -31,7 +31,7 @@ from trainable.models.qwen2_shape import compute_rotary
 from trainable.ppo.flops import time_call
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import Targets, make_weighted_passes
-from trainable.rollout.batch import Batch, collate, split_mini_batches
+from trainable.rollout.batch import Batch, collate
 
 MINI_BATCH_SIZE, PADDED_PASS_ROWS, NO_GRAD_ROWS, PADDED_PASS_TOKENS = 32, 16, 8, 16_384
 PassTensors = Iterable[tuple[Tensor, Tensor, Tensor]]
@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 def compute_padded_hidden_states(trunk: Qwen2Trunk, tokens: Tensor, flat_positions: Tensor) -> Tensor:
     """As `Qwen2Trunk.compute_hidden_states`, but for the whole rectangle, and without recomputing activations."""
-    with trunk._autocast(tokens.device):
+    with trunk.pass_settings.autocast(tokens.device):
         x = trunk.embed_tokens(tokens)
         cos, sin = compute_rotary(torch.arange(tokens.shape[1], device=tokens.device), trunk.shape)
         for layer_number, layer in enumerate(trunk.blocks, 1):
@@ -79,7 +79,7 @@ def split_padded_rows(batch: Batch) -> Iterator[Tensor]:
     """Rows of each padded pass of an update: consecutive rows of a mini-batch."""
     # Fewer rows for long sequences, so that a rectangle has at most PADDED_PASS_TOKENS tokens.
     size = max(1, min(PADDED_PASS_ROWS, PADDED_PASS_TOKENS // batch.tokens.shape[1]))
-    for rows in split_mini_batches(order_length_stratified(batch.lengths), MINI_BATCH_SIZE):
+    for rows in order_length_stratified(batch.lengths).split(MINI_BATCH_SIZE):
         yield from rows.split(size)
 
 
@@ -87,7 +87,7 @@ def make_packed_passes(batch: Batch) -> PassTensors:
     """The passes of an update as the trainer splits them."""
     zeros = torch.zeros(batch.mask.shape, device=batch.mask.device)
     targets = Targets(zeros, zeros, zeros, None)
-    for rows in split_mini_batches(order_length_stratified(batch.lengths), MINI_BATCH_SIZE):
+    for rows in order_length_stratified(batch.lengths).split(MINI_BATCH_SIZE):
         for pass_inputs in make_weighted_passes(batch, targets, rows, zeros[rows]):
             yield (
                 pass_inputs.batch.tokens,

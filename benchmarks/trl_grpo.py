@@ -27,8 +27,9 @@ from trainable.algo.advantages import grpo
 from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig
 from trainable.config.seeds import make_rng
+from trainable.models.interface import PassSettings
 from trainable.models.load import find_model, load_policy
-from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.models.qwen2 import Qwen2
 from trainable.ppo.update import ActorUpdate, Targets
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.compiled_sampler import CompiledSampler

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from trainable.models import packing
+from trainable.models.interface import PassSettings
 from trainable.models.packing import attend_by_length, causal_attention, pack_rows
-from trainable.models.qwen2 import PassSettings
 
 pytestmark = [
     pytest.mark.gpu,

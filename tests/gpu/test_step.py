@@ -15,8 +15,9 @@ from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.algo.vocabulary import compute_token_statistics
 from trainable.diagnostics.cross_scores import compute_cross_scores
+from trainable.models.interface import PassSettings
 from trainable.models.load import make_frozen_copy
-from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.models.qwen2 import Qwen2
 from trainable.ppo.filtering import filter_episodes
 from trainable.ppo.phases import PhaseTimer
 from trainable.ppo.schedule import plan_step

@@ -58,23 +58,21 @@ class HostSwap:
                 tensor.data = torch.empty_like(buffer, device=self._device).copy_(buffer, non_blocking=True)
 
     def _move_out(self) -> None:
+        is_cuda = self._device.type == "cuda"
         for tensor in self._list_tensors():
             if self._is_out(tensor):
                 continue
             buffer = self._buffers.get(tensor)
+            is_new = buffer is None
             if buffer is None:
-                buffer = self._buffers[tensor] = self._make_buffer(tensor)
-                buffer.copy_(tensor.detach(), non_blocking=True)
-            elif self._has_changed:
+                buffer = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=is_cuda)
+                self._buffers[tensor] = buffer
+            if is_new or self._has_changed:
                 buffer.copy_(tensor.detach(), non_blocking=True)
             tensor.data = buffer
         self._has_changed = False
-        if self._device.type == "cuda":
+        if is_cuda:
             torch.cuda.synchronize(self._device)  # from here on, the host may read the buffers
-
-    def _make_buffer(self, tensor: Tensor) -> Tensor:
-        pins = self._device.type == "cuda"
-        return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pins)
 
     def _is_out(self, tensor: Tensor) -> bool:
         buffer = self._buffers.get(tensor)

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from trainable.backend.adamw import make_adamw
-from trainable.backend.torch_backend import Backend, TorchBackend
+from trainable.backend.torch_backend import Backend, TorchBackend, make_adamw
 from trainable.backend.world import DistributedWorld, World
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import OptimConfig

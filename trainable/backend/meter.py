@@ -1,6 +1,6 @@
 """Sums over the mini-batches and tokens of one update, and the means that become columns of the step's row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,13 +23,11 @@ class Meter:
     optimizer_steps: int = 0
     skipped_steps: int = 0
     tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self.step_sums: dict[str, Tensor | float] = {}
-        self.token_sums: dict[str, Tensor | float] = {}
-        self.grad_norm_sums: dict[str, Tensor | float] = {}
-        self.nonfinite_names: list[str] = []
-        self._mini_batch_losses: list[tuple[str, Tensor]] = []
+    step_sums: dict[str, Tensor | float] = field(default_factory=dict)
+    token_sums: dict[str, Tensor | float] = field(default_factory=dict)
+    grad_norm_sums: dict[str, Tensor | float] = field(default_factory=dict)
+    nonfinite_names: list[str] = field(default_factory=list)
+    _mini_batch_losses: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def add(self, tokens: int, loss_terms: dict[str, Tensor], token_sums: dict[str, Tensor]) -> None:
         """Add one pass.
@@ -67,7 +65,8 @@ class Meter:
         if world.size == 1:
             return self
         total = Meter(self.optimizer_steps, self.skipped_steps)
-        self._read_sums()
+        for sums in (self.step_sums, self.token_sums, self.grad_norm_sums):
+            sums |= {name: float(value) for name, value in sums.items()}  # numbers, which other ranks can receive
         for rank_meter in world.all_gather_object(self):
             total.tokens += rank_meter.tokens
             total.nonfinite_names += rank_meter.nonfinite_names
@@ -80,11 +79,6 @@ class Meter:
         # Each rank has the norm of the gradient over all ranks, so norms are not added.
         total.grad_norm_sums = self.grad_norm_sums
         return total
-
-    def _read_sums(self) -> None:
-        """Replace tensors by numbers, which other ranks can receive."""
-        for sums in (self.step_sums, self.token_sums, self.grad_norm_sums):
-            sums |= {name: float(value) for name, value in sums.items()}
 
     def compute_means(self) -> dict[str, float]:
         """Means over mini-batches, over tokens, and of gradient norms over the steps that were applied.

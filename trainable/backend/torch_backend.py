@@ -1,15 +1,18 @@
 """The interface of a backend, which owns the optimizer of some networks, and its implementation in plain torch."""
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
 
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter
 from trainable.backend.world import SINGLE_PROCESS, World
+from trainable.config.sections import OptimConfig
 from trainable.runs.flat_state import (
     check_shapes,
     compute_flat_shapes,
@@ -39,44 +42,71 @@ class Backend(Protocol):
 
         is_last: whether this is the last call before a `step`. DeepSpeed accumulates gradients until then.
         """
-        ...
 
     def step(self, meter: Meter, norm_column: str) -> None:
         """Clip the gradient and step, or skip the step where a loss or the gradient is not finite.
 
         norm_column: column of the gradient norm in `meter`.
         """
-        ...
 
     def gather_weights(self) -> AbstractContextManager[None]:
         """Context in which the run's networks have all of their weights; passes outside of updates need it.
 
         All ranks enter and leave it together. Within it, ranks may make different numbers of passes.
         """
-        ...
 
     def load_for_update(self) -> AbstractContextManager[None]:
         """Context of the optimizer steps of an update: networks and optimizer are on the device. All ranks enter it."""
-        ...
 
     def find_nonfinite_weights(self) -> list[str]:
         """`weight <name>` for every weight that is not finite; the same list on all ranks."""
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Networks and optimizer as tensors by name.
 
         Names and shapes are the same for every backend and number of ranks, so any of them can continue a checkpoint.
         """
-        ...
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
         """Raise ValueError unless `shapes` are those of `state_dict`; nothing is changed."""
-        ...
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the tensors of `state_dict`; every rank reads the same ones from `tensors`, in the same order."""
-        ...
+
+
+class EagerAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW`, with the same numbers, for programs that compile nothing.
+
+    Torch wraps these methods so that its compiler leaves them alone, and the wrappers import the compiler and sympy:
+    1,000 modules, which take longer than the rest of a run's start. Here they are the methods inside the wrappers.
+    """
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+    step = torch.no_grad()(inspect.unwrap(Adam.step))
+
+
+def make_adamw(
+    networks: Iterable[nn.Module],
+    learning_rates: Sequence[float],
+    settings: OptimConfig,
+    optimizer_class: type[torch.optim.AdamW] = EagerAdamW,
+) -> torch.optim.AdamW:
+    """AdamW over the trainable weights, with one parameter group and a constant learning rate per network.
+
+    On a GPU it is the fused kernel, which needs no scratch memory, while the default one needs another copy of the
+    weights. On a CPU the default stays, because the fused kernel rounds otherwise.
+    """
+    weights = [[weight for _, weight in get_trainable_parameters(network)] for network in networks]
+    groups = [
+        {"params": network_weights, "lr": learning_rate}
+        for network_weights, learning_rate in zip(weights, learning_rates, strict=True)
+    ]
+    # None is the default of a device; False would be the slow loop over tensors.
+    is_fused = all(weight.is_cuda for network_weights in weights for weight in network_weights) or None
+    return optimizer_class(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=is_fused)
 
 
 class TorchBackend:
@@ -154,13 +184,7 @@ class TorchBackend:
     def find_nonfinite_weights(self) -> list[str]:
         """Check all networks (see `Backend.find_nonfinite_weights`)."""
         with self.gather_weights():
-            return find_nonfinite_weights(
-                [
-                    (f"{name}.{key}", weight)
-                    for name, network in self.networks.items()
-                    for key, weight in get_trainable_parameters(network)
-                ]
-            )
+            return find_nonfinite_weights(list_named_weights(self.networks))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live tensors: write or clone them before the next step. Swapped ones are on the host."""
@@ -197,6 +221,15 @@ def list_named_parameters(networks: Mapping[str, nn.Module]) -> NamedParameters:
     first_network = next(iter(networks))
     return [
         (key if name == first_network else f"{name}.{key}", weight)
+        for name, network in networks.items()
+        for key, weight in get_trainable_parameters(network)
+    ]
+
+
+def list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """All trained weights, named `<network>.<weight>` as in the reports about weights that are not finite."""
+    return [
+        (f"{name}.{key}", weight)
         for name, network in networks.items()
         for key, weight in get_trainable_parameters(network)
     ]

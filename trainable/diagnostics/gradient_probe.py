@@ -35,7 +35,7 @@ from trainable.backend.meter import Meter
 from trainable.backend.world import World
 from trainable.files.step_phase import STEP_PHASE
 from trainable.ppo.update import ActorUpdate, PassInputs, Targets, make_passes, make_weighted_passes
-from trainable.rollout.batch import Batch, split_mini_batches
+from trainable.rollout.batch import Batch
 from trainable.runs.run import Row
 
 FOLDS = 8
@@ -240,7 +240,7 @@ class _Probe:
         mini_batch_size, micro_batch_size = settings.ppo_mini_batch_size, settings.ppo_micro_batch_size_per_gpu
         norms: dict[str, list[float]] = {}
         losses: dict[str, float] = {}
-        mini_batch_indices = list(split_mini_batches(episode_indices, mini_batch_size))
+        mini_batch_indices = episode_indices.split(mini_batch_size)
         world = self.update.backend.world
         # Rank r measures mini-batches r, r + world.size, ...
         rank_results = world.all_gather_object(

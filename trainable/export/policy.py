@@ -12,8 +12,7 @@ from torch import Tensor
 from trainable.backend.torch_backend import select_below
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
-from trainable.models.fingerprint import check_base, compute_fingerprint
-from trainable.models.load import Policy, load_policy
+from trainable.models.load import Policy, check_base, compute_fingerprint, load_policy
 from trainable.models.lora import iter_hub_weights, make_adapted_policy, make_frozen_base, write_adapters
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.flat_state import check_shapes, compute_flat_shapes, load_flat_state

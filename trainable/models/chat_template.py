@@ -83,17 +83,14 @@ def _find_text_prefix(tokenizer: Tokenizer) -> str:
     # Encoding a text with them and without them shows which ones they are.
     plain_ids = tokenizer.encode("a", add_special_tokens=False).ids
     full_ids = tokenizer.encode("a").ids
-    return "".join(_read_token(tokenizer, number) for number in full_ids[: max(0, _find_start(full_ids, plain_ids))])
+    starts = range(len(full_ids) - len(plain_ids) + 1)
+    start = next((start for start in starts if full_ids[start : start + len(plain_ids)] == plain_ids), 0)
+    return "".join(_read_token(tokenizer, number) for number in full_ids[:start])
 
 
 def _read_token(tokenizer: Tokenizer, token_id: int) -> str:
     token: str | None = tokenizer.id_to_token(token_id)
     return token or ""
-
-
-def _find_start(sequence: Sequence[int], subsequence: Sequence[int]) -> int:
-    starts = range(len(sequence) - len(subsequence) + 1)
-    return next((start for start in starts if list(sequence[start : start + len(subsequence)]) == list(subsequence)), 0)
 
 
 def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callable[[Messages], str]:

@@ -2,13 +2,14 @@
 
 import json
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from trainable.models.interface import HubShape
 
 SUPPORTED_MODELS = (
     "The torch engine runs decoder-only causal LMs of transformers whose logits are a linear head on the last hidden "
@@ -16,42 +17,6 @@ SUPPORTED_MODELS = (
 )
 _GROWING_ROPE = ("dynamic", "longrope")
 """Kinds of rotary positions whose angles depend on the length of the sequence, so a cached key would become wrong."""
-
-
-@dataclass(frozen=True)
-class HubShape:
-    """Sizes of a model (see `trainable.models.interface.Shape`)."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    eos_token_id: int
-    attention_size: int
-    block_weights: tuple[int, int]
-
-
-class Sizes(NamedTuple):
-    """Sizes that determine memory use.
-
-    head_size: channels of one attention head. trunk: elements of each parameter except the head. linear: elements of
-    all linear layers, without a head that is tied to the embedding. matrices: (inputs, outputs) of each linear layer of
-    the trunk.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_size: int
-    vocab_size: int
-    tie_word_embeddings: bool
-    trunk: tuple[int, ...]
-    linear: int
-    matrices: tuple[tuple[int, int], ...]
 
 
 def make_refusal_error(folder: Path, model_name: str, reason: str) -> ValueError:
@@ -109,22 +74,20 @@ def make_shape(causal_lm: Any, folder: Path) -> HubShape:
     """The sizes of a model. Its context length is the largest number of tokens that every layer sees in full."""
     text_config = causal_lm.config.get_text_config()
     head_weight = causal_lm.get_output_embeddings().weight
-    layer_count = int(text_config.num_hidden_layers)
-    attention_size = int(text_config.num_attention_heads * _read_head_dim(text_config))
+    layer_count, head_dim = int(text_config.num_hidden_layers), _read_head_dim(text_config)
+    multiplied_weights = _count_multiplied_weights(
+        causal_lm.base_model, getattr(text_config, "num_experts_per_tok", None)
+    )
     return HubShape(
         vocab_size=head_weight.shape[0],
         hidden_size=head_weight.shape[1],
         num_hidden_layers=layer_count,
         num_key_value_heads=_read_kv_heads(text_config),
-        head_dim=_read_head_dim(text_config),
+        head_dim=head_dim,
         max_position_embeddings=_read_context_length(text_config, folder),
         eos_token_id=_read_eos_token_id(causal_lm, folder),
-        attention_size=attention_size,
-        block_weights=(
-            _count_multiplied_weights(causal_lm.base_model, getattr(text_config, "num_experts_per_tok", None))
-            // layer_count,
-            0,
-        ),
+        attention_size=int(text_config.num_attention_heads * head_dim),
+        block_weights=(multiplied_weights // layer_count, 0),
     )
 
 
@@ -139,8 +102,13 @@ def check_config(folder: Path) -> None:
     make_shape(causal_lm, folder)
 
 
-def read_sizes(folder: Path) -> Sizes:
-    """The sizes that determine memory use, from config.json alone. The numbers of parameters are exact."""
+def read_sizes(folder: Path) -> dict[str, Any]:
+    """The sizes that determine memory use, from config.json alone. The numbers of parameters are exact.
+
+    head_size: channels of one attention head. trunk: elements of each parameter except the head. linear: elements of
+    all linear layers, without a head that is tied to the embedding. matrices: (inputs, outputs) of each linear layer of
+    the trunk.
+    """
     causal_lm = make_empty_model(folder)
     check_parts(causal_lm, folder)
     text_config, head_weight = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings().weight
@@ -153,7 +121,6 @@ def read_sizes(folder: Path) -> Sizes:
         for weight in module.parameters()
         if weight is not head_weight or not is_tied
     }
-    head_count = int(text_config.num_attention_heads)
     # The feed-forward width is intermediate_size in most architectures. In GPT-2 it is n_inner, or 4 x hidden if
     # n_inner is None.
     intermediate_size = (
@@ -161,23 +128,23 @@ def read_sizes(folder: Path) -> Sizes:
         or getattr(text_config, "n_inner", None)
         or 4 * head_weight.shape[1]
     )
-    return Sizes(
-        hidden_size=head_weight.shape[1],
-        intermediate_size=int(intermediate_size),
-        num_hidden_layers=int(text_config.num_hidden_layers),
-        num_attention_heads=head_count,
-        num_key_value_heads=_read_kv_heads(text_config),
-        head_size=_read_head_dim(text_config),
-        vocab_size=head_weight.shape[0],
-        tie_word_embeddings=is_tied,
-        trunk=tuple(weight.numel() for weight in causal_lm.base_model.parameters()),
-        linear=sum(linear_sizes.values()),
-        matrices=tuple(
+    return {
+        "hidden_size": head_weight.shape[1],
+        "intermediate_size": int(intermediate_size),
+        "num_hidden_layers": int(text_config.num_hidden_layers),
+        "num_attention_heads": int(text_config.num_attention_heads),
+        "num_key_value_heads": _read_kv_heads(text_config),
+        "head_size": _read_head_dim(text_config),
+        "vocab_size": head_weight.shape[0],
+        "tie_word_embeddings": is_tied,
+        "trunk": tuple(weight.numel() for weight in causal_lm.base_model.parameters()),
+        "linear": sum(linear_sizes.values()),
+        "matrices": tuple(
             (module.in_features, module.out_features)
             for module in causal_lm.base_model.modules()
             if isinstance(module, nn.Linear)
         ),
-    )
+    }
 
 
 def _format_name(config: Any) -> str:

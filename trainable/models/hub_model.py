@@ -6,7 +6,7 @@ and our own cache to it. When a model is loaded, the results are checked against
 
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from trainable.models.hub_config import HubShape, check_parts, make_refusal_error, make_shape, read_config
+from trainable.models.hub_config import check_parts, make_refusal_error, make_shape, read_config
+from trainable.models.interface import HubShape, LanguageHead, LanguageModel, Trunk
 from trainable.models.kv_cache import KVCache
-from trainable.models.qwen2 import LanguageHead, PassSettings, ValueHead
 from trainable.runs.failures import is_out_of_memory
 
 
@@ -52,13 +52,14 @@ class _ReadOnlyCache(_AppendCache):
         )
 
 
-class HubTrunk(nn.Module):
+class HubTrunk(Trunk):
     """The base model of an architecture (see `trainable.models.interface.Trunk`)."""
 
+    needs_padding = True
+    """Rows are padded to a rectangle."""
+
     def __init__(self, base: Any, shape: HubShape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.pass_settings = PassSettings()
+        super().__init__(shape)
         self.base = base.eval()
         # transformers 5.24 renamed the argument, model by model; the old name gives a warning there.
         arguments = inspect.signature(base.forward).parameters
@@ -71,21 +72,10 @@ class HubTrunk(nn.Module):
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
     @property
-    def embed_tokens(self) -> nn.Embedding:
+    def embed_tokens(self) -> nn.Embedding:  # type: ignore[override]  # an attribute would give its weight two names
         """The token embedding table."""
         table: nn.Embedding = self.base.get_input_embeddings()
         return table
-
-    @property
-    def needs_padding(self) -> bool:
-        """True: rows are padded to a rectangle."""
-        return True
-
-    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The autocast context of every pass; none if passes compute in the type of the weights."""
-        dtype = self.pass_settings.dtype
-        # A pass uses each weight once, so a cache of casts would only take memory.
-        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode, even if a wrapper such as DeepSpeed calls this: no dropout, and caches work."""
@@ -104,17 +94,13 @@ class HubTrunk(nn.Module):
 
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Hidden states (N, hidden) at `flat_positions` (N,) of right-padded sequences `tokens` (B, T)."""
-        with self._enable_recompute(), self._autocast(tokens.device):
+        with self._enable_recompute(), self.pass_settings.autocast(tokens.device):
             hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1)[flat_positions].to(self._get_output_dtype(hidden))
 
     def _get_output_dtype(self, hidden: Tensor) -> torch.dtype:
         """The type of returned states: that of the passes; for float32 passes that of `hidden`, which may be wider."""
         return hidden.dtype if self.pass_settings.dtype == torch.float32 else self.pass_settings.dtype
-
-    def make_cache(self, rows: int, slots: int) -> KVCache:
-        """An empty cache of `rows` rows with `slots` slots each."""
-        return KVCache(rows, slots, self.embed_tokens.weight)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens (see `trainable.models.interface.Trunk.extend`)."""
@@ -137,7 +123,7 @@ class HubTrunk(nn.Module):
 
     def _forward_cached(self, tokens: Tensor, positions: Tensor, bias: Tensor, cache_view: _AppendCache) -> Tensor:
         """Hidden states (B, q, hidden) of tokens (B, q) over a cache, under `bias` (B, q, used + q)."""
-        with self._autocast(tokens.device):
+        with self.pass_settings.autocast(tokens.device):
             hidden: Tensor = self.base(
                 input_ids=tokens,
                 position_ids=positions,
@@ -148,7 +134,7 @@ class HubTrunk(nn.Module):
         return hidden.to(self._get_output_dtype(hidden))
 
 
-class HubModel(nn.Module):
+class HubModel(LanguageModel):
     """Trunk and language-model head (see `trainable.models.interface.LanguageModel`) of a transformers model.
 
     causal_lm: the model, whose weights are shared. file_names: the names of the weights in the model's files.
@@ -171,21 +157,6 @@ class HubModel(nn.Module):
     def to_hub_name(self, name: str) -> str:
         """The name of the weight `name` in the model's files; a tied head has its own name."""
         return self._hub_names[name]
-
-
-class HubValueModel(nn.Module):
-    """The critic: a trunk with a value head."""
-
-    def __init__(self, trunk: HubTrunk) -> None:
-        super().__init__()
-        self.shape = trunk.shape
-        self.model = trunk
-        self.score = ValueHead(trunk.shape.hidden_size, out_features=1)
-
-    def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
-        values: Tensor = self.score(self.model.compute_hidden_states(tokens, flat_positions))
-        return values.squeeze(-1)
 
 
 def _map_hub_names(causal_lm: Any, model: HubModel, file_names: set[str]) -> dict[str, str]:
@@ -287,7 +258,8 @@ def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
                 "its logits differ from the output of its head: they are capped or scaled afterwards",
             )
         for name, actual, expected in _run_routes(model, tokens, expected_hidden):
-            if not _is_close(actual, expected):
+            is_close = (actual - expected).abs().max() <= TOLERANCE * expected.abs().max()
+            if not is_close:  # nor where a number is not finite
                 raise make_refusal_error(
                     folder, model_name, f"{name} does not give the hidden states of its own forward"
                 )
@@ -354,8 +326,3 @@ def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Ite
     yield "scoring a tree after a cache", tree_hidden[0, [0, 2]], expected_hidden[0, 4:6]
     next_hidden = trunk.extend(tokens[rows, lengths][:, None], lengths[:, None], valid[:, -1:], cache)
     yield "appending to a cache", next_hidden, expected_hidden[rows, lengths]
-
-
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether the tensors differ by at most `TOLERANCE` of the largest entry. Non-finite numbers never agree."""
-    return bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())

@@ -1,70 +1,95 @@
 """The interface of a causal language model that sampling, training and scoring use, for any architecture.
 
-Two classes implement it: `trainable.models.qwen2.Qwen2`, written for these uses, and
-`trainable.models.hub_model.HubModel`, a wrapper around any other architecture of transformers.
+Two classes extend `LanguageModel`: `trainable.models.qwen2.Qwen2`, written for these uses, and
+`trainable.models.hub_model.HubModel`, a wrapper around any other architecture of transformers. Their heads and the
+critic are the same.
 """
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from trainable.algo.vocabulary import compute_logits
 from trainable.models.kv_cache import KVCache
-from trainable.models.qwen2 import LanguageHead, PassSettings
+from trainable.models.qwen2_shape import Qwen2Shape
 
 
-class Shape(Protocol):
-    """Sizes of a model.
+@dataclass(frozen=True)
+class HubShape:
+    """Sizes of a model that transformers runs.
 
     max_position_embeddings: maximum tokens per conversation. eos_token_id: the end-of-text token. attention_size:
     channels of all query heads. block_weights: numbers of weights that one block multiplies a token with, before its
     attention and after it. The last block computes the second part only at requested positions.
     """
 
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_hidden_layers(self) -> int: ...  # noqa: D102
-    @property
-    def num_key_value_heads(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
-    @property
-    def max_position_embeddings(self) -> int: ...  # noqa: D102
-    @property
-    def eos_token_id(self) -> int: ...  # noqa: D102
-    @property
-    def attention_size(self) -> int: ...  # noqa: D102
-    @property
-    def block_weights(self) -> tuple[int, int]: ...  # noqa: D102
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    eos_token_id: int
+    attention_size: int
+    block_weights: tuple[int, int]
 
 
-class Trunk(Protocol):
+Shape = Qwen2Shape | HubShape
+"""Sizes of a model."""
+
+
+class PassSettings(NamedTuple):
+    """How a network's passes are computed; its weights are float32 in any case.
+
+    dtype: type of matrix products. In half precision (torch.autocast), residuals, norms and rotary positions stay
+    float32.
+    recompute: gradient checkpointing, which keeps only the input of each block and runs the block again in the backward
+    pass. compiled: blocks of whole sequences in compiled code, for float32 on the CPU without `recompute`.
+    float32_logits: whether logits of half-precision states are float32 (see `compute_logits`).
+    """
+
+    dtype: torch.dtype = torch.float32
+    recompute: bool = False
+    compiled: bool = False
+    float32_logits: bool = False
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """The autocast context of every pass; none if passes compute in the type of the weights."""
+        # A pass uses each weight once, so a cache of casts would only take memory.
+        is_float32 = self.dtype == torch.float32
+        return nullcontext() if is_float32 else torch.autocast(device.type, self.dtype, cache_enabled=False)
+
+
+class Trunk(nn.Module):
     """Tokens to hidden states, which are in the type of `pass_settings`."""
 
-    pass_settings: PassSettings
+    needs_padding: bool
+    """Whether `compute_hidden_states` pads every row of a pass to the longest one."""
+    embed_tokens: nn.Embedding
 
-    @property
-    def needs_padding(self) -> bool:
-        """Whether `compute_hidden_states` pads every row of a pass to the longest one."""
-        ...
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape, self.pass_settings = shape, PassSettings()
 
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Hidden states (N, hidden) at `flat_positions` (N,) of right-padded sequences `tokens` (B, T)."""
-        ...
+        raise NotImplementedError
 
     def make_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache of `rows` rows with `slots` slots each."""
-        ...
+        return KVCache(rows, slots, self.embed_tokens.weight)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens (B, q) to the cache's first B rows; hidden states (B, hidden) of the last ones.
 
-        positions, valid: (B, q); fillers (valid False) are on the left.
+        positions, valid: (B, q); fillers (valid False) are on the left. Rows beyond the first B get a filler.
         """
-        ...
+        raise NotImplementedError
 
     def forward_tree(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
@@ -74,44 +99,57 @@ class Trunk(Protocol):
         depths: (F,), 0 for a token right after the row. tree_mask: (F, F) bool, True in the columns of a token and of
         its ancestors. lengths: (B,) tokens per row.
         """
-        ...
+        raise NotImplementedError
 
 
-class LanguageModel(Protocol):
+class LanguageHead(nn.Linear):
+    """Hidden states to the vocabulary, in the type of the hidden states or in float32."""
+
+    float32_logits = False
+    """Whether logits of half-precision states are float32 (`model.head_dtype`)."""
+
+    def forward(self, hidden: Tensor, head_function: Callable[..., Any] | None = None) -> Any:
+        """Logits (..., V) of `hidden` (..., h).
+
+        With `head_function`, its result for (hidden, weight, float32_logits) instead: a function can work in chunks,
+        without all logits in memory at once.
+        """
+        return (head_function or compute_logits)(hidden, self.weight, float32_logits=self.float32_logits)
+
+
+class LanguageModel(nn.Module):
     """A trunk and a head that maps its hidden states to logits."""
 
-    @property
-    def shape(self) -> Shape:
-        """The model's sizes."""
-        ...
-
-    @property
-    def model(self) -> Trunk:
-        """All but the head."""
-        ...
-
-    @property
-    def lm_head(self) -> LanguageHead:
-        """Hidden states to logits."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters; a tied head is the embedding, named once."""
-        ...
+    shape: Shape
+    model: Trunk
+    """All but the head."""
+    lm_head: LanguageHead
 
     def to_hub_name(self, name: str) -> str:
         """The name of the weight `name` in the hub's files; a tied head has its own name."""
-        ...
+        return name
+
+    def to_module_name(self, name: str) -> str:
+        """The name that transformers gives to the module `name` of the trunk."""
+        return name
 
 
-class Critic(Protocol):
-    """A trunk with a value head."""
+class ValueHead(nn.Linear):
+    """Hidden states to one value each, in float32. This costs almost nothing, while bfloat16 would round the values."""
 
-    @property
-    def model(self) -> Trunk:
-        """All but the head."""
-        ...
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values (..., 1) of `hidden` (..., h)."""
+        return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+
+
+class ValueModel(nn.Module):
+    """The critic: a trunk with a value head."""
+
+    def __init__(self, trunk: Trunk) -> None:
+        super().__init__()
+        self.shape, self.model = trunk.shape, trunk
+        self.score = ValueHead(trunk.shape.hidden_size, out_features=1)
 
     def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
-        ...
+        return self.score(self.model.compute_hidden_states(tokens, flat_positions)).squeeze(-1)

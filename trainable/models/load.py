@@ -1,5 +1,6 @@
 """Load a policy (model, tokenizer, chat format) from disk or the hub cache, and make a critic or reference from it."""
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,14 +23,12 @@ from trainable.config.sections import ModelConfig
 from trainable.envs.chat import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
 from trainable.models.codec import Codec
-from trainable.models.qwen2 import PassSettings, Qwen2, Qwen2Trunk, ValueHead, ValueModel
+from trainable.models.interface import LanguageModel, PassSettings, Trunk, ValueModel
+from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, is_made
 
-if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
-    from trainable.models.hub_model import HubModel, HubValueModel
-
-M = TypeVar("M", bound="Qwen2 | HubModel")
+M = TypeVar("M", bound=LanguageModel)
 DEFAULT_PASS_SETTINGS = PassSettings()
 
 
@@ -37,7 +36,7 @@ DEFAULT_PASS_SETTINGS = PassSettings()
 class Policy:
     """A language model with its tokenizer, the folder of its files and its chat format."""
 
-    model: "Qwen2 | HubModel"
+    model: LanguageModel
     tokenizer: Tokenizer
     folder: Path
     chat_format: ChatFormat = CHATML
@@ -113,16 +112,12 @@ def load_policy(
     """
     folder = find_model(path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = _load_qwen2(folder) if _is_plain_qwen2(folder) else _load_hub_model(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model = _load_qwen2(folder) if is_plain_qwen2(config) else _load_hub_model(folder)
     model.model.pass_settings = pass_settings
     model.lm_head.float32_logits = pass_settings.float32_logits
     chat = read_chat_format(folder, tokenizer, model.shape.eos_token_id, format_name)
     return Policy(model.to(device), tokenizer, folder, chat)
-
-
-def _is_plain_qwen2(folder: Path) -> bool:
-    """Whether our own implementation can run the model in `folder`."""
-    return is_plain_qwen2(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def _load_qwen2(folder: Path) -> Qwen2:
@@ -138,7 +133,7 @@ def _load_qwen2(folder: Path) -> Qwen2:
     return model
 
 
-def _load_hub_model(folder: Path) -> "HubModel":
+def _load_hub_model(folder: Path) -> LanguageModel:
     from trainable.models.hub_model import load_hub_model
 
     names: list[str] = []
@@ -167,32 +162,62 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> "ValueModel | HubValueModel":
-    """A critic: a copy of the policy's trunk with its pass settings, and a new value head (`init_value_head`)."""
-    critic = make_value_model(policy.model, deepcopy(policy.model.model), device)
-    init_value_head(critic.score, rng)
-    return critic.to(device)
+def compute_fingerprint(folder: Path) -> str:
+    """SHA-256 of the weight files of the model in `folder`.
+
+    A checkpoint contains it where frozen weights are no part of it: those under adapters, and those of a teacher.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
-@torch.no_grad()
-def init_value_head(head: ValueHead, rng: np.random.Generator) -> None:
-    """Draw the weights of a value head from a normal distribution with std 0.02, and set its bias to 0."""
-    head.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, head.weight.shape)))
-    head.bias.zero_()
+def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
+    """ValueError if the adapters of a checkpoint were trained over another base than that of this run.
+
+    checkpoint_base, run_base: fingerprints of the base; None without adapters.
+    """
+    _check_equal(checkpoint_base, run_base, "adapters of the base", "no adapters", "type the same model.")
 
 
-def make_value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.device) -> "ValueModel | HubValueModel":
-    """A critic of the same architecture as `model`, with `trunk` as its trunk and an uninitialized head."""
-    if isinstance(model, Qwen2):
-        with torch.device("meta"):  # the trunk that the constructor makes is replaced below, so it takes no memory
-            critic = ValueModel(model.shape)
-        critic.model = cast(Qwen2Trunk, trunk)
-        for name, weight in list(critic.score.named_parameters()):  # `to_empty` would import sympy
-            setattr(critic.score, name, nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device=device)))
-        return critic
-    from trainable.models.hub_model import HubTrunk, HubValueModel
+def check_reference(checkpoint_reference: str | None, run_reference: str | None) -> None:
+    """ValueError if a checkpoint was trained with another model at model.reference_path than this run loads.
 
-    return HubValueModel(cast(HubTrunk, trunk)).to(device)
+    checkpoint_reference, run_reference: fingerprints of that model; None without one.
+    """
+    _check_equal(
+        checkpoint_reference,
+        run_reference,
+        "the reference",
+        "no reference of its own",
+        "put back the model that model.reference_path named, or start the run again.",
+    )
+
+
+def _check_equal(checkpoint: str | None, run: str | None, name: str, none_name: str, advice: str) -> None:
+    """ValueError that ends with `advice` if two fingerprints differ; none_name: what a run without one has."""
+    if checkpoint != run:
+        checkpoint_text, run_text = (
+            none_name if fingerprint is None else f"{name} {fingerprint[:12]}" for fingerprint in (checkpoint, run)
+        )
+        raise ValueError(f"it has {checkpoint_text}, and this run has {run_text} (SHA-256 of its weights); {advice}")
+
+
+def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> ValueModel:
+    """A critic on `device`: a copy of the policy's trunk with its pass settings, and a new value head."""
+    return make_value_model(deepcopy(policy.model.model), rng, device).to(device)
+
+
+def make_value_model(trunk: Trunk, rng: np.random.Generator, device: torch.device) -> ValueModel:
+    """A critic with `trunk`, and a head on `device`: weights from a normal distribution with std 0.02, and bias 0."""
+    with torch.device("meta"):  # the weights of the head are replaced below
+        critic = ValueModel(trunk)
+    weight = torch.from_numpy(rng.normal(0.0, 0.02, critic.score.weight.shape))
+    critic.score.weight = nn.Parameter(weight.to(device, torch.float32))
+    critic.score.bias = nn.Parameter(torch.zeros(1, device=device))
+    return critic
 
 
 def make_codec(tokenizer: Tokenizer) -> Codec:

@@ -11,7 +11,7 @@ arXiv:2106.09685. The adapters are peft's.
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,14 +21,10 @@ from torch import Tensor, nn
 from trainable.config.model_limits import FOUR_BIT_BLOCK, find_four_bit_obstacle
 from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import LINEAR_LAYERS
-from trainable.models.load import freeze, init_value_head, make_value_model
-from trainable.models.qwen2 import Qwen2, Qwen2Trunk, ValueModel
-
-if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
-    from trainable.models.hub_model import HubModel, HubTrunk, HubValueModel
+from trainable.models.interface import LanguageModel
+from trainable.models.load import M, freeze
 
 N = TypeVar("N", bound=nn.Module)
-M = TypeVar("M", bound="Qwen2 | HubModel")
 ADAPTER_NAME = "default"
 """peft's default name of an adapter. Here no layer has more than one."""
 
@@ -81,24 +77,17 @@ class FourBitLinear(nn.Linear):
         return cast(Tensor, dequantize_4bit(self.weight.data, cast(Any, self.weight).quant_state)).float()
 
 
-def quantize_layers(trunk: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace every linear layer of `trunk` by one with its weight in 4 bits, on `device`. Passes compute in `dtype`.
-
-    Raises ValueError where `find_four_bit_obstacle` finds one.
-    """
-    for module in list(trunk.modules()):
-        for name, layer in list(module.named_children()):
-            if isinstance(layer, nn.Linear):
-                setattr(module, name, FourBitLinear(layer, dtype, device))
-
-
 def make_frozen_base(model: M, settings: ModelConfig, device: torch.device) -> M:
     """Freeze `model` in place and return it; with model.load_in_4bit the linear layers of its trunk are quantized.
 
-    device: where it will be used; layers in 4 bits are there already. Raises ValueError as `quantize_layers` does.
+    device: where it will be used; layers in 4 bits are there already. Raises ValueError where `find_four_bit_obstacle`
+    finds one.
     """
     if settings.load_in_4bit:
-        quantize_layers(model.model, model.model.pass_settings.dtype, device)
+        for module in list(model.model.modules()):
+            for name, layer in list(module.named_children()):
+                if isinstance(layer, nn.Linear):
+                    setattr(module, name, FourBitLinear(layer, model.model.pass_settings.dtype, device))
     return freeze(model)
 
 
@@ -115,16 +104,7 @@ def make_adapted_policy(base: M, settings: ModelConfig, rng: np.random.Generator
     return model
 
 
-def make_shared_critic(
-    base: "Qwen2 | HubModel", rng: np.random.Generator, device: torch.device
-) -> "ValueModel | HubValueModel":
-    """A critic whose trunk shares the frozen tensors of `base`; its head is drawn from `rng`."""
-    critic = make_value_model(base, share_parameters(base.model), device)
-    init_value_head(critic.score, rng)
-    return critic
-
-
-def add_adapters(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Generator) -> None:
+def add_adapters(trunk: nn.Module, settings: ModelConfig, rng: np.random.Generator) -> None:
     """Add adapters to the linear layers of `trunk` named in settings.lora_target_modules and freeze everything else.
 
     A is drawn from U(-1/sqrt(in), 1/sqrt(in)). This is peft's distribution, but the numbers come from `rng`, so that
@@ -147,7 +127,7 @@ def add_adapters(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.
             weight.copy_(torch.from_numpy(rng.uniform(-1.0, 1.0, weight.shape) / weight.shape[1] ** 0.5))
 
 
-def _find_target_layers(trunk: "Qwen2Trunk | HubTrunk", target_modules: str | tuple[str, ...]) -> list[str]:
+def _find_target_layers(trunk: nn.Module, target_modules: str | tuple[str, ...]) -> list[str]:
     """Full names of the linear layers to adapt. `all-linear` means all linear layers of the trunk, without the head."""
     linear_names = [name for name, module in trunk.named_modules() if isinstance(module, nn.Linear)]
     if not linear_names:
@@ -193,7 +173,7 @@ def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def iter_hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
+def iter_hub_weights(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) for every weight, under its name in the hub's files and with adapters merged.
 
     A tied head is included under its own name.
@@ -201,8 +181,8 @@ def iter_hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
     return ((model.to_hub_name(name), weight) for name, weight in iter_merged_weights(model))
 
 
-def get_base_weights(model: "Qwen2 | HubModel") -> dict[str, Tensor]:
-    """The model's own tensors under the names that `iter_hub_weights` yields: those of adapted layers without them."""
+def get_base_weights(model: LanguageModel) -> dict[str, Tensor]:
+    """The model's own tensors under the names that `iter_hub_weights` yields; nothing is merged or computed."""
     return {
         model.to_hub_name(name.replace(".base_layer.", ".")): weight
         for name, weight in model.state_dict().items()
@@ -210,24 +190,20 @@ def get_base_weights(model: "Qwen2 | HubModel") -> dict[str, Tensor]:
     }
 
 
-def list_weight_names(model: "Qwen2 | HubModel") -> set[str]:
-    """The names that `iter_hub_weights` yields, without computing any weight."""
-    return set(get_base_weights(model))
-
-
-def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Path) -> None:
+def write_adapters(policy: LanguageModel, settings: ModelConfig, folder: Path) -> None:
     """Write the adapters of `policy` in peft's format, which `peft.PeftModel.from_pretrained(model, folder)` reads."""
     from peft import LoraConfig
 
     layers = find_adapters(policy)
     weights = {
-        f"base_model.model.{policy.to_module_name(name)}.{part}.weight": getattr(layer, part)[ADAPTER_NAME].weight
+        f"base_model.model.{policy.to_module_name(name)}.{matrix}.weight": (
+            getattr(layer, matrix)[ADAPTER_NAME].weight.detach().cpu().contiguous()
+        )
         for name, layer in layers
-        for part in ("lora_A", "lora_B")
+        for matrix in ("lora_A", "lora_B")
     }
     folder.mkdir(parents=True, exist_ok=True)
-    cpu_weights = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file(cpu_weights, folder / "adapter_model.safetensors")
+    save_file(weights, folder / "adapter_model.safetensors")
     LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,

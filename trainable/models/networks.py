@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,13 +10,18 @@ from torch import nn
 from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
-from trainable.models.fingerprint import compute_fingerprint
-from trainable.models.load import Policy, freeze, load_policy, make_critic, make_frozen_copy, make_pass_settings
-from trainable.models.lora import add_adapters, make_adapted_policy, make_frozen_base, make_shared_critic
-from trainable.models.qwen2 import Qwen2, ValueModel
-
-if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
-    from trainable.models.hub_model import HubModel, HubValueModel
+from trainable.models.interface import LanguageModel, ValueModel
+from trainable.models.load import (
+    Policy,
+    compute_fingerprint,
+    freeze,
+    load_policy,
+    make_critic,
+    make_frozen_copy,
+    make_pass_settings,
+    make_value_model,
+)
+from trainable.models.lora import add_adapters, make_adapted_policy, make_frozen_base, share_parameters
 
 
 class Networks(NamedTuple):
@@ -31,8 +36,8 @@ class Networks(NamedTuple):
     """
 
     policy: Policy
-    reference: "Qwen2 | HubModel | None"
-    critic: "ValueModel | HubValueModel | None"
+    reference: LanguageModel | None
+    critic: ValueModel | None
     value_head: nn.Module | None
     has_own_reference: bool
     base_fingerprint: str | None
@@ -47,46 +52,37 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
 
     Raises ValueError if a model cannot be used, or if the reference has another vocabulary than the policy.
     """
-    trained_device = trained_device or device
+    trained_device, settings = trained_device or device, config.model
     # The base of adapters is cast or quantized before it is moved, since a GPU may have no room for it in float32.
-    load_device = torch.device("cpu") if config.model.lora_rank else trained_device
-    policy = load_policy(config.model.path, load_device, make_pass_settings(config.model), config.model.chat_format)
-    if config.model.lora_rank:
-        return _make_lora_networks(config, policy, device)
-    reference, fingerprint = _make_reference(config, policy, device)
-    critic = make_critic(policy, make_rng(config.seed, "critic"), trained_device) if _needs_critic(config) else None
+    load_device = torch.device("cpu") if settings.lora_rank else trained_device
+    policy = load_policy(settings.path, load_device, make_pass_settings(settings), settings.chat_format)
+    model = policy.model
+    if settings.lora_rank:
+        make_frozen_base(policy.model, settings, device).to(device)
+        model = make_adapted_policy(policy.model, settings, make_rng(config.seed, "adapters", 0))
+    reference, reference_fingerprint = _make_reference(config, policy, device)
+    critic: ValueModel | None = None
+    if config.algorithm.estimator.needs_critic:
+        rng = make_rng(config.seed, "critic")
+        if not settings.lora_rank:
+            critic = make_critic(policy, rng, trained_device)
+        else:  # adapters of its own, over the same base
+            critic = make_value_model(share_parameters(policy.model.model), rng, device)
+            if not config.critic.shared_trunk:
+                add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
+    value_head = critic.score if critic is not None and config.critic.shared_trunk else None
     return Networks(
-        policy,
-        reference,
-        *_split_critic(config, critic),
-        has_own_reference=reference is not None,
-        base_fingerprint=None,
-        reference_fingerprint=fingerprint,
-    )
-
-
-def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device) -> Networks:
-    """Policy and critic with separate adapters over one frozen base, which can be the reference, too."""
-    settings = config.model
-    base = make_frozen_base(policy.model, settings, device).to(device)
-    model = make_adapted_policy(base, settings, make_rng(config.seed, "adapters", 0))
-    critic = make_shared_critic(base, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
-    if critic is not None and not config.critic.shared_trunk:
-        add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
-    reference, fingerprint = _make_reference(config, policy, device)
-    return Networks(
-        replace(policy, model=model),
-        reference,
-        *_split_critic(config, critic),
+        policy=replace(policy, model=model),
+        reference=reference,
+        critic=critic if value_head is None else None,
+        value_head=value_head,
         has_own_reference=reference is not None and reference is not policy.model,
-        base_fingerprint=compute_fingerprint(policy.folder),
-        reference_fingerprint=fingerprint,
+        base_fingerprint=compute_fingerprint(policy.folder) if settings.lora_rank else None,
+        reference_fingerprint=reference_fingerprint,
     )
 
 
-def _make_reference(
-    config: RunConfig, policy: Policy, device: torch.device
-) -> tuple["Qwen2 | HubModel | None", str | None]:
+def _make_reference(config: RunConfig, policy: Policy, device: torch.device) -> tuple[LanguageModel | None, str | None]:
     """The frozen reference, and the fingerprint of its weights if it is a model of its own, otherwise None.
 
     The reference is the untrained policy or the model at model.reference_path; None if no KL is needed. policy: the
@@ -125,14 +121,3 @@ def _check_own_reference(config: RunConfig, policy: Policy, reference: Policy) -
             f"{name} has a context of {shape.max_position_embeddings} tokens, and conversations may have {context}: "
             f"set rollout.max_model_len={shape.max_position_embeddings}"
         )
-
-
-def _split_critic(
-    config: RunConfig, critic: "ValueModel | HubValueModel | None"
-) -> tuple["ValueModel | HubValueModel | None", nn.Module | None]:
-    """(critic, None), or with critic.shared_trunk (None, its head), which shares the trunk of the policy."""
-    return (None, critic.score) if critic is not None and config.critic.shared_trunk else (critic, None)
-
-
-def _needs_critic(config: RunConfig) -> bool:
-    return config.algorithm.estimator.needs_critic

@@ -61,7 +61,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Ten
 
     q: (N, heads, D). k, v: (N, kv_heads, D), kv_heads dividing heads.
     """
-    return (_attend_varlen if _can_use_varlen(q) else attend_by_length)(q, k, v, packed)
+    if not _can_use_varlen(q):
+        return attend_by_length(q, k, v, packed)
+    varlen_attn: Any = _import_varlen_attn()
+    starts, max_length = packed.cu_seqlens, packed.length_groups[-1][1]
+    attention_output: Tensor = varlen_attn(
+        q, k, v, starts, starts, max_length, max_length, window_size=(-1, 0), enable_gqa=True
+    )
+    return attention_output.flatten(1)
 
 
 def _can_use_varlen(q: Tensor) -> bool:
@@ -81,17 +88,6 @@ def _import_varlen_attn() -> Callable[..., Any] | None:
     except ImportError:  # torch before 2.10
         return None
     return varlen_attn if "enable_gqa" in signature(varlen_attn).parameters else None  # from torch 2.12 on
-
-
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tensor:
-    """`causal_attention` in one call of torch's kernel."""
-    cu_seqlens, max_length, varlen_attn = packed.cu_seqlens, packed.length_groups[-1][1], _import_varlen_attn()
-    assert varlen_attn is not None
-    attention_output = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, window_size=(-1, 0), enable_gqa=True
-    )
-    assert isinstance(attention_output, Tensor)
-    return attention_output.flatten(1)
 
 
 def attend_by_length(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tensor:

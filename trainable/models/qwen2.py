@@ -4,8 +4,7 @@
 `extend` grows a key-value cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainable.algo.vocabulary import compute_logits
 from trainable.config.model_limits import find_size_obstacle
+from trainable.models.interface import LanguageHead, LanguageModel, Trunk
 from trainable.models.kv_cache import KVCache
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
 from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
@@ -22,22 +21,6 @@ from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
 MAX_COMPILED_LENGTH = 1024
 """Tokens of the longest sequence of a compiled pass: its attention has all scores of a sequence in memory. Torch runs
 passes with longer ones."""
-
-
-class PassSettings(NamedTuple):
-    """How a network's passes are computed; its weights are float32 in any case.
-
-    dtype: type of matrix products. In half precision (torch.autocast), residuals, norms and rotary positions stay
-    float32.
-    recompute: gradient checkpointing, which keeps only the input of each block and runs the block again in the backward
-    pass. compiled: blocks of whole sequences in compiled code, for float32 on the CPU without `recompute`.
-    float32_logits: whether logits of half-precision states are float32 (see `compute_logits`).
-    """
-
-    dtype: torch.dtype = torch.float32
-    recompute: bool = False
-    compiled: bool = False
-    float32_logits: bool = False
 
 
 class RMSNorm(nn.Module):
@@ -54,6 +37,12 @@ class RMSNorm(nn.Module):
         # Several matrix products read this output. Autocast would cast it for each of them, so it is cast once here.
         device_type = x.device.type
         return output.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else output
+
+
+def compute_rotary_halves(positions: int, shape: Qwen2Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines (positions, head_dim / 2) for compiled code: the two halves of a head have the same angles."""
+    cos, sin = (table[:, : shape.head_dim // 2].numpy() for table in compute_rotary(torch.arange(positions), shape))
+    return np.ascontiguousarray(cos), np.ascontiguousarray(sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -88,10 +77,6 @@ class Attention(nn.Module):
         """Queries `(B, heads, T, D)`, keys and values `(B, kv_heads, T, D)` of `x` (B, T, hidden)."""
         q, k, v = self.project_heads(x, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-    def attend_causal(self, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows) -> Tensor:
-        """Causal attention over the rows of a stream `x` (N, hidden), before the output projection: `(N, hidden)`."""
-        return causal_attention(*self.project_heads(x, cos, sin), packed)
 
     def attend_cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
         """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills. bias: (B, 1 or q, used + q)."""
@@ -162,7 +147,7 @@ class Layer(nn.Module):
 
         If `is_last`, it is finished only at the requested positions, since no later block attends to the others.
         """
-        attention_output = self.self_attn.attend_causal(self.input_layernorm(x), cos, sin, packed)
+        attention_output = causal_attention(*self.self_attn.project_heads(self.input_layernorm(x), cos, sin), packed)
         if is_last:
             x, attention_output = (
                 x.index_select(0, packed.output_indices),
@@ -206,32 +191,23 @@ class TokenEmbedding(nn.Embedding):
             super().reset_parameters()
 
 
-class Qwen2Trunk(nn.Module):
-    """Embedding, blocks and final norm: tokens to hidden states, which are in the type of `pass_settings`."""
+class Qwen2Trunk(Trunk):
+    """Embedding, blocks and final norm."""
+
+    shape: Qwen2Shape
+    needs_padding = False
+    """Rows are packed without padding."""
 
     def __init__(self, shape: Qwen2Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.pass_settings = PassSettings()
+        super().__init__(shape)
         self.embed_tokens = TokenEmbedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     @property
-    def needs_padding(self) -> bool:
-        """False: rows are packed without padding."""
-        return False
-
-    @property
     def blocks(self) -> list[Layer]:
         """The blocks, typed."""
         return cast(list[Layer], list(self.layers))
-
-    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The autocast context of every pass; none if passes compute in the type of the weights."""
-        dtype = self.pass_settings.dtype
-        # A pass uses each weight once, so a cache of casts would only take memory.
-        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
     def _run_layer(
         self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows, is_last: bool
@@ -258,7 +234,7 @@ class Qwen2Trunk(nn.Module):
         last_layer = len(self.layers) - 1
         angles = compute_rotary(torch.arange(packed.length_groups[-1][1], device=tokens.device), self.shape)
         cos, sin = (table.index_select(0, packed.positions) for table in angles)
-        with self._autocast(tokens.device):
+        with self.pass_settings.autocast(tokens.device):
             x = self.embed_tokens(tokens.flatten().index_select(0, packed.source_indices))
             for layer_index, layer in enumerate(self.blocks):
                 x = self._run_layer(layer, x, cos, sin, packed, layer_index == last_layer)
@@ -268,22 +244,17 @@ class Qwen2Trunk(nn.Module):
         """The residual stream after all blocks at the requested positions of a pass, in compiled code."""
         from trainable.kernels.layer import LayerInputs, run_stream_layer
 
-        shape = self.shape
+        shape, settings = self.shape, self.pass_settings
         obstacle = find_size_obstacle(
             shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size
         )
-        settings = self.pass_settings
         if settings.dtype != torch.float32 or settings.recompute or tokens.device.type != "cpu":
             obstacle = "they are in float32, on the CPU and without gradient checkpointing"
         if obstacle:
             raise ValueError(
                 f"Compiled passes cannot run this model: {obstacle}. Use torch with --set model.compiled_passes=false."
             )
-        half = self.shape.head_dim // 2
-        cosines, sines = (
-            np.ascontiguousarray(table[:, :half].numpy())
-            for table in compute_rotary(torch.arange(packed.length_groups[-1][1]), self.shape)
-        )
+        cosines, sines = compute_rotary_halves(packed.length_groups[-1][1], shape)
         # Queries in the order of the stream; the requested order is restored at the end.
         query_indices, order = packed.output_indices.sort()
         positions, starts = packed.positions.numpy(), packed.cu_seqlens.numpy().astype(np.int64)
@@ -295,9 +266,9 @@ class Qwen2Trunk(nn.Module):
             query_positions=positions,
             query_starts=starts,
             query_indices=None,
-            heads=self.shape.num_attention_heads,
-            kv_heads=self.shape.num_key_value_heads,
-            eps=self.shape.rms_norm_eps,
+            heads=shape.num_attention_heads,
+            kv_heads=shape.num_key_value_heads,
+            eps=shape.rms_norm_eps,
         )
         last_inputs = inputs._replace(
             query_positions=positions[query_indices.numpy()],
@@ -310,20 +281,12 @@ class Qwen2Trunk(nn.Module):
             x = run_stream_layer(x, last_inputs if is_last else inputs, layer.list_weights())
         return x.index_select(0, torch.empty_like(order).scatter_(0, order, torch.arange(len(order))))
 
-    def make_cache(self, rows: int, slots: int) -> KVCache:
-        """An empty cache of `rows` rows with `slots` slots each."""
-        return KVCache(rows, slots, self.embed_tokens.weight)
-
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
-        """Append tokens to the first B rows of the cache; return the hidden states (B, hidden) of the last ones.
-
-        tokens, positions, valid: (B, q). Fillers, where `valid` is False, are on the left. Rows beyond the first B get
-        a filler.
-        """
+        """Append tokens (see `trainable.models.interface.Trunk.extend`)."""
         bias = cache.append_slots(valid)
         cos, sin = self._get_angles(positions, cache)
         last_layer = len(self.layers) - 1
-        with self._autocast(tokens.device):
+        with self.pass_settings.autocast(tokens.device):
             x = self.embed_tokens(tokens)
             for layer_index, layer in enumerate(self.blocks):
                 attention_output = layer.self_attn.attend_cached(
@@ -346,15 +309,11 @@ class Qwen2Trunk(nn.Module):
     def forward_tree(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
     ) -> Tensor:
-        """Hidden states (B, F, hidden) of one tree of tokens after every row of the cache, which is only read.
-
-        tokens: (F,). depths: (F,), 0 for a token right after the row. tree_mask: (F, F) bool, True in the columns of a
-        token and of its ancestors. lengths: (B,) tokens per row.
-        """
+        """Hidden states of a tree after every row (see `trainable.models.interface.Trunk.forward_tree`)."""
         rows = len(lengths)
         bias = cache.make_tree_bias(tree_mask, rows)
         cos, sin = compute_rotary(lengths[:, None] + depths, self.shape)
-        with self._autocast(tokens.device):
+        with self.pass_settings.autocast(tokens.device):
             x = self.embed_tokens(tokens).expand(rows, -1, -1)
             for layer_index, layer in enumerate(self.blocks):
                 x = layer.finish(
@@ -363,37 +322,11 @@ class Qwen2Trunk(nn.Module):
             return self.norm(x)
 
 
-class HeadFunction(Protocol):
-    """A function of hidden states (N, h) and the weight (V, h) of a head; `float32_logits`: see `compute_logits`."""
-
-    def __call__(self, hidden: Tensor, weight: Tensor, *, float32_logits: bool) -> Any: ...  # noqa: D102
-
-
-class LanguageHead(nn.Linear):
-    """Hidden states to the vocabulary, in the type of the hidden states or in float32."""
-
-    float32_logits = False
-    """Whether logits of half-precision states are float32 (`model.head_dtype`)."""
-
-    def forward(self, hidden: Tensor, head_function: HeadFunction | None = None) -> Any:
-        """Logits (..., V) of `hidden` (..., h).
-
-        With `head_function`, its result for (hidden, weight) instead: a function can work in chunks, without all
-        logits in memory at once.
-        """
-        return (head_function or compute_logits)(hidden, self.weight, float32_logits=self.float32_logits)
-
-
-class ValueHead(nn.Linear):
-    """Hidden states to one value each, in float32. This costs almost nothing, while bfloat16 would round the values."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Values (..., 1) of `hidden` (..., h)."""
-        return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
-
-
-class Qwen2(nn.Module):
+class Qwen2(LanguageModel):
     """Trunk and language-model head, with the hub's parameter names."""
+
+    shape: Qwen2Shape
+    model: Qwen2Trunk
 
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
@@ -402,25 +335,3 @@ class Qwen2(nn.Module):
         self.lm_head = LanguageHead(shape.hidden_size, shape.vocab_size, bias=False)
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-
-    def to_hub_name(self, name: str) -> str:
-        """The hub's name of the weight `name`: the same."""
-        return name
-
-    def to_module_name(self, name: str) -> str:
-        """The name that transformers gives to the module `name`: the same."""
-        return name
-
-
-class ValueModel(nn.Module):
-    """The critic: a trunk with a value head."""
-
-    def __init__(self, shape: Qwen2Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.model = Qwen2Trunk(shape)
-        self.score = ValueHead(shape.hidden_size, out_features=1)
-
-    def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
-        return self.score(self.model.compute_hidden_states(tokens, flat_positions)).squeeze(-1)

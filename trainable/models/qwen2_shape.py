@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainable.config.constants import QWEN2_ARCHITECTURE
-
 
 @dataclass(frozen=True)
 class Qwen2Shape:
@@ -38,29 +36,16 @@ class Qwen2Shape:
 
     @property
     def block_weights(self) -> tuple[int, int]:
-        """Weights that one block multiplies a token with, before and after its attention (see `interface.Shape`)."""
+        """Weights that one block multiplies a token with, before and after its attention (see `interface.HubShape`)."""
         hidden, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
         return hidden * (hidden + 2 * kv), hidden * (hidden + 3 * self.intermediate_size)
 
     @staticmethod
     def read(folder: Path) -> "Qwen2Shape":
-        """The shape of the model in `folder`. ValueError for another architecture or for scaled rotary positions."""
+        """The shape of the model in `folder`, which must be one that `is_plain_qwen2` accepts."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        architecture = (config.get("architectures") or [config.get("model_type")])[0]
-        if architecture != QWEN2_ARCHITECTURE:
-            raise ValueError(
-                f"The model in {folder} is a {architecture}; the torch engine runs {QWEN2_ARCHITECTURE} (Qwen2 and "
-                f"Qwen2.5). Choose a Qwen2 model with --model."
-            )
-        # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling.
-        rope = config.get("rope_parameters") or {}
-        rope_type = rope.get("rope_type") or (config.get("rope_scaling") or {}).get("rope_type") or "default"
-        if rope_type != "default":
-            raise ValueError(
-                f"The model in {folder} scales its rotary positions ({rope_type}), which our implementation of Qwen2 "
-                "does not support. Choose another model with --model."
-            )
-        eos = config["eos_token_id"]
+        # transformers 5 writes rope_parameters; earlier versions wrote rope_theta.
+        rope, eos = config.get("rope_parameters") or {}, config["eos_token_id"]
         return Qwen2Shape(
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],

@@ -19,7 +19,7 @@ from trainable.algo.reductions import masked_mean
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.make import make_backends
 from trainable.backend.meter import Meter
-from trainable.backend.world import SINGLE_PROCESS, World, chain_blocks, compute_local_range, skip_child_seeds
+from trainable.backend.world import SINGLE_PROCESS, World, compute_local_range, skip_child_seeds
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import AlgorithmConfig
 from trainable.config.seeds import PURPOSES, make_rng
@@ -27,9 +27,8 @@ from trainable.envs.environment import Level
 from trainable.envs.games.make import make_level_source
 from trainable.envs.level_sets import make_run_levels
 from trainable.files.step_phase import STEP_PHASE
-from trainable.models.fingerprint import check_base, check_reference
-from trainable.models.interface import Critic, LanguageModel
-from trainable.models.load import Policy, make_codec, pick_device, prepare_device
+from trainable.models.interface import LanguageModel, ValueModel
+from trainable.models.load import Policy, check_base, check_reference, make_codec, pick_device, prepare_device
 from trainable.models.networks import make_networks
 from trainable.ppo.base_evaluations import BaseEvaluations, make_evaluation_key
 from trainable.ppo.evaluation import (
@@ -342,7 +341,7 @@ class PPOTrainer:
             episodes = replace_rollouts(episodes, rollouts)
         # Every rank has numbered its groups from 0; make the numbers unique.
         local_episodes = [episode._replace(group=episode.group + local_range.start) for episode in episodes]
-        return list(chain_blocks(self.world.all_gather_object(local_episodes)))
+        return list(chain.from_iterable(self.world.all_gather_object(local_episodes)))
 
     def _make_sampling_params(self, temperature: float) -> SamplingParams:
         length = self.config.rollout.response_length
@@ -395,7 +394,7 @@ class PPOTrainer:
 
     def _update_critic(self, prepared: PreparedBatch, timer: PhaseTimer) -> Meter:
         backend, config = self.backends["critic"], self.config
-        critic = cast(Critic, backend.networks["critic"])
+        critic = cast(ValueModel, backend.networks["critic"])
         with timer.measure("update_critic"):
             return update_critic(
                 critic,

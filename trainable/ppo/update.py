@@ -29,8 +29,8 @@ from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.files.step_phase import STEP_PHASE
-from trainable.models.interface import Critic, LanguageModel, Trunk
-from trainable.rollout.batch import Batch, split_mini_batches
+from trainable.models.interface import LanguageModel, Trunk, ValueModel
+from trainable.rollout.batch import Batch
 
 
 class Targets(NamedTuple):
@@ -139,7 +139,7 @@ def _make_pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -
 
 
 def update_critic(
-    critic: Critic,
+    critic: ValueModel,
     backend: Backend,
     batch: Batch,
     targets: Targets,
@@ -212,7 +212,7 @@ def _run_optimizer_steps(
     mini_batches = [
         rows
         for _ in range(settings.ppo_epochs)
-        for rows in ([order] if takes_all else split_mini_batches(order, settings.ppo_mini_batch_size))
+        for rows in ([order] if takes_all else order.split(settings.ppo_mini_batch_size))
     ]
     with backend.load_for_update():
         for rows in STEP_PHASE.track(mini_batches, "mini-batch"):

@@ -1,6 +1,6 @@
 """Batches: episodes as padded tensors, from which the update reads its trained tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -107,8 +107,3 @@ def make_update_order(batch: Batch, needs_whole_groups: bool) -> Tensor:
     if needs_whole_groups:
         return order_by_group(batch.lengths, batch.group_ids)
     return order_length_stratified(batch.lengths)
-
-
-def split_mini_batches(order: Tensor, size: int) -> Iterator[Tensor]:
-    """Split an order (B,) into consecutive mini-batches of `size` rows; the last one may be smaller."""
-    return iter(order.split(size))

@@ -19,10 +19,16 @@ from trainable.kernels.compiled import (
     sample_turn,
 )
 from trainable.models.interface import LanguageModel
-from trainable.models.qwen2 import Qwen2
-from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
-from trainable.rollout.sampler import Conversation, LockStepTurns, RowStreams, SampledReply, SamplingParams
-from trainable.runs.failures import NonFiniteError
+from trainable.models.qwen2 import Qwen2, compute_rotary_halves
+from trainable.models.qwen2_shape import Qwen2Shape
+from trainable.rollout.sampler import (
+    Conversation,
+    LockStepTurns,
+    RowStreams,
+    SampledReply,
+    SamplingParams,
+    check_entropies,
+)
 
 FIRST_REPLIES = 4
 """Replies of full length for which a cache has room at first."""
@@ -144,10 +150,7 @@ class CompiledConversation:
             entropies,
             counts,
         )
-        if not np.isfinite(entropies).all():
-            raise NonFiniteError(
-                f"the policy's logits, divided by the temperature {temperature or 1:g}, were not finite during sampling"
-            )
+        check_entropies(entropies, temperature)
         last_tokens = token_ids[np.arange(len(rows)), counts - 1]
         self.pending_tokens[rows] = last_tokens
         return [
@@ -190,11 +193,7 @@ class CompiledConversation:
         """A cache with at least `slots` slots per row."""
         shape, slots = self.shape, round_up(slots, VECTOR)
         size = (shape.num_hidden_layers, rows, shape.num_key_value_heads)
-        # The two halves of a head's channels have the same angles.
-        cosines, sines = (
-            np.ascontiguousarray(table[:, : shape.head_dim // 2].numpy())
-            for table in compute_rotary(torch.arange(slots), shape)
-        )
+        cosines, sines = compute_rotary_halves(slots, shape)
         return DecoderCache(
             keys=np.zeros((*size, shape.head_dim, slots), dtype=np.float32),
             values=np.zeros((*size, slots, shape.head_dim), dtype=np.float32),

@@ -23,24 +23,18 @@ from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.files.step_phase import STEP_PHASE
-from trainable.models.interface import LanguageModel
+from trainable.models.interface import LanguageModel, Shape
 from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
-from trainable.models.lora import get_base_weights, iter_hub_weights, list_weight_names
+from trainable.models.lora import get_base_weights, iter_hub_weights
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.copy_sampler import CopySampler, compute_row_logprobs
 from trainable.rollout.episode import Episode
-from trainable.rollout.kv_cache_size import (
-    AttentionShape,
-    compute_conversation_kv_bytes,
-    compute_step_kv_bytes,
-)
+from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_step_kv_bytes
 from trainable.rollout.logprob_mismatch import LogprobMismatch, check_logprobs, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import Sampler
 from trainable.rollout.torch_sampler import TorchSampler
 
 if TYPE_CHECKING:
-    from trainable.models.hub_model import HubModel
-    from trainable.models.qwen2 import Qwen2
     from trainable.rollout.vllm_sampler import VllmSampler  # it needs an optional package
 
 STARTING_UTILIZATION = 0.01
@@ -53,79 +47,49 @@ GatherWeights = Callable[[], AbstractContextManager[None]]
 """Returns a context in which the trainer's weights can be read (see `Backend.gather_weights`)."""
 
 
-class Engine(Protocol):
-    """The interface between a trainer and the engine that samples for it."""
+class Engine:
+    """The interface between a trainer and the engine that samples for it; this one samples with the trainer's weights.
 
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler, which may be used within `wake_up`."""
-        ...
+    It has nothing to sync, recompute or compare. `SyncedEngine` has its own copy of the weights.
+
+    sampler: may be used within `wake_up`. gather_weights: makes the trainer's weights readable.
+    """
+
+    synced_step = 0
+    """The step of the last `sync_weights`; 0 before it. The noise of rollout.weight_noise depends on it."""
+    prompt_mismatch: float | None = None
+    """Mean absolute difference of log-probs on the fixed prompt after the last sync, in nats; None without any sync."""
+
+    def __init__(self, sampler: Sampler, gather_weights: GatherWeights) -> None:
+        self.sampler, self.gather_weights = sampler, gather_weights
 
     def sleep(self) -> None:
-        """Free memory for an update, if the engine can."""
-        ...
+        """Free memory for an update, if the engine has any of its own."""
 
     def wake_up(self) -> AbstractContextManager[None]:
         """Make the engine ready to sample, which is possible within the returned context. All ranks enter it."""
-        ...
+        return self.gather_weights()
 
     def sync_weights(self, step: int) -> None:
-        """Copy the trainer's weights, which have changed at `step`.
+        """Copy the trainer's weights, which have changed at `step`, unless the engine reads them anyway.
 
         Raises EngineMismatchError if log-probs then differ by more than rollout.logprob_tolerance.
         """
-        ...
+        self.synced_step = step
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """`episodes`, sampled at `temperature`, with log-probs and entropies of the trainer's model."""
-        ...
-
-    synced_step: int
-    """The step of the last `sync_weights`; 0 before it. The noise of rollout.weight_noise depends on it."""
-    prompt_mismatch: float | None
-    """Mean absolute difference of log-probs on the fixed prompt after the last sync, in nats; None without any sync."""
+        return list(episodes)  # a pass of the trainer would give the same numbers
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
         """Mismatch between engine and trainer over all sampled tokens; None if the trainer has not recomputed them.
 
         Raises NonFiniteError if a log-prob is not finite.
         """
-        ...
+        return None
 
     def close(self) -> None:
-        """End the engine and free its memory."""
-        ...
-
-
-class SharedWeightsEngine:
-    """Samples with the trainer's own weights, so there is nothing to sync, recompute or compare."""
-
-    def __init__(self, sampler: Sampler, gather_weights: GatherWeights) -> None:
-        self.sampler = sampler
-        self.gather_weights = gather_weights
-        self.prompt_mismatch: float | None = None
-        self.synced_step = 0
-
-    def sleep(self) -> None:
-        """Do nothing: the engine has no memory of its own."""
-
-    def wake_up(self) -> AbstractContextManager[None]:
-        """Gather the trainer's weights for the duration of the context."""
-        return self.gather_weights()
-
-    def sync_weights(self, step: int) -> None:
-        """Only note the step: the weights are the trainer's."""
-        self.synced_step = step
-
-    def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
-        """Return the episodes: a pass of the trainer would give the same numbers."""
-        return list(episodes)
-
-    def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> None:
-        """Return None: there is nothing to compare."""
-
-    def close(self) -> None:
-        """Do nothing: there is no engine to end."""
+        """End the engine and free its memory, if it has any of its own."""
 
 
 class SyncedSampler(Sampler, Protocol):
@@ -136,22 +100,18 @@ class SyncedSampler(Sampler, Protocol):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy all weights, which come under their names on the hub; wakes the sampler."""
-        ...
 
     def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1, under the sampler's weights."""
-        ...
 
     def sleep(self) -> None:
         """Discard the weights to free device memory, if the sampler can."""
-        ...
 
     def close(self) -> None:
         """Free all memory."""
-        ...
 
 
-class SyncedEngine:
+class SyncedEngine(Engine):
     """Samples with a sampler that has its own copy of the weights, in the process of the trainer.
 
     Args:
@@ -163,6 +123,8 @@ class SyncedEngine:
         gather_weights: makes the trainer's weights readable.
     """
 
+    sampler: SyncedSampler
+
     def __init__(
         self,
         sampler: SyncedSampler,
@@ -172,10 +134,8 @@ class SyncedEngine:
         prompt: list[int],
         gather_weights: GatherWeights,
     ) -> None:
-        self.sampler, self.config, self.model = sampler, config, policy.model
-        self.device, self.prompt, self.gather_weights = device, prompt, gather_weights
-        self.prompt_mismatch: float | None = None
-        self.synced_step = 0
+        super().__init__(sampler, gather_weights)
+        self.config, self.model, self.device, self.prompt = config, policy.model, device, prompt
         if config.rollout.weight_noise:  # until the first sync, the sampler would have exact weights
             self.sync_weights(step=0)
 
@@ -195,20 +155,16 @@ class SyncedEngine:
     def sync_weights(self, step: int) -> None:
         """Copy all weights, and compare the log-probs of the fixed prompt (see `Engine.sync_weights`)."""
         self.synced_step = step
+        weights, noise = iter_hub_weights(self.model), self.config.rollout.weight_noise
+        if noise:
+            weights = iter_noisy_weights(self.model, noise, make_rng(self.config.seed, "engine_noise", step))
         # Outside of the context, stage 3 has only a shard of the weights on each rank.
         with self.gather_weights():
-            self.sampler.update_weights(self._iter_weights(step))
+            self.sampler.update_weights(weights)
             trainer_logprobs = compute_row_logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
         engine_logprobs = torch.from_numpy(self.sampler.compute_logprobs([self.prompt])[0])
         self.prompt_mismatch = _compare(trainer_logprobs, engine_logprobs, step).mean_abs
         check_mismatch(self.prompt_mismatch, self.config.rollout.logprob_tolerance, step)
-
-    def _iter_weights(self, step: int) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights, with the noise of rollout.weight_noise."""
-        noise = self.config.rollout.weight_noise
-        if not noise:
-            return iter_hub_weights(self.model)
-        return iter_noisy_weights(self.model, noise, make_rng(self.config.seed, "engine_noise", step))
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
         """Recompute log-probs with the trainer, and keep the engine's beside them (see `Engine.recompute_logprobs`)."""
@@ -231,9 +187,7 @@ class SyncedEngine:
         self.sampler.close()
 
 
-def iter_noisy_weights(
-    model: "Qwen2 | HubModel", noise: float, rng: np.random.Generator
-) -> Iterator[tuple[str, Tensor]]:
+def iter_noisy_weights(model: LanguageModel, noise: float, rng: np.random.Generator) -> Iterator[tuple[str, Tensor]]:
     """The weights of `iter_hub_weights`, every entry multiplied by 1 + noise * e with e from a standard normal.
 
     This is how the rounding of an engine errs: relative to the size of an entry. A weight with two names, such as that
@@ -254,7 +208,7 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
 
     # This check takes a moment. Without it, vLLM would start, and only the first weight sync would fail. The head may
     # be missing in the files: a model with tied embeddings stores their weight once.
-    unknown_names = list_weight_names(policy.model) - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
+    unknown_names = get_base_weights(policy.model).keys() - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
     if unknown_names:
         raise ValueError(
             f"vLLM cannot sample from this model: {len(unknown_names)} tensors of the trained model, such as "
@@ -283,7 +237,7 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
     )
 
 
-def _compute_cache_bytes(config: RunConfig, shape: AttentionShape, context_length: int) -> int:
+def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -> int:
     """Bytes of the KV cache: those that the settings give, or what the conversations of a training step need.
 
     At least one conversation of `context_length` tokens: with less, vLLM does not start.
@@ -327,7 +281,7 @@ def make_engine(
         copy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)
         copy_sampler = CopySampler(copy, _make_local_sampler(config, copy))
         return SyncedEngine(copy_sampler, config, policy, device, prompt, gather_weights)
-    return SharedWeightsEngine(_make_local_sampler(config, policy), gather_weights)
+    return Engine(_make_local_sampler(config, policy), gather_weights)
 
 
 def make_evaluation_engine(config: RunConfig, policy: Policy, engine: Engine, gather_weights: GatherWeights) -> Engine:
@@ -336,7 +290,7 @@ def make_evaluation_engine(config: RunConfig, policy: Policy, engine: Engine, ga
     vLLM also evaluates with noise, since a run has no room for a second engine.
     """
     if config.rollout.weight_noise and not config.rollout.uses_vllm:
-        return SharedWeightsEngine(_make_local_sampler(config, policy), gather_weights)
+        return Engine(_make_local_sampler(config, policy), gather_weights)
     return engine
 
 

@@ -21,17 +21,14 @@ class AttentionShape(Protocol):
     @property
     def num_hidden_layers(self) -> int:
         """Number of blocks."""
-        ...
 
     @property
     def num_key_value_heads(self) -> int:
         """Heads of keys and of values per block."""
-        ...
 
     @property
     def head_dim(self) -> int:
         """Size of a head."""
-        ...
 
 
 def compute_max_tokens(config: RunConfig) -> int:

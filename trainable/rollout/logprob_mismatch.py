@@ -64,15 +64,11 @@ def check_mismatch(mean_abs: float, tolerance: float, step: int) -> None:
     """Raise EngineMismatchError if the mean |difference| at `step`, in nats, is above `tolerance` or not a number."""
     if mean_abs <= tolerance:  # not `>` and raise: a comparison with NaN is False
         return
+    tolerance_text = f"{2 * mean_abs:.1g}" if math.isfinite(mean_abs) else "N"
     raise EngineMismatchError(
         f"After the sync of step {step} the engine's log-probs of a fixed prompt differ from the trainer's by "
         f"{mean_abs:.3g} nats per token on average, and {tolerance:g} is allowed: the engine samples from other "
         f"weights than the trainer trains. Check that the weights were synced to the engine. If only rounding differs, "
-        f"raise the limit with --set rollout.logprob_tolerance={_suggest_tolerance(mean_abs)}, or compute in higher "
+        f"raise the limit with --set rollout.logprob_tolerance={tolerance_text}, or compute in higher "
         f"precision with --set model.dtype=float32."
     )
-
-
-def _suggest_tolerance(mean_abs: float) -> str:
-    """Twice `mean_abs`, rounded to one digit; the placeholder N if `mean_abs` is not finite."""
-    return f"{2 * mean_abs:.1g}" if math.isfinite(mean_abs) else "N"

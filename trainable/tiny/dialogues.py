@@ -37,17 +37,20 @@ MakePlan = Callable[[Sequence[State], bool, np.random.Generator], Plan]
 
 @dataclass(frozen=True)
 class Demonstrator:
-    """How one game is demonstrated.
-
-    Attributes:
-        start: a function of a start state that returns the `MakePlan` of its episode; it may solve the level once.
-        turn: returns a random symmetric twin of a start state, so that each level teaches several.
-        actions: the actions that a careless reply draws from.
-    """
+    """How one game is demonstrated."""
 
     start: Callable[[State], MakePlan]
+    """A function of a start state that returns the `MakePlan` of its episode; it may solve the level once."""
     turn: Callable[[State, np.random.Generator], State]
+    """Returns a random symmetric twin of a start state, so that each level teaches several."""
     actions: tuple[str, ...]
+    """The actions that a careless reply draws from."""
+
+
+def turn_board(cells: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Rotate and mirror a board at random."""
+    turned_cells = np.rot90(cells, int(rng.integers(4)))
+    return np.ascontiguousarray(turned_cells.T if rng.integers(2) else turned_cells)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainable.envs.games.frozen_lake import ACTION_NAMES, GOAL, HOLE, START, LakeState, compute_distances, make_moves
-from trainable.tiny.dialogues import Demonstrator, MakePlan, Plan
+from trainable.tiny.dialogues import Demonstrator, MakePlan, Plan, turn_board
 from trainable.tiny.tokenizer import Vocabulary, format_place
 
 SIZE = 4
@@ -34,10 +34,7 @@ def make_vocabulary() -> Vocabulary:
 
 def turn_map(state: LakeState, rng: np.random.Generator) -> LakeState:
     """Rotate and mirror a map at random; the player stands on its start."""
-    tiles = np.rot90(state.tiles, int(rng.integers(4)))
-    if rng.integers(2):
-        tiles = tiles.T
-    tiles = np.ascontiguousarray(tiles)
+    tiles = turn_board(state.tiles, rng)
     return LakeState(tiles, int((tiles == START).argmax()))
 
 

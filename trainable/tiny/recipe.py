@@ -116,21 +116,17 @@ class PolicyRecipe(Protocol):
     @property
     def pieces(self) -> list[str]:
         """The pieces of the tokenizer, in the order of their ids."""
-        ...
 
     def build_tokenizer(self) -> Tokenizer:
         """The tokenizer of the pieces."""
-        ...
 
     def make_shape(self) -> Qwen2Shape:
         """Sizes of the model."""
-        ...
 
     def make_dialogues(
         self, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
     ) -> Iterator[list[Segment]]:
         """The stage's dialogues on demonstration levels from `first_index` on, each level once."""
-        ...
 
 
 def make_tiny_shape(pieces: Sequence[str]) -> Qwen2Shape:

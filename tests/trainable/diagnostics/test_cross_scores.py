@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from tests.strategies.examples import draw_examples
-from trainable.backend.world import SingleProcess
+from trainable.backend.world import World
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.load import load_policy
 from trainable.models.qwen2 import Qwen2
@@ -280,7 +280,7 @@ def test_scores_of_ranks_sum_to_all_scores(grouped_model: Qwen2, size: int) -> N
     )  # there can be more ranks than prompts
     all_scores = compute_cross_scores(grouped_model, prompts, thoughts)
     rank_scores = [
-        compute_cross_scores(grouped_model, prompts, thoughts, world=SingleProcess(rank, size)) for rank in range(size)
+        compute_cross_scores(grouped_model, prompts, thoughts, world=World(rank, size)) for rank in range(size)
     ]
     num_ranks = torch.stack([scores.logprob_sums != 0 for scores in rank_scores]).sum(0)
     assert bool((num_ranks == 1).all())  # each pair is scored by exactly one rank

@@ -11,8 +11,9 @@ from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from tests.fakes.trainers import copy_weights, make_quiet_trainer, run_steps
 from trainable.config.sections import ModelConfig
 from trainable.kernels import compiled as kernels
+from trainable.models.interface import PassSettings
 from trainable.models.lora import make_adapted_policy
-from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.models.qwen2 import Qwen2
 
 SHAPES = [
     {},

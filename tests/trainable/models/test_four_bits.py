@@ -14,6 +14,7 @@ from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import drop_times, is_finite, make_quiet_trainer
 from tests.tune_study.placement.test_memory import make_paper_config, read_shape
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.models.interface import PassSettings
 from trainable.models.load import load_policy
 from trainable.models.lora import (
     FourBitLinear,
@@ -23,7 +24,7 @@ from trainable.models.lora import (
     make_adapted_policy,
     make_frozen_base,
 )
-from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from tune_study.placement import memory
 from tune_study.placement.model_size import read_model_shape

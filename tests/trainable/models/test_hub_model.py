@@ -15,9 +15,10 @@ from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_mo
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.hub_config import make_shape
 from trainable.models.hub_model import HubModel, load_hub_model
+from trainable.models.interface import PassSettings
 from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy
 from trainable.models.lora import iter_hub_weights
-from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.models.qwen2 import Qwen2
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import read_weight_shapes

@@ -10,8 +10,8 @@ from torch import Tensor
 from tests.fakes.hub_models import ARCHITECTURES, VOCAB_SIZE, make_model, make_tokens, make_wrapped_model, write_model
 from trainable.models.hub_config import make_shape, read_config
 from trainable.models.hub_model import check_exact, load_hub_model
+from trainable.models.interface import PassSettings
 from trainable.models.load import load_policy
-from trainable.models.qwen2 import PassSettings
 
 CPU = torch.device("cpu")
 SMALL = ARCHITECTURES["llama"]

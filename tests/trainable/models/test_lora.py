@@ -26,8 +26,16 @@ from trainable.config.seeds import make_rng
 from trainable.config.setting_types import LINEAR_LAYERS
 from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.models import load as loading
-from trainable.models.fingerprint import check_base, compute_fingerprint
-from trainable.models.load import freeze, load_policy, make_critic, make_frozen_copy, make_pass_settings
+from trainable.models.interface import PassSettings
+from trainable.models.load import (
+    check_base,
+    compute_fingerprint,
+    freeze,
+    load_policy,
+    make_critic,
+    make_frozen_copy,
+    make_pass_settings,
+)
 from trainable.models.lora import (
     ADAPTER_NAME,
     find_adapters,
@@ -36,7 +44,7 @@ from trainable.models.lora import (
     share_parameters,
     write_adapters,
 )
-from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
 from trainable.rollout.batch import collate

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
 from tests.strategies.examples import draw_examples
+from trainable.models.interface import PassSettings, ValueModel
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
-from trainable.models.qwen2 import PassSettings, ValueModel
+from trainable.models.qwen2 import Qwen2Trunk
 
 SIZES = make_qwen2_shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
 MODEL = make_random_model(SIZES, seed=5, std=0.2)
 TWIN = make_hub_twin(MODEL).model
-CRITIC = ValueModel(SIZES)
+CRITIC = ValueModel(Qwen2Trunk(SIZES))
 CRITIC.model.load_state_dict(MODEL.model.state_dict())
 
 # The number of tokens of each row, and its requested positions.

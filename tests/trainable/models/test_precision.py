@@ -27,8 +27,9 @@ from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig, ModelConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.diagnostics.gradient_probe import ROUNDING_TOLERANCE, probe_gradients
+from trainable.models.interface import PassSettings
 from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy, make_pass_settings
-from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.models.qwen2 import Qwen2
 from trainable.ppo import update
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic

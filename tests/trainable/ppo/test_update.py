@@ -14,7 +14,8 @@ from trainable.algo.reductions import LOSS_AGG_MODES
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig
-from trainable.models.qwen2 import Qwen2, ValueModel
+from trainable.models.interface import ValueModel
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.ppo import update
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.batch import Batch, collate
@@ -47,7 +48,7 @@ MODEL = make_random_model(make_qwen2_shape(), seed=1)
 REFERENCE = copy.deepcopy(MODEL)
 for number, weight in enumerate(REFERENCE.parameters()):
     weight.data += draw_noise(weight, number, 0.1)
-CRITIC = ValueModel(make_qwen2_shape())
+CRITIC = ValueModel(Qwen2Trunk(make_qwen2_shape()))
 CRITIC.model.load_state_dict(make_random_model(make_qwen2_shape(), seed=3).model.state_dict())
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.scripted import make_episode, make_random_episodes
 from tests.strategies.examples import draw_examples
-from trainable.rollout.batch import Batch, collate, place_episode_scores, place_turn_rewards, split_mini_batches
+from trainable.rollout.batch import Batch, collate, place_episode_scores, place_turn_rewards
 
 episode_lists = st.integers(0, 2**32 - 1).map(lambda seed: make_random_episodes(1 + seed % 9, 3, seed))
 
@@ -66,11 +66,6 @@ def test_rows_are_the_batch_of_the_chosen_episodes(episodes, random) -> None:
     assert selected_batch.tree_ids.tolist() == rows  # trees keep the numbers that they have in their batch
     for actual, expected in zip(selected_batch, expected_batch._replace(tree_ids=torch.tensor(rows)), strict=True):
         assert torch.equal(actual, expected)
-
-
-def test_mini_batches_are_consecutive_and_the_last_may_be_short() -> None:
-    mini_batches = [rows.tolist() for rows in split_mini_batches(torch.tensor([4, 2, 0, 1, 3]), 2)]
-    assert mini_batches == [[4, 2], [0, 1], [3]]
 
 
 def test_all_tensors_are_on_the_device_of_the_batch() -> None:

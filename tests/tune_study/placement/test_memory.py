@@ -16,9 +16,9 @@ from tests.fakes.trainers import make_quiet_trainer
 from tests.strategies.examples import draw_examples, thin_out
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
+from trainable.models.interface import PassSettings
 from trainable.models.load import freeze, make_frozen_copy
 from trainable.models.lora import make_adapted_policy
-from trainable.models.qwen2 import PassSettings
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.kv_cache_size import (
     TURN_TOKENS,

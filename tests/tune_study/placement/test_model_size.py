@@ -12,8 +12,9 @@ from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
 from tests.strategies.examples import draw_examples
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
+from trainable.models.interface import ValueModel
 from trainable.models.load import load_policy, make_critic
-from trainable.models.qwen2 import Qwen2, ValueModel
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import Qwen2Shape
 from tune_study.placement.model_size import (
     ModelShape,
@@ -70,7 +71,7 @@ def test_counts_are_those_of_the_modules(qwen2_shape: Qwen2Shape) -> None:
     with TemporaryDirectory() as folder:
         shape = read_model_shape(str(write_config(Path(folder), **asdict(qwen2_shape))), {})
     assert shape is not None
-    policy, critic = Qwen2(qwen2_shape), ValueModel(qwen2_shape)
+    policy, critic = Qwen2(qwen2_shape), ValueModel(Qwen2Trunk(qwen2_shape))
     assert (shape.head_dim, shape.tie_word_embeddings) == (qwen2_shape.head_dim, qwen2_shape.tie_word_embeddings)
     assert list_policy_tensor_sizes(shape) == list_parameter_counts(policy)
     assert list_trained_tensor_sizes(shape, RunConfig())["critic"] == list_parameter_counts(critic)

