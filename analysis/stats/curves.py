@@ -83,21 +83,11 @@ class CurveComparison(NamedTuple):
     refusal: str = ""
 
 
-def compute_curve(
-    costs: ArrayLike, start: ArrayLike, ceiling: ArrayLike, midpoint: ArrayLike, steepness: ArrayLike
-) -> Floats:
-    """Success y(c) = y0 + (A - y0) / (1 + (C / c)^B) at costs c, and y0 at c = 0. All arguments are broadcast.
-
-    y0: start, A: ceiling, C: midpoint, B: steepness. Source: Khatri et al. 2025 (arXiv 2510.13786). As B grows, the
-    curve becomes a step at C.
-    """
-    y0, ceiling = np.asarray(start, dtype=float), np.asarray(ceiling, dtype=float)
-    log_ratio = _log_costs(costs) - np.log(np.asarray(midpoint, dtype=float))
-    return np.asarray(y0 + (ceiling - y0) * special.expit(np.asarray(steepness, dtype=float) * log_ratio))
-
-
 def fit_curves(validations: Validations) -> CurveFit:
-    """Fit the curves of an arm: its seeds share y0, C and B, and each has a ceiling of its own.
+    """Fit the curves of an arm: its seeds share y0, C and B, and each has a ceiling A of its own.
+
+    Success at the cost c is y(c) = y0 + (A - y0) / (1 + (C / c)^B), and y0 at c = 0, with the start y0, the midpoint C
+    and the steepness B. Source: Khatri et al. 2025 (arXiv 2510.13786). As B grows, the curve becomes a step at C.
 
     Maximizes the binomial log-likelihood, sum of k log y(c) + (n - k) log(1 - y(c)) over validations with k successes
     in n trials, from several starts. The ceilings are not shrunk to each other. Their mean is the ceiling of the arm.
@@ -179,39 +169,6 @@ def compare_curves(arm: CurveEstimates, baseline: CurveEstimates, confidence_lev
     return CurveComparison(difference, ratio, " ".join(refusals))
 
 
-def predict_band(
-    fit: CurveFit,
-    costs: ArrayLike,
-    num_trials: ArrayLike,
-    generator: np.random.Generator,
-    num_draws: int = 2000,
-    confidence_level: float = 0.9,
-) -> tuple[Floats, Floats]:
-    """Band for new validations of the fitted seeds: lower and upper success (S, V) at costs broadcast to (S, V).
-
-    With probability `confidence_level`, all V validations of a seed lie inside: mean +- q std over draws of parameters
-    (normal, with the covariance of the fit) and of successes (binomial, with num_trials / dispersion trials), with q
-    the quantile of max over V of |draw - mean| / std. It is cut at 0 and 1. NaN for a refused fit. If seeds differ in
-    their midpoints too, the band is too narrow.
-    """
-    num_seeds = len(fit.ceilings)
-    costs = np.atleast_2d(np.asarray(costs, dtype=float))
-    shape = np.broadcast_shapes(costs.shape, np.shape(num_trials), (num_seeds, 1))
-    if fit.refusal:
-        return np.full(shape, NAN), np.full(shape, NAN)
-    center = [fit.start, math.log(fit.midpoint), math.log(fit.steepness), *fit.ceilings]
-    draws = generator.multivariate_normal(center, fit.covariance, size=num_draws, method="eigh", check_valid="ignore")
-    start, log_midpoint, log_steepness = (column[:, None, None] for column in draws[:, :3].T)
-    steepness = np.exp(np.clip(log_steepness, *np.log(STEEPNESS_BOUNDS)))
-    rates = compute_curve(costs, start, draws[:, 3:, None], np.exp(log_midpoint), steepness)
-    trials = np.broadcast_to(np.maximum(np.rint(np.asarray(num_trials) / fit.dispersion), 1).astype(int), shape)
-    success = generator.binomial(trials, np.clip(rates, 0, 1)) / trials
-    mean = success.mean(axis=0)
-    std = np.maximum(success.std(axis=0), np.finfo(float).tiny)
-    quantile = np.quantile(np.max(np.abs(success - mean) / std, axis=-1), confidence_level, axis=0)[:, None]
-    return np.clip(mean - quantile * std, 0, 1), np.clip(mean + quantile * std, 0, 1)
-
-
 def _summarize(estimate: Estimate) -> SampleStats:
     """Sample whose mean has the standard error of an estimate over seeds."""
     return SampleStats(estimate.value, estimate.se * math.sqrt(estimate.n), estimate.n)
@@ -226,12 +183,6 @@ class _Counts(NamedTuple):
     weights: Floats
 
 
-def _log_costs(costs: ArrayLike) -> Floats:
-    # Before training the logarithm is -inf, and its sigmoid 0.
-    with np.errstate(divide="ignore"):
-        return np.log(np.asarray(costs, dtype=float))
-
-
 def _make_counts(validations: Validations) -> _Counts:
     successes = np.atleast_2d(np.asarray(validations.successes, dtype=float))
     costs, num_trials = (
@@ -243,7 +194,9 @@ def _make_counts(validations: Validations) -> _Counts:
     order = np.argsort(np.where(is_missing, np.inf, costs), axis=1, kind="stable")
     columns = (np.where(is_missing, fill, values) for fill, values in ((1, costs), (0, successes), (0, num_trials)))
     costs, successes, num_trials = (np.take_along_axis(values, order, axis=1) for values in columns)
-    return _Counts(_log_costs(costs), successes, num_trials, np.ones(len(successes)))
+    with np.errstate(divide="ignore"):  # before training the logarithm is -inf, and its sigmoid 0
+        log_costs = np.log(costs)
+    return _Counts(log_costs, successes, num_trials, np.ones(len(successes)))
 
 
 def _find_log_range(counts: _Counts) -> tuple[float, float]:

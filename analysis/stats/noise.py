@@ -90,21 +90,6 @@ def blend_variances(
     return variance, pool_dfs ** (1 - weight) * own_dfs**weight
 
 
-class RunVariances(NamedTuple):
-    """Variances (A,) of the runs of A arms, and their degrees of freedom (A,); 0 where an arm has a single seed."""
-
-    variances: Floats
-    dfs: Floats
-
-
-def estimate_variances(outcomes: ArrayLike) -> RunVariances:
-    """Variance of each arm over its seeds, the seeds' common effect included. outcomes (A, S): NaN is a missing run."""
-    y = np.asarray(outcomes, dtype=float)
-    counts = np.isfinite(y).sum(axis=1)
-    variances = [_compute_variance(row[np.isfinite(row)]) for row in y]
-    return RunVariances(np.array(variances), np.maximum(counts - 1, 0).astype(float))
-
-
 def _compute_variance(values: Floats) -> float:
     """Variance (ddof 1) of values (n,); exactly 0 if they are equal up to rounding, or if n < 2."""
     if values.size < 2 or np.ptp(values) <= _RELATIVE_ROUNDING * np.abs(values).max():
@@ -114,8 +99,9 @@ def _compute_variance(values: Floats) -> float:
 
 def pool_samples(outcomes: ArrayLike) -> Pool | None:
     """The noise of runs of different seeds, from the variance of each arm. outcomes (A, S): NaN is a missing run."""
-    variances, dfs = estimate_variances(outcomes)
-    squares = variances * dfs
+    samples = [row[np.isfinite(row)] for row in np.asarray(outcomes, dtype=float)]
+    dfs = np.array([max(sample.size - 1, 0) for sample in samples], dtype=float)
+    squares = np.array([_compute_variance(sample) for sample in samples]) * dfs
     return _make_pool(float(squares.sum()), float(dfs.sum()), squares, dfs)
 
 

@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from analysis.stats.estimates import NAN, Estimate, Floats, holm_adjust
+from analysis.stats.estimates import NAN, Estimate, Floats
 
 # Differences this close are equal up to the rounding of the subtraction. A share of levels has steps of 1e-4 or more.
 _RELATIVE_ROUNDING = 1e-9
@@ -100,7 +100,11 @@ def estimate_mean_sequentially(
     at any number of seeds, contain their true means with a probability of at least 1 - alpha = confidence_level.
 
     p = min(1, 1/e) is for a single comparison; correct it with `holm_adjust`. Under equality, the probability that it
-    falls to alpha at any look is at most alpha. It is conservative: at one look that probability is far smaller.
+    falls to alpha at any look is at most alpha. It is conservative: at one look that probability is far smaller. All
+    rejections after the correction, at all looks and whatever the dependence of the arms, contain a false one with a
+    probability of at most alpha: the first false one needs e >= m0/alpha from one of the m0 true hypotheses. The e-Holm
+    procedure of Vovk and Wang 2021 rejects more, but needs expectations of at most 1 at a common stopping time. Ours
+    are martingales in the filtration of their own arm only, for which Ville's inequality holds at all times.
 
     With too few seeds for `find_fewest_seeds`, the interval is infinite. Equal differences have no interval (NaN) and
     p = 1: their spread of 0 is chance, and it would make a certainty of any mean. Without differences, value is NaN.
@@ -132,29 +136,3 @@ def compute_sequential_equivalence_p_value(estimate: Estimate, margin: float) ->
     if not estimate.se > 0 or abs(estimate.value) >= margin:
         return 1.0
     return min(1.0, 1 / float(compute_e_value((margin - abs(estimate.value)) / estimate.se, estimate.n)))
-
-
-def holm_adjust_e_values(e_values: ArrayLike) -> Floats:
-    """Holm's step-down over e-values (m,) -> adjusted p-values (m,): running maximum of (m - rank) / e, cut at 1.
-
-    An adjusted p of at most alpha rejects: the largest e is compared with m/alpha (Bonferroni's bound), the next with
-    (m - 1)/alpha, and so on. rank counts from 0 at the largest e. A NaN stays NaN and does not count in m.
-
-    All rejections, at all looks and whatever the dependence of the arms, contain a false one with a probability of at
-    most alpha. For the first false rejection needs e >= m0/alpha from one of the m0 true hypotheses, and by Ville's
-    inequality each of them ever gets there with a probability of at most alpha/m0.
-
-    The e-Holm procedure of Vovk and Wang 2021 averages e-values and rejects more. It needs expectations of at most 1 at
-    a common stopping time. Ours are martingales in the filtration of their own arm only, and may exceed 1 in
-    expectation at a time that depends on another arm. Ville's inequality holds at all times.
-    """
-    return holm_adjust(1 / np.asarray(e_values, dtype=float))
-
-
-def is_equivalent(estimate: Estimate, margin: float) -> bool:
-    """True if the interval lies within (-margin, margin).
-
-    With an interval of `estimate_mean_sequentially`, a mean outside of the margin is ever called equivalent with a
-    probability of at most alpha, at all looks and for all m arms together. False without an interval.
-    """
-    return -margin < estimate.low and estimate.high < margin
