@@ -21,19 +21,16 @@ VERDICTS = ("better", "worse", "equal", "no effect", "open", "no comparison")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several studies and what their comparison shows.
-
-    Attributes:
-        studies: the frames of one study each, by label. The first one is the reference.
-        folders: where each study is, as it was typed, by label.
-        arms: the result of `tables.compare_arms`.
-        settings: the result of `tables.compare_settings`.
-    """
+    """Several studies and what their comparison shows."""
 
     studies: Mapping[str, StudyFrames]
+    """The frames of one study each, by label. The first one is the reference."""
     folders: Mapping[str, str]
+    """Where each study is, as it was typed, by label."""
     arms: pd.DataFrame
+    """The result of `tables.compare_arms`."""
     settings: pd.DataFrame
+    """The result of `tables.compare_settings`."""
 
     @property
     def reference(self) -> str:

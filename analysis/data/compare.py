@@ -83,28 +83,25 @@ Digests = Mapping[str, Mapping[int, Mapping[str, int]]]
 
 @dataclass(frozen=True)
 class Outcomes:
-    """One outcome of all scored runs of a study, and what is known of its noise.
-
-    Attributes:
-        column: the column of `trials`.
-        values: one row per arm and one column per seed; NaN where there is no scored run or no value.
-        min_variances: for each arm, the variance that evaluation alone gives the outcome of one run; 0 if unknown.
-        noise: of the runs, from all arms, or from recorded runs if no arm has two.
-        num_replicates: number of recorded runs that the noise is from; 0 if it is from the study's own.
-        num_comparisons: number of arms and outcomes that are compared at several looks; 0 if the number of seeds was
-            fixed before the first run.
-        digests: for each arm and seed, `StudyFrames.run_digests`.
-        is_fraction: whether the outcome is one, so that no difference is larger than 1.
-    """
+    """One outcome of all scored runs of a study, and what is known of its noise."""
 
     column: str
+    """The column of `trials`."""
     values: pd.DataFrame
+    """One row per arm and one column per seed; NaN where there is no scored run or no value."""
     min_variances: Mapping[str, float]
+    """For each arm, the variance that evaluation alone gives the outcome of one run; 0 if unknown."""
     noise: Noise
+    """Of the runs, from all arms, or from recorded runs if no arm has two."""
     num_replicates: int = 0
+    """Number of recorded runs that the noise is from; 0 if it is from the study's own."""
     num_comparisons: int = 0
+    """Number of arms and outcomes that are compared at several looks; 0 if the number of seeds was fixed before the
+    first run."""
     digests: Digests = field(default_factory=dict)
+    """For each arm and seed, `StudyFrames.run_digests`."""
     is_fraction: bool = False
+    """Whether the outcome is one, so that no difference is larger than 1."""
 
     @functools.cached_property
     def _samples(self) -> dict[str, Floats]:

@@ -36,25 +36,22 @@ def make_empty_frame(name: str) -> pd.DataFrame:
 
 @dataclass(frozen=True, repr=False)
 class StudyFrames:
-    """The results of one or several studies as tidy frames.
-
-    Attributes:
-        trials: one row per run.
-        steps: one row per training step of a run; in the update-rule sandbox, one row per evaluation.
-        levels: one row per evaluated episode. Empty in the sandbox.
-        study: study.json, or a list of them if several studies were loaded together.
-        gradients: one row per loss component and bucket of an analysis batch. Empty if no gradients were analyzed.
-        gradient_groups: one row per group of an analysis batch. Empty if no gradients were analyzed.
-        folders: the results/<run> folder of each study, in the order of `studies`; empty if the frames were not loaded.
-    """
+    """The results of one or several studies as tidy frames."""
 
     trials: pd.DataFrame
+    """One row per run."""
     steps: pd.DataFrame
+    """One row per training step of a run; in the update-rule sandbox, one row per evaluation."""
     levels: pd.DataFrame
+    """One row per evaluated episode. Empty in the sandbox."""
     study: StudyRecord | list[StudyRecord]
+    """study.json, or a list of them if several studies were loaded together."""
     gradients: pd.DataFrame = field(default_factory=lambda: make_empty_frame("gradients"))
+    """One row per loss component and bucket of an analysis batch. Empty if no gradients were analyzed."""
     gradient_groups: pd.DataFrame = field(default_factory=lambda: make_empty_frame("gradient_groups"))
+    """One row per group of an analysis batch. Empty if no gradients were analyzed."""
     folders: tuple[Path, ...] = ()
+    """The results/<run> folder of each study, in the order of `studies`; empty if the frames were not loaded."""
 
     def __repr__(self) -> str:
         """The studies with their numbers of runs, and the size of each frame, without the rows."""

@@ -39,20 +39,17 @@ _UNSCORED_STATUSES = ("censored", "failed", "interrupted", *OPEN_STATUSES, "neve
 
 @dataclass(frozen=True)
 class Grid:
-    """The factors of a grid, as dotted settings.
-
-    Attributes:
-        x: horizontal axis of the plane.
-        y: vertical axis of the plane.
-        panels: all other factors.
-        factor_values: the values of each factor: ascending for x and y, False before True for a switch, and in the
-            order of the arms for all others.
-    """
+    """The factors of a grid, as dotted settings."""
 
     x: str
+    """Horizontal axis of the plane."""
     y: str
+    """Vertical axis of the plane."""
     panels: tuple[str, ...]
+    """All other factors."""
     factor_values: dict[str, tuple[Any, ...]]
+    """The values of each factor: ascending for x and y, False before True for a switch, and in the order of the arms
+    for all others."""
 
     def format_factor(self, setting: str, value: Any) -> str:
         """A label such as `filter 0.8`. A switch that is on has its name as label, and one that is off has no label."""

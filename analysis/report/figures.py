@@ -132,28 +132,24 @@ def make_gallery(results: SweepResults) -> Gallery[Any]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure of one step column over training, with a line per run.
-
-    Attributes:
-        name, section, caption: as in `ReportFigure`.
-        column: a step column.
-        label: of the y axis, with a unit.
-        explains_marks: whether the caption explains lines and marks. Only the first figure of a page does.
-        carry_forward: whether a stopped run keeps its last value in a mean over runs.
-        is_uninformative: returns True if the column has nothing to show in these frames, so that the figure is left
-            out.
-        only_in_grids: leave the figure out of one-axis reports.
-    """
+    """A figure of one step column over training, with a line per run."""
 
     name: str
     section: str
     column: str
+    """A step column."""
     label: str
+    """Of the y axis, with a unit."""
     caption: str
+    """`name`, `section`, `caption`: as in `ReportFigure`."""
     explains_marks: bool = False
+    """Whether the caption explains lines and marks. Only the first figure of a page does."""
     carry_forward: bool = False
+    """Whether a stopped run keeps its last value in a mean over runs."""
     is_uninformative: Callable[[StudyFrames], bool] = lambda frames: False
+    """Returns True if the column has nothing to show in these frames, so that the figure is left out."""
     only_in_grids: bool = False
+    """Leave the figure out of one-axis reports."""
 
 
 def _keeps_every_group(frames: StudyFrames) -> bool:

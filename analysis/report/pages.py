@@ -57,19 +57,16 @@ _ARM_COLUMNS = {"arm", "baseline", "first", "second"}
 
 
 class Conclusion(NamedTuple):
-    """The results of a study in words.
-
-    Attributes:
-        headline: how the arms compare with the baseline.
-        arms: one line per arm (arm, outcome, verdict).
-        collapse: which arms collapsed; empty for a family without collapse.
-        factors: for a grid of declared factors, which of them matters more.
-    """
+    """The results of a study in words."""
 
     headline: str
+    """How the arms compare with the baseline."""
     arms: tuple[str, ...]
+    """One line per arm (arm, outcome, verdict)."""
     collapse: str
+    """Which arms collapsed; empty for a family without collapse."""
     factors: tuple[str, ...] = ()
+    """For a grid of declared factors, which of them matters more."""
 
 
 def write_report(folder: Path | str, *, live: bool = False) -> Path:
@@ -393,25 +390,22 @@ def _find_no_published_numbers(frames: StudyFrames) -> None:
 
 @dataclass(frozen=True)
 class Page:
-    """The report of one family.
-
-    Attributes:
-        make_results: what the other functions need, from the frames of a study; computed once per report.
-        template: name of the template.
-        make_context: the template context, without figures.
-        make_gallery: the figures.
-        make_tables: the tables that are also written as figures/*.csv, with their names.
-        make_index_entry: the entry of a study in an index.
-        make_index_context: published numbers beside those of all studies of an index; None if the family has none.
-    """
+    """The report of one family."""
 
     make_results: Callable[[StudyFrames], Any]
+    """What the other functions need, from the frames of a study; computed once per report."""
     template: str
+    """Name of the template."""
     make_context: Callable[[Any], dict[str, Any]]
+    """The template context, without figures."""
     make_gallery: Callable[[Any], Gallery[Any]]
+    """The figures."""
     make_tables: Callable[[Any], Iterable[tuple[str, pd.DataFrame]]]
+    """The tables that are also written as figures/*.csv, with their names."""
     make_index_entry: Callable[[StudyFrames], dict[str, Any]]
+    """The entry of a study in an index."""
     make_index_context: Callable[[StudyFrames], dict[str, Any] | None] = _find_no_published_numbers
+    """Published numbers beside those of all studies of an index; None if the family has none."""
 
 
 SWEEP_PAGE = Page(

@@ -129,19 +129,16 @@ def _maximize(model: _Model, edge: float | None = None, shift: float | None = No
 
 
 class EdgeEstimate(NamedTuple):
-    """The edge of one line in log10 of the dose.
-
-    Attributes:
-        edge: with its interval. n: number of runs. A bound is NaN if the runs do not bound the edge on that side.
-        bracket_low, bracket_high: of separated runs, the highest dose without and the lowest dose with the event; with
-            no event anywhere the former alone, and with an event in every run the latter alone. Otherwise NaN.
-        refusal: why there is no edge; empty if there is one.
-    """
+    """The edge of one line in log10 of the dose."""
 
     edge: Estimate
+    """With its interval. n: number of runs. A bound is NaN if the runs do not bound the edge on that side."""
     bracket_low: float = NAN
     bracket_high: float = NAN
+    """`bracket_low` and `bracket_high`: of separated runs, the highest dose without and the lowest dose with the event;
+    with no event anywhere the former alone, and with an event in every run the latter alone. Otherwise NaN."""
     refusal: str = ""
+    """Why there is no edge; empty if there is one."""
 
     @property
     def is_separated(self) -> bool:

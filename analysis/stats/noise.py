@@ -37,17 +37,14 @@ ARM_DOUBT = (0.9, 1.0)
 
 
 class Pool(NamedTuple):
-    """The noise of one run, estimated from all arms.
-
-    Attributes:
-        variance: of one run, with `df` degrees of freedom.
-        prominence: (A,) for each arm, the probability that the ratio of its variance to that of the other arms would be
-            smaller than it is if all arms were equally noisy. 0 for an arm of which nothing is known.
-    """
+    """The noise of one run, estimated from all arms."""
 
     variance: float
+    """Of one run, with `df` degrees of freedom."""
     df: float
     prominence: Floats
+    """(A,) for each arm, the probability that the ratio of its variance to that of the other arms would be smaller than
+    it is if all arms were equally noisy. 0 for an arm of which nothing is known."""
 
 
 class Noise(NamedTuple):

@@ -34,23 +34,20 @@ _ORDER_COLUMNS = (
 
 
 class Symptom(NamedTuple):
-    """What may show that training breaks.
-
-    Attributes:
-        column: a step column.
-        label: its name in a report.
-        direction: in which it changes when training breaks: `UP`, `DOWN`, or `EITHER` if both happen.
-        is_relative: whether a threshold of an alarm is a multiple of the mean of the first steps. A column that may
-            begin at 0, or that has the same range in every run, has thresholds in its own unit.
-        lows, highs: thresholds below and above which `analysis.sweep.alarms` tries an alarm.
-    """
+    """What may show that training breaks."""
 
     column: str
+    """A step column."""
     label: str
+    """Its name in a report."""
     direction: int
+    """In which it changes when training breaks: `UP`, `DOWN`, or `EITHER` if both happen."""
     is_relative: bool
+    """Whether a threshold of an alarm is a multiple of the mean of the first steps. A column that may begin at 0, or
+    that has the same range in every run, has thresholds in its own unit."""
     lows: tuple[float, ...] = ()
     highs: tuple[float, ...] = ()
+    """`lows` and `highs`: thresholds below and above which `analysis.sweep.alarms` tries an alarm."""
 
 
 FRACTIONS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8)

@@ -55,25 +55,22 @@ class Alarm(NamedTuple):
 
 
 class RunReplay(NamedTuple):
-    """One replayed run.
-
-    Attributes:
-        run_id, arm, seed: identity of the run.
-        steps: number of rows of the run, repeated steps counted once.
-        original_thresholds: thresholds under which the run was trained.
-        replayed_thresholds: thresholds of the replay.
-        live_rule: the rule that really stopped the run; empty if none did.
-        alarms: one entry per rule of `list_active_rules`.
-    """
+    """One replayed run."""
 
     run_id: str
     arm: str
     seed: int
+    """`run_id`, `arm`, `seed`: identity of the run."""
     steps: int
+    """Number of rows of the run, repeated steps counted once."""
     original_thresholds: EarlyStopConfig
+    """Thresholds under which the run was trained."""
     replayed_thresholds: EarlyStopConfig
+    """Thresholds of the replay."""
     live_rule: str
+    """The rule that really stopped the run; empty if none did."""
     alarms: tuple[Alarm, ...]
+    """One entry per rule of `list_active_rules`."""
 
 
 class SkippedRun(NamedTuple):
@@ -84,51 +81,45 @@ class SkippedRun(NamedTuple):
 
 
 class RuleSummary(NamedTuple):
-    """One rule over all replayed runs.
-
-    Attributes:
-        rule: name of the rule.
-        runs: number of replayed runs.
-        fires: number of runs in which the rule fires.
-        false_alarms: number of runs in which the rule fires and that recovered.
-        known_outcomes: number of runs in which the rule fires and whose outcome is known.
-        ci_low, ci_high: Wilson's 95 % interval of false_alarms / known_outcomes; (0, 1) if no outcome is known.
-        unknown_outcomes: number of runs in which the rule fires and whose outcome is unknown.
-        steps_saved: number of rows after the alarms of the rule.
-        steps: number of rows of all runs.
-        live_stops: number of runs that the rule really stopped, according to status.json.
-    """
+    """One rule over all replayed runs."""
 
     rule: str
+    """Name of the rule."""
     runs: int
+    """Number of replayed runs."""
     fires: int
+    """Number of runs in which the rule fires."""
     false_alarms: int
+    """Number of runs in which the rule fires and that recovered."""
     known_outcomes: int
+    """Number of runs in which the rule fires and whose outcome is known."""
     ci_low: float
     ci_high: float
+    """`ci_low` and `ci_high`: Wilson's 95 % interval of false_alarms / known_outcomes; (0, 1) if no outcome is
+    known."""
     unknown_outcomes: int
+    """Number of runs in which the rule fires and whose outcome is unknown."""
     steps_saved: int
+    """Number of rows after the alarms of the rule."""
     steps: int
+    """Number of rows of all runs."""
     live_stops: int
+    """Number of runs that the rule really stopped, according to status.json."""
 
 
 class Replay(NamedTuple):
-    """A replayed study.
-
-    Attributes:
-        original_thresholds: the distinct thresholds under which the runs were trained; those of the study if no run has
-            rows.
-        replayed_thresholds: the distinct thresholds of the replay.
-        runs: the replayed runs.
-        skipped_runs: the runs that cannot be replayed.
-        rules: one entry per rule of `list_active_rules`.
-    """
+    """A replayed study."""
 
     original_thresholds: tuple[EarlyStopConfig, ...]
+    """The distinct thresholds under which the runs were trained; those of the study if no run has rows."""
     replayed_thresholds: tuple[EarlyStopConfig, ...]
+    """The distinct thresholds of the replay."""
     runs: tuple[RunReplay, ...]
+    """The replayed runs."""
     skipped_runs: tuple[SkippedRun, ...]
+    """The runs that cannot be replayed."""
     rules: tuple[RuleSummary, ...]
+    """One entry per rule of `list_active_rules`."""
 
 
 def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
