@@ -1,18 +1,22 @@
-"""The page of a comparison of studies, and its sentence for the terminal."""
+"""The page of a comparison of studies, its figure, and its sentence for the terminal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from analysis.comparison import tables
-from analysis.comparison.plots import draw_differences
+from analysis.data.compare import label_arm
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.html.page import make_environment, render_svg, write_page
 from analysis.sweep import findings
+from analysis.sweep.plots import STYLE, TEXT_COLOR
 from trainable.runs.records import Column
 
 VERDICTS = ("better", "worse", "equal", "no effect", "open", "no comparison")
@@ -100,6 +104,30 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
         )
     )
     return write_page(path, page)
+
+
+def draw_differences(table: pd.DataFrame, label: str) -> Figure:
+    """One row per compared arm: the difference with its interval, a dashed line at 0, and a band of the margin.
+
+    Args:
+        table: the result of `compare_arms`.
+        label: name of the outcome, for the horizontal axis.
+    """
+    names = [label_arm(row.study, row.other_arm) for row in table.itertuples()]
+    heights = [-float(index) for index in range(len(names))]
+    margin = float(table["margin"].iloc[0])
+    with mpl.rc_context(dict(STYLE)):
+        figure = Figure(figsize=(7.2, 1.0 + 0.36 * len(names)), layout="constrained")
+        axes = figure.subplots()
+        axes.axvspan(-margin, margin, color="#eeeeee", zorder=0)
+        axes.axvline(0, color="#888888", linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+        axes.hlines(heights, table["difference_low"], table["difference_high"], color=TEXT_COLOR, linewidth=2, zorder=3)
+        axes.scatter(table["difference"], heights, s=30, color=TEXT_COLOR, zorder=4)
+        axes.set_yticks(heights, names)
+        axes.set_ylim(-len(names) + 0.4, 0.6)
+        axes.set_xlabel(f"{label}, other study minus the first")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    return figure
 
 
 def _describe_study(label: str, reference: str, rows: pd.DataFrame) -> str:

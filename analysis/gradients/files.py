@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.drawing.save import save_figure
 from analysis.gradients import plots, tables
 from analysis.gradients.published_metrics import TABLE_COLUMNS, make_published_metrics, make_published_tables
+from analysis.sweep.plots import save_figure
 from trainable.files.paths import atomic_write
 
 DPI = 150

@@ -16,7 +16,7 @@ from analysis.data.compare import SCORED_STATUSES, get_margin, make_estimate_col
 from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.grid.layout import format_value, get_dose, select_settings
+from analysis.grid.layout import label_value, select_settings
 from analysis.stats.dose_response import DoseCounts, EdgeEstimate, count_events, estimate_edge, estimate_shift
 from analysis.stats.estimates import Estimate, Floats, wilson_interval
 from analysis.sweep.collapse import find_run_ends
@@ -39,7 +39,7 @@ def make_run_table(frames: StudyFrames) -> pd.DataFrame:
     line: the settings other than the dose in which arms differ, such as `KL 0.1, advantage grpo`; `all arms` if there
     are none. success: at the end, a fraction. Empty if study.json declares no dose, or if no run has that setting.
     """
-    dose, trials = get_dose(require_single_study(frames).studies[0]), frames.trials
+    dose, trials = require_single_study(frames).studies[0].axis.dose, frames.trials
     column = f"config/{dose}"
     if not dose or column not in trials or not pd.api.types.is_numeric_dtype(trials[column]):
         return pd.DataFrame(columns=list(_RUN_COLUMNS))
@@ -58,7 +58,7 @@ def make_run_table(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _name_line(settings: dict[str, Any]) -> str:
-    labels = [f"{shorten_setting(name)} {format_value(value)}" for name, value in settings.items()]
+    labels = [f"{shorten_setting(name)} {label_value(value)}" for name, value in settings.items()]
     return ", ".join(labels) or "all arms"
 
 
@@ -137,7 +137,7 @@ def _raise(exponent: float) -> float:
 
 def _describe_edge(estimate: EdgeEstimate, edge: Estimate, counts: DoseCounts, num_seeds: int) -> str:
     """What restricts an edge, or why there is none. edge: that of the estimate, with the interval that is reported."""
-    low, high = (format_value(_raise(value)) for value in (estimate.bracket_low, estimate.bracket_high))
+    low, high = (label_value(_raise(value)) for value in (estimate.bracket_low, estimate.bracket_high))
     notes = [estimate.refusal]
     if estimate.is_separated and math.isnan(estimate.bracket_high):
         notes = [f"no run collapsed, so the edge is above {low}"]
@@ -173,7 +173,7 @@ def _find_safe_band(doses: pd.DataFrame, margin: float) -> tuple[Row, str]:
         "collapse_bound": 1 - 0.05 ** (1 / float(doses["runs"].iloc[last])),
     }
     unsafe_values = values[first : last + 1][~is_safe[first : last + 1]]
-    holes = ", ".join(format_value(float(value)) for value in unsafe_values)
+    holes = ", ".join(label_value(float(value)) for value in unsafe_values)
     return columns, f"within the band, {holes} is not safe" if holes else ""
 
 

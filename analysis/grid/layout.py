@@ -1,21 +1,20 @@
 """The factors and cells of a study whose arms are points of a grid, derived from the configurations of its runs.
 
 Two numeric factors, x and y, span the plane of the heat maps. All other factors, such as the filter or the loss, make
-up the panels, which a reader compares side by side.
+up the panels, which a reader compares side by side. Each measure is a column of `make_cell_table` and a heat map.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_single_study
 from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
-from analysis.grid.measures import LATE_MEANS, MEASURES
 from analysis.sweep import series
 from trainable.config.aliases import shorten_setting
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
@@ -37,6 +36,44 @@ LATE_START = 0.75
 _UNSCORED_STATUSES = ("censored", "failed", "interrupted", *OPEN_STATUSES, "never_ran")
 
 
+class Measure(NamedTuple):
+    """A measure: name of its column, label with unit, caption of its heat map, and whether its color scale is log."""
+
+    name: str
+    label: str
+    caption: str
+    log: bool = False
+
+
+SUCCESS = Measure(
+    "success",
+    "success at the end (fraction of episodes)",
+    "Sampled success on the validation levels, the mean of the last four validations.",
+)
+LATE_MEANS: tuple[Measure, ...] = (
+    Measure(
+        "entropy",
+        "entropy (nats per token)",
+        "Entropy of the sampling policy: mean over the last quarter of each run's steps.",
+    ),
+    Measure(
+        "reward_std",
+        "reward std in the group (reward)",
+        "Standard deviation of the rewards in a group: mean over the last quarter of each run's steps. Near 0, rewards "
+        "carry no signal.",
+    ),
+    Measure(
+        "kl_to_reference",
+        "KL to the reference (nats)",
+        "KL to the reference, as the k3 estimate whatever the form of the loss: mean over the last quarter of each "
+        "run's steps. Colors have a log scale. Without a KL loss there is no reference pass, and thus no number.",
+        log=True,  # it spans orders of magnitude over the coefficients of a grid
+    ),
+)
+"""Step columns that are averaged over the last quarter of a run's own steps."""
+MEASURES: tuple[Measure, ...] = (SUCCESS, *LATE_MEANS)
+
+
 @dataclass(frozen=True)
 class Grid:
     """The factors of a grid, as dotted settings."""
@@ -55,7 +92,7 @@ class Grid:
         """A label such as `filter 0.8`. A switch that is on has its name as label, and one that is off has no label."""
         if isinstance(value, bool | np.bool_):
             return shorten_setting(setting) if value else ""
-        return f"{shorten_setting(setting)} {format_value(value)}"
+        return f"{shorten_setting(setting)} {label_value(value)}"
 
     def format_panel(self, row: dict[str, Any]) -> str:
         """The panel of a run, such as `filter 0.8, loss mse`. row: the settings of the run."""
@@ -64,7 +101,7 @@ class Grid:
         return ", ".join(label for label in labels if label) or ("others" if self.panels else "all arms")
 
 
-def format_value(value: Any) -> str:
+def label_value(value: Any) -> str:
     """The value of a factor as a label: 0.001, 0, 6, mse, on, off. A part of the user loses the digest of its file."""
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -84,12 +121,16 @@ def find_grid(frames: StudyFrames) -> Grid | None:
         return None
     values = select_settings(trials)
     factor_values = {str(setting): _list_factor_values(values[setting]) for setting in values}
-    numeric_settings = [setting for setting in factor_values if _is_numeric(values[setting])]
+    numeric_settings = [
+        setting
+        for setting in factor_values
+        if pd.api.types.is_numeric_dtype(values[setting]) and not pd.api.types.is_bool_dtype(values[setting])
+    ]
     pairs = list(combinations(numeric_settings, 2))
     # Arms that differ in text or switches only, such as PPO and GRPO, do not span a plane.
     if not pairs:
         return None
-    dose = get_dose(frames.studies[0])
+    dose = frames.studies[0].axis.dose
     y, x = max(
         pairs,
         key=lambda pair: (dose in pair, set(pair) == PLANE_SETTINGS, len(values[list(pair)].drop_duplicates())),
@@ -97,11 +138,6 @@ def find_grid(frames: StudyFrames) -> Grid | None:
     y, x = (x, y) if y == dose else (y, x)
     factor_values |= {axis: tuple(sorted(factor_values[axis])) for axis in (x, y)}
     return Grid(x, y, tuple(setting for setting in factor_values if setting not in (x, y)), factor_values)
-
-
-def get_dose(study: StudyRecord) -> str:
-    """The setting that study.json declares as the dose of its arms, as a dotted name; empty if it declares none."""
-    return study.axis.dose
 
 
 def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
@@ -114,10 +150,6 @@ def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
     return settings[
         [setting for setting in differing_settings if SWITCH_SETTINGS.get(setting) not in differing_settings]
     ]
-
-
-def _is_numeric(values: Any) -> bool:
-    return pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
 
 
 def _list_factor_values(values: Any) -> tuple[Any, ...]:

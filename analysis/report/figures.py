@@ -15,12 +15,10 @@ from matplotlib.figure import Figure
 from analysis.data.frames import StudyFrames
 from analysis.gradients import plots as gradient_plots
 from analysis.gradients import tables as gradients
-from analysis.gradients.findings import describe_buckets
-from analysis.grid import findings as grid_findings
 from analysis.grid import layout
+from analysis.grid import page as grid_page
 from analysis.grid import plots as grid_plots
-from analysis.grid.measures import MEASURES, Measure
-from analysis.grid.page import group_arms_by_panel
+from analysis.grid.layout import MEASURES, Measure
 from analysis.html.figures import Gallery, ReportFigure
 from analysis.report import charts
 from analysis.report.results import SweepResults
@@ -28,7 +26,6 @@ from analysis.search import page as search_page
 from analysis.search.page import SearchResults
 from analysis.sweep import findings, plots, series, tables
 from analysis.sweep.collapse import compute_survival
-from analysis.sweep.symptom_plots import draw_onsets
 from trainable.config.aliases import shorten_setting
 
 
@@ -106,7 +103,7 @@ class GridView:
     @cached_property
     def line_frames(self) -> StudyFrames:
         """The frames with panels as arms, for one line per panel: one line per point would be hundreds of lines."""
-        return group_arms_by_panel(self.frames, self.grid)
+        return grid_page.group_arms_by_panel(self.frames, self.grid)
 
     @cached_property
     def line_colors(self) -> dict[str, str]:
@@ -289,7 +286,7 @@ def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
         make_caption,
         make_table,
         draw,
-        describe=lambda table, view: grid_findings.describe_curves(view.grid, table, curve.label),
+        describe=lambda table, view: grid_page.describe_curves(view.grid, table, curve.label),
     )
 
 
@@ -306,7 +303,7 @@ def _make_heat_map(measure: Measure) -> ReportFigure[GridView]:
         measure.caption,
         make_table,
         draw,
-        describe=lambda table, view: grid_findings.describe_cells(view.grid, table, measure),
+        describe=lambda table, view: grid_page.describe_cells(view.grid, table, measure),
     )
 
 
@@ -397,7 +394,7 @@ def _make_edge_tables(view: View) -> tuple[pd.DataFrame, pd.DataFrame] | None:
 
 def _draw_edges(edge_tables: tuple[pd.DataFrame, pd.DataFrame], view: View) -> Figure:
     doses, edges = edge_tables
-    return grid_plots.draw_edges(doses, edges, shorten_setting(layout.get_dose(view.frames.studies[0])))
+    return grid_plots.draw_edges(doses, edges, shorten_setting(view.frames.studies[0].axis.dose))
 
 
 EDGES: ReportFigure[View] = ReportFigure(
@@ -428,7 +425,7 @@ ONSETS: ReportFigure[View] = ReportFigure(
     "When each symptom began, in every run that collapsed: a point is the onset of the change, a thin line its 95 % "
     "interval, and a bar the median over runs. Symptoms without a change are left out.",
     _select_collapse_onsets,
-    lambda table, view: draw_onsets(table, view.arm_colors),
+    lambda table, view: plots.draw_onsets(table, view.arm_colors),
 )
 RETRIEVAL: ReportFigure[View] = ReportFigure(
     "retrieval",
@@ -451,7 +448,7 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "own curve. Curves of probes (analyses of checkpoints) are dashed.",
         lambda view: _none_if_empty(gradients.make_signal_lines(view.frames.gradients)),
         partial(_draw_gradients, lambda frames: "signal / noise of the task gradient (1)"),
-        describe=lambda table, view: describe_buckets(table, "the ratio"),
+        describe=lambda table, view: gradient_plots.describe_buckets(table, "the ratio"),
     ),
     ReportFigure(
         "regularizer_share",
@@ -463,7 +460,7 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "task, which is large, so its share is near 0 whatever the bucket teaches.",
         lambda view: _none_if_empty(gradients.make_share_lines(view.frames.gradients)),
         partial(_draw_gradients, _make_share_label),
-        describe=lambda table, view: describe_buckets(table, "the share"),
+        describe=lambda table, view: gradient_plots.describe_buckets(table, "the share"),
     ),
 )
 

@@ -15,7 +15,6 @@ from analysis.data.compare import require_single_study
 from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, concat_studies, to_records
 from analysis.data.load import find_study_folders, load
-from analysis.drawing.save import save_figure
 from analysis.gradients import tables as gradients
 from analysis.grid import layout
 from analysis.grid import page as grid_page
@@ -38,6 +37,7 @@ from analysis.sweep import findings, series, tables, time_course, verdicts
 from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, describe_signal_problems, find_run_ends
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
 from analysis.sweep.examples import ArmExamples, choose_examples
+from analysis.sweep.plots import save_figure
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from trainable.families import load as load_named
 from trainable.files.paths import atomic_write, make_folder
@@ -297,7 +297,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "grid": grid_page.make_context(original_frames, grid, arms, PERMUTATION_SEED) if grid else None,
         "edge": {name: to_records(table) for name, table in results.edge_tables.items()},
         "search": search_page.make_context(results.search) if results.search else None,
-        "dose": layout.get_dose(frames.studies[0]),
+        "dose": frames.studies[0].axis.dose,
         "arms": arms,
         "confirmation": findings.describe_confirmation(frames.studies[0]),
         "short_study": findings.describe_short_runs(frames.studies[0]),
