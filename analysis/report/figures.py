@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import altair as alt
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -121,7 +120,7 @@ def _make_arm_colors(frames: StudyFrames) -> dict[str, str]:
 def make_gallery(results: SweepResults) -> Gallery[Any]:
     """The figures of a one-axis or grid study; none if it has no run."""
     if results.search:
-        return Gallery((*search_page.VIEW_FIGURES, *POINT_FIGURES), AxisView(results))
+        return Gallery((*search_page.FIGURES, *POINT_FIGURES), AxisView(results))
     if results.grid:
         return Gallery(GRID_FIGURES, GridView(results, results.grid))
     return Gallery(() if results.frames.trials.empty else AXIS_FIGURES, AxisView(results))
@@ -147,10 +146,6 @@ class Curve:
     """Returns True if the column has nothing to show in these frames, so that the figure is left out."""
     only_in_grids: bool = False
     """Leave the figure out of one-axis reports."""
-
-
-def _keeps_every_group(frames: StudyFrames) -> bool:
-    return bool((frames.steps["kept_ratio"].dropna() == 1).all())
 
 
 def _has_no_trees(frames: StudyFrames) -> bool:
@@ -222,7 +217,7 @@ CURVES: tuple[Curve, ...] = (
         "groups_kept",
         "groups trained on (groups)",
         "Number of collected groups that the filter kept.",
-        is_uninformative=_keeps_every_group,
+        is_uninformative=lambda frames: bool((frames.steps["kept_ratio"].dropna() == 1).all()),
     ),
 )
 
@@ -237,13 +232,6 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
         means = series.compute_mean_curves(runs, carry_forward=curve.carry_forward)
         return (runs, means) if len(runs) else None
 
-    def draw(curves: tuple[pd.DataFrame, pd.DataFrame], view: AxisView) -> Figure:
-        return plots.draw_curves(*curves, view.arm_colors, curve.label)
-
-    def make_chart(curves: tuple[pd.DataFrame, pd.DataFrame], view: AxisView) -> alt.LayerChart | None:
-        runs, means = curves
-        return charts.chart_curves(runs, means, view.arm_colors, curve.label) if charts.fits(runs) else None
-
     marks_caption = (
         " Step 0 is the policy before training. Thin lines are single runs, and a thick line is their mean, in which "
         "a stopped run keeps its last value. A cross marks the end of a run that a rule stopped, and a ring the end "
@@ -254,8 +242,10 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
         curve.section,
         curve.caption + marks_caption * curve.explains_marks,
         make_tables,
-        draw,
-        make_chart,
+        lambda curves, view: plots.draw_curves(curves[0], curves[1], view.arm_colors, curve.label),
+        lambda curves, view: (
+            charts.chart_curves(curves[0], curves[1], view.arm_colors, curve.label) if charts.fits(curves[0]) else None
+        ),
         describe=lambda curves, view: findings.describe_curves(curves[0], curve.label),
         picture_note="One panel per arm; runs of other arms are gray." * curve.explains_marks,
     )
@@ -263,14 +253,6 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
 
 def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
     """Declare the figure of `curve` with the panels of the grid and a thin line per run."""
-
-    def make_table(view: GridView) -> pd.DataFrame | None:
-        if curve.is_uninformative(view.frames):
-            return None
-        return _none_if_empty(layout.make_panel_curves(view.frames, view.grid, view.members, curve.column))
-
-    def draw(table: pd.DataFrame, view: GridView) -> Figure:
-        return grid_plots.draw_curves(view.grid, table, curve.label)
 
     def make_caption(view: GridView) -> str:
         marks_caption = (
@@ -284,46 +266,29 @@ def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
         curve.name,
         curve.section,
         make_caption,
-        make_table,
-        draw,
+        lambda view: (
+            None
+            if curve.is_uninformative(view.frames)
+            else _none_if_empty(layout.make_panel_curves(view.frames, view.grid, view.members, curve.column))
+        ),
+        lambda table, view: grid_plots.draw_curves(view.grid, table, curve.label),
         describe=lambda table, view: grid_page.describe_curves(view.grid, table, curve.label),
     )
 
 
 def _make_heat_map(measure: Measure) -> ReportFigure[GridView]:
-    def make_table(view: GridView) -> pd.DataFrame | None:
-        return view.cells if view.cells[measure.name].notna().any() else None
-
-    def draw(table: pd.DataFrame, view: GridView) -> Figure:
-        return grid_plots.draw_heat_maps(view.grid, table, measure.name, measure.label, log=measure.log)
-
     return ReportFigure(
         f"grid_{measure.name}",
         "grid",
         measure.caption,
-        make_table,
-        draw,
+        lambda view: view.cells if view.cells[measure.name].notna().any() else None,
+        lambda table, view: grid_plots.draw_heat_maps(view.grid, table, measure.name, measure.label, log=measure.log),
         describe=lambda table, view: grid_page.describe_cells(view.grid, table, measure),
     )
 
 
 def _none_if_empty(table: pd.DataFrame) -> pd.DataFrame | None:
     return table if len(table) else None
-
-
-def _make_success_table(view: AxisView) -> pd.DataFrame | None:
-    return view.dose_response if view.dose_response["success"].notna().any() else None
-
-
-def _draw_successes(table: pd.DataFrame, view: AxisView) -> Figure:
-    return plots.draw_dose_response(table, tables.make_run_outcomes(view.frames), view.axis_name)
-
-
-def _chart_successes(table: pd.DataFrame, view: AxisView) -> alt.LayerChart | None:
-    if not charts.fits(table):
-        return None
-    runs = tables.make_run_outcomes(view.frames)
-    return charts.chart_dose_response(table, runs, view.arm_colors, view.axis_name)
 
 
 def _make_dose_caption(view: AxisView) -> str:
@@ -387,27 +352,28 @@ def _make_share_label(frames: StudyFrames) -> str:
     return f"KL + entropy:\n{gradient_plots.SHARE_LABELS[column]}"
 
 
-def _make_edge_tables(view: View) -> tuple[pd.DataFrame, pd.DataFrame] | None:
-    edge_tables = view.results.edge_tables
-    return (edge_tables["edge_doses"], edge_tables["edge"]) if edge_tables else None
-
-
-def _draw_edges(edge_tables: tuple[pd.DataFrame, pd.DataFrame], view: View) -> Figure:
-    doses, edges = edge_tables
-    return grid_plots.draw_edges(doses, edges, shorten_setting(view.frames.studies[0].axis.dose))
-
-
 EDGES: ReportFigure[View] = ReportFigure(
     "edge",
     "edge",
     "Upper panel: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle panel: the edge "
     "of each line (circle), at which half of its runs collapse, with its 95 % interval; an arrow means that the runs "
     "do not bound it on that side. The pale bar is the safe band. Lower panel: mean success at the end.",
-    _make_edge_tables,
-    _draw_edges,
+    lambda view: view.results.edge_tables or None,
+    lambda edge_tables, view: grid_plots.draw_edges(
+        edge_tables["edge_doses"], edge_tables["edge"], shorten_setting(view.frames.studies[0].axis.dose)
+    ),
 )
 DOSE_RESPONSE: ReportFigure[AxisView] = ReportFigure(
-    "dose_response", "dose-response", _make_dose_caption, _make_success_table, _draw_successes, _chart_successes
+    "dose_response",
+    "dose-response",
+    _make_dose_caption,
+    lambda view: view.dose_response if view.dose_response["success"].notna().any() else None,
+    lambda table, view: plots.draw_dose_response(table, tables.make_run_outcomes(view.frames), view.axis_name),
+    lambda table, view: (
+        charts.chart_dose_response(table, tables.make_run_outcomes(view.frames), view.arm_colors, view.axis_name)
+        if charts.fits(table)
+        else None
+    ),
 )
 SURVIVAL: ReportFigure[View] = ReportFigure(
     "survival",

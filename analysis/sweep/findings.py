@@ -281,17 +281,12 @@ def _interpret_gain(row: dict[str, Any]) -> str:
     )
 
 
-_SECONDARY_LABELS = {
+SECONDARY_LABELS = {
     "mean_val_success": "mean of the validation curve",
     "final_val_greedy_success": "greedy success at the end",
     "test_success": "success on test levels, sampled",
     "test_greedy_success": "success on test levels, greedy",
 }
-
-
-def list_secondary(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of `tables.compare_secondary` with a label of each outcome, for the report."""
-    return [{**row, "label": _SECONDARY_LABELS[row["column"]]} for row in to_records(table)]
 
 
 def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
@@ -534,11 +529,6 @@ def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
         {"setting": name.removeprefix("config/"), "values": [str(rows[name].iloc[0]) for _, rows in by_arm]}
         for name in differing_settings
     ]
-
-
-def list_runs(frames: StudyFrames) -> list[dict[str, Any]]:
-    """All runs, for the list at the end of a report."""
-    return to_records(frames.trials)
 
 
 def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:

@@ -45,17 +45,11 @@ from analysis.stats.estimates import (
     wilson_interval,
 )
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
+from analysis.sweep.series import BUDGETS
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
 
-COST_COLUMNS = (
-    "total_optimizer_steps",
-    "total_env_steps",
-    "total_sampled_tokens",
-    "total_trained_tokens",
-    "seconds_total",
-)
 _MEAN_COLUMNS = (
     "base_val_success",
     "base_val_greedy_success",
@@ -285,7 +279,7 @@ def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
 
 def _summarize_cost(frames: StudyFrames, runs: pd.DataFrame) -> Row:
     kept_ratios = frames.steps.loc[frames.steps["run_id"].isin(runs["run_id"]), "kept_ratio"]
-    return {**{name: _mean(runs[name]) for name in COST_COLUMNS}, "kept_ratio": _mean(kept_ratios)}
+    return {**{name: _mean(runs[name]) for name in BUDGETS}, "kept_ratio": _mean(kept_ratios)}
 
 
 def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
