@@ -125,12 +125,25 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
     """The frames of a study from what its runs wrote. folders: those of the study; empty if it has none."""
     family = get_family(study)
     schemas = get_schemas(family.name)
-    runs = sorted(study_runs, key=_make_sort_key(study))
+    # Arms in the order of study.json, then other arms by name, then seeds. run_id comes last so that the order is the
+    # same on every machine, even if two runs share arm and seed.
+    rank = {arm: index for index, arm in enumerate(study.axis.values)}
+    runs = sorted(
+        study_runs,
+        key=lambda run: (
+            rank.get(run.header.arm, len(rank)),
+            run.header.arm,
+            run.header.seed,
+            run.header.run_id,
+        ),
+    )
     trials = [_make_trial_row(study, run, family) for run in runs]
     steps = [row for run in runs for row in _make_step_rows(study, run, family)]
+    # Measures of a game of the user, beside the columns of the family; the first ones if there are many.
+    own_columns = list(dict.fromkeys(name for row in steps for name in row if name not in schemas["steps"]))
     frames = {
         "trials": _make_trials_frame(trials, [flatten_config(run.header.config) for run in runs], schemas["trials"]),
-        "steps": _make_frame(steps, [*schemas["steps"], *_list_own_columns(steps, schemas["steps"])]),
+        "steps": _make_frame(steps, [*schemas["steps"], *own_columns[:MAX_OWN_COLUMNS]]),
         "levels": _make_levels_frame(study, runs, schemas["levels"]),
         "gradients": _make_analysis_frame(schemas["gradients"], make_gradient_rows, study, runs),
         "gradient_groups": _make_analysis_frame(schemas["gradient_groups"], make_group_rows, study, runs),
@@ -208,25 +221,12 @@ def _read_probes(path: Path) -> Lines:
     try:
         lines = read_lines(path)
     except UnsafePathError as error:
-        warnings.warn(f"{error}.", DamageWarning, stacklevel=2)
+        _warn(f"{error}.")
         return Lines(())
     # Rows and their files say how many lines a file must have. Of probes, an unfinished line is the only trace.
     if numbers := sorted((*lines.damaged_numbers, *lines.unchecked_numbers)):
-        message = f"{path} does not match its checksums at line {numbers[0]}."
-        warnings.warn(message, DamageWarning, stacklevel=2)
+        _warn(f"{path} does not match its checksums at line {numbers[0]}.")
     return lines
-
-
-def _make_sort_key(study: StudyRecord) -> Callable[[RunFiles], tuple[int, str, int, str]]:
-    """A sort key for runs: arms in the order of study.json, then other arms by name, then seeds."""
-    rank = {arm: index for index, arm in enumerate(study.axis.values)}
-    # run_id comes last so that the order is the same on every machine, even if two runs share arm and seed.
-    return lambda run: (
-        rank.get(run.header.arm, len(rank)),
-        run.header.arm,
-        run.header.seed,
-        run.header.run_id,
-    )
 
 
 def _make_run_columns(study: StudyRecord, run: RunFiles) -> Row:
@@ -282,12 +282,6 @@ def _make_step_rows(study: StudyRecord, run: RunFiles, family: Family) -> list[R
         }
         for row in run.rows
     ]
-
-
-def _list_own_columns(rows: Iterable[Row], schema: Schema) -> list[str]:
-    """The columns beside those of the family, which are measures of a game of the user; the first ones if many."""
-    names = dict.fromkeys(name for row in rows for name in row if name not in schema)
-    return list(names)[:MAX_OWN_COLUMNS]
 
 
 def _make_levels_frame(study: StudyRecord, runs: Iterable[RunFiles], schema: Schema) -> pd.DataFrame:

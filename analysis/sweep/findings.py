@@ -48,6 +48,11 @@ OUTCOME_LABELS = {
     "no effect": f"equal in every row ({NO_EFFECT}) for",
     "open": "open for",
 }
+_NO_VERDICT_LABELS = {
+    "no comparison": "Not compared",
+    "no verdict": "No scored run",
+    "failed regime": "Failed regime, stopped by a rule",
+}
 
 
 def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) -> str:
@@ -62,24 +67,22 @@ def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) 
         return " ".join(signal_problems) or (
             f"{len(summary)} arm{'s' if len(summary) > 1 else ''} and no baseline arm, so nothing is compared."
         )
-    sentences = [
-        *signal_problems,
-        *_answer(summary, baseline),
-        *_list_unscored(summary),
-        *_list_failed_regimes(summary),
-    ]
-    return " ".join(sentences) or f"Arm {baseline} alone: nothing is compared."
-
-
-def _answer(summary: pd.DataFrame, baseline: str) -> list[str]:
-    """One sentence that groups the compared arms by their verdict; none if nothing was compared."""
+    sentences = list(signal_problems)
     compared = summary[summary["outcome"].isin(OUTCOME_LABELS)]
-    if compared.empty:
-        return []
-    return [
-        f"Over {format_range(compared['seeds'])} seed{'s' if compared['seeds'].max() > 1 else ''}, success at the end "
-        f"compared with baseline {baseline} is {group_arms(compared, compared['outcome'], OUTCOME_LABELS)}."
-    ]
+    if len(compared):
+        sentences.append(
+            f"Over {format_range(compared['seeds'])} seed{'s' if compared['seeds'].max() > 1 else ''}, success at the "
+            f"end compared with baseline {baseline} is {group_arms(compared, compared['outcome'], OUTCOME_LABELS)}."
+        )
+    for outcome, label in _NO_VERDICT_LABELS.items():
+        if arms := summary.loc[summary["outcome"] == outcome, "arm"].to_list():
+            sentences.append(f"{label}: {_format_arms(arms)}.")
+    # Few runs condemn no setting: their number is said instead.
+    for count, rows in summary[summary["outcome"] == "stopped"].groupby("failed_stops"):
+        sentences.append(
+            f"Stopped in {count} of {count} run{'s' if count > 1 else ''}: {_format_arms(rows['arm'].to_list())}."
+        )
+    return " ".join(sentences) or f"Arm {baseline} alone: nothing is compared."
 
 
 def group_arms(rows: pd.DataFrame, verdicts: "pd.Series[str]", labels: Mapping[str, str]) -> str:
@@ -95,27 +98,6 @@ def group_arms(rows: pd.DataFrame, verdicts: "pd.Series[str]", labels: Mapping[s
             if (arms := rows.loc[verdicts == verdict, "arm"].to_list())
         ]
     )
-
-
-def _list_unscored(summary: pd.DataFrame) -> list[str]:
-    labels = {"no comparison": "Not compared", "no verdict": "No scored run"}
-    return [
-        f"{label}: {_format_arms(arms)}."
-        for outcome, label in labels.items()
-        if (arms := summary.loc[summary["outcome"] == outcome, "arm"].to_list())
-    ]
-
-
-def _list_failed_regimes(summary: pd.DataFrame) -> list[str]:
-    """The arms of which a rule stopped every scored run: they have no verdict on their success."""
-    failed_arms = summary.loc[summary["outcome"] == "failed regime", "arm"].to_list()
-    sentences = [f"Failed regime, stopped by a rule: {_format_arms(failed_arms)}."] if failed_arms else []
-    # Few runs condemn no setting: their number is said instead.
-    for count, rows in summary[summary["outcome"] == "stopped"].groupby("failed_stops"):
-        sentences.append(
-            f"Stopped in {count} of {count} run{'s' if count > 1 else ''}: {_format_arms(rows['arm'].to_list())}."
-        )
-    return sentences
 
 
 def describe_collapses(collapses: pd.DataFrame) -> str:
@@ -172,14 +154,12 @@ def format_range(numbers: "pd.Series[int]") -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _format_arms(arms: list[str]) -> str:
-    """The names of the arms if they fit into a line, otherwise their number."""
+def _format_arms(arms: "Sequence[str] | pd.Series[str]", noun: str = "arm") -> str:
+    """The names of the arms after the noun, which may be empty, if they fit into a line; otherwise their number."""
     listing = join_arms(arms)
-    return (
-        f"{len(arms)} arms"
-        if len(arms) > 1 and len(listing) > MAX_LINE_LENGTH
-        else f"arm{'s' if len(arms) > 1 else ''} {listing}"
-    )
+    if len(arms) > 1 and len(listing) > MAX_LINE_LENGTH:
+        return f"{len(arms)} arms"
+    return f"{noun}{'s' if len(arms) > 1 else ''} {listing}" if noun else listing
 
 
 def describe_interval_basis(table: pd.DataFrame) -> str:
@@ -187,15 +167,10 @@ def describe_interval_basis(table: pd.DataFrame) -> str:
 
     table: from `tables.make_dose_response`.
     """
-    arms_by_basis = table[table["basis"] != ""].groupby("basis", sort=False)["arm"].agg(_format_arm_list).to_dict()
+    arms_by_basis = dict(list(table[table["basis"] != ""].groupby("basis", sort=False)["arm"]))
     if len(arms_by_basis) <= 1:
-        return "".join(str(basis) for basis in arms_by_basis)
-    return "; ".join(f"{arms}: {basis}" for basis, arms in arms_by_basis.items())
-
-
-def _format_arm_list(arms: "pd.Series[str]") -> str:
-    listing = join_arms(arms)
-    return listing if len(arms) == 1 or len(listing) <= MAX_LINE_LENGTH else f"{len(arms)} arms"
+        return "".join(map(str, arms_by_basis))
+    return "; ".join(f"{_format_arms(arms, noun='')}: {basis}" for basis, arms in arms_by_basis.items())
 
 
 def format_status_counts(trials: pd.DataFrame) -> str:

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter, FuncFormatter, MaxNLocator
-from numpy.typing import NDArray
 
 from analysis.sweep.verdicts import join_arms
 
@@ -207,7 +206,10 @@ def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, s
         title_width = 72 * (figure_size[0] - 0.85) / columns / 0.66
         title_size = min(mpl.rcParams["axes.titlesize"], title_width / max((len(arm) for arm in arms), default=1))
         for panel, arm in zip(panels.flat, arms, strict=False):
-            ghost_line = _as_one_line(points[point_arms != arm], run_indices[point_arms != arm])
+            # The others as one line with a gap (NaN) between runs: a line object for each would take seconds to draw.
+            is_other = point_arms != arm
+            gaps = np.flatnonzero(np.diff(run_indices[is_other])) + 1
+            ghost_line = np.insert(points[is_other], gaps, np.nan, axis=0).T
             panel.plot(*ghost_line, color=GHOST_COLOR, linewidth=0.8, zorder=1)
             _draw_runs(panel, runs[arm], means[means["arm"] == arm], colors[arm])
             panel.set_title(arm, loc="left", color=colors[arm], fontweight="bold", fontsize=title_size)
@@ -241,25 +243,14 @@ def _mark_single(rows: pd.DataFrame) -> dict[str, Any]:
     return {"marker": "o", "markersize": 4} if len(rows) == 1 else {}
 
 
-def _as_one_line(points: NDArray[np.float64], run_indices: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Join the points (N, 2) of many runs to one line (2, N + gaps) with a NaN gap between runs.
-
-    One line object per run and panel would take seconds to draw. run_indices (N,): the run of each point.
-    """
-    return np.insert(points, np.flatnonzero(np.diff(run_indices)) + 1, np.nan, axis=0).T
-
-
 def _draw_end_mark(panel: Any, run: pd.DataFrame) -> None:
     """Mark the end of a run that did not complete: a cross if a rule stopped it, otherwise a ring."""
-    status, last_row = run["status"].iloc[-1], run.iloc[-1]
-    if status == "early_stopped":
-        panel.scatter(
-            last_row["step"], last_row["value"], marker="X", s=42, color=STOPPED_COLOR, zorder=4, clip_on=False
-        )
-    elif status != "completed":
-        panel.scatter(
-            last_row["step"], last_row["value"], marker="o", s=26, facecolor="white", edgecolor=TEXT_COLOR, zorder=4
-        )
+    last_row = run.iloc[-1]
+    cross = {"marker": "X", "s": 42, "color": STOPPED_COLOR, "clip_on": False}
+    ring = {"marker": "o", "s": 26, "facecolor": "white", "edgecolor": TEXT_COLOR}
+    if last_row["status"] != "completed":
+        style = cross if last_row["status"] == "early_stopped" else ring
+        panel.scatter(last_row["step"], last_row["value"], zorder=4, **style)
 
 
 def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:

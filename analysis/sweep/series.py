@@ -173,12 +173,11 @@ def check_consistency(frames: StudyFrames) -> pd.DataFrame:
     rows = []
     for (_, seed), runs in trials.groupby(["config_hash", "seed"], sort=False):
         for a, b in combinations(to_records(runs), 2):
-            steps_a, steps_b = (_select_steps(frames, run["study"], run["run_id"]) for run in (a, b))
+            steps_a, steps_b = (
+                frames.steps[(frames.steps["study"] == run["study"]) & (frames.steps["run_id"] == run["run_id"])]
+                for run in (a, b)
+            )
             differences = diff_frames(steps_a, steps_b, ignored_columns=("run_id", "study", "arm"))
             names = {name: f"{run['study']}/{run['run_id']}" for name, run in (("a", a), ("b", b))}
             rows.append({**names, "seed": seed, "agree": not differences, "difference": "; ".join(differences)})
     return pd.DataFrame(rows, columns=["a", "b", "seed", "agree", "difference"])
-
-
-def _select_steps(frames: StudyFrames, study: str, run_id: str) -> pd.DataFrame:
-    return frames.steps[(frames.steps["study"] == study) & (frames.steps["run_id"] == run_id)]

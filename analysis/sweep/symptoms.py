@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from analysis.data.compare import make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.change_points import MIN_POINTS, Change, find_change
 from analysis.stats.estimates import Estimate
@@ -208,9 +209,7 @@ def _summarize_symptom(
         "earlier": earlier,
         "later": later,
         "undecided": len(own) - earlier - later,
-        "lead": lead.value,
-        "lead_low": lead.low,
-        "lead_high": lead.high,
+        **make_estimate_columns("lead", lead),
         "p": lead.p,
     }
 

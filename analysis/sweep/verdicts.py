@@ -126,16 +126,9 @@ def describe_stop(run: Mapping[str, Any]) -> str:
     successes = [run.get(name, math.nan) for name in ("final_val_success", "final_train_success")]
     is_mastered = all(success >= MASTERED_SUCCESS for success in successes)
     mastery_text = f", at success {format_number(successes[0])}" if is_mastered else ""
-    comparison_text = f"{format_number(value)} {format_comparison(value, threshold)} {format_number(threshold)}"
-    return f"{step_text}{comparison_text}{mastery_text}"
-
-
-def format_comparison(value: float, threshold: float) -> str:
-    """The comparison sign between a value and the threshold that it crossed.
-
-    A rule fires below its threshold (such as success) or from its threshold on (such as a count of empty steps).
-    """
-    return "<" if value < threshold else "≥"
+    # A rule fires below its threshold (such as success) or from its threshold on (such as a count of empty steps).
+    sign = "<" if value < threshold else "≥"
+    return f"{step_text}{format_number(value)} {sign} {format_number(threshold)}{mastery_text}"
 
 
 def describe_unfinished(runs: pd.DataFrame) -> str:
@@ -205,7 +198,7 @@ def _describe_gain(row: Mapping[str, Any]) -> str:
     basis_text = (
         f"{interval_text} from the policy before training ({row['gain_basis']})"
         if interval_text
-        else ("from the policy before training (no interval)")
+        else "from the policy before training (no interval)"
     )
     return f"{success_text}, {format_signed(row['gain'])} {basis_text}"
 
