@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
@@ -54,11 +53,13 @@ class Comparison:
 
     def describe(self) -> list[str]:
         """One sentence per other study: in which arms it is better, worse, equal or open. One more if seeds differ."""
-        sentences = [
-            _describe_study(label, self.reference, self.arms[self.arms["study"] == label])
-            for label in self.studies
-            if label != self.reference
-        ]
+        sentences = []
+        for label in list(self.studies)[1:]:  # B against A, 6 arms in common: worse in 0.3; equal in 0, 0.01.
+            rows = self.arms[self.arms["study"] == label]
+            names = {verdict: rows.loc[rows["verdict"] == verdict, "other_arm"].to_list() for verdict in VERDICTS}
+            clauses = [f"{verdict} in {', '.join(arms)}" for verdict, arms in names.items() if arms]
+            count = f"{len(rows)} arm{'' if len(rows) == 1 else 's'} in common"
+            sentences.append(f"{label} against {self.reference}, {count}: {'; '.join(clauses)}.")
         seeds = {frozenset(frames.trials["seed"]) for frames in self.studies.values()}
         if len(seeds) > 1:
             sentences.append(
@@ -69,7 +70,20 @@ class Comparison:
 
     def describe_studies(self) -> list[Row]:
         """One row per study: label, name, folder, preset, seeds, statuses of its runs, and commit."""
-        return [_describe_source(label, frames, self.folders[label]) for label, frames in self.studies.items()]
+        return [
+            {
+                "label": label,
+                "name": study.name,
+                "folder": self.folders[label],
+                "question": study.question,
+                "preset": study.preset,
+                "seeds": findings.format_seeds(sorted(set(frames.trials["seed"]))),
+                "statuses": findings.format_status_counts(frames.trials),
+                "commit": (study.git.commit if study.git else "")[:7],
+            }
+            for label, frames in self.studies.items()
+            for study in frames.studies
+        ]
 
 
 def compare(studies: Mapping[str, StudyFrames], folders: Mapping[str, str]) -> Comparison:
@@ -128,26 +142,3 @@ def draw_differences(table: pd.DataFrame, label: str) -> Figure:
         axes.set_xlabel(f"{label}, other study minus the first")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
     return figure
-
-
-def _describe_study(label: str, reference: str, rows: pd.DataFrame) -> str:
-    """`B against A, 6 arms in common: worse in 0.3; equal in 0, 0.01.`"""
-    count = f"{len(rows)} arm{'' if len(rows) == 1 else 's'} in common"
-    names = {verdict: rows.loc[rows["verdict"] == verdict, "other_arm"].to_list() for verdict in VERDICTS}
-    clauses = [f"{verdict} in {', '.join(arms)}" for verdict, arms in names.items() if arms]
-    return f"{label} against {reference}, {count}: {'; '.join(clauses)}."
-
-
-def _describe_source(label: str, frames: StudyFrames, folder: str) -> dict[str, Any]:
-    study = frames.studies[0]
-    seeds = sorted(set(frames.trials["seed"]))
-    return {
-        "label": label,
-        "name": study.name,
-        "folder": folder,
-        "question": study.question,
-        "preset": study.preset,
-        "seeds": findings.format_seeds(seeds),
-        "statuses": findings.format_status_counts(frames.trials),
-        "commit": (study.git.commit if study.git else "")[:7],
-    }

@@ -7,7 +7,6 @@ lines at equal doses.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -46,7 +45,10 @@ def make_run_table(frames: StudyFrames) -> pd.DataFrame:
     settings = select_settings(trials)
     others = [name for name in settings if name != dose]
     table = trials[["run_id", "arm", "seed"]].assign(
-        line=[_name_line({name: row[name] for name in others}) for row in to_records(settings)],
+        line=[
+            ", ".join(f"{shorten_setting(name)} {label_value(row[name])}" for name in others) or "all arms"
+            for row in to_records(settings)
+        ],
         dose=trials[column].astype(float),
         success=trials[SUCCESS_COLUMN].astype(float),
     )
@@ -55,11 +57,6 @@ def make_run_table(frames: StudyFrames) -> pd.DataFrame:
     table = table[trials["status"].isin(SCORED_STATUSES) & (table["dose"] > 0)]
     table = table.assign(collapsed=[has_collapsed.get(run_id, False) for run_id in table["run_id"]])
     return table[list(_RUN_COLUMNS)].reset_index(drop=True)
-
-
-def _name_line(settings: dict[str, Any]) -> str:
-    labels = [f"{shorten_setting(name)} {label_value(value)}" for name, value in settings.items()]
-    return ", ".join(labels) or "all arms"
 
 
 def summarize_doses(runs: pd.DataFrame) -> pd.DataFrame:
@@ -147,12 +144,17 @@ def _describe_edge(estimate: EdgeEstimate, edge: Estimate, counts: DoseCounts, n
         notes = [f"separated: no run collapsed up to {low}, and all did from {high} on"]
     elif not counts.doses[0] <= edge.value <= counts.doses[-1] and not estimate.refusal:
         notes = ["the edge is extrapolated beyond the doses of the study"]
+    if num_seeds < MIN_SEEDS_OF_EDGE or not estimate.refusal:
+        notes.append(_describe_bounds(edge, "edge", num_seeds))
+    return "; ".join(filter(None, notes))
+
+
+def _describe_bounds(estimate: Estimate, name: str, num_seeds: int) -> str:
+    """Why an interval is missing, or on which sides it is open; empty if it has both bounds."""
     if num_seeds < MIN_SEEDS_OF_EDGE:
-        notes.append(f"an interval needs {MIN_SEEDS_OF_EDGE} seeds")
-    elif not estimate.refusal:
-        sides = [name for name, bound in (("below", edge.low), ("above", edge.high)) if math.isnan(bound)]
-        notes += [f"the runs do not bound the edge from {' and '.join(sides)}"] if sides else []
-    return "; ".join(note for note in notes if note)
+        return f"an interval needs {MIN_SEEDS_OF_EDGE} seeds"
+    sides = [side for side, bound in (("below", estimate.low), ("above", estimate.high)) if math.isnan(bound)]
+    return f"the runs do not bound the {name} from {' and '.join(sides)}" if sides else ""
 
 
 def _find_safe_band(doses: pd.DataFrame, margin: float) -> tuple[Row, str]:
@@ -252,14 +254,10 @@ def _exchange_lines(num_collapses: Floats, generator: np.random.Generator) -> fl
 
 def _describe_shift(shift: Estimate, line: DoseCounts, reference: DoseCounts, num_seeds: int) -> str:
     """Why a shift is missing, or is bounded on one side only."""
-    if num_seeds < MIN_SEEDS_OF_EDGE:
-        notes = [f"an interval needs {MIN_SEEDS_OF_EDGE} seeds"]
-    else:
-        sides = [name for name, bound in (("below", shift.low), ("above", shift.high)) if math.isnan(bound)]
-        notes = [f"the runs do not bound the shift from {' and '.join(sides)}"] if sides else []
+    notes = [_describe_bounds(shift, "shift", num_seeds)]
     for name, counts in (("the line", line), ("the reference", reference)):
         if not counts.num_events.any():
             notes.append(f"no run of {name} collapsed")
         elif (counts.num_events == counts.num_runs).all():
             notes.append(f"every run of {name} collapsed")
-    return "; ".join(notes)
+    return "; ".join(filter(None, notes))

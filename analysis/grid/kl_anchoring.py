@@ -22,6 +22,7 @@ import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, cut_interval, make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
+from analysis.grid.layout import LATE_START
 from analysis.stats.estimates import MIN_SEEDS, Estimate, spearman_trend
 from analysis.stats.noise import make_estimate
 from analysis.sweep.verdicts import format_interval, format_p_value, format_signed
@@ -33,8 +34,6 @@ FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN = (
     "config/actor.use_kl_loss",
 )
 NO_INTERVAL_TEXT = "(no interval with fewer than three seeds that differ)"
-# Start of the last quarter of training. Earlier, runs have not yet moved as far from the reference as they will.
-_LATE_START = 0.75
 
 
 def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
@@ -62,7 +61,8 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
     table["last_step"] = table["run_id"].map(steps.groupby("run_id")["step"].max())
     # All runs with one match are measured over the steps that the shortest of them has.
     table["last_step"] = table.groupby("match")["last_step"].transform("min")
-    table["first_step"] = (_LATE_START * table["last_step"]).astype(int) + 1
+    # Earlier, runs have not yet moved as far from the reference as they will.
+    table["first_step"] = (LATE_START * table["last_step"]).astype(int) + 1
     window_steps = steps[["run_id", "step", "kl_to_reference"]].merge(
         table[["run_id", "first_step", "last_step"]], on="run_id"
     )

@@ -120,7 +120,11 @@ def find_grid(frames: StudyFrames) -> Grid | None:
     if trials.empty or trials["axis_value"].notna().any():
         return None
     values = select_settings(trials)
-    factor_values = {str(setting): _list_factor_values(values[setting]) for setting in values}
+    factor_values: dict[str, tuple[Any, ...]] = {}
+    for setting in map(str, values):
+        distinct_values = values[setting].dropna().drop_duplicates().to_list()
+        is_switch = pd.api.types.is_bool_dtype(values[setting])  # False before True
+        factor_values[setting] = tuple(sorted(distinct_values) if is_switch else distinct_values)
     numeric_settings = [
         setting
         for setting in factor_values
@@ -152,12 +156,6 @@ def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
     ]
 
 
-def _list_factor_values(values: Any) -> tuple[Any, ...]:
-    """The values of a factor: False before True, all others in the order of the arms."""
-    distinct_values = values.dropna().drop_duplicates().to_list()
-    return tuple(sorted(distinct_values) if pd.api.types.is_bool_dtype(values) else distinct_values)
-
-
 def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     """One row per run and panel: run_id, arm, seed, status, each factor, panel, shared, home, and measures.
 
@@ -171,8 +169,10 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     for setting in grid.factor_values:
         table[setting] = trials[f"config/{setting}"]
     table["success"] = trials["late_val_success"]
+    last_steps = frames.steps.groupby("run_id")["step"].transform("max")
+    late_steps = frames.steps[frames.steps["step"] > LATE_START * last_steps].groupby("run_id")
     for measure in LATE_MEANS:
-        table[measure.name] = table["run_id"].map(_compute_late_means(frames, measure.name))
+        table[measure.name] = table["run_id"].map(late_steps[measure.name].mean())
     # An unscored run may have logged some steps, but its late means would be those of an unfinished training.
     table.loc[~table["status"].isin(SCORED_STATUSES), [measure.name for measure in MEASURES]] = float("nan")
     table = table.assign(shared=False, home=True).dropna(subset=list(grid.factor_values))
@@ -181,14 +181,6 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
             table = _repeat_idle_rows(table, setting, governing_setting, grid)
     table["panel"] = [grid.format_panel(row) for row in to_records(table)]
     return table.reset_index(drop=True)
-
-
-def _compute_late_means(frames: StudyFrames, column: str) -> "pd.Series[float]":
-    """Mean of a step column over the last quarter of each run's steps, indexed by run_id."""
-    steps = frames.steps[["run_id", "step", column]]
-    last_steps = steps.groupby("run_id")["step"].transform("max")
-    means: pd.Series[float] = steps[steps["step"] > LATE_START * last_steps].groupby("run_id")[column].mean()
-    return means
 
 
 def _repeat_idle_rows(table: pd.DataFrame, setting: str, governing_setting: str, grid: Grid) -> pd.DataFrame:
@@ -270,19 +262,14 @@ def make_arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
     trials = frames.trials.drop_duplicates("arm")
     columns = {f"config/{setting}": setting for setting in grid.factor_values}
     rows = to_records(trials[["arm", *columns]].rename(columns=columns))
-    labels = {row["arm"]: _format_arm_label(grid, row) for row in rows}
+    labels = {}
+    for row in rows:
+        # With a KL coefficient of 0 the form of the loss has no effect, so the name of the arm leaves it out.
+        idle_settings = {setting for setting, other in IDLE_SETTINGS.items() if other in row and row[other] == 0}
+        settings = [setting for setting in (*grid.panels, grid.x, grid.y) if setting not in idle_settings]
+        labels[row["arm"]] = " · ".join(filter(None, (grid.format_factor(name, row[name]) for name in settings)))
     all_labels = list(labels.values())
     return {arm: text if all_labels.count(text) == 1 else f"{text} ({arm})" for arm, text in labels.items()}
-
-
-def _format_arm_label(grid: Grid, row: dict[str, Any]) -> str:
-    # With a KL coefficient of 0 the form of the loss has no effect, so the name of the arm leaves it out.
-    idle_settings = {setting for setting, other in IDLE_SETTINGS.items() if other in row and row[other] == 0}
-    active_labels = [
-        grid.format_factor(setting, row[setting]) for setting in grid.factor_values if setting not in idle_settings
-    ]
-    ordered_labels = [grid.format_factor(setting, row[setting]) for setting in (*grid.panels, grid.x, grid.y)]
-    return " · ".join(label for label in ordered_labels if label and label in active_labels)
 
 
 def name_arms(frames: StudyFrames) -> StudyFrames:

@@ -1,5 +1,6 @@
 """Report sections for grid studies: tables and sentences of their figures, and the context of the grid templates."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,10 +92,7 @@ def _make_panel_entries(
             }
             for point in to_records(points)
         ]
-        counts: dict[str, int] = {}
-        for row in arm_rows:
-            counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1
-        entries.append({"panel": panel, "arms": arm_rows, "outcomes": counts})
+        entries.append({"panel": panel, "arms": arm_rows, "outcomes": Counter(row["outcome"] for row in arm_rows)})
     # A panel may have only shared runs, whose verdicts are listed in their home panel.
     return [entry for entry in entries if entry["arms"]]
 

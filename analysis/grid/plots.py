@@ -216,22 +216,18 @@ def _draw_lines(axes: Any, table: pd.DataFrame, colors: dict[float, str]) -> Non
     segments = [rows[["step", "value"]].to_numpy(dtype=float) for rows in runs]
     line_colors = [colors[rows["x"].iloc[0]] for rows in runs]
     axes.add_collection(LineCollection(segments, colors=line_colors, linewidths=0.9, alpha=0.85))
-    for status, style in (
-        ("early_stopped", {"marker": "X", "s": 26, "color": STOPPED_COLOR}),
-        ("", {"marker": "o", "s": 20, "facecolor": "white", "edgecolor": TEXT_COLOR}),
+    statuses = [rows["status"].iloc[0] for rows in runs]
+    for is_stopped, style in (
+        (True, {"marker": "X", "s": 26, "color": STOPPED_COLOR}),
+        (False, {"marker": "o", "s": 20, "facecolor": "white", "edgecolor": TEXT_COLOR}),
     ):
         ends = [
-            end
-            for end, rows in zip(segments, runs, strict=True)
-            if _classify_ending(str(rows["status"].iloc[0])) == status
+            segment[-1]
+            for segment, status in zip(segments, statuses, strict=True)
+            if status != "completed" and (status == "early_stopped") == is_stopped
         ]
         if ends:
-            axes.scatter(*np.array([end[-1] for end in ends]).T, zorder=4, linewidth=0.8, **style)
-
-
-def _classify_ending(status: str) -> str | None:
-    """The mark at the end of a run: "early_stopped", "" for other incomplete runs, None for a completed run."""
-    return None if status == "completed" else status if status == "early_stopped" else ""
+            axes.scatter(*np.array(ends).T, zorder=4, linewidth=0.8, **style)
 
 
 def _add_line_legend(figure: Figure, grid: Grid, colors: dict[float, str], has_stopped: bool) -> None:

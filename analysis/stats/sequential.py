@@ -40,18 +40,13 @@ def compute_e_value(t: ArrayLike, n: ArrayLike, prior_variance: float = 1.0) -> 
 
     The larger |t|, the larger e, up to (1 + n g)^(v/2) at infinity. It is 1 with fewer than 2 differences.
     """
-    log_e = _compute_log_e_value(np.asarray(t, dtype=float), np.asarray(n, dtype=float), prior_variance)
-    with np.errstate(over="ignore"):
-        return np.exp(log_e)
-
-
-def _compute_log_e_value(t: Floats, n: Floats, prior_variance: float) -> Floats:
+    t, n = np.asarray(t, dtype=float), np.asarray(n, dtype=float)
     df, variance_ratio = np.maximum(n - 1, 1), 1 + n * prior_variance
-    # With x = t^2/v, the bracket is 1 + (1 + n g - 1) x / (1 + n g + x), which also holds for an infinite t.
     with np.errstate(over="ignore"):
+        # With x = t^2/v, the bracket is 1 + (1 + n g - 1) x / (1 + n g + x), which also holds for an infinite t.
         fraction = 1 - variance_ratio / (variance_ratio + t * t / df)
-    log_e = n / 2 * np.log1p((variance_ratio - 1) * fraction) - np.log(variance_ratio) / 2
-    return np.where(n < 2, 0.0, log_e)
+        log_e = n / 2 * np.log1p((variance_ratio - 1) * fraction) - np.log(variance_ratio) / 2
+        return np.exp(np.where(n < 2, 0.0, log_e))
 
 
 def compute_critical_t(
@@ -65,7 +60,7 @@ def compute_critical_t(
     if n < 2:
         return math.inf
     log_ratio = math.log1p(n * prior_variance)
-    log_root = (log_ratio + 2 * _compute_log_threshold(num_comparisons, confidence_level)) / n
+    log_root = (log_ratio + 2 * math.log(max(num_comparisons, 1) / (1 - confidence_level))) / n
     if log_root >= log_ratio:
         return math.inf
     return math.sqrt((n - 1) * math.expm1(log_root) / -math.expm1(log_root - log_ratio))
@@ -85,10 +80,6 @@ def find_fewest_seeds(num_comparisons: int = 1, prior_variance: float = 1.0, con
         for n in itertools.count(2)
         if math.isfinite(compute_critical_t(n, prior_variance, num_comparisons, confidence_level))
     )
-
-
-def _compute_log_threshold(num_comparisons: int, confidence_level: float) -> float:
-    return math.log(max(num_comparisons, 1) / (1 - confidence_level))
 
 
 def estimate_mean_sequentially(
