@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import optimize, special
 
-from analysis.stats.estimates import NAN, Estimate, Floats, SampleStats, welch_t_test
+from analysis.stats.estimates import CONFIDENCE_LEVEL, NAN, Estimate, Floats, SampleStats, welch_t_test
 from analysis.stats.events import find_collapse
 
 # One more than the parameters of a single curve.
@@ -122,9 +122,7 @@ def fit_curves(validations: Validations) -> CurveFit:
     )
 
 
-def estimate_curve(
-    validations: Validations, generator: np.random.Generator, num_draws: int = 500, confidence_level: float = 0.95
-) -> CurveEstimates:
+def estimate_curve(validations: Validations, generator: np.random.Generator, num_draws: int = 500) -> CurveEstimates:
     """Ceiling A and midpoint C of an arm, with intervals from a bootstrap of its n seeds.
 
     A +- t(n-1) s and C exp(+- t(n-1) s'), with s^2 = n / (n - 1) times the variance of A (of log C) over bootstrap
@@ -139,7 +137,7 @@ def estimate_curve(
         return CurveEstimates(Estimate(n=num_seeds), Estimate(n=num_seeds), fit, fit.refusal)
     ceiling_se, log_midpoint_se = _bootstrap_standard_errors(fit, _make_counts(validations), generator, num_draws)
     df = float(num_seeds - 1) if num_seeds >= MIN_BOOTSTRAP_SEEDS else NAN
-    t = float(special.stdtrit(df, 0.5 + confidence_level / 2))
+    t = float(special.stdtrit(df, 0.5 + CONFIDENCE_LEVEL / 2))
     value = float(fit.ceilings.mean())
     # np.clip keeps NaN.
     low, high = np.clip([value - t * ceiling_se, value + t * ceiling_se], 0, 1)
@@ -152,16 +150,16 @@ def estimate_curve(
     return CurveEstimates(ceiling, Estimate(fit.midpoint, *bounds, num_seeds, log_midpoint_se, df), fit)
 
 
-def compare_curves(arm: CurveEstimates, baseline: CurveEstimates, confidence_level: float = 0.95) -> CurveComparison:
+def compare_curves(arm: CurveEstimates, baseline: CurveEstimates) -> CurveComparison:
     """Difference of ceilings, arm minus baseline, and ratio of midpoints, arm divided by baseline.
 
     Welch's t intervals from the bootstrap standard errors, for the ratio on logarithms. A ratio below 1 means that the
     arm needs less cost for half of its gain. Seeds are not paired: equal seeds that help both arms alike make the
     intervals too wide, not too narrow. Where an arm is refused, the comparison is NaN.
     """
-    difference = welch_t_test(_summarize(arm.ceiling), _summarize(baseline.ceiling), confidence_level)
+    difference = welch_t_test(_summarize(arm.ceiling), _summarize(baseline.ceiling))
     log_midpoints = [side.midpoint._replace(value=math.log(side.midpoint.value)) for side in (arm, baseline)]
-    log_ratio = welch_t_test(_summarize(log_midpoints[0]), _summarize(log_midpoints[1]), confidence_level)
+    log_ratio = welch_t_test(_summarize(log_midpoints[0]), _summarize(log_midpoints[1]))
     ratio = log_ratio._replace(
         value=math.exp(log_ratio.value), low=math.exp(log_ratio.low), high=math.exp(log_ratio.high)
     )

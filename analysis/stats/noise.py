@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from analysis.stats.estimates import Estimate, Floats
+from analysis.stats.estimates import CONFIDENCE_LEVEL, Estimate, Floats
 
 _RELATIVE_ROUNDING = 1e-12
 """Numbers that differ by less than this fraction of their size are equal: the rest is rounding in their mean."""
@@ -186,7 +186,6 @@ def estimate_paired_contrast(
     weight_norm: float = 2.0,
     min_variance: float = 0.0,
     doubt: float = 0.0,
-    confidence_level: float = 0.95,
 ) -> Estimate:
     """Mean of one contrast per seed (n,), such as a paired difference, with the noise of all arms.
 
@@ -205,9 +204,7 @@ def estimate_paired_contrast(
     if not values.size:
         return Estimate()
     variance, df = _estimate_variance(values, noise.paired, doubt, weight_norm)
-    return make_estimate(
-        float(values.mean()), weight_norm * max(variance, min_variance) / values.size, df, values.size, confidence_level
-    )
+    return make_estimate(float(values.mean()), weight_norm * max(variance, min_variance) / values.size, df, values.size)
 
 
 def _estimate_variance(
@@ -221,16 +218,14 @@ def _estimate_variance(
     return float(variance), float(df)
 
 
-def estimate_sample_mean(
-    sample: ArrayLike, noise: Noise, min_variance: float = 0.0, doubt: float = 0.0, confidence_level: float = 0.95
-) -> Estimate:
+def estimate_sample_mean(sample: ArrayLike, noise: Noise, min_variance: float = 0.0, doubt: float = 0.0) -> Estimate:
     """Mean of one number per run (n,), such as the outcome of an arm, with the noise of all arms."""
     values = np.asarray(sample, dtype=float)
     if not values.size:
         return Estimate()
     variance, df = _estimate_variance(values, noise.unpaired, doubt)
     squared_error = max(variance, min_variance) / values.size
-    return make_estimate(float(values.mean()), squared_error, df, values.size, confidence_level)
+    return make_estimate(float(values.mean()), squared_error, df, values.size)
 
 
 def estimate_unpaired_difference(
@@ -239,7 +234,6 @@ def estimate_unpaired_difference(
     noise: Noise,
     min_variance: float = 0.0,
     doubts: tuple[float, float] = (0.0, 0.0),
-    confidence_level: float = 0.95,
 ) -> Estimate:
     """Mean of sample (n,) minus mean of reference (m,), whose runs share no seeds, with the noise of all arms.
 
@@ -260,15 +254,15 @@ def estimate_unpaired_difference(
         df = squared_error**2 / sum(part**2 / part_df for part, part_df in zip(squared_errors, dfs, strict=True))
     if noise.unpaired is not None:
         df = min(df, noise.unpaired.df)
-    return make_estimate(float(x.mean() - y.mean()), squared_error, df, min(x.size, y.size), confidence_level)
+    return make_estimate(float(x.mean() - y.mean()), squared_error, df, min(x.size, y.size))
 
 
-def make_estimate(value: float, squared_error: float, df: float, n: int, confidence_level: float = 0.95) -> Estimate:
+def make_estimate(value: float, squared_error: float, df: float, n: int) -> Estimate:
     """The t interval and the two-sided p of a value; none if its squared standard error or its df is 0 or missing."""
     if not (squared_error > 0 and df > 0):
         return Estimate(value, n=n)
     se = math.sqrt(squared_error)
-    half_width = float(special.stdtrit(df, 0.5 + confidence_level / 2)) * se
+    half_width = float(special.stdtrit(df, 0.5 + CONFIDENCE_LEVEL / 2)) * se
     p = 2 * float(special.stdtr(df, -abs(value) / se))
     return Estimate(value, value - half_width, value + half_width, n, se, df, p)
 

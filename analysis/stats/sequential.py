@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from analysis.stats.estimates import NAN, Estimate, Floats
+from analysis.stats.estimates import CONFIDENCE_LEVEL, NAN, Estimate, Floats
 
 # Differences this close are equal up to the rounding of the subtraction. A share of levels has steps of 1e-4 or more.
 _RELATIVE_ROUNDING = 1e-9
@@ -50,7 +50,7 @@ def compute_e_value(t: ArrayLike, n: ArrayLike, prior_variance: float = 1.0) -> 
 
 
 def compute_critical_t(
-    n: int, prior_variance: float = 1.0, num_comparisons: int = 1, confidence_level: float = 0.95
+    n: int, prior_variance: float = 1.0, num_comparisons: int = 1, confidence_level: float = CONFIDENCE_LEVEL
 ) -> float:
     """The |t| of n differences at which e = m/alpha: the half-width of the interval in standard errors.
 
@@ -66,7 +66,7 @@ def compute_critical_t(
     return math.sqrt((n - 1) * math.expm1(log_root) / -math.expm1(log_root - log_ratio))
 
 
-def find_fewest_seeds(num_comparisons: int = 1, prior_variance: float = 1.0, confidence_level: float = 0.95) -> int:
+def find_fewest_seeds(num_comparisons: int = 1, prior_variance: float = 1.0) -> int:
     """Smallest number of paired seeds with which a difference, however large, can be found.
 
     The smallest n with (1 + n g)^((n - 1)/2) > m/alpha. At g = 1 and alpha = 0.05 it is 5 for a single comparison, and
@@ -75,15 +75,14 @@ def find_fewest_seeds(num_comparisons: int = 1, prior_variance: float = 1.0, con
     """
     if not prior_variance > 0:
         raise ValueError(f"prior_variance={prior_variance}: must be positive (try prior_variance=1.0).")
-    return next(
-        n
-        for n in itertools.count(2)
-        if math.isfinite(compute_critical_t(n, prior_variance, num_comparisons, confidence_level))
-    )
+    return next(n for n in itertools.count(2) if math.isfinite(compute_critical_t(n, prior_variance, num_comparisons)))
 
 
 def estimate_mean_sequentially(
-    differences: ArrayLike, prior_variance: float = 1.0, num_comparisons: int = 1, confidence_level: float = 0.95
+    differences: ArrayLike,
+    prior_variance: float = 1.0,
+    num_comparisons: int = 1,
+    confidence_level: float = CONFIDENCE_LEVEL,
 ) -> Estimate:
     """Mean of paired differences (n,), one per seed, with an interval and p that hold at all looks together.
 
