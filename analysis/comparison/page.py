@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from analysis.comparison import tables
-from analysis.data.compare import label_arm
+from analysis.data.compare import label_arm, list_arms
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.html.page import make_environment, render_svg, write_page
@@ -48,8 +48,13 @@ class Comparison:
 
     @property
     def other_arms(self) -> Mapping[str, Sequence[str]]:
-        """The arms that are not compared, by label."""
-        return tables.list_other_arms(self.studies, self.arms)
+        """The arms that are not compared, by label. Studies without any are left out."""
+        remaining = {}
+        for label, frames in self.studies.items():
+            is_reference = label == self.reference
+            compared = self.arms["arm"] if is_reference else self.arms.loc[self.arms["study"] == label, "other_arm"]
+            remaining[label] = [arm for arm in list_arms(frames) if arm not in set(compared)]
+        return {label: arms for label, arms in remaining.items() if arms}
 
     def describe(self) -> list[str]:
         """One sentence per other study: in which arms it is better, worse, equal or open. One more if seeds differ."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pandas as pd
 
@@ -141,13 +141,3 @@ def _describe_side(name: str, frames: StudyFrames, arm: str, values: "pd.Series[
         f"{name}_runs": len(runs),
         f"{name}_stopped": int((runs["status"] == "early_stopped").sum()),
     }
-
-
-def list_other_arms(studies: Mapping[str, StudyFrames], table: pd.DataFrame) -> dict[str, Sequence[str]]:
-    """The arms of each study that no row of `compare_arms` has, by label. Studies without any are left out."""
-    (reference_label, reference), *others = studies.items()
-    remaining = {reference_label: [arm for arm in list_arms(reference) if arm not in set(table["arm"])]}
-    for label, frames in others:
-        compared = set(table.loc[table["study"] == label, "other_arm"])
-        remaining[label] = [arm for arm in list_arms(frames) if arm not in compared]
-    return {label: arms for label, arms in remaining.items() if arms}

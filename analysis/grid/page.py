@@ -47,7 +47,14 @@ def make_context(frames: StudyFrames, grid: layout.Grid, arms: list[dict[str, An
     return {
         "x": shorten_setting(grid.x),
         "y": shorten_setting(grid.y),
-        "factors": [_describe_factor(grid, setting) for setting in (grid.x, grid.y, *grid.panels)],
+        "factors": [
+            {
+                "setting": setting,
+                "name": shorten_setting(setting),
+                "values": ", ".join(map(layout.label_value, grid.factor_values[setting])),
+            }
+            for setting in (grid.x, grid.y, *grid.panels)
+        ],
         "panels": _make_panel_entries(grid, member_table, labels, arms),
         "cells": [(panel, to_records(rows)) for panel, rows in cell_table.groupby("panel", sort=False)],
         "measures": {name: label for name, label, *_ in layout.MEASURES if cell_table[name].notna().any()},
@@ -61,16 +68,6 @@ def make_context(frames: StudyFrames, grid: layout.Grid, arms: list[dict[str, An
         "trends": to_records(trends),
         "differences": to_records(differences),
         "files": [name for name, _ in make_tables(frames, grid)],
-    }
-
-
-def _describe_factor(grid: layout.Grid, setting: str) -> dict[str, str]:
-    values = grid.factor_values[setting]
-    ordered_values = sorted(values) if setting in (grid.x, grid.y) else values
-    return {
-        "setting": setting,
-        "name": shorten_setting(setting),
-        "values": ", ".join(layout.label_value(value) for value in ordered_values),
     }
 
 

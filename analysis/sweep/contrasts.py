@@ -278,7 +278,9 @@ def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], 
         for arm, value in ((row["first"], row["first_value"]), (row["second"], row["second_value"])):
             run = runs.get((arm, row["seed"]))
             if math.isnan(value):
-                excluded_seeds.setdefault(f"{arm} {_format_exclusion(run)}", set()).add(str(row["seed"]))
+                is_scored = run is not None and run["status"] in SCORED_STATUSES
+                reason = "not run" if run is None else "without a value" if is_scored else format_status(run["status"])
+                excluded_seeds.setdefault(f"{arm} {reason}", set()).add(str(row["seed"]))
             # A stopped run whose partner is missing counts nowhere.
             elif run is not None and run["status"] == "early_stopped" and not math.isnan(row["difference"]):
                 stopped_seeds.setdefault(arm, set()).add(f"{row['seed']} at step {run['steps_done']}")
@@ -287,12 +289,6 @@ def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], 
         "early_stopped_runs": _format_seed_lists(stopped_seeds),
         "num_early_stopped": sum(len(seeds) for seeds in stopped_seeds.values()),
     }
-
-
-def _format_exclusion(run: Row | None) -> str:
-    if run is None:
-        return "not run"
-    return "without a value" if run["status"] in SCORED_STATUSES else format_status(run["status"])
 
 
 def _format_seed_lists(seeds_by_name: Mapping[str, set[str]]) -> str:

@@ -133,18 +133,16 @@ def describe_stop(run: Mapping[str, Any]) -> str:
 
 def describe_unfinished(runs: pd.DataFrame) -> str:
     """The runs of an arm that neither completed nor were stopped by a rule, with reasons; empty if there are none."""
-    return "; ".join(
-        _describe_unfinished_run(run)
-        for run in to_records(runs.loc[runs["status"].isin(UNFINISHED_STATUSES), _END_COLUMNS])
-    )
-
-
-def _describe_unfinished_run(run: Mapping[str, Any]) -> str:
-    total_text = "" if pd.isna(run["steps_total"]) else f" of {run['steps_total']}"
-    steps_text = "" if run["status"] in ("never_ran", "waiting") else f" after {run['steps_done']}{total_text} steps"
-    status = format_status(run["status"])
-    # The length of the run is missing if run.json was never written.
-    return f"seed {run['seed']} {status}{steps_text}" + (f" ({run['reason']})" if run["reason"] else "")
+    clauses = []
+    for run in to_records(runs.loc[runs["status"].isin(UNFINISHED_STATUSES), _END_COLUMNS]):
+        # The length of the run is missing if run.json was never written.
+        total_text = "" if pd.isna(run["steps_total"]) else f" of {run['steps_total']}"
+        steps_text = (
+            "" if run["status"] in ("never_ran", "waiting") else f" after {run['steps_done']}{total_text} steps"
+        )
+        reason_text = f" ({run['reason']})" if run["reason"] else ""
+        clauses.append(f"seed {run['seed']} {format_status(run['status'])}{steps_text}{reason_text}")
+    return "; ".join(clauses)
 
 
 def classify_outcome(row: Mapping[str, Any]) -> str:
