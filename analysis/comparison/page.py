@@ -16,6 +16,7 @@ from analysis.data.schemas import Row
 from analysis.html.page import make_environment, render_svg, write_page
 from analysis.sweep import findings
 from analysis.sweep.plots import STYLE, TEXT_COLOR
+from analysis.sweep.verdicts import count_nouns
 from trainable.runs.records import Column
 
 VERDICTS = ("better", "worse", "equal", "no effect", "open", "no comparison")
@@ -63,8 +64,8 @@ class Comparison:
             rows = self.arms[self.arms["study"] == label]
             names = {verdict: rows.loc[rows["verdict"] == verdict, "other_arm"].to_list() for verdict in VERDICTS}
             clauses = [f"{verdict} in {', '.join(arms)}" for verdict, arms in names.items() if arms]
-            count = f"{len(rows)} arm{'' if len(rows) == 1 else 's'} in common"
-            sentences.append(f"{label} against {self.reference}, {count}: {'; '.join(clauses)}.")
+            count = count_nouns(len(rows), "arm")
+            sentences.append(f"{label} against {self.reference}, {count} in common: {'; '.join(clauses)}.")
         seeds = {frozenset(frames.trials["seed"]) for frames in self.studies.values()}
         if len(seeds) > 1:
             sentences.append(

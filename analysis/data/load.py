@@ -350,16 +350,14 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
         return read_study(folder, live=live)
     if "status" not in tables["trials"] and not has_runs:
         raise ValueError(f"{folder / 'trials.parquet'} has no column `status`, and there are no files of runs.")
-    # Tables of an older version lack new columns. Rebuild them, if the files of the runs still exist.
-    is_outdated = any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES) and has_runs
-    # "running" in a table may be stale as well; `read_study` reads it as "interrupted".
     damage = get_damage(tables["trials"])
     if not has_runs:
         for message in damage:
             warnings.warn(message, DamageWarning, stacklevel=3)
-    # The files are read again, because they may have been repaired since, and because they tell what is damaged.
-    is_outdated = is_outdated or (bool(damage) and has_runs)
-    if is_outdated or (not live and tables["trials"]["status"].isin(OPEN_STATUSES).any()):
+    # Tables of an older version lack new columns. Damaged files may have been repaired since, and tell what is damaged.
+    is_outdated = bool(damage) or any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES)
+    # "running" in a table may be stale as well; `read_study` reads it as "interrupted".
+    if (has_runs and is_outdated) or (not live and tables["trials"]["status"].isin(OPEN_STATUSES).any()):
         return read_study(folder, live=live)
     frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}
     return StudyFrames(**frames, study=study, folders=(Path(os.path.abspath(folder)),))

@@ -25,7 +25,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import LATE_START
 from analysis.stats.estimates import MIN_SEEDS, Estimate, spearman_trend
 from analysis.stats.noise import make_estimate
-from analysis.sweep.verdicts import format_interval, format_p_value, format_signed
+from analysis.sweep.verdicts import count_nouns, format_interval, format_p_value, format_signed
 
 K1_NAMES = ("kl", "k1")
 FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN = (
@@ -209,10 +209,9 @@ def _describe_trend(row: dict[str, Any]) -> str:
     return (
         f"Under the loss {row['form']}, KL to the reference {verb} with the coefficient: the mean rank correlation is "
         f"{format_signed(row['rho'], decimals=2)} {interval_text} over {row['sets']} sets of runs that differ only in "
-        f"the coefficient, {row['runs']} runs of {_count_seeds(row)} in all ({stopped_text}), permutation "
-        f"{format_p_value(row['p'])}. The KL "
-        f"is {row['kl_smallest']:.2g} nats at the coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at "
-        f"{row['largest']:g}."
+        f"the coefficient, {row['runs']} runs of {count_nouns(row['seeds'], 'seed')} in all ({stopped_text}), "
+        f"permutation {format_p_value(row['p'])}. The KL is {row['kl_smallest']:.2g} nats at the coefficient "
+        f"{row['smallest']:g} and {row['kl_largest']:.2g} nats at {row['largest']:g}."
     )
 
 
@@ -221,7 +220,7 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
     interval_text = format_interval(row["low"], row["high"], decimals=2) or NO_INTERVAL_TEXT
     estimate_text = (
         f"{format_signed(row['difference'], decimals=2)} {interval_text} over {row['sets']} matching sets of "
-        f"{_count_seeds(row)}"
+        f"{count_nouns(row['seeds'], 'seed')}"
     )
     # A lower correlation alone may mean that KL rises less than under k1: anchoring also needs that it falls.
     if row["low"] > 0 and is_anchoring:
@@ -237,7 +236,3 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
     else:
         statement = f"There is no clear difference between k1 and {row['form']} in this grid"
     return f"{statement}: the rank correlation of k1 minus that of {row['form']} is {estimate_text}."
-
-
-def _count_seeds(row: dict[str, Any]) -> str:
-    return f"{row['seeds']} seed{'' if row['seeds'] == 1 else 's'}"

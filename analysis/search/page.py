@@ -107,7 +107,7 @@ def describe_search(results: SearchResults) -> str:
 
 def _describe_outcome(row: Row) -> str:
     number = f"{verdicts.format_fraction(row['success'])} {verdicts.format_bounds(row['low'], row['high'])}".strip()
-    return f"{number} over {row['seeds']} seed{'s' if row['seeds'] != 1 else ''}"
+    return f"{number} over {verdicts.count_nouns(row['seeds'], 'seed')}"
 
 
 def make_context(results: SearchResults) -> dict[str, Any]:

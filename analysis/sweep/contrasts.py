@@ -32,7 +32,7 @@ from analysis.data.contrasts import compute_arm_weights, compute_weight_norm, re
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
-from analysis.sweep.verdicts import format_holm, format_status, name_verdict
+from analysis.sweep.verdicts import count_nouns, format_holm, format_status, name_verdict
 from trainable.families import Family
 
 _DECIMALS = 12
@@ -307,7 +307,7 @@ def format_sentence(row: Row) -> str:
     if row["seeds"]:
         equal_text = f", equal in {row['equal']}" if row["equal"] else ""
         used_text = "" if row["pairs_used"] == row["pairs"] else f"{row['pairs_used']} of "
-        pairs_text = f"{used_text}{_format_count(row['pairs'], 'pair')}"
+        pairs_text = f"{used_text}{count_nouns(row['pairs'], 'pair')}"
         text += f"; {pairs_text}: lower in {row['lower']}, higher in {row['higher']}{equal_text}"
     if row["excluded_runs"]:
         excluded_count = row["run_pairs"] - row["run_pairs_used"]
@@ -315,7 +315,7 @@ def format_sentence(row: Row) -> str:
         text += f"{_format_unbalanced(row)}; {exclusion_text}"
     if row["early_stopped_runs"]:
         names_text = f" ({row['early_stopped_runs']})" if row["num_early_stopped"] <= MAX_NAMED_RUNS else ""
-        count_text = _format_count(row["num_early_stopped"], "run")
+        count_text = count_nouns(row["num_early_stopped"], "run")
         text += f"; {count_text} stopped by a rule, counted with the last row{names_text}"
     return text
 
@@ -323,7 +323,7 @@ def format_sentence(row: Row) -> str:
 def _format_size(row: Row) -> str:
     if row["verdict"] == "no comparison":
         return "no pair has a seed for which both runs count"
-    seeds_text = f"over {_format_count(row['seeds'], 'seed')}"
+    seeds_text = f"over {count_nouns(row['seeds'], 'seed')}"
     if row["verdict"] == "no effect":
         return f"every row of both runs is equal, {seeds_text}"
     if not row["se"] > 0:
@@ -358,10 +358,6 @@ def _format_unbalanced(row: Row) -> str:
         else f"{common_difference:+.4g} over the pairs that every seed has"
     )
     return f"; seeds have different pairs: {common_text}"
-
-
-def _format_count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_sentences(table: pd.DataFrame) -> list[str]:

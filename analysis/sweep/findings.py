@@ -22,6 +22,7 @@ from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,
     NO_EFFECT,
+    count_nouns,
     format_fraction,
     format_interval,
     format_number,
@@ -65,7 +66,7 @@ def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) 
     baseline = summary["baseline"].iloc[0]
     if not isinstance(baseline, str) or not baseline or baseline not in set(summary["arm"]):
         return " ".join(signal_problems) or (
-            f"{len(summary)} arm{'s' if len(summary) > 1 else ''} and no baseline arm, so nothing is compared."
+            f"{count_nouns(len(summary), 'arm')} and no baseline arm, so nothing is compared."
         )
     sentences = list(signal_problems)
     compared = summary[summary["outcome"].isin(OUTCOME_LABELS)]
@@ -123,7 +124,7 @@ def describe_collapses(collapses: pd.DataFrame) -> str:
     else:
         clauses = [
             f"{'arm' if index else 'Arm'} {row['arm']}{'' if index else ' collapsed'} in {row['collapsed']} of "
-            f"{row['runs']} run{'' if row['runs'] == 1 else 's'}, {_format_steps(row['steps'], row['seeds'])}"
+            f"{count_nouns(row['runs'], 'run')}, {_format_steps(row['steps'], row['seeds'])}"
             for index, row in enumerate(to_records(collapsed))
         ]
     if len(stable_arms):
@@ -178,7 +179,7 @@ def format_status_counts(trials: pd.DataFrame) -> str:
     counts = trials["status"].value_counts()
     order = [*STATUSES, *OPEN_STATUSES]
     count_texts = [f"{counts[status]} {format_status(status)}" for status in order if status in counts]
-    return f"{len(trials)} run{'s' if len(trials) != 1 else ''}: {', '.join(count_texts)}" if count_texts else "no run"
+    return f"{count_nouns(len(trials), 'run')}: {', '.join(count_texts)}" if count_texts else "no run"
 
 
 def describe_trend(trend: Trend, page_p_value: float, dose_response: pd.DataFrame, setting: str = "") -> str:
@@ -366,7 +367,7 @@ def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     num_compared_seeds = compared_runs["seed"].nunique() if len(compared_runs) else num_seeds
     if num_seeds == 0:
         return ["No run completed or was stopped by a rule, so nothing is compared."]
-    seeds_text = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    seeds_text = count_nouns(num_seeds, "seed")
     if not (summary["se"] > 0).any():
         return [
             f"{seeds_text}: nothing shows how much runs of one setting differ, so no difference has an interval. Add "
@@ -461,7 +462,7 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> list[str]:
     if num_comparisons == 0:
         return []
     return [
-        f"{num_comparisons} comparison{'s' if num_comparisons > 1 else ''} with the baseline: p-values are "
+        f"{count_nouns(num_comparisons, 'comparison')} with the baseline: p-values are "
         "corrected with Holm's method within this study, separately for differences and for equality within the "
         "margin. Intervals are not corrected: each covers the difference of its own arm only. Secondary outcomes, "
         "contrasts, stops, times to collapse, learning curves, symptoms and both tests of the trend are families of "

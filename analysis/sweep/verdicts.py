@@ -55,6 +55,11 @@ def format_fraction(value: float) -> str:
     return "–" if np.isnan(value) else f"{value:.3f}"
 
 
+def count_nouns(count: int, noun: str) -> str:
+    """`1 seed`, `3 seeds`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def format_signed(value: float, decimals: int = 3) -> str:
     """A difference with its sign, or a dash if missing."""
     return "–" if np.isnan(value) else f"{value:+.{decimals}f}".replace("-", "−")
