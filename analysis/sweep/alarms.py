@@ -124,16 +124,13 @@ def choose_rules(scores: pd.DataFrame, rules: Sequence[AlarmRule]) -> list[int]:
     announce no collapse has none.
     """
     allowed = scores[(scores["false_fraction"] <= MAX_FALSE_ALARMS) & (scores["detected"] > 0)]
-    chosen_rules = []
-    for symptom in SYMPTOMS:
-        own_rules = [index for index in allowed["rule"] if rules[index].column == symptom.column]
-        if own_rules:
-            own_scores = allowed[allowed["rule"].isin(own_rules)]
-            order = own_scores.sort_values(
-                ["detected_fraction", "lead", "false_fraction"], ascending=[False, False, True], kind="stable"
-            )
-            chosen_rules.append(int(order["rule"].iloc[0]))
-    return chosen_rules
+    order = allowed.sort_values(
+        ["detected_fraction", "lead", "false_fraction"], ascending=[False, False, True], kind="stable"
+    )
+    best_rules: dict[str, int] = {}
+    for index in order["rule"]:
+        best_rules.setdefault(rules[index].column, int(index))
+    return [best_rules[symptom.column] for symptom in SYMPTOMS if symptom.column in best_rules]
 
 
 def compare_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> pd.DataFrame:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -308,18 +309,11 @@ def _compute_positions(values: list[float], positive_positions: list[float], off
     """The position of each value. positive_positions: those of the distinct positive values, in ascending order."""
     # Without a positive value, the scale shrinks to the position 0.
     left, right = (positive_positions[0] - offset, positive_positions[-1]) if positive_positions else (-offset, 0.0)
-    positive_values = sorted({value for value in values if value > 0})
     nonpositive_values = sorted({value for value in values if value <= 0}, reverse=True)
-    word_indices = [index for index, value in enumerate(values) if math.isnan(value)]
-
-    def compute_position(index: int, value: float) -> float:
-        if math.isnan(value):  # a word: right of the scale
-            return right + offset * (1 + word_indices.index(index))
-        if value > 0:
-            return positive_positions[positive_values.index(value)]
-        return left - offset * nonpositive_values.index(value)  # 0 and less: left of the scale
-
-    return [compute_position(index, value) for index, value in enumerate(values)]
+    positions = {value: left - offset * index for index, value in enumerate(nonpositive_values)}
+    positions |= zip(sorted({value for value in values if value > 0}), positive_positions, strict=True)
+    word_numbers = count(1)  # words are right of the scale
+    return [right + offset * next(word_numbers) if math.isnan(value) else positions[value] for value in values]
 
 
 def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
