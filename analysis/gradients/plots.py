@@ -51,7 +51,6 @@ def draw_norms(table: pd.DataFrame, title: str) -> Figure:
         panels = figure.subplots(1, 3)
         for axes, name in zip(panels, ("kl", "entropy", "task"), strict=True):
             _draw_bars(axes, table, name, "norm")
-            axes.set_title(f"{COMPONENT_LABELS[name]} gradient", loc="left")
         panels[0].set_ylabel("published norm (1)")
         figure.supxlabel(_format_reward_stds(table), fontsize=7)
         _set_title(figure, "Gradient norms", title)
@@ -64,7 +63,6 @@ def draw_losses(table: pd.DataFrame, title: str) -> Figure:
         figure = Figure(figsize=(8.4, 5.6), layout="constrained")
         for axes, name in zip(figure.subplots(2, 2).flat, ("task", "entropy", "kl", "total"), strict=True):
             _draw_bars(axes, table, name, "loss")
-            axes.set_title(f"{COMPONENT_LABELS[name]} loss", loc="left")
         figure.supylabel("mean over micro-batches, coefficient included (1)", fontsize=9)
         _set_title(figure, "Losses", title)
     return figure
@@ -94,7 +92,6 @@ def draw_normalized_norms(table: pd.DataFrame, title: str) -> Figure:
         for panels, (column, label) in zip(figure.subplots(2, 3), rows, strict=True):
             for axes, name in zip(panels, ("kl", "entropy", "task"), strict=True):
                 _draw_bars(axes, table, name, column)
-                axes.set_title(f"{COMPONENT_LABELS[name]} gradient", loc="left")
             panels[0].set_ylabel(label)
         _set_title(figure, "Norms per sequence and per token", title)
     return figure
@@ -106,6 +103,7 @@ def _set_title(figure: Figure, heading: str, title: str) -> None:
 
 def _draw_bars(axes: Any, table: pd.DataFrame, component: str, column: str) -> None:
     rows = table[table["component"] == component]
+    axes.set_title(f"{COMPONENT_LABELS[component]} {'loss' if column == 'loss' else 'gradient'}", loc="left")
     if not rows["on"].any():
         _mark_as_off(axes, COMPONENT_LABELS[component])
         return

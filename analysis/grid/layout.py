@@ -209,15 +209,10 @@ def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
     member_table: from `make_member_table`.
     """
     panel_rows = member_table[["panel", *grid.panels]].drop_duplicates()
-    rank = {
-        setting: {value: place for place, value in enumerate(grid.factor_values[setting])} for setting in grid.panels
-    }
-    keys = pd.DataFrame(
-        {setting: panel_rows[setting].map(rank[setting]) for setting in grid.panels}, index=panel_rows.index
-    )
-    # A grid of two factors has a single panel and no key to sort by.
-    order = keys.sort_values(list(grid.panels)).index if grid.panels else panel_rows.index
-    return panel_rows.loc[order].reset_index(drop=True)
+    ranks = {name: {value: place for place, value in enumerate(grid.factor_values[name])} for name in grid.panels}
+    if ranks:  # a grid of two factors has a single panel and no key to sort by
+        panel_rows = panel_rows.sort_values(list(ranks), key=lambda column: column.map(ranks[str(column.name)]))
+    return panel_rows.reset_index(drop=True)
 
 
 def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
