@@ -3,9 +3,9 @@
 To show another column over training, add a `Curve` to `CURVES`: it appears in reports of one-axis and grid studies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -322,29 +322,24 @@ def _make_survival_table(view: View) -> pd.DataFrame | None:
     return table if (table["collapsed"] > 0).any() else None
 
 
-def _draw_gradients(make_label: Callable[[StudyFrames], str], table: pd.DataFrame, view: View) -> Figure:
-    has_several_arms = view.frames.gradients["arm"].nunique() > 1
-    colors = _make_gradient_colors(table, view.arm_colors, has_several_arms)
-    return gradient_plots.draw_lines(table, colors, make_label(view.frames))
+def _draw_gradients(table: pd.DataFrame, view: View, label: str) -> Figure:
+    """Draw the lines of gradient analyses. With one arm, each line has its own color.
 
-
-def _make_gradient_colors(table: pd.DataFrame, arm_colors: Mapping[str, str], has_several_arms: bool) -> dict[str, str]:
-    """The color of each line. With one arm, each line has its own color. With several, a line has the color of its arm.
-
-    The probes of an arm are lighter shades of its color.
+    With several, a line has the color of its arm. The probes of an arm are lighter shades of it.
     """
     lines = list(dict.fromkeys(zip(table["line"], table["arm"], strict=True)))
-    if not has_several_arms:
-        return plots.make_arm_colors([line for line, _ in lines])
+    if view.frames.gradients["arm"].nunique() <= 1:
+        return gradient_plots.draw_lines(table, plots.make_arm_colors([line for line, _ in lines]), label)
     # The line of an arm has the arm's name; every other line of the arm is a probe.
     probes = {arm: [line for line, line_arm in lines if line_arm == arm != line] for _, arm in lines}
     # n probes get the white fractions 1/(n+2) to n/(n+2): lighter than the arm's own line, and never quite white.
-    return {
+    colors = {
         line: plots.lighten_color(
-            arm_colors[arm], 0 if line == arm else (1 + probes[arm].index(line)) / (2 + len(probes[arm]))
+            view.arm_colors[arm], 0 if line == arm else (1 + probes[arm].index(line)) / (2 + len(probes[arm]))
         )
         for line, arm in lines
     }
+    return gradient_plots.draw_lines(table, colors, label)
 
 
 def _make_share_label(frames: StudyFrames) -> str:
@@ -413,7 +408,7 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "color is a step. With several arms, each color is an arm, at the last analysis of its runs. Each run has its "
         "own curve. Curves of probes (analyses of checkpoints) are dashed.",
         lambda view: _none_if_empty(gradients.make_signal_lines(view.frames.gradients)),
-        partial(_draw_gradients, lambda frames: "signal / noise of the task gradient (1)"),
+        lambda table, view: _draw_gradients(table, view, "signal / noise of the task gradient (1)"),
         describe=lambda table, view: gradient_plots.describe_buckets(table, "the ratio"),
     ),
     ReportFigure(
@@ -425,7 +420,7 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "whose gradient is not distinguishable from noise are left out. The sampled step includes the noise of the "
         "task, which is large, so its share is near 0 whatever the bucket teaches.",
         lambda view: _none_if_empty(gradients.make_share_lines(view.frames.gradients)),
-        partial(_draw_gradients, _make_share_label),
+        lambda table, view: _draw_gradients(table, view, _make_share_label(view.frames)),
         describe=lambda table, view: gradient_plots.describe_buckets(table, "the share"),
     ),
 )
