@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pandas as pd
 
@@ -62,17 +62,13 @@ def find_common_arms(reference: StudyFrames, other: StudyFrames) -> list[tuple[s
     Two studies of one axis have an arm in common if its value is the same: `0.1` is `0.10`. In studies of different
     axes, such as `kl` and `top-p`, those arms are in common whose runs have the same settings.
     """
-    if _get_axis(reference) == _get_axis(other):
+    if reference.studies[0].axis.setting == other.studies[0].axis.setting:
         others = {_get_axis_key(other, arm): arm for arm in list_arms(other)}
         keys = {arm: _get_axis_key(reference, arm) for arm in list_arms(reference)}
     else:
         others = {key: arm for arm in list_arms(other) if (key := _get_config_hash(other, arm))}
         keys = {arm: _get_config_hash(reference, arm) for arm in list_arms(reference)}
     return [(arm, others[key]) for arm, key in keys.items() if key in others]
-
-
-def _get_axis(frames: StudyFrames) -> str:
-    return frames.studies[0].axis.setting
 
 
 def _get_axis_key(frames: StudyFrames, arm: str) -> str | float:
@@ -145,13 +141,3 @@ def _describe_side(name: str, frames: StudyFrames, arm: str, values: "pd.Series[
         f"{name}_runs": len(runs),
         f"{name}_stopped": int((runs["status"] == "early_stopped").sum()),
     }
-
-
-def list_other_arms(studies: Mapping[str, StudyFrames], table: pd.DataFrame) -> dict[str, Sequence[str]]:
-    """The arms of each study that no row of `compare_arms` has, by label. Studies without any are left out."""
-    (reference_label, reference), *others = studies.items()
-    remaining = {reference_label: [arm for arm in list_arms(reference) if arm not in set(table["arm"])]}
-    for label, frames in others:
-        compared = set(table.loc[table["study"] == label, "other_arm"])
-        remaining[label] = [arm for arm in list_arms(frames) if arm not in compared]
-    return {label: arms for label, arms in remaining.items() if arms}

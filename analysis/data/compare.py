@@ -83,28 +83,25 @@ Digests = Mapping[str, Mapping[int, Mapping[str, int]]]
 
 @dataclass(frozen=True)
 class Outcomes:
-    """One outcome of all scored runs of a study, and what is known of its noise.
-
-    Attributes:
-        column: the column of `trials`.
-        values: one row per arm and one column per seed; NaN where there is no scored run or no value.
-        min_variances: for each arm, the variance that evaluation alone gives the outcome of one run; 0 if unknown.
-        noise: of the runs, from all arms, or from recorded runs if no arm has two.
-        num_replicates: number of recorded runs that the noise is from; 0 if it is from the study's own.
-        num_comparisons: number of arms and outcomes that are compared at several looks; 0 if the number of seeds was
-            fixed before the first run.
-        digests: for each arm and seed, `StudyFrames.run_digests`.
-        is_fraction: whether the outcome is one, so that no difference is larger than 1.
-    """
+    """One outcome of all scored runs of a study, and what is known of its noise."""
 
     column: str
+    """The column of `trials`."""
     values: pd.DataFrame
+    """One row per arm and one column per seed; NaN where there is no scored run or no value."""
     min_variances: Mapping[str, float]
+    """For each arm, the variance that evaluation alone gives the outcome of one run; 0 if unknown."""
     noise: Noise
+    """Of the runs, from all arms, or from recorded runs if no arm has two."""
     num_replicates: int = 0
+    """Number of recorded runs that the noise is from; 0 if it is from the study's own."""
     num_comparisons: int = 0
+    """Number of arms and outcomes that are compared at several looks; 0 if the number of seeds was fixed before the
+    first run."""
     digests: Digests = field(default_factory=dict)
+    """For each arm and seed, `StudyFrames.run_digests`."""
     is_fraction: bool = False
+    """Whether the outcome is one, so that no difference is larger than 1."""
 
     @functools.cached_property
     def _samples(self) -> dict[str, Floats]:
@@ -161,14 +158,17 @@ def collect_outcomes(frames: StudyFrames, column: str, stopped: StopScoring = "k
     for arm, seed, run_id in runs[["arm", "seed", "run_id"]].itertuples(index=False):
         if run_id in frames.run_digests:
             digests.setdefault(arm, {})[seed] = frames.run_digests[run_id]
-    noise, num_replicates = _fit_noise(frames.studies[0], column, values, digests)
+    study, is_primary = frames.studies[0], column == family.primary_column
+    noise, num_replicates = _fit_noise(study, column, values, digests)
+    # The number of tests in the family of tests that the column belongs to.
+    num_comparisons = max(len(study.axis.values) - 1, 1) * (1 if is_primary else len(family.secondary_columns))
     return Outcomes(
         column,
         values,
-        estimate_evaluation_variances(frames) if column == family.primary_column else {},
+        estimate_evaluation_variances(frames) if is_primary else {},
         noise,
         num_replicates,
-        _count_comparisons(frames.studies[0], column) if has_added_seeds(frames.studies[0]) else 0,
+        num_comparisons if has_added_seeds(study) else 0,
         digests,
         any(known.name == column and known.unit == "fraction" for known in family.trial_columns),
     )
@@ -211,11 +211,10 @@ def label_arm(label: str, arm: str) -> str:
 
 def _has_equal_rows(digests: Digests, one: str, other: str) -> bool:
     ones, others = digests.get(one, {}), digests.get(other, {})
-    return bool(ones) and all(seed in others and _is_equal(columns, others[seed]) for seed, columns in ones.items())
-
-
-def _is_equal(ones: Mapping[str, int], others: Mapping[str, int]) -> bool:
-    return all(ones[name] == others[name] for name in ones.keys() & others.keys())
+    return bool(ones) and all(
+        seed in others and all(columns[name] == others[seed][name] for name in columns.keys() & others[seed].keys())
+        for seed, columns in ones.items()
+    )
 
 
 def _fit_noise(study: StudyRecord, column: str, values: pd.DataFrame, digests: Digests) -> tuple[Noise, int]:
@@ -250,12 +249,6 @@ def has_added_seeds(study: StudyRecord) -> bool:
         or num_seeds > planned_seeds
         or num_baseline_seeds > max(planned_baseline_seeds, planned_seeds)
     )
-
-
-def _count_comparisons(study: StudyRecord, column: str) -> int:
-    """The number of tests in the family of tests that the column belongs to."""
-    family, num_arms = get_family(study), len(study.axis.values)
-    return max(num_arms - 1, 1) * (1 if column == family.primary_column else len(family.secondary_columns))
 
 
 def estimate_evaluation_variances(frames: StudyFrames, *, before_training: bool = False) -> dict[str, float]:

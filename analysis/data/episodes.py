@@ -172,56 +172,36 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and is_int64(value) and value >= 0
 
 
-def _is_text_list(value: object) -> bool:
-    return isinstance(value, list) and all(map(is_text, value))
-
-
-def _is_optional_count(value: object) -> bool:
-    return value is None or _is_count(value)
-
-
-def _is_optional_number(value: object) -> bool:
-    return value is None or is_number(value)
-
-
-def _is_optional_text(value: object) -> bool:
-    return value is None or is_text(value)
-
-
-def _is_turn_list(value: object) -> bool:
-    return has_valid_entries(value, _TURN_VALIDATORS)
+def _allow_none(is_valid: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or is_valid(value)
 
 
 _TURN_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "observation": is_text,
     "reply": is_text,
-    "actions": _is_text_list,
+    "actions": lambda value: isinstance(value, list) and all(map(is_text, value)),
     "reward": is_number,
     "valid": is_bool,
-    "weight": _is_optional_number,
-    "advantage": _is_optional_number,
+    "weight": _allow_none(is_number),
+    "advantage": _allow_none(is_number),
 }
-
-
-def _is_child_list(value: object) -> bool:
-    return value is None or has_valid_entries(value, _CHILD_VALIDATORS)
 
 
 _CHILD_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "parent_turn": _is_count,
-    "turns": _is_turn_list,
+    "turns": lambda value: has_valid_entries(value, _TURN_VALIDATORS),
     "stop_reason": is_text,
-    "answer": _is_optional_text,
+    "answer": _allow_none(is_text),
 }
 _EPISODE_VALIDATORS: Mapping[str, Callable[[object], bool]] = {
     "step": _is_count,
     "level": _is_count,
-    "turns": _is_turn_list,
+    "turns": lambda value: has_valid_entries(value, _TURN_VALIDATORS),
     "success": is_bool,
     "stop_reason": is_text,
     "score": is_number,
-    "children": _is_child_list,
-    "rollout": _is_optional_count,
-    "answer": _is_optional_text,
-    "evidence": _is_optional_text,
+    "children": _allow_none(lambda value: has_valid_entries(value, _CHILD_VALIDATORS)),
+    "rollout": _allow_none(_is_count),
+    "answer": _allow_none(is_text),
+    "evidence": _allow_none(is_text),
 }

@@ -1,7 +1,7 @@
 """`StudyFrames`: the results of a study as typed tables, with functions to combine, write and compare them."""
 
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,25 +36,22 @@ def make_empty_frame(name: str) -> pd.DataFrame:
 
 @dataclass(frozen=True, repr=False)
 class StudyFrames:
-    """The results of one or several studies as tidy frames.
-
-    Attributes:
-        trials: one row per run.
-        steps: one row per training step of a run; in the update-rule sandbox, one row per evaluation.
-        levels: one row per evaluated episode. Empty in the sandbox.
-        study: study.json, or a list of them if several studies were loaded together.
-        gradients: one row per loss component and bucket of an analysis batch. Empty if no gradients were analyzed.
-        gradient_groups: one row per group of an analysis batch. Empty if no gradients were analyzed.
-        folders: the results/<run> folder of each study, in the order of `studies`; empty if the frames were not loaded.
-    """
+    """The results of one or several studies as tidy frames."""
 
     trials: pd.DataFrame
+    """One row per run."""
     steps: pd.DataFrame
+    """One row per training step of a run; in the update-rule sandbox, one row per evaluation."""
     levels: pd.DataFrame
+    """One row per evaluated episode. Empty in the sandbox."""
     study: StudyRecord | list[StudyRecord]
+    """study.json, or a list of them if several studies were loaded together."""
     gradients: pd.DataFrame = field(default_factory=lambda: make_empty_frame("gradients"))
+    """One row per loss component and bucket of an analysis batch. Empty if no gradients were analyzed."""
     gradient_groups: pd.DataFrame = field(default_factory=lambda: make_empty_frame("gradient_groups"))
+    """One row per group of an analysis batch. Empty if no gradients were analyzed."""
     folders: tuple[Path, ...] = ()
+    """The results/<run> folder of each study, in the order of `studies`; empty if the frames were not loaded."""
 
     def __repr__(self) -> str:
         """The studies with their numbers of runs, and the size of each frame, without the rows."""
@@ -153,14 +150,12 @@ class StudyFrames:
         if name not in names:
             raise ValueError(f"There is no study `{name}` here. Choose one of: {', '.join(names)}.")
         study = self.studies[names.index(name)]
-        dropped_columns = find_foreign_columns(self.families, get_family(study))
-        frames = {
-            frame_name: getattr(self, frame_name).drop(columns=dropped_columns[frame_name])
-            for frame_name in FRAME_NAMES
-        }
-        rows = {
-            frame_name: frame[frame["study"] == name].reset_index(drop=True) for frame_name, frame in frames.items()
-        }
+        schemas = get_schemas(get_family(study).name)
+        rows = {}
+        for frame_name in FRAME_NAMES:
+            foreign_columns = merge_schemas(self.families, frame_name).keys() - schemas[frame_name].keys()
+            frame = getattr(self, frame_name).drop(columns=list(foreign_columns))
+            rows[frame_name] = frame[frame["study"] == name].reset_index(drop=True)
         folders = (self.folders[names.index(name)],) if self.folders else ()
         return replace(self, **rows, study=study, folders=folders)
 
@@ -176,19 +171,6 @@ class StudyFrames:
 def merge_schemas(families: Iterable[Family], frame_name: str) -> Schema:
     """The columns of all families in one frame. A test ensures that a shared name has the same type."""
     return {name: kind for family in families for name, kind in get_schemas(family.name)[frame_name].items()}
-
-
-def find_foreign_columns(families: Iterable[Family], target_family: Family) -> dict[str, list[str]]:
-    """For each frame, the columns that other families have and `target_family` does not."""
-    all_families = list(families)
-    return {
-        frame_name: [
-            column
-            for column in merge_schemas(all_families, frame_name)
-            if column not in get_schemas(target_family.name)[frame_name]
-        ]
-        for frame_name in FRAME_NAMES
-    }
 
 
 def to_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -209,17 +191,15 @@ def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
     """`frame` with every column of `schema` in its type, even if all values are missing. Other columns come last."""
     series = dict(frame.items())
     # One for all columns of a type that the frame lacks: a study of few steps has more of these than others.
-    missing_columns = {kind: _make_missing_column(frame, kind) for kind in _list_missing_kinds(schema, series)}
+    missing_values = pd.Series([None] * len(frame), index=frame.index, dtype=object)
+    missing_kinds = {kind for name, kind in schema.items() if name not in series}
+    missing_columns = {kind: _cast_column(missing_values, kind) for kind in missing_kinds}
     columns = {
         name: _cast_column(series[name], kind) if name in series else missing_columns[kind]
         for name, kind in schema.items()
     }
     extra_columns = {name: _fill_text(values) for name, values in series.items() if name not in schema}
     return pd.DataFrame({**columns, **extra_columns}, index=frame.index).reset_index(drop=True)
-
-
-def _list_missing_kinds(schema: Mapping[str, str], present_columns: Container[Any]) -> set[str]:
-    return {kind for name, kind in schema.items() if name not in present_columns}
 
 
 def _cast_column(values: Any, dtype: str) -> Any:
@@ -250,10 +230,6 @@ def _cast_categories(values: Any) -> Any:
         return _cast_column(values, TEXT).astype(CATEGORY)
     # Those of a parquet file are in the order in which they occur there.
     return values.cat.reorder_categories(sorted(values.cat.categories))
-
-
-def _make_missing_column(frame: pd.DataFrame, dtype: str) -> Any:
-    return _cast_column(pd.Series([None] * len(frame), index=frame.index, dtype=object), dtype)
 
 
 def _fill_text(values: Any) -> Any:

@@ -125,12 +125,25 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
     """The frames of a study from what its runs wrote. folders: those of the study; empty if it has none."""
     family = get_family(study)
     schemas = get_schemas(family.name)
-    runs = sorted(study_runs, key=_make_sort_key(study))
+    # Arms in the order of study.json, then other arms by name, then seeds. run_id comes last so that the order is the
+    # same on every machine, even if two runs share arm and seed.
+    rank = {arm: index for index, arm in enumerate(study.axis.values)}
+    runs = sorted(
+        study_runs,
+        key=lambda run: (
+            rank.get(run.header.arm, len(rank)),
+            run.header.arm,
+            run.header.seed,
+            run.header.run_id,
+        ),
+    )
     trials = [_make_trial_row(study, run, family) for run in runs]
     steps = [row for run in runs for row in _make_step_rows(study, run, family)]
+    # Measures of a game of the user, beside the columns of the family; the first ones if there are many.
+    own_columns = list(dict.fromkeys(name for row in steps for name in row if name not in schemas["steps"]))
     frames = {
         "trials": _make_trials_frame(trials, [flatten_config(run.header.config) for run in runs], schemas["trials"]),
-        "steps": _make_frame(steps, [*schemas["steps"], *_list_own_columns(steps, schemas["steps"])]),
+        "steps": _make_frame(steps, [*schemas["steps"], *own_columns[:MAX_OWN_COLUMNS]]),
         "levels": _make_levels_frame(study, runs, schemas["levels"]),
         "gradients": _make_analysis_frame(schemas["gradients"], make_gradient_rows, study, runs),
         "gradient_groups": _make_analysis_frame(schemas["gradient_groups"], make_group_rows, study, runs),
@@ -208,25 +221,12 @@ def _read_probes(path: Path) -> Lines:
     try:
         lines = read_lines(path)
     except UnsafePathError as error:
-        warnings.warn(f"{error}.", DamageWarning, stacklevel=2)
+        _warn(f"{error}.")
         return Lines(())
     # Rows and their files say how many lines a file must have. Of probes, an unfinished line is the only trace.
     if numbers := sorted((*lines.damaged_numbers, *lines.unchecked_numbers)):
-        message = f"{path} does not match its checksums at line {numbers[0]}."
-        warnings.warn(message, DamageWarning, stacklevel=2)
+        _warn(f"{path} does not match its checksums at line {numbers[0]}.")
     return lines
-
-
-def _make_sort_key(study: StudyRecord) -> Callable[[RunFiles], tuple[int, str, int, str]]:
-    """A sort key for runs: arms in the order of study.json, then other arms by name, then seeds."""
-    rank = {arm: index for index, arm in enumerate(study.axis.values)}
-    # run_id comes last so that the order is the same on every machine, even if two runs share arm and seed.
-    return lambda run: (
-        rank.get(run.header.arm, len(rank)),
-        run.header.arm,
-        run.header.seed,
-        run.header.run_id,
-    )
 
 
 def _make_run_columns(study: StudyRecord, run: RunFiles) -> Row:
@@ -282,12 +282,6 @@ def _make_step_rows(study: StudyRecord, run: RunFiles, family: Family) -> list[R
         }
         for row in run.rows
     ]
-
-
-def _list_own_columns(rows: Iterable[Row], schema: Schema) -> list[str]:
-    """The columns beside those of the family, which are measures of a game of the user; the first ones if many."""
-    names = dict.fromkeys(name for row in rows for name in row if name not in schema)
-    return list(names)[:MAX_OWN_COLUMNS]
 
 
 def _make_levels_frame(study: StudyRecord, runs: Iterable[RunFiles], schema: Schema) -> pd.DataFrame:
@@ -356,16 +350,14 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
         return read_study(folder, live=live)
     if "status" not in tables["trials"] and not has_runs:
         raise ValueError(f"{folder / 'trials.parquet'} has no column `status`, and there are no files of runs.")
-    # Tables of an older version lack new columns. Rebuild them, if the files of the runs still exist.
-    is_outdated = any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES) and has_runs
-    # "running" in a table may be stale as well; `read_study` reads it as "interrupted".
     damage = get_damage(tables["trials"])
     if not has_runs:
         for message in damage:
             warnings.warn(message, DamageWarning, stacklevel=3)
-    # The files are read again, because they may have been repaired since, and because they tell what is damaged.
-    is_outdated = is_outdated or (bool(damage) and has_runs)
-    if is_outdated or (not live and tables["trials"]["status"].isin(OPEN_STATUSES).any()):
+    # Tables of an older version lack new columns. Damaged files may have been repaired since, and tell what is damaged.
+    is_outdated = bool(damage) or any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES)
+    # "running" in a table may be stale as well; `read_study` reads it as "interrupted".
+    if (has_runs and is_outdated) or (not live and tables["trials"]["status"].isin(OPEN_STATUSES).any()):
         return read_study(folder, live=live)
     frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}
     return StudyFrames(**frames, study=study, folders=(Path(os.path.abspath(folder)),))

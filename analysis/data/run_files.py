@@ -90,14 +90,17 @@ def parse_step_row(row: Row, family: Family) -> Row:
     dtypes = get_schemas(family.name)["steps"]
     names = [column.name for column in family.step_columns if column.name in row]
     valid_values = {name: row[name] for name in names if row[name] is None or _VALIDATORS[dtypes[name]](row[name])}
-    own_names = [name for name in row if name not in dtypes and _is_own_column(name, family)][:MAX_OWN_COLUMNS]
-    own_values = {name: row[name] for name in own_names if row[name] is None or _VALIDATORS[FLOAT](row[name])}
+    # Measures of a game of the user.
+    own_names = [
+        name
+        for name in row
+        if name not in dtypes
+        and name.startswith(family.own_prefixes)
+        and len(name) <= MAX_OWN_NAME_LENGTH
+        and name.isidentifier()
+    ]
+    own_values = {name: row[name] for name in own_names[:MAX_OWN_COLUMNS] if row[name] is None or is_number(row[name])}
     return {"step": row["step"], **valid_values, **own_values}
-
-
-def _is_own_column(name: str, family: Family) -> bool:
-    """Whether a column may be a measure of a game of the user."""
-    return name.startswith(family.own_prefixes) and len(name) <= MAX_OWN_NAME_LENGTH and name.isidentifier()
 
 
 def make_gradient_rows(lines: Iterable[Row]) -> list[Row]:

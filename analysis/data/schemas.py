@@ -29,15 +29,13 @@ _DTYPE_OVERRIDES = {
 }
 
 
-def _infer_dtype(column: Column) -> str:
-    """The dtype of a column of records.py: text if it has no unit, a time if its unit is UTC, otherwise a number."""
-    if column.name in _DTYPE_OVERRIDES:
-        return _DTYPE_OVERRIDES[column.name]
-    return {"": TEXT, "UTC": TIME}.get(column.unit, FLOAT)
-
-
 def _make_schema(*column_groups: Iterable[Column]) -> Schema:
-    return {column.name: _infer_dtype(column) for group in column_groups for column in group}
+    """The dtypes of columns of records.py: text without a unit, a time if the unit is UTC, otherwise a number."""
+    return {
+        column.name: _DTYPE_OVERRIDES.get(column.name) or {"": TEXT, "UTC": TIME}.get(column.unit, FLOAT)
+        for group in column_groups
+        for column in group
+    }
 
 
 _RUN_SCHEMA = _make_schema(column for column in ROW_COLUMNS if column.name != "step")

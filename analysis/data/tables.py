@@ -69,14 +69,14 @@ def read_table(path: Path) -> pd.DataFrame:
             message names the file.
     """
     try:
-        table = _read_bounded(path)
+        return _read_bounded(path)
     # pyarrow raises errors of many kinds for damaged bytes, some of them when a column is decoded.
     except Exception as error:
+        # The first line, shortened: pyarrow's messages may have the damaged bytes.
+        line = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(". ")
         raise ValueError(
-            f"{path} cannot be read ({_format_error_line(error)}); "
-            f"`{format_command('report', path.parent)}` writes it again."
+            f"{path} cannot be read ({line}); `{format_command('report', path.parent)}` writes it again."
         ) from error
-    return table
 
 
 def _read_bounded(path: Path) -> pd.DataFrame:
@@ -129,9 +129,3 @@ def _check_size(n_bytes: int) -> None:
     if n_bytes > MAX_TABLE_BYTES:
         limit = f"{MAX_TABLE_BYTES / 2**30:g} GiB"
         raise ValueError(f"it would take {n_bytes / 2**30:.1f} GiB of memory, more than {limit}")
-
-
-def _format_error_line(error: Exception) -> str:
-    """The first line of an error, shortened: pyarrow's messages may have the damaged bytes."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0][:200].rstrip(". ")

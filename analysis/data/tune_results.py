@@ -26,7 +26,7 @@ from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, select_lines, 
 from trainable.runs.study_record import CENSORED, AxisRecord, RunRecord, StatusRecord, StudyRecord
 
 _NO_SETTINGS = ("run", "seed", "__trial_index__")
-"""Keys of a configuration that are no settings; the last one is that of Tune's Repeater."""
+"""Keys of a configuration that are no settings of an arm; the last one is that of Tune's Repeater."""
 _SCHEDULER_REASON = "Ray Tune ended the trial before its run had, such as by a scheduler"
 
 
@@ -41,7 +41,10 @@ def read_results(results: Any, baseline: str | None = None) -> StudyFrames:
     A run that a stop rule ended is early_stopped, one with a failure is failed, and one that Tune ended before its last
     step is censored: nothing is known of what it would have reached.
     """
-    trials = [(result, _read_settings(result.config or {})) for result in results]
+    trials: list[tuple[Any, Row]] = []
+    for result in results:
+        entries = flatten_config(result.config or {}).items()
+        trials.append((result, {name: value for name, value in entries if name.split(".")[0] not in _NO_SETTINGS}))
     names = dict.fromkeys(name for _, settings in trials for name in settings)
     varying = [name for name in names if len({str(settings.get(name)) for _, settings in trials if settings}) > 1]
     options: dict[str, Any] = next((result.config.get("run", {}) for result, _ in trials if result.config), {})
@@ -57,11 +60,6 @@ def read_results(results: Any, baseline: str | None = None) -> StudyFrames:
     seeds = tuple(sorted({run.header.seed for run in runs}))
     study = StudyRecord(study_name, "", axis, seeds, (), {}, family=family.name, baseline=baseline or "")
     return make_frames(study, runs, ())
-
-
-def _read_settings(config: Mapping[str, Any]) -> Row:
-    """The settings in the configuration of a trial, without the seed."""
-    return {name: value for name, value in flatten_config(config).items() if name.split(".")[0] not in _NO_SETTINGS}
 
 
 def _split_rows(result: Any, family: Family) -> Iterator[tuple[str, int, list[Row], str]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.drawing.save import save_figure
 from analysis.gradients import plots, tables
 from analysis.gradients.published_metrics import TABLE_COLUMNS, make_published_metrics, make_published_tables
+from analysis.sweep.plots import save_figure
 from trainable.files.paths import atomic_write
 
 DPI = 150
@@ -55,19 +55,16 @@ def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[
         _save_figure(figure, paths[-1])
     metrics_path = folder / f"gradient_analysis_metrics_step_{step}.json"
     table_path = folder / f"gradient_analysis_bucket_rv_table_step_{step}.csv"
+    # Tables have the format of W&B: columns and data.
+    group_tables = {
+        key: {"columns": TABLE_COLUMNS, "data": table} for key, table in make_published_tables(groups).items()
+    }
+    metrics = {**make_published_metrics(rows), **group_tables}
     with atomic_write(metrics_path) as temp_path:
-        temp_path.write_text(_format_metrics(rows, groups), encoding="utf-8")
+        temp_path.write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     with atomic_write(table_path) as temp_path:
         tables.select_trained(groups)[["bucket", "reward_std"]].to_csv(temp_path, index=False)
     return [*paths, metrics_path, table_path]
-
-
-def _format_metrics(rows: pd.DataFrame, groups: pd.DataFrame) -> str:
-    """All published metrics of one step as JSON. Tables have the format of W&B: columns and data."""
-    table_entries = {
-        key: {"columns": TABLE_COLUMNS, "data": table} for key, table in make_published_tables(groups).items()
-    }
-    return json.dumps({**make_published_metrics(rows), **table_entries}, indent=2, sort_keys=True) + "\n"
 
 
 def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:

@@ -1,4 +1,4 @@
-"""Figures of gradient analyses, drawn from the tables of `analysis.gradients.tables`.
+"""Figures of gradient analyses, drawn from the tables of `analysis.gradients.tables`, and the sentences below them.
 
 If a loss component is off, its panel says so.
 """
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import AutoLocator, FormatStrFormatter, NullLocator, SymmetricalLogLocator
 
+from analysis.sweep.findings import describe_span
 from analysis.sweep.plots import STYLE, TEXT_COLOR, add_line_legend
 
 COMPONENT_COLORS: Mapping[str, str] = {
@@ -50,7 +51,6 @@ def draw_norms(table: pd.DataFrame, title: str) -> Figure:
         panels = figure.subplots(1, 3)
         for axes, name in zip(panels, ("kl", "entropy", "task"), strict=True):
             _draw_bars(axes, table, name, "norm")
-            axes.set_title(f"{COMPONENT_LABELS[name]} gradient", loc="left")
         panels[0].set_ylabel("published norm (1)")
         figure.supxlabel(_format_reward_stds(table), fontsize=7)
         _set_title(figure, "Gradient norms", title)
@@ -63,7 +63,6 @@ def draw_losses(table: pd.DataFrame, title: str) -> Figure:
         figure = Figure(figsize=(8.4, 5.6), layout="constrained")
         for axes, name in zip(figure.subplots(2, 2).flat, ("task", "entropy", "kl", "total"), strict=True):
             _draw_bars(axes, table, name, "loss")
-            axes.set_title(f"{COMPONENT_LABELS[name]} loss", loc="left")
         figure.supylabel("mean over micro-batches, coefficient included (1)", fontsize=9)
         _set_title(figure, "Losses", title)
     return figure
@@ -93,7 +92,6 @@ def draw_normalized_norms(table: pd.DataFrame, title: str) -> Figure:
         for panels, (column, label) in zip(figure.subplots(2, 3), rows, strict=True):
             for axes, name in zip(panels, ("kl", "entropy", "task"), strict=True):
                 _draw_bars(axes, table, name, column)
-                axes.set_title(f"{COMPONENT_LABELS[name]} gradient", loc="left")
             panels[0].set_ylabel(label)
         _set_title(figure, "Norms per sequence and per token", title)
     return figure
@@ -105,6 +103,7 @@ def _set_title(figure: Figure, heading: str, title: str) -> None:
 
 def _draw_bars(axes: Any, table: pd.DataFrame, component: str, column: str) -> None:
     rows = table[table["component"] == component]
+    axes.set_title(f"{COMPONENT_LABELS[component]} {'loss' if column == 'loss' else 'gradient'}", loc="left")
     if not rows["on"].any():
         _mark_as_off(axes, COMPONENT_LABELS[component])
         return
@@ -371,3 +370,29 @@ def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Fi
         panels[0].set_ylabel(label)
         add_line_legend(figure, colors)
     return figure
+
+
+def describe_buckets(table: pd.DataFrame, name: str) -> str:
+    """Between which buckets the values of a figure lie, and how many of them are clearly above 0, by filter state.
+
+    A value is clearly above 0 if its whole interval is. table: from `tables.make_signal_lines` or `make_share_lines`.
+    name: what the values are, such as `the ratio`.
+    """
+    return " ".join(
+        _describe_filter_state(table[table["prefilter"] == prefilter], FILTER_LABELS[bool(prefilter)], name)
+        for prefilter in sorted(set(table["prefilter"]), reverse=True)
+    )
+
+
+def _describe_filter_state(rows: pd.DataFrame, label: str, name: str) -> str:
+    names = rows["line"] + ", " + rows["bucket"].str.replace("_", " ")
+    span = describe_span(pd.Series(rows["value"].to_numpy(), index=names), "bucket")
+    bounded = rows.dropna(subset=["low", "high"])
+    num_above = int((bounded["low"] > 0).sum())
+    interval_text = (
+        f"the 95 % interval is above 0 in {num_above} of {len(bounded)} that have one"
+        if len(bounded)
+        else "no bucket has an interval"
+    )
+    buckets_text = "1 bucket" if len(rows) == 1 else f"{len(rows)} buckets"
+    return f"{label[0].upper()}{label[1:]}, {name} is {span}, over {buckets_text}; {interval_text}."

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
+from analysis.data.compare import cut_interval, make_estimate_columns
 from analysis.data.frames import to_records
 from analysis.stats.estimates import MIN_SEEDS, Estimate, mean_over_seeds, spearman_trend
 
@@ -392,19 +393,8 @@ def summarize_trends(
         }
         for names, arm_trends in analysis_trends.groupby(group_columns, sort=False)
     ]
-    value_columns = [
-        "runs",
-        "analyses",
-        "buckets",
-        "rho",
-        "rho_low",
-        "rho_high",
-        "ratio",
-        "ratio_low",
-        "ratio_high",
-        "p",
-    ]
-    return pd.DataFrame(rows, columns=[*group_columns, *value_columns])
+    estimates = ("rho", "rho_low", "rho_high", "ratio", "ratio_low", "ratio_high")
+    return pd.DataFrame(rows, columns=[*group_columns, "runs", "analyses", "buckets", *estimates, "p"])
 
 
 def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
@@ -412,15 +402,8 @@ def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
     log_rows = trend_rows.assign(ratio=np.log(trend_rows["ratio"].where(trend_rows["ratio"] > 0)))
     # First the mean over the steps of a run, then over runs: steps of one run are not independent.
     rho, ratio = (_estimate_mean(log_rows.groupby("run_id")[name].mean().dropna()) for name in ("rho", "ratio"))
-    low, high = (float(bound) for bound in np.clip((rho.low, rho.high), -1, 1))
-    return {
-        "rho": rho.value,
-        "rho_low": low,
-        "rho_high": high,
-        "ratio": math.exp(ratio.value),
-        "ratio_low": math.exp(ratio.low),
-        "ratio_high": math.exp(ratio.high),
-    }
+    ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
+    return make_estimate_columns("rho", cut_interval(rho, -1.0, 1.0)) | make_estimate_columns("ratio", ratio)
 
 
 def _estimate_mean(per_run: "pd.Series[float]") -> Estimate:

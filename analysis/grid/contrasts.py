@@ -4,8 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.grid.layout import Grid
-from analysis.grid.measures import MEASURES
+from analysis.grid.layout import MEASURES, Grid
 from analysis.stats.estimates import Estimate
 from analysis.stats.noise import Noise, estimate_paired_contrast, fit_noise
 
@@ -34,19 +33,13 @@ def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFram
     off_rows, on_rows = (home_rows[home_rows[setting] == value] for value in (False, True))
     pairs = off_rows.merge(on_rows, on=[*keys, "seed"], suffixes=("_off", "_on"))
     pair_groups = pairs.groupby(word_settings, sort=False) if word_settings else [("", pairs)]
-    noise = {measure.name: _fit_noise(home_rows, measure.name) for measure in MEASURES}
-    rows = [
-        _make_contrast_row(group, rows, measure.name, noise[measure.name])
-        for group, rows in pair_groups
-        for measure in MEASURES
-    ]
+    # From the points that have runs of several seeds.
+    noise = {
+        name: fit_noise(home_rows.pivot_table(index="arm", columns="seed", values=name).to_numpy(dtype=float))
+        for name, *_ in MEASURES
+    }
+    rows = [_make_contrast_row(group, rows, name, noise[name]) for group, rows in pair_groups for name in noise]
     return pd.DataFrame([row for row in rows if row["pairs"]])
-
-
-def _fit_noise(rows: pd.DataFrame, measure: str) -> Noise:
-    """The noise of a measure, from the points of the grid that have runs of several seeds."""
-    values = rows.pivot_table(index="arm", columns="seed", values=measure)
-    return fit_noise(values.to_numpy(dtype=float)) if values.size else Noise(None, None)
 
 
 def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str, noise: Noise) -> dict[str, Any]:

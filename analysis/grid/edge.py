@@ -7,7 +7,6 @@ lines at equal doses.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,7 @@ from analysis.data.compare import SCORED_STATUSES, get_margin, make_estimate_col
 from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.grid.layout import format_value, get_dose, select_settings
+from analysis.grid.layout import label_value, select_settings
 from analysis.stats.dose_response import DoseCounts, EdgeEstimate, count_events, estimate_edge, estimate_shift
 from analysis.stats.estimates import Estimate, Floats, wilson_interval
 from analysis.sweep.collapse import find_run_ends
@@ -39,14 +38,17 @@ def make_run_table(frames: StudyFrames) -> pd.DataFrame:
     line: the settings other than the dose in which arms differ, such as `KL 0.1, advantage grpo`; `all arms` if there
     are none. success: at the end, a fraction. Empty if study.json declares no dose, or if no run has that setting.
     """
-    dose, trials = get_dose(require_single_study(frames).studies[0]), frames.trials
+    dose, trials = require_single_study(frames).studies[0].axis.dose, frames.trials
     column = f"config/{dose}"
     if not dose or column not in trials or not pd.api.types.is_numeric_dtype(trials[column]):
         return pd.DataFrame(columns=list(_RUN_COLUMNS))
     settings = select_settings(trials)
     others = [name for name in settings if name != dose]
     table = trials[["run_id", "arm", "seed"]].assign(
-        line=[_name_line({name: row[name] for name in others}) for row in to_records(settings)],
+        line=[
+            ", ".join(f"{shorten_setting(name)} {label_value(row[name])}" for name in others) or "all arms"
+            for row in to_records(settings)
+        ],
         dose=trials[column].astype(float),
         success=trials[SUCCESS_COLUMN].astype(float),
     )
@@ -55,11 +57,6 @@ def make_run_table(frames: StudyFrames) -> pd.DataFrame:
     table = table[trials["status"].isin(SCORED_STATUSES) & (table["dose"] > 0)]
     table = table.assign(collapsed=[has_collapsed.get(run_id, False) for run_id in table["run_id"]])
     return table[list(_RUN_COLUMNS)].reset_index(drop=True)
-
-
-def _name_line(settings: dict[str, Any]) -> str:
-    labels = [f"{shorten_setting(name)} {format_value(value)}" for name, value in settings.items()]
-    return ", ".join(labels) or "all arms"
 
 
 def summarize_doses(runs: pd.DataFrame) -> pd.DataFrame:
@@ -137,7 +134,7 @@ def _raise(exponent: float) -> float:
 
 def _describe_edge(estimate: EdgeEstimate, edge: Estimate, counts: DoseCounts, num_seeds: int) -> str:
     """What restricts an edge, or why there is none. edge: that of the estimate, with the interval that is reported."""
-    low, high = (format_value(_raise(value)) for value in (estimate.bracket_low, estimate.bracket_high))
+    low, high = (label_value(_raise(value)) for value in (estimate.bracket_low, estimate.bracket_high))
     notes = [estimate.refusal]
     if estimate.is_separated and math.isnan(estimate.bracket_high):
         notes = [f"no run collapsed, so the edge is above {low}"]
@@ -147,12 +144,17 @@ def _describe_edge(estimate: EdgeEstimate, edge: Estimate, counts: DoseCounts, n
         notes = [f"separated: no run collapsed up to {low}, and all did from {high} on"]
     elif not counts.doses[0] <= edge.value <= counts.doses[-1] and not estimate.refusal:
         notes = ["the edge is extrapolated beyond the doses of the study"]
+    if num_seeds < MIN_SEEDS_OF_EDGE or not estimate.refusal:
+        notes.append(_describe_bounds(edge, "edge", num_seeds))
+    return "; ".join(filter(None, notes))
+
+
+def _describe_bounds(estimate: Estimate, name: str, num_seeds: int) -> str:
+    """Why an interval is missing, or on which sides it is open; empty if it has both bounds."""
     if num_seeds < MIN_SEEDS_OF_EDGE:
-        notes.append(f"an interval needs {MIN_SEEDS_OF_EDGE} seeds")
-    elif not estimate.refusal:
-        sides = [name for name, bound in (("below", edge.low), ("above", edge.high)) if math.isnan(bound)]
-        notes += [f"the runs do not bound the edge from {' and '.join(sides)}"] if sides else []
-    return "; ".join(note for note in notes if note)
+        return f"an interval needs {MIN_SEEDS_OF_EDGE} seeds"
+    sides = [side for side, bound in (("below", estimate.low), ("above", estimate.high)) if math.isnan(bound)]
+    return f"the runs do not bound the {name} from {' and '.join(sides)}" if sides else ""
 
 
 def _find_safe_band(doses: pd.DataFrame, margin: float) -> tuple[Row, str]:
@@ -173,7 +175,7 @@ def _find_safe_band(doses: pd.DataFrame, margin: float) -> tuple[Row, str]:
         "collapse_bound": 1 - 0.05 ** (1 / float(doses["runs"].iloc[last])),
     }
     unsafe_values = values[first : last + 1][~is_safe[first : last + 1]]
-    holes = ", ".join(format_value(float(value)) for value in unsafe_values)
+    holes = ", ".join(label_value(float(value)) for value in unsafe_values)
     return columns, f"within the band, {holes} is not safe" if holes else ""
 
 
@@ -252,14 +254,10 @@ def _exchange_lines(num_collapses: Floats, generator: np.random.Generator) -> fl
 
 def _describe_shift(shift: Estimate, line: DoseCounts, reference: DoseCounts, num_seeds: int) -> str:
     """Why a shift is missing, or is bounded on one side only."""
-    if num_seeds < MIN_SEEDS_OF_EDGE:
-        notes = [f"an interval needs {MIN_SEEDS_OF_EDGE} seeds"]
-    else:
-        sides = [name for name, bound in (("below", shift.low), ("above", shift.high)) if math.isnan(bound)]
-        notes = [f"the runs do not bound the shift from {' and '.join(sides)}"] if sides else []
+    notes = [_describe_bounds(shift, "shift", num_seeds)]
     for name, counts in (("the line", line), ("the reference", reference)):
         if not counts.num_events.any():
             notes.append(f"no run of {name} collapsed")
         elif (counts.num_events == counts.num_runs).all():
             notes.append(f"every run of {name} collapsed")
-    return "; ".join(notes)
+    return "; ".join(filter(None, notes))

@@ -22,7 +22,7 @@ from scipy import special
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, require_single_study
 from analysis.data.frames import StudyFrames
 from analysis.data.schemas import Row
-from analysis.grid.layout import format_value
+from analysis.grid.layout import label_value
 from analysis.stats.estimates import MIN_SEEDS, holm_adjust
 from analysis.sweep.verdicts import format_holm
 from trainable.config.aliases import shorten_setting
@@ -113,7 +113,7 @@ def list_factors(grid: FactorGrid) -> list[Row]:
                 "squared_spread": squared_spread,
                 "spread": _take_root(squared_spread),
                 "means": [
-                    {"value": format_value(value), "mean": float(mean)}
+                    {"value": label_value(value), "mean": float(mean)}
                     for value, mean in zip(values, means.mean(axis=0), strict=True)
                 ],
             }
@@ -189,7 +189,7 @@ def describe_simple_effects(grid: FactorGrid) -> list[str]:
         other_axes = tuple(axis for axis in range(1, grid.outcomes.ndim) if axis - 1 not in (first, second))
         cell_means = grid.outcomes.mean(axis=(0, *other_axes))  # (k_first, k_second)
         names = [shorten_setting(grid.settings[factor]) for factor in (first, second)]
-        values = [[format_value(value) for value in grid.values[factor]] for factor in (first, second)]
+        values = [[label_value(value) for value in grid.values[factor]] for factor in (first, second)]
         for index, value in enumerate(values[0][1:], 1):
             effects = ", ".join(
                 f"{effect:+.3f} with {names[1]} {other}"

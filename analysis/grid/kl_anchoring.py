@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL
+from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, cut_interval, make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
+from analysis.grid.layout import LATE_START
 from analysis.stats.estimates import MIN_SEEDS, Estimate, spearman_trend
 from analysis.stats.noise import make_estimate
-from analysis.sweep.verdicts import format_interval, format_p_value, format_signed
+from analysis.sweep.verdicts import count_nouns, format_interval, format_p_value, format_signed
 
 K1_NAMES = ("kl", "k1")
 FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN = (
@@ -33,8 +34,6 @@ FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN = (
     "config/actor.use_kl_loss",
 )
 NO_INTERVAL_TEXT = "(no interval with fewer than three seeds that differ)"
-# Start of the last quarter of training. Earlier, runs have not yet moved as far from the reference as they will.
-_LATE_START = 0.75
 
 
 def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
@@ -53,29 +52,23 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
     table = runs[["run_id", "seed", "status"]].assign(
         form=runs[FORM_COLUMN], coefficient=runs[COEFFICIENT_COLUMN].astype(float)
     )
-    table["match"] = _assign_match_ids(runs)
+    # An id for each combination of the seed and all settings except form and coefficient.
+    left_out = {FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN}
+    names = [name for name in map(str, runs) if name.startswith("config/") and name not in left_out]
+    differing_names = [name for name in names if runs[name].astype(str).nunique() > 1]
+    keys = [runs[name].astype(str) for name in (*differing_names, "seed")]
+    table["match"] = runs.groupby(keys, sort=False).ngroup()
     table["last_step"] = table["run_id"].map(steps.groupby("run_id")["step"].max())
     # All runs with one match are measured over the steps that the shortest of them has.
     table["last_step"] = table.groupby("match")["last_step"].transform("min")
-    table["first_step"] = (_LATE_START * table["last_step"]).astype(int) + 1
+    # Earlier, runs have not yet moved as far from the reference as they will.
+    table["first_step"] = (LATE_START * table["last_step"]).astype(int) + 1
     window_steps = steps[["run_id", "step", "kl_to_reference"]].merge(
         table[["run_id", "first_step", "last_step"]], on="run_id"
     )
     late_steps = window_steps[window_steps["step"].between(window_steps["first_step"], window_steps["last_step"])]
     table["kl"] = table["run_id"].map(late_steps.groupby("run_id")["kl_to_reference"].mean())
     return table.dropna(subset="kl")[columns].reset_index(drop=True)
-
-
-def _assign_match_ids(runs: pd.DataFrame) -> Any:
-    """An id for each combination of the seed and all settings except form and coefficient."""
-    other_settings = [
-        name
-        for name in runs.columns
-        if name.startswith("config/") and name not in (FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN)
-    ]
-    differing_settings = [name for name in other_settings if runs[name].astype(str).nunique() > 1]
-    keys = runs[[*differing_settings, "seed"]].astype(str)
-    return keys.groupby([*keys.columns], sort=False).ngroup()
 
 
 def compute_correlations(table: pd.DataFrame) -> pd.DataFrame:
@@ -117,9 +110,7 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
                 "seeds": rho_estimate.n,
                 "runs": len(runs),
                 "early_stopped": int((runs["status"] == "early_stopped").sum()),
-                "rho": rho_estimate.value,
-                "rho_low": rho_estimate.low,
-                "rho_high": rho_estimate.high,
+                **make_estimate_columns("rho", rho_estimate),
                 "p": spearman_trend(runs["coefficient"], kl_ranks, runs["match"], generator).p,
                 **coefficient_range,
                 **{
@@ -143,8 +134,7 @@ def _estimate_over_seeds(values: "pd.Series[float]", limit: float) -> Estimate:
         return Estimate(float(per_seed.mean()), n=len(per_seed))
     squared_error = float(per_seed.var(ddof=1)) / len(per_seed)
     estimate = make_estimate(float(per_seed.mean()), squared_error, len(per_seed) - 1, len(per_seed))
-    # np.maximum and np.minimum keep a missing bound (NaN).
-    return estimate._replace(low=float(np.maximum(estimate.low, -limit)), high=float(np.minimum(estimate.high, limit)))
+    return cut_interval(estimate, -limit, limit)
 
 
 def _geometric_mean(values: "pd.Series[float]") -> float:
@@ -199,11 +189,11 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
         "expectation is 0 on policy. The runs of this grid show the following."
     )
     falling_forms = {row["form"] for row in rows if _is_falling(row)}
-    return [
-        theory,
-        *(_describe_trend(row) for row in rows),
-        *_describe_differences(to_records(differences), falling_forms),
-    ]
+    # Whether KL to the reference falls with the coefficient of a form, and does not fall with that of k1.
+    anchoring_forms = falling_forms if falling_forms.isdisjoint(K1_NAMES) else set()
+    comparisons = [_describe_difference(row, row["form"] in anchoring_forms) for row in to_records(differences)]
+    missing = ["No other KL loss has matching runs in this study, so k1 is not compared with any."]
+    return [theory, *(_describe_trend(row) for row in rows), *(comparisons or missing)]
 
 
 def _is_falling(row: dict[str, Any]) -> bool:
@@ -219,20 +209,10 @@ def _describe_trend(row: dict[str, Any]) -> str:
     return (
         f"Under the loss {row['form']}, KL to the reference {verb} with the coefficient: the mean rank correlation is "
         f"{format_signed(row['rho'], decimals=2)} {interval_text} over {row['sets']} sets of runs that differ only in "
-        f"the coefficient, {row['runs']} runs of {_count_seeds(row)} in all ({stopped_text}), permutation "
-        f"{format_p_value(row['p'])}. The KL "
-        f"is {row['kl_smallest']:.2g} nats at the coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at "
-        f"{row['largest']:g}."
+        f"the coefficient, {row['runs']} runs of {count_nouns(row['seeds'], 'seed')} in all ({stopped_text}), "
+        f"permutation {format_p_value(row['p'])}. The KL is {row['kl_smallest']:.2g} nats at the coefficient "
+        f"{row['smallest']:g} and {row['kl_largest']:.2g} nats at {row['largest']:g}."
     )
-
-
-def _describe_differences(rows: list[dict[str, Any]], falling_forms: set[str]) -> list[str]:
-    if not rows:
-        return ["No other KL loss has matching runs in this study, so k1 is not compared with any."]
-    return [
-        _describe_difference(row, row["form"] in falling_forms and not falling_forms.intersection(K1_NAMES))
-        for row in rows
-    ]
 
 
 def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
@@ -240,7 +220,7 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
     interval_text = format_interval(row["low"], row["high"], decimals=2) or NO_INTERVAL_TEXT
     estimate_text = (
         f"{format_signed(row['difference'], decimals=2)} {interval_text} over {row['sets']} matching sets of "
-        f"{_count_seeds(row)}"
+        f"{count_nouns(row['seeds'], 'seed')}"
     )
     # A lower correlation alone may mean that KL rises less than under k1: anchoring also needs that it falls.
     if row["low"] > 0 and is_anchoring:
@@ -256,7 +236,3 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
     else:
         statement = f"There is no clear difference between k1 and {row['form']} in this grid"
     return f"{statement}: the rank correlation of k1 minus that of {row['form']} is {estimate_text}."
-
-
-def _count_seeds(row: dict[str, Any]) -> str:
-    return f"{row['seeds']} seed{'' if row['seeds'] == 1 else 's'}"

@@ -1,21 +1,20 @@
 """The factors and cells of a study whose arms are points of a grid, derived from the configurations of its runs.
 
 Two numeric factors, x and y, span the plane of the heat maps. All other factors, such as the filter or the loss, make
-up the panels, which a reader compares side by side.
+up the panels, which a reader compares side by side. Each measure is a column of `make_cell_table` and a heat map.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_single_study
 from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
-from analysis.grid.measures import LATE_MEANS, MEASURES
 from analysis.sweep import series
 from trainable.config.aliases import shorten_setting
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
@@ -37,28 +36,63 @@ LATE_START = 0.75
 _UNSCORED_STATUSES = ("censored", "failed", "interrupted", *OPEN_STATUSES, "never_ran")
 
 
+class Measure(NamedTuple):
+    """A measure: name of its column, label with unit, caption of its heat map, and whether its color scale is log."""
+
+    name: str
+    label: str
+    caption: str
+    log: bool = False
+
+
+SUCCESS = Measure(
+    "success",
+    "success at the end (fraction of episodes)",
+    "Sampled success on the validation levels, the mean of the last four validations.",
+)
+LATE_MEANS: tuple[Measure, ...] = (
+    Measure(
+        "entropy",
+        "entropy (nats per token)",
+        "Entropy of the sampling policy: mean over the last quarter of each run's steps.",
+    ),
+    Measure(
+        "reward_std",
+        "reward std in the group (reward)",
+        "Standard deviation of the rewards in a group: mean over the last quarter of each run's steps. Near 0, rewards "
+        "carry no signal.",
+    ),
+    Measure(
+        "kl_to_reference",
+        "KL to the reference (nats)",
+        "KL to the reference, as the k3 estimate whatever the form of the loss: mean over the last quarter of each "
+        "run's steps. Colors have a log scale. Without a KL loss there is no reference pass, and thus no number.",
+        log=True,  # it spans orders of magnitude over the coefficients of a grid
+    ),
+)
+"""Step columns that are averaged over the last quarter of a run's own steps."""
+MEASURES: tuple[Measure, ...] = (SUCCESS, *LATE_MEANS)
+
+
 @dataclass(frozen=True)
 class Grid:
-    """The factors of a grid, as dotted settings.
-
-    Attributes:
-        x: horizontal axis of the plane.
-        y: vertical axis of the plane.
-        panels: all other factors.
-        factor_values: the values of each factor: ascending for x and y, False before True for a switch, and in the
-            order of the arms for all others.
-    """
+    """The factors of a grid, as dotted settings."""
 
     x: str
+    """Horizontal axis of the plane."""
     y: str
+    """Vertical axis of the plane."""
     panels: tuple[str, ...]
+    """All other factors."""
     factor_values: dict[str, tuple[Any, ...]]
+    """The values of each factor: ascending for x and y, False before True for a switch, and in the order of the arms
+    for all others."""
 
     def format_factor(self, setting: str, value: Any) -> str:
         """A label such as `filter 0.8`. A switch that is on has its name as label, and one that is off has no label."""
         if isinstance(value, bool | np.bool_):
             return shorten_setting(setting) if value else ""
-        return f"{shorten_setting(setting)} {format_value(value)}"
+        return f"{shorten_setting(setting)} {label_value(value)}"
 
     def format_panel(self, row: dict[str, Any]) -> str:
         """The panel of a run, such as `filter 0.8, loss mse`. row: the settings of the run."""
@@ -67,7 +101,7 @@ class Grid:
         return ", ".join(label for label in labels if label) or ("others" if self.panels else "all arms")
 
 
-def format_value(value: Any) -> str:
+def label_value(value: Any) -> str:
     """The value of a factor as a label: 0.001, 0, 6, mse, on, off. A part of the user loses the digest of its file."""
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -86,13 +120,21 @@ def find_grid(frames: StudyFrames) -> Grid | None:
     if trials.empty or trials["axis_value"].notna().any():
         return None
     values = select_settings(trials)
-    factor_values = {str(setting): _list_factor_values(values[setting]) for setting in values}
-    numeric_settings = [setting for setting in factor_values if _is_numeric(values[setting])]
+    factor_values: dict[str, tuple[Any, ...]] = {}
+    for setting in map(str, values):
+        distinct_values = values[setting].dropna().drop_duplicates().to_list()
+        is_switch = pd.api.types.is_bool_dtype(values[setting])  # False before True
+        factor_values[setting] = tuple(sorted(distinct_values) if is_switch else distinct_values)
+    numeric_settings = [
+        setting
+        for setting in factor_values
+        if pd.api.types.is_numeric_dtype(values[setting]) and not pd.api.types.is_bool_dtype(values[setting])
+    ]
     pairs = list(combinations(numeric_settings, 2))
     # Arms that differ in text or switches only, such as PPO and GRPO, do not span a plane.
     if not pairs:
         return None
-    dose = get_dose(frames.studies[0])
+    dose = frames.studies[0].axis.dose
     y, x = max(
         pairs,
         key=lambda pair: (dose in pair, set(pair) == PLANE_SETTINGS, len(values[list(pair)].drop_duplicates())),
@@ -100,11 +142,6 @@ def find_grid(frames: StudyFrames) -> Grid | None:
     y, x = (x, y) if y == dose else (y, x)
     factor_values |= {axis: tuple(sorted(factor_values[axis])) for axis in (x, y)}
     return Grid(x, y, tuple(setting for setting in factor_values if setting not in (x, y)), factor_values)
-
-
-def get_dose(study: StudyRecord) -> str:
-    """The setting that study.json declares as the dose of its arms, as a dotted name; empty if it declares none."""
-    return study.axis.dose
 
 
 def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
@@ -117,16 +154,6 @@ def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
     return settings[
         [setting for setting in differing_settings if SWITCH_SETTINGS.get(setting) not in differing_settings]
     ]
-
-
-def _is_numeric(values: Any) -> bool:
-    return pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
-
-
-def _list_factor_values(values: Any) -> tuple[Any, ...]:
-    """The values of a factor: False before True, all others in the order of the arms."""
-    distinct_values = values.dropna().drop_duplicates().to_list()
-    return tuple(sorted(distinct_values) if pd.api.types.is_bool_dtype(values) else distinct_values)
 
 
 def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
@@ -142,8 +169,10 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     for setting in grid.factor_values:
         table[setting] = trials[f"config/{setting}"]
     table["success"] = trials["late_val_success"]
+    last_steps = frames.steps.groupby("run_id")["step"].transform("max")
+    late_steps = frames.steps[frames.steps["step"] > LATE_START * last_steps].groupby("run_id")
     for measure in LATE_MEANS:
-        table[measure.name] = table["run_id"].map(_compute_late_means(frames, measure.name))
+        table[measure.name] = table["run_id"].map(late_steps[measure.name].mean())
     # An unscored run may have logged some steps, but its late means would be those of an unfinished training.
     table.loc[~table["status"].isin(SCORED_STATUSES), [measure.name for measure in MEASURES]] = float("nan")
     table = table.assign(shared=False, home=True).dropna(subset=list(grid.factor_values))
@@ -152,14 +181,6 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
             table = _repeat_idle_rows(table, setting, governing_setting, grid)
     table["panel"] = [grid.format_panel(row) for row in to_records(table)]
     return table.reset_index(drop=True)
-
-
-def _compute_late_means(frames: StudyFrames, column: str) -> "pd.Series[float]":
-    """Mean of a step column over the last quarter of each run's steps, indexed by run_id."""
-    steps = frames.steps[["run_id", "step", column]]
-    last_steps = steps.groupby("run_id")["step"].transform("max")
-    means: pd.Series[float] = steps[steps["step"] > LATE_START * last_steps].groupby("run_id")[column].mean()
-    return means
 
 
 def _repeat_idle_rows(table: pd.DataFrame, setting: str, governing_setting: str, grid: Grid) -> pd.DataFrame:
@@ -188,15 +209,10 @@ def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
     member_table: from `make_member_table`.
     """
     panel_rows = member_table[["panel", *grid.panels]].drop_duplicates()
-    rank = {
-        setting: {value: place for place, value in enumerate(grid.factor_values[setting])} for setting in grid.panels
-    }
-    keys = pd.DataFrame(
-        {setting: panel_rows[setting].map(rank[setting]) for setting in grid.panels}, index=panel_rows.index
-    )
-    # A grid of two factors has a single panel and no key to sort by.
-    order = keys.sort_values(list(grid.panels)).index if grid.panels else panel_rows.index
-    return panel_rows.loc[order].reset_index(drop=True)
+    ranks = {name: {value: place for place, value in enumerate(grid.factor_values[name])} for name in grid.panels}
+    if ranks:  # a grid of two factors has a single panel and no key to sort by
+        panel_rows = panel_rows.sort_values(list(ranks), key=lambda column: column.map(ranks[str(column.name)]))
+    return panel_rows.reset_index(drop=True)
 
 
 def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
@@ -241,19 +257,14 @@ def make_arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
     trials = frames.trials.drop_duplicates("arm")
     columns = {f"config/{setting}": setting for setting in grid.factor_values}
     rows = to_records(trials[["arm", *columns]].rename(columns=columns))
-    labels = {row["arm"]: _format_arm_label(grid, row) for row in rows}
+    labels = {}
+    for row in rows:
+        # With a KL coefficient of 0 the form of the loss has no effect, so the name of the arm leaves it out.
+        idle_settings = {setting for setting, other in IDLE_SETTINGS.items() if other in row and row[other] == 0}
+        settings = [setting for setting in (*grid.panels, grid.x, grid.y) if setting not in idle_settings]
+        labels[row["arm"]] = " · ".join(filter(None, (grid.format_factor(name, row[name]) for name in settings)))
     all_labels = list(labels.values())
     return {arm: text if all_labels.count(text) == 1 else f"{text} ({arm})" for arm, text in labels.items()}
-
-
-def _format_arm_label(grid: Grid, row: dict[str, Any]) -> str:
-    # With a KL coefficient of 0 the form of the loss has no effect, so the name of the arm leaves it out.
-    idle_settings = {setting for setting, other in IDLE_SETTINGS.items() if other in row and row[other] == 0}
-    active_labels = [
-        grid.format_factor(setting, row[setting]) for setting in grid.factor_values if setting not in idle_settings
-    ]
-    ordered_labels = [grid.format_factor(setting, row[setting]) for setting in (*grid.panels, grid.x, grid.y)]
-    return " · ".join(label for label in ordered_labels if label and label in active_labels)
 
 
 def name_arms(frames: StudyFrames) -> StudyFrames:

@@ -1,5 +1,6 @@
-"""Report sections for grid studies: the tables behind the heat maps, and the context of the grid templates."""
+"""Report sections for grid studies: tables and sentences of their figures, and the context of the grid templates."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pandas as pd
 from analysis.data.frames import StudyFrames, to_records
 from analysis.grid import kl_anchoring, layout
 from analysis.grid.contrasts import compare_switch, list_switches
-from analysis.grid.measures import MEASURES
+from analysis.sweep import findings
 from trainable.config.aliases import shorten_setting
 
 
@@ -46,10 +47,17 @@ def make_context(frames: StudyFrames, grid: layout.Grid, arms: list[dict[str, An
     return {
         "x": shorten_setting(grid.x),
         "y": shorten_setting(grid.y),
-        "factors": [_describe_factor(grid, setting) for setting in (grid.x, grid.y, *grid.panels)],
+        "factors": [
+            {
+                "setting": setting,
+                "name": shorten_setting(setting),
+                "values": ", ".join(map(layout.label_value, grid.factor_values[setting])),
+            }
+            for setting in (grid.x, grid.y, *grid.panels)
+        ],
         "panels": _make_panel_entries(grid, member_table, labels, arms),
         "cells": [(panel, to_records(rows)) for panel, rows in cell_table.groupby("panel", sort=False)],
-        "measures": {measure.name: measure.label for measure in MEASURES if cell_table[measure.name].notna().any()},
+        "measures": {name: label for name, label, *_ in layout.MEASURES if cell_table[name].notna().any()},
         "shared": int(member_table.loc[member_table["shared"], "run_id"].nunique()),
         "contrasts": [
             (setting, shorten_setting(setting), to_records(compare_switch(grid, member_table, setting)))
@@ -60,16 +68,6 @@ def make_context(frames: StudyFrames, grid: layout.Grid, arms: list[dict[str, An
         "trends": to_records(trends),
         "differences": to_records(differences),
         "files": [name for name, _ in make_tables(frames, grid)],
-    }
-
-
-def _describe_factor(grid: layout.Grid, setting: str) -> dict[str, str]:
-    values = grid.factor_values[setting]
-    ordered_values = sorted(values) if setting in (grid.x, grid.y) else values
-    return {
-        "setting": setting,
-        "name": shorten_setting(setting),
-        "values": ", ".join(layout.format_value(value) for value in ordered_values),
     }
 
 
@@ -85,15 +83,42 @@ def _make_panel_entries(
         arm_rows = [
             {
                 **rows[labels[point["arm"]]],
-                "x": layout.format_value(point[grid.x]),
-                "y": layout.format_value(point[grid.y]),
+                "x": layout.label_value(point[grid.x]),
+                "y": layout.label_value(point[grid.y]),
                 "name": point["arm"],
             }
             for point in to_records(points)
         ]
-        counts: dict[str, int] = {}
-        for row in arm_rows:
-            counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1
-        entries.append({"panel": panel, "arms": arm_rows, "outcomes": counts})
+        entries.append({"panel": panel, "arms": arm_rows, "outcomes": Counter(row["outcome"] for row in arm_rows)})
     # A panel may have only shared runs, whose verdicts are listed in their home panel.
     return [entry for entry in entries if entry["arms"]]
+
+
+def describe_cells(grid: layout.Grid, table: pd.DataFrame, measure: layout.Measure) -> str:
+    """Between which cells a measure lies, as the means of their scored runs; empty without a value.
+
+    table: from `layout.make_cell_table`.
+    """
+    cells = table.dropna(subset=measure.name)
+    if cells.empty:
+        return ""
+    points = cells["x"].map(lambda value: grid.format_factor(grid.x, value))
+    heights = cells["y"].map(lambda value: grid.format_factor(grid.y, value))
+    names = _add_panel(points + ", " + heights, cells["panel"])
+    span = findings.describe_span(pd.Series(cells[measure.name].to_numpy(), index=names), "cell")
+    return f"{measure.label[0].upper()}{measure.label[1:]}: {span}."
+
+
+def describe_curves(grid: layout.Grid, table: pd.DataFrame, label: str) -> str:
+    """The first values of a column, and between which panels and values of x the last ones lie.
+
+    A value is the mean over scored runs, whatever their y. table: from `layout.make_panel_curves`. label: of the
+    column, with its unit.
+    """
+    names = _add_panel(table["x"].map(lambda value: grid.format_factor(grid.x, value)), table["panel"])
+    return findings.describe_curves(table.assign(arm=names), label, "line")
+
+
+def _add_panel(names: "pd.Series[str]", panels: "pd.Series[str]") -> "pd.Series[str]":
+    """The names with the panel, if there are several."""
+    return names + ", " + panels if panels.nunique() > 1 else names

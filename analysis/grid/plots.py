@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from analysis.grid.layout import Grid, format_value, list_panels
+from analysis.grid.layout import Grid, label_value, list_panels
 from analysis.sweep.plots import STOPPED_COLOR, STYLE, TEXT_COLOR, make_arm_colors
 from analysis.sweep.verdicts import format_status
 from trainable.config.aliases import shorten_setting
@@ -124,8 +124,8 @@ def _draw_map(
         _write_cell(axes, x, y, row, value, color)
     axes.set_xlim(-0.5, len(xs) - 0.5)
     axes.set_ylim(-0.5, len(ys) - 0.5)
-    axes.set_xticks(range(len(xs)), [format_value(value) for value in xs])
-    axes.set_yticks(range(len(ys)), [format_value(value) for value in ys])
+    axes.set_xticks(range(len(xs)), [label_value(value) for value in xs])
+    axes.set_yticks(range(len(ys)), [label_value(value) for value in ys])
     axes.spines[["left", "bottom"]].set_visible(False)
 
 
@@ -188,7 +188,7 @@ def _add_map_legend(figure: Figure, table: pd.DataFrame) -> None:
 def draw_curves(grid: Grid, table: pd.DataFrame, label: str) -> Figure:
     """Every run of the grid as a thin line, colored by its x value. table: from `layout.make_panel_curves`."""
     panel_layout, xs = arrange_panels(grid, table), sorted(table["x"].unique())
-    colors = dict(zip(xs, make_arm_colors([format_value(value) for value in xs]).values(), strict=True))
+    colors = dict(zip(xs, make_arm_colors([label_value(value) for value in xs]).values(), strict=True))
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(FIGURE_WIDTH, 0.9 + 1.55 * panel_layout.rows), layout="constrained")
         axes = figure.subplots(panel_layout.rows, panel_layout.columns, sharex=True, sharey=True, squeeze=False)
@@ -216,26 +216,22 @@ def _draw_lines(axes: Any, table: pd.DataFrame, colors: dict[float, str]) -> Non
     segments = [rows[["step", "value"]].to_numpy(dtype=float) for rows in runs]
     line_colors = [colors[rows["x"].iloc[0]] for rows in runs]
     axes.add_collection(LineCollection(segments, colors=line_colors, linewidths=0.9, alpha=0.85))
-    for status, style in (
-        ("early_stopped", {"marker": "X", "s": 26, "color": STOPPED_COLOR}),
-        ("", {"marker": "o", "s": 20, "facecolor": "white", "edgecolor": TEXT_COLOR}),
+    statuses = [rows["status"].iloc[0] for rows in runs]
+    for is_stopped, style in (
+        (True, {"marker": "X", "s": 26, "color": STOPPED_COLOR}),
+        (False, {"marker": "o", "s": 20, "facecolor": "white", "edgecolor": TEXT_COLOR}),
     ):
         ends = [
-            end
-            for end, rows in zip(segments, runs, strict=True)
-            if _classify_ending(str(rows["status"].iloc[0])) == status
+            segment[-1]
+            for segment, status in zip(segments, statuses, strict=True)
+            if status != "completed" and (status == "early_stopped") == is_stopped
         ]
         if ends:
-            axes.scatter(*np.array([end[-1] for end in ends]).T, zorder=4, linewidth=0.8, **style)
-
-
-def _classify_ending(status: str) -> str | None:
-    """The mark at the end of a run: "early_stopped", "" for other incomplete runs, None for a completed run."""
-    return None if status == "completed" else status if status == "early_stopped" else ""
+            axes.scatter(*np.array(ends).T, zorder=4, linewidth=0.8, **style)
 
 
 def _add_line_legend(figure: Figure, grid: Grid, colors: dict[float, str], has_stopped: bool) -> None:
-    handles = [Line2D([], [], color=color, linewidth=2, label=format_value(value)) for value, color in colors.items()]
+    handles = [Line2D([], [], color=color, linewidth=2, label=label_value(value)) for value, color in colors.items()]
     if has_stopped:
         handles.append(Line2D([], [], color=STOPPED_COLOR, marker="X", linestyle="none", label="stopped"))
     figure.legend(
@@ -268,7 +264,7 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, setting: str) -> Figure
                 )
         success_axes.set_xscale("log")
         success_axes.set_xlabel(setting)
-        success_axes.set_xticks(sorted(doses["dose"].unique()), map(format_value, sorted(doses["dose"].unique())))
+        success_axes.set_xticks(sorted(doses["dose"].unique()), map(label_value, sorted(doses["dose"].unique())))
         success_axes.minorticks_off()
         fraction_axes.set_ylabel("collapsed runs (fraction)")
         fraction_axes.set_ylim(-0.03, 1.03)

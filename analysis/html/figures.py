@@ -17,27 +17,24 @@ View_contra = TypeVar("View_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class ReportFigure(Generic[View_contra]):
-    """The declaration of one figure of a page.
-
-    Attributes:
-        name: name of the file in figures/, and prefix of the ids of SVG elements on the page.
-        section: section of the page that shows the figure. Several figures of one section keep the order of the list.
-        caption: the text below the figure, or a function of the view that returns it.
-        make_table: returns the data to draw, one DataFrame or several; None if there is nothing to show.
-        draw: draws that data. The view provides colors and layouts only, no further numbers.
-        make_chart: makes an interactive chart of that data, or returns None if it is too large; None: a picture alone.
-        describe: says in a sentence what these numbers come to; None: the page says it elsewhere.
-        picture_note: a text after the caption of what the picture has and the interactive chart has not.
-    """
+    """The declaration of one figure of a page."""
 
     name: str
+    """Name of the file in figures/, and prefix of the ids of SVG elements on the page."""
     section: str
+    """Section of the page that shows the figure. Several figures of one section keep the order of the list."""
     caption: str | Callable[[View_contra], str]
+    """The text below the figure, or a function of the view that returns it."""
     make_table: Callable[[View_contra], Any]
+    """Returns the data to draw, one DataFrame or several; None if there is nothing to show."""
     draw: Callable[[Any, View_contra], Figure]
+    """Draws that data. The view provides colors and layouts only, no further numbers."""
     make_chart: Callable[[Any, View_contra], alt.TopLevelMixin | None] | None = None
+    """Makes an interactive chart of that data, or returns None if it is too large; None: a picture alone."""
     describe: Callable[[Any, View_contra], str] | None = None
+    """Says in a sentence what these numbers come to; None: the page says it elsewhere."""
     picture_note: str = ""
+    """A text after the caption of what the picture has and the interactive chart has not."""
 
     def get_caption(self, view: View_contra) -> str:
         """The caption for `view`."""

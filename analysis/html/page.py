@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.drawing.save import save_figure
 from analysis.gradients import plots as gradient_plots
 from analysis.sweep import verdicts
+from analysis.sweep.plots import save_figure
 from trainable.config.aliases import flatten_settings
 from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.paths import atomic_write

@@ -3,24 +3,21 @@
 To show another column over training, add a `Curve` to `CURVES`: it appears in reports of one-axis and grid studies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-import altair as alt
 import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.data.frames import StudyFrames
 from analysis.gradients import plots as gradient_plots
 from analysis.gradients import tables as gradients
-from analysis.gradients.findings import describe_buckets
-from analysis.grid import findings as grid_findings
 from analysis.grid import layout
+from analysis.grid import page as grid_page
 from analysis.grid import plots as grid_plots
-from analysis.grid.measures import MEASURES, Measure
-from analysis.grid.page import group_arms_by_panel
+from analysis.grid.layout import MEASURES, Measure
 from analysis.html.figures import Gallery, ReportFigure
 from analysis.report import charts
 from analysis.report.results import SweepResults
@@ -28,7 +25,6 @@ from analysis.search import page as search_page
 from analysis.search.page import SearchResults
 from analysis.sweep import findings, plots, series, tables
 from analysis.sweep.collapse import compute_survival
-from analysis.sweep.symptom_plots import draw_onsets
 from trainable.config.aliases import shorten_setting
 
 
@@ -106,7 +102,7 @@ class GridView:
     @cached_property
     def line_frames(self) -> StudyFrames:
         """The frames with panels as arms, for one line per panel: one line per point would be hundreds of lines."""
-        return group_arms_by_panel(self.frames, self.grid)
+        return grid_page.group_arms_by_panel(self.frames, self.grid)
 
     @cached_property
     def line_colors(self) -> dict[str, str]:
@@ -124,7 +120,7 @@ def _make_arm_colors(frames: StudyFrames) -> dict[str, str]:
 def make_gallery(results: SweepResults) -> Gallery[Any]:
     """The figures of a one-axis or grid study; none if it has no run."""
     if results.search:
-        return Gallery((*search_page.VIEW_FIGURES, *POINT_FIGURES), AxisView(results))
+        return Gallery((*search_page.FIGURES, *POINT_FIGURES), AxisView(results))
     if results.grid:
         return Gallery(GRID_FIGURES, GridView(results, results.grid))
     return Gallery(() if results.frames.trials.empty else AXIS_FIGURES, AxisView(results))
@@ -132,32 +128,24 @@ def make_gallery(results: SweepResults) -> Gallery[Any]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure of one step column over training, with a line per run.
-
-    Attributes:
-        name, section, caption: as in `ReportFigure`.
-        column: a step column.
-        label: of the y axis, with a unit.
-        explains_marks: whether the caption explains lines and marks. Only the first figure of a page does.
-        carry_forward: whether a stopped run keeps its last value in a mean over runs.
-        is_uninformative: returns True if the column has nothing to show in these frames, so that the figure is left
-            out.
-        only_in_grids: leave the figure out of one-axis reports.
-    """
+    """A figure of one step column over training, with a line per run."""
 
     name: str
     section: str
     column: str
+    """A step column."""
     label: str
+    """Of the y axis, with a unit."""
     caption: str
+    """`name`, `section`, `caption`: as in `ReportFigure`."""
     explains_marks: bool = False
+    """Whether the caption explains lines and marks. Only the first figure of a page does."""
     carry_forward: bool = False
+    """Whether a stopped run keeps its last value in a mean over runs."""
     is_uninformative: Callable[[StudyFrames], bool] = lambda frames: False
+    """Returns True if the column has nothing to show in these frames, so that the figure is left out."""
     only_in_grids: bool = False
-
-
-def _keeps_every_group(frames: StudyFrames) -> bool:
-    return bool((frames.steps["kept_ratio"].dropna() == 1).all())
+    """Leave the figure out of one-axis reports."""
 
 
 def _has_no_trees(frames: StudyFrames) -> bool:
@@ -229,7 +217,7 @@ CURVES: tuple[Curve, ...] = (
         "groups_kept",
         "groups trained on (groups)",
         "Number of collected groups that the filter kept.",
-        is_uninformative=_keeps_every_group,
+        is_uninformative=lambda frames: bool((frames.steps["kept_ratio"].dropna() == 1).all()),
     ),
 )
 
@@ -244,13 +232,6 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
         means = series.compute_mean_curves(runs, carry_forward=curve.carry_forward)
         return (runs, means) if len(runs) else None
 
-    def draw(curves: tuple[pd.DataFrame, pd.DataFrame], view: AxisView) -> Figure:
-        return plots.draw_curves(*curves, view.arm_colors, curve.label)
-
-    def make_chart(curves: tuple[pd.DataFrame, pd.DataFrame], view: AxisView) -> alt.LayerChart | None:
-        runs, means = curves
-        return charts.chart_curves(runs, means, view.arm_colors, curve.label) if charts.fits(runs) else None
-
     marks_caption = (
         " Step 0 is the policy before training. Thin lines are single runs, and a thick line is their mean, in which "
         "a stopped run keeps its last value. A cross marks the end of a run that a rule stopped, and a ring the end "
@@ -261,8 +242,10 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
         curve.section,
         curve.caption + marks_caption * curve.explains_marks,
         make_tables,
-        draw,
-        make_chart,
+        lambda curves, view: plots.draw_curves(curves[0], curves[1], view.arm_colors, curve.label),
+        lambda curves, view: (
+            charts.chart_curves(curves[0], curves[1], view.arm_colors, curve.label) if charts.fits(curves[0]) else None
+        ),
         describe=lambda curves, view: findings.describe_curves(curves[0], curve.label),
         picture_note="One panel per arm; runs of other arms are gray." * curve.explains_marks,
     )
@@ -270,14 +253,6 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
 
 def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
     """Declare the figure of `curve` with the panels of the grid and a thin line per run."""
-
-    def make_table(view: GridView) -> pd.DataFrame | None:
-        if curve.is_uninformative(view.frames):
-            return None
-        return _none_if_empty(layout.make_panel_curves(view.frames, view.grid, view.members, curve.column))
-
-    def draw(table: pd.DataFrame, view: GridView) -> Figure:
-        return grid_plots.draw_curves(view.grid, table, curve.label)
 
     def make_caption(view: GridView) -> str:
         marks_caption = (
@@ -291,46 +266,29 @@ def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
         curve.name,
         curve.section,
         make_caption,
-        make_table,
-        draw,
-        describe=lambda table, view: grid_findings.describe_curves(view.grid, table, curve.label),
+        lambda view: (
+            None
+            if curve.is_uninformative(view.frames)
+            else _none_if_empty(layout.make_panel_curves(view.frames, view.grid, view.members, curve.column))
+        ),
+        lambda table, view: grid_plots.draw_curves(view.grid, table, curve.label),
+        describe=lambda table, view: grid_page.describe_curves(view.grid, table, curve.label),
     )
 
 
 def _make_heat_map(measure: Measure) -> ReportFigure[GridView]:
-    def make_table(view: GridView) -> pd.DataFrame | None:
-        return view.cells if view.cells[measure.name].notna().any() else None
-
-    def draw(table: pd.DataFrame, view: GridView) -> Figure:
-        return grid_plots.draw_heat_maps(view.grid, table, measure.name, measure.label, log=measure.log)
-
     return ReportFigure(
         f"grid_{measure.name}",
         "grid",
         measure.caption,
-        make_table,
-        draw,
-        describe=lambda table, view: grid_findings.describe_cells(view.grid, table, measure),
+        lambda view: view.cells if view.cells[measure.name].notna().any() else None,
+        lambda table, view: grid_plots.draw_heat_maps(view.grid, table, measure.name, measure.label, log=measure.log),
+        describe=lambda table, view: grid_page.describe_cells(view.grid, table, measure),
     )
 
 
 def _none_if_empty(table: pd.DataFrame) -> pd.DataFrame | None:
     return table if len(table) else None
-
-
-def _make_success_table(view: AxisView) -> pd.DataFrame | None:
-    return view.dose_response if view.dose_response["success"].notna().any() else None
-
-
-def _draw_successes(table: pd.DataFrame, view: AxisView) -> Figure:
-    return plots.draw_dose_response(table, tables.make_run_outcomes(view.frames), view.axis_name)
-
-
-def _chart_successes(table: pd.DataFrame, view: AxisView) -> alt.LayerChart | None:
-    if not charts.fits(table):
-        return None
-    runs = tables.make_run_outcomes(view.frames)
-    return charts.chart_dose_response(table, runs, view.arm_colors, view.axis_name)
 
 
 def _make_dose_caption(view: AxisView) -> str:
@@ -364,44 +322,29 @@ def _make_survival_table(view: View) -> pd.DataFrame | None:
     return table if (table["collapsed"] > 0).any() else None
 
 
-def _draw_gradients(make_label: Callable[[StudyFrames], str], table: pd.DataFrame, view: View) -> Figure:
-    has_several_arms = view.frames.gradients["arm"].nunique() > 1
-    colors = _make_gradient_colors(table, view.arm_colors, has_several_arms)
-    return gradient_plots.draw_lines(table, colors, make_label(view.frames))
+def _draw_gradients(table: pd.DataFrame, view: View, label: str) -> Figure:
+    """Draw the lines of gradient analyses. With one arm, each line has its own color.
 
-
-def _make_gradient_colors(table: pd.DataFrame, arm_colors: Mapping[str, str], has_several_arms: bool) -> dict[str, str]:
-    """The color of each line. With one arm, each line has its own color. With several, a line has the color of its arm.
-
-    The probes of an arm are lighter shades of its color.
+    With several, a line has the color of its arm. The probes of an arm are lighter shades of it.
     """
     lines = list(dict.fromkeys(zip(table["line"], table["arm"], strict=True)))
-    if not has_several_arms:
-        return plots.make_arm_colors([line for line, _ in lines])
+    if view.frames.gradients["arm"].nunique() <= 1:
+        return gradient_plots.draw_lines(table, plots.make_arm_colors([line for line, _ in lines]), label)
     # The line of an arm has the arm's name; every other line of the arm is a probe.
     probes = {arm: [line for line, line_arm in lines if line_arm == arm != line] for _, arm in lines}
     # n probes get the white fractions 1/(n+2) to n/(n+2): lighter than the arm's own line, and never quite white.
-    return {
+    colors = {
         line: plots.lighten_color(
-            arm_colors[arm], 0 if line == arm else (1 + probes[arm].index(line)) / (2 + len(probes[arm]))
+            view.arm_colors[arm], 0 if line == arm else (1 + probes[arm].index(line)) / (2 + len(probes[arm]))
         )
         for line, arm in lines
     }
+    return gradient_plots.draw_lines(table, colors, label)
 
 
 def _make_share_label(frames: StudyFrames) -> str:
     column = gradients.choose_share_column(gradients.select_report_lines(frames.gradients))
     return f"KL + entropy:\n{gradient_plots.SHARE_LABELS[column]}"
-
-
-def _make_edge_tables(view: View) -> tuple[pd.DataFrame, pd.DataFrame] | None:
-    edge_tables = view.results.edge_tables
-    return (edge_tables["edge_doses"], edge_tables["edge"]) if edge_tables else None
-
-
-def _draw_edges(edge_tables: tuple[pd.DataFrame, pd.DataFrame], view: View) -> Figure:
-    doses, edges = edge_tables
-    return grid_plots.draw_edges(doses, edges, shorten_setting(layout.get_dose(view.frames.studies[0])))
 
 
 EDGES: ReportFigure[View] = ReportFigure(
@@ -410,11 +353,22 @@ EDGES: ReportFigure[View] = ReportFigure(
     "Upper panel: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle panel: the edge "
     "of each line (circle), at which half of its runs collapse, with its 95 % interval; an arrow means that the runs "
     "do not bound it on that side. The pale bar is the safe band. Lower panel: mean success at the end.",
-    _make_edge_tables,
-    _draw_edges,
+    lambda view: view.results.edge_tables or None,
+    lambda edge_tables, view: grid_plots.draw_edges(
+        edge_tables["edge_doses"], edge_tables["edge"], shorten_setting(view.frames.studies[0].axis.dose)
+    ),
 )
 DOSE_RESPONSE: ReportFigure[AxisView] = ReportFigure(
-    "dose_response", "dose-response", _make_dose_caption, _make_success_table, _draw_successes, _chart_successes
+    "dose_response",
+    "dose-response",
+    _make_dose_caption,
+    lambda view: view.dose_response if view.dose_response["success"].notna().any() else None,
+    lambda table, view: plots.draw_dose_response(table, tables.make_run_outcomes(view.frames), view.axis_name),
+    lambda table, view: (
+        charts.chart_dose_response(table, tables.make_run_outcomes(view.frames), view.arm_colors, view.axis_name)
+        if charts.fits(table)
+        else None
+    ),
 )
 SURVIVAL: ReportFigure[View] = ReportFigure(
     "survival",
@@ -432,7 +386,7 @@ ONSETS: ReportFigure[View] = ReportFigure(
     "When each symptom began, in every run that collapsed: a point is the onset of the change, a thin line its 95 % "
     "interval, and a bar the median over runs. Symptoms without a change are left out.",
     _select_collapse_onsets,
-    lambda table, view: draw_onsets(table, view.arm_colors),
+    lambda table, view: plots.draw_onsets(table, view.arm_colors),
 )
 RETRIEVAL: ReportFigure[View] = ReportFigure(
     "retrieval",
@@ -454,8 +408,8 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "color is a step. With several arms, each color is an arm, at the last analysis of its runs. Each run has its "
         "own curve. Curves of probes (analyses of checkpoints) are dashed.",
         lambda view: _none_if_empty(gradients.make_signal_lines(view.frames.gradients)),
-        partial(_draw_gradients, lambda frames: "signal / noise of the task gradient (1)"),
-        describe=lambda table, view: describe_buckets(table, "the ratio"),
+        lambda table, view: _draw_gradients(table, view, "signal / noise of the task gradient (1)"),
+        describe=lambda table, view: gradient_plots.describe_buckets(table, "the ratio"),
     ),
     ReportFigure(
         "regularizer_share",
@@ -466,8 +420,8 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "whose gradient is not distinguishable from noise are left out. The sampled step includes the noise of the "
         "task, which is large, so its share is near 0 whatever the bucket teaches.",
         lambda view: _none_if_empty(gradients.make_share_lines(view.frames.gradients)),
-        partial(_draw_gradients, _make_share_label),
-        describe=lambda table, view: describe_buckets(table, "the share"),
+        lambda table, view: _draw_gradients(table, view, _make_share_label(view.frames)),
+        describe=lambda table, view: gradient_plots.describe_buckets(table, "the share"),
     ),
 )
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import pandas as pd
-
 from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import name_arms
 from analysis.html.page import make_environment
@@ -29,7 +27,10 @@ class LivePage:
     ) -> None:
         (study,) = frames.studies
         last_steps = frames.steps.groupby("run_id")["step"].max().to_dict() if len(frames.steps) else {}
-        values = _find_last_values(frames, metric[0])
+        values = {}
+        if metric[0] in frames.steps:
+            measured = frames.steps.dropna(subset=metric[0])
+            values = measured.groupby("run_id", sort=False)[metric[0]].last().astype(float).to_dict()
         runs = [
             {
                 **{name: row[name] for name in ("arm", "seed", "status")},
@@ -63,11 +64,3 @@ class LivePage:
         )
         head = f'<meta http-equiv="refresh" content="{refresh_seconds}">\n{_HEAD}' if refresh_seconds else _HEAD
         return self._report.replace(_HEAD, head, 1).replace("<body>", f"<body>\n{banner}", 1)
-
-
-def _find_last_values(frames: StudyFrames, column: str) -> dict[str, float]:
-    """The last measured value of a column of `steps` in each run that has one."""
-    if column not in frames.steps:
-        return {}
-    measured = frames.steps[pd.notna(frames.steps[column])]
-    return {str(run_id): float(rows[column].iloc[-1]) for run_id, rows in measured.groupby("run_id", sort=False)}

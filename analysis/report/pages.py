@@ -15,7 +15,6 @@ from analysis.data.compare import require_single_study
 from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, concat_studies, to_records
 from analysis.data.load import find_study_folders, load
-from analysis.drawing.save import save_figure
 from analysis.gradients import tables as gradients
 from analysis.grid import layout
 from analysis.grid import page as grid_page
@@ -37,39 +36,28 @@ from analysis.search import page as search_page
 from analysis.sweep import findings, series, tables, time_course, verdicts
 from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, describe_signal_problems, find_run_ends
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, make_contrast_context
-from analysis.sweep.examples import ArmExamples, choose_examples
+from analysis.sweep.examples import choose_examples
+from analysis.sweep.plots import save_figure
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from trainable.config.choices import load as load_named
 from trainable.files.paths import atomic_write, make_folder
 from trainable.files.step_phase import STEP_PHASE
-
-BUDGET_NAMES = {
-    "total_optimizer_steps": "optimizer steps",
-    "total_env_steps": "environment steps",
-    "total_sampled_tokens": "sampled tokens",
-    "total_trained_tokens": "trained tokens",
-    "seconds_total": "run time",
-}
-
 
 _ARM_COLUMNS = {"arm", "baseline", "first", "second"}
 """Columns of the tables beside the page that name arms."""
 
 
 class Conclusion(NamedTuple):
-    """The results of a study in words.
-
-    Attributes:
-        headline: how the arms compare with the baseline.
-        arms: one line per arm (arm, outcome, verdict).
-        collapse: which arms collapsed; empty for a family without collapse.
-        factors: for a grid of declared factors, which of them matters more.
-    """
+    """The results of a study in words."""
 
     headline: str
+    """How the arms compare with the baseline."""
     arms: tuple[str, ...]
+    """One line per arm (arm, outcome, verdict)."""
     collapse: str
+    """Which arms collapsed; empty for a family without collapse."""
     factors: tuple[str, ...] = ()
+    """For a grid of declared factors, which of them matters more."""
 
 
 def write_report(folder: Path | str, *, live: bool = False) -> Path:
@@ -292,6 +280,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
     if results.search:  # the seeds that are left of a censored point are those that did well
         arms = [row for row in arms if row["arm"] in set(results.search.complete_points["arm"])]
     collapses = count_collapses(frames)
+    examples = [] if grid or results.search else choose_examples(original_frames)
     trend, page_p_value = tables.compute_trend(frames, np.random.default_rng(PERMUTATION_SEED))
     return {
         "study": frames.studies[0],
@@ -300,7 +289,7 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "grid": grid_page.make_context(original_frames, grid, arms, PERMUTATION_SEED) if grid else None,
         "edge": {name: to_records(table) for name, table in results.edge_tables.items()},
         "search": search_page.make_context(results.search) if results.search else None,
-        "dose": layout.get_dose(frames.studies[0]),
+        "dose": frames.studies[0].axis.dose,
         "arms": arms,
         "confirmation": findings.describe_confirmation(frames.studies[0]),
         "short_study": findings.describe_short_runs(frames.studies[0]),
@@ -313,7 +302,8 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         "costs": time_course.COSTS,
         "order": to_records(summarize_order(results.onsets)),
         "order_sentences": describe_order(results.onsets),
-        "secondary": [] if grid else findings.list_secondary(tables.compare_secondary(frames)),
+        "secondary": [] if grid else to_records(tables.compare_secondary(frames)),
+        "secondary_labels": findings.SECONDARY_LABELS,
         "statuses": findings.format_status_counts(frames.trials),
         "trend": findings.describe_trend(
             trend,
@@ -323,28 +313,24 @@ def make_report_context(results: SweepResults) -> dict[str, Any]:
         ),
         "learning": [line for row in arms if row["is_baseline"] for line in findings.describe_learning(row)],
         "caveats": findings.list_caveats(frames, summary),
-        "stopped_runs": [run for run in findings.list_runs(frames) if run["status"] == "early_stopped"],
+        "stopped_runs": to_records(frames.trials[frames.trials["status"] == "early_stopped"]),
         "kept_groups": to_records(
             series.count_kept_groups(grid_page.group_arms_by_panel(original_frames, grid) if grid else frames)
         ),
         "budgets": _make_budget_rows(frames),
         "consistency": to_records(series.check_consistency(frames)),
         **_make_gradient_tables(frames),
-        "runs": findings.list_runs(frames),
+        "runs": to_records(frames.trials),
         "settings": make_settings_rows(frames.studies[0]),
         "commands": list_commands(frames.studies[0]),
         "sources": list_sources(frames.studies[0]),
         "games": findings.list_games(frames),
-        **_make_examples([] if grid or results.search else choose_examples(original_frames)),
+        "examples": examples,
+        "has_trained_examples": any(episode["is_trained"] for arm in examples for episode in arm.episodes),
         "arm_settings": [] if grid else findings.list_arm_settings(frames),
         "level_sets": findings.summarize_levels(frames),
-        "budget_names": BUDGET_NAMES,
+        "budget_names": series.BUDGETS,
     }
-
-
-def _make_examples(examples: list[ArmExamples]) -> dict[str, Any]:
-    has_trained = any(episode["is_trained"] for arm in examples for episode in arm.episodes)
-    return {"examples": examples, "has_trained_examples": has_trained}
 
 
 def _make_gradient_tables(frames: StudyFrames) -> dict[str, list[dict[str, Any]]]:
@@ -387,31 +373,24 @@ def _make_budget_rows(frames: StudyFrames) -> list[dict[str, Any]]:
     ]
 
 
-def _find_no_published_numbers(frames: StudyFrames) -> None:
-    """None: nothing is published that these studies could be compared with."""
-
-
 @dataclass(frozen=True)
 class Page:
-    """The report of one family.
-
-    Attributes:
-        make_results: what the other functions need, from the frames of a study; computed once per report.
-        template: name of the template.
-        make_context: the template context, without figures.
-        make_gallery: the figures.
-        make_tables: the tables that are also written as figures/*.csv, with their names.
-        make_index_entry: the entry of a study in an index.
-        make_index_context: published numbers beside those of all studies of an index; None if the family has none.
-    """
+    """The report of one family."""
 
     make_results: Callable[[StudyFrames], Any]
+    """What the other functions need, from the frames of a study; computed once per report."""
     template: str
+    """Name of the template."""
     make_context: Callable[[Any], dict[str, Any]]
+    """The template context, without figures."""
     make_gallery: Callable[[Any], Gallery[Any]]
+    """The figures."""
     make_tables: Callable[[Any], Iterable[tuple[str, pd.DataFrame]]]
+    """The tables that are also written as figures/*.csv, with their names."""
     make_index_entry: Callable[[StudyFrames], dict[str, Any]]
-    make_index_context: Callable[[StudyFrames], dict[str, Any] | None] = _find_no_published_numbers
+    """The entry of a study in an index."""
+    make_index_context: Callable[[StudyFrames], dict[str, Any] | None] = lambda frames: None
+    """Published numbers beside those of all studies of an index; None if the family has none."""
 
 
 SWEEP_PAGE = Page(

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -94,24 +94,20 @@ def describe_search(results: SearchResults) -> str:
     condition = " at which none did" if num_broken else ""
     if best["number"] == 0:
         return f"{progress}; {broken}. The best point{condition} is the default, {_describe_outcome(best)}."
-    text = f"{progress}; {broken}. The best point{condition} is {_describe_point(best)}"
+    settings = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in best["settings"].items())
     # As it is typed in the folder of this process, where the search was started.
     location = os.path.relpath(results.frames.folders[0]) if results.frames.folders else study.run
     command = format_command("confirm", location, "--arm", best["arm"])
     return (
-        f"{text} against {verdicts.format_fraction(default['success'])} of the default. The best of many points is in "
-        f"part the luckiest one: its number is too good, and only fresh seeds say by how much ({command})."
+        f"{progress}; {broken}. The best point{condition} is {best['arm']} ({settings}), {_describe_outcome(best)} "
+        f"against {verdicts.format_fraction(default['success'])} of the default. The best of many points is in part "
+        f"the luckiest one: its number is too good, and only fresh seeds say by how much ({command})."
     )
-
-
-def _describe_point(row: Row) -> str:
-    settings = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in row["settings"].items())
-    return f"{row['arm']} ({settings}), {_describe_outcome(row)}"
 
 
 def _describe_outcome(row: Row) -> str:
     number = f"{verdicts.format_fraction(row['success'])} {verdicts.format_bounds(row['low'], row['high'])}".strip()
-    return f"{number} over {row['seeds']} seed{'s' if row['seeds'] != 1 else ''}"
+    return f"{number} over {verdicts.count_nouns(row['seeds'], 'seed')}"
 
 
 def make_context(results: SearchResults) -> dict[str, Any]:
@@ -141,17 +137,18 @@ def make_tables(results: SearchResults) -> Sequence[tuple[str, pd.DataFrame]]:
     return [("search_points", results.values.drop(columns=["settings", "values"])), ("search_importances", importances)]
 
 
-def _make_values(results: SearchResults) -> pd.DataFrame | None:
-    return results.values if len(results.values) else None
+def _make_values(view: Any) -> pd.DataFrame | None:
+    return view.search.values if view.search and len(view.search.values) else None
 
 
-def _make_pareto_table(results: SearchResults) -> pd.DataFrame | None:
-    if not results.pareto_arms:
+def _make_pareto_table(view: Any) -> pd.DataFrame | None:
+    if not (view.search and view.search.pareto_arms):
         return None
-    return results.complete_points.assign(is_front=results.complete_points["arm"].isin(results.pareto_arms))
+    points = view.search.complete_points
+    return points.assign(is_front=points["arm"].isin(view.search.pareto_arms))
 
 
-FIGURES: Sequence[ReportFigure[SearchResults]] = (
+FIGURES: Sequence[ReportFigure[Any]] = (
     ReportFigure(
         "search_history",
         "search",
@@ -159,7 +156,7 @@ FIGURES: Sequence[ReportFigure[SearchResults]] = (
         "intervals whose noise is estimated from all points together. The line is the best outcome so far without a "
         "collapse. A vermilion cross marks a point at which a run collapsed or failed.",
         _make_values,
-        lambda table, results: plots.draw_history(table, results.is_higher_better),
+        lambda table, view: plots.draw_history(table, view.search.is_higher_better),
     ),
     ReportFigure(
         "search_importances",
@@ -167,8 +164,8 @@ FIGURES: Sequence[ReportFigure[SearchResults]] = (
         f"How much each setting matters for being among the best {IMPORTANCE_QUANTILE:.0%} of the points (PED-ANOVA), "
         "as a share of all settings. Lines are 90 % intervals over resampled points: they say how much depends on the "
         "points that happened to be drawn.",
-        lambda results: results.importances or None,
-        lambda table, results: plots.draw_importances(table),
+        lambda view: (view.search and view.search.importances) or None,
+        lambda table, view: plots.draw_importances(table),
     ),
     ReportFigure(
         "search_slices",
@@ -176,7 +173,7 @@ FIGURES: Sequence[ReportFigure[SearchResults]] = (
         "Outcome of the points against each setting, on the scale on which it was searched. Later points are darker. A "
         "diamond is the default; a cross as above. The sampler prefers good regions, so points are no even sample.",
         _make_values,
-        lambda table, results: plots.draw_slices(table, results.search.space),
+        lambda table, view: plots.draw_slices(table, view.search.search.space),
     ),
     ReportFigure(
         "search_parallel",
@@ -184,7 +181,7 @@ FIGURES: Sequence[ReportFigure[SearchResults]] = (
         "A line per point through its settings to its outcome. Settings that a point does not have are left out of its "
         "line. The best quarter is dark; points at which a run collapsed or failed are vermilion.",
         _make_values,
-        lambda table, results: plots.draw_parallel(table, results.search.space, results.is_higher_better),
+        lambda table, view: plots.draw_parallel(table, view.search.search.space, view.search.is_higher_better),
     ),
     ReportFigure(
         "search_pareto",
@@ -192,38 +189,10 @@ FIGURES: Sequence[ReportFigure[SearchResults]] = (
         "Outcome against cost, the tokens that a run sampled and trained on. The line joins the points that no other "
         "one beats in one of them without being worse in the other.",
         _make_pareto_table,
-        lambda table, results: plots.draw_pareto(table),
+        lambda table, view: plots.draw_pareto(table),
     ),
 )
-
-
-class SearchView(Protocol):
-    """The view of a page that may have the section of a search."""
-
-    @property
-    def search(self) -> SearchResults | None:
-        """The search; None in a study of arms that were chosen beforehand."""
-        ...
-
-
-def _make_view_figure(figure: ReportFigure[SearchResults]) -> ReportFigure[SearchView]:
-    """The figure of a search as one of a page, whose view has the search."""
-
-    def get_search(view: SearchView) -> SearchResults:
-        assert view.search is not None
-        return view.search
-
-    return ReportFigure(
-        figure.name,
-        figure.section,
-        lambda view: figure.get_caption(get_search(view)),
-        lambda view: None if view.search is None else figure.make_table(view.search),
-        lambda table, view: figure.draw(table, get_search(view)),
-    )
-
-
-VIEW_FIGURES: Sequence[ReportFigure[SearchView]] = tuple(map(_make_view_figure, FIGURES))
-"""The figures for the galleries of pages. They have nothing to show in a study that is no search."""
+"""The figures of a view with `search`: its SearchResults, or None in a study that is no search, which has none."""
 
 
 def find_search(frames: StudyFrames) -> SearchResults | None:

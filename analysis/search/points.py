@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
 import pandas as pd
 
 from analysis.data.compare import (
     collect_outcomes,
+    cut_interval,
     estimate_mean,
     find_failed_stops,
     require_single_study,
@@ -51,7 +51,6 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
     outcomes = collect_outcomes(frames, family.primary_column)
     broken_ids = _find_broken_runs(frames)
     base = {name: str(value) for name, value in flatten_settings(study.settings).items()}
-    is_fraction = {column.name: column.unit for column in family.trial_columns}[family.primary_column] == "fraction"
     rows: list[Row] = []
     for number, (arm, settings) in enumerate(points.items()):
         runs = select_runs(frames, arm)
@@ -63,9 +62,7 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
         violations = int(runs["run_id"].isin(broken_ids).sum())
         state = _find_state(runs, scored_runs)
         estimate = estimate_mean(outcomes, arm) if state == COMPLETE else Estimate()
-        if is_fraction:  # near 0 or 1 a t interval exceeds the range of a fraction
-            low, high = (float(np.clip(end, 0.0, 1.0)) for end in (estimate.low, estimate.high))
-            estimate = estimate._replace(low=low, high=high)
+        estimate = cut_interval(estimate, 0.0, 1.0) if outcomes.is_fraction else estimate
         rows.append(
             {
                 "arm": arm,

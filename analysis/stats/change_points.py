@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from analysis.stats.estimates import NAN, Floats
+from analysis.stats.estimates import CONFIDENCE_LEVEL, NAN, Floats
 
 NUM_PARAMETERS = 4
 """A ramp has two levels, an onset and an end."""
@@ -46,7 +46,6 @@ def find_change(
     values: ArrayLike,
     generator: np.random.Generator,
     direction: int = 0,
-    confidence_level: float = 0.95,
 ) -> Change:
     """Fit a ramp to `values` (n,), measured at ascending `steps` (n,), by least squares.
 
@@ -60,7 +59,6 @@ def find_change(
         values: the measurements; NaN where there is none.
         generator: draws the permutations.
         direction: 1 for changes upward only, -1 for changes downward only, 0 for both.
-        confidence_level: of the interval.
 
     Returns an empty `Change` for fewer than `MIN_POINTS` measurements, for a constant series, and if no ramp in this
     direction explains anything.
@@ -87,7 +85,7 @@ def find_change(
         return Change()
     after_minus_before, before = np.polyfit(ramps[best], y, 1)
     residuals = y - (before + after_minus_before * ramps[best])
-    low, high = _find_interval(x, starts, explained, float(((y - y.mean()) ** 2).sum()), residuals, confidence_level)
+    low, high = _find_interval(x, starts, explained, float(((y - y.mean()) ** 2).sum()), residuals)
     permuted_values = _permute_blocks(y, NUM_PERMUTATIONS, generator)
     permuted_maxima = _compute_explained(shapes, permuted_values.T, direction).max(axis=0)
     num_extreme = int((permuted_maxima >= explained[best] * (1 - 1e-9)).sum())
@@ -114,13 +112,13 @@ def _compute_explained(shapes: Floats, values: Floats, direction: int) -> Floats
 
 
 def _find_interval(
-    x: Floats, starts: Floats, explained: Floats, total: float, residuals: Floats, confidence_level: float
+    x: Floats, starts: Floats, explained: Floats, total: float, residuals: Floats
 ) -> tuple[float, float]:
     """The smallest and the largest onset that the F test of `find_change` does not reject."""
     correlation = max(0.0, float((residuals[1:] * residuals[:-1]).sum() / max((residuals**2).sum(), 1e-300)))
     inflation = (1 + correlation) / (1 - min(correlation, 0.9))
     df = len(x) - NUM_PARAMETERS
-    limit = 1 + inflation * special.fdtri(1, df, confidence_level) / df
+    limit = 1 + inflation * special.fdtri(1, df, CONFIDENCE_LEVEL) / df
     unexplained = np.maximum(total - explained, 1e-12 * total)
     onsets = x[starts[unexplained <= limit * unexplained.min()]]
     return float(onsets.min()), float(onsets.max())

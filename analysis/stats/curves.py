@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import optimize, special
 
-from analysis.stats.estimates import NAN, Estimate, Floats, SampleStats, welch_t_test
+from analysis.stats.estimates import CONFIDENCE_LEVEL, NAN, Estimate, Floats, SampleStats, welch_t_test
 from analysis.stats.events import find_collapse
 
 # One more than the parameters of a single curve.
@@ -83,21 +83,11 @@ class CurveComparison(NamedTuple):
     refusal: str = ""
 
 
-def compute_curve(
-    costs: ArrayLike, start: ArrayLike, ceiling: ArrayLike, midpoint: ArrayLike, steepness: ArrayLike
-) -> Floats:
-    """Success y(c) = y0 + (A - y0) / (1 + (C / c)^B) at costs c, and y0 at c = 0. All arguments are broadcast.
-
-    y0: start, A: ceiling, C: midpoint, B: steepness. Source: Khatri et al. 2025 (arXiv 2510.13786). As B grows, the
-    curve becomes a step at C.
-    """
-    y0, ceiling = np.asarray(start, dtype=float), np.asarray(ceiling, dtype=float)
-    log_ratio = _log_costs(costs) - np.log(np.asarray(midpoint, dtype=float))
-    return np.asarray(y0 + (ceiling - y0) * special.expit(np.asarray(steepness, dtype=float) * log_ratio))
-
-
 def fit_curves(validations: Validations) -> CurveFit:
-    """Fit the curves of an arm: its seeds share y0, C and B, and each has a ceiling of its own.
+    """Fit the curves of an arm: its seeds share y0, C and B, and each has a ceiling A of its own.
+
+    Success at the cost c is y(c) = y0 + (A - y0) / (1 + (C / c)^B), and y0 at c = 0, with the start y0, the midpoint C
+    and the steepness B. Source: Khatri et al. 2025 (arXiv 2510.13786). As B grows, the curve becomes a step at C.
 
     Maximizes the binomial log-likelihood, sum of k log y(c) + (n - k) log(1 - y(c)) over validations with k successes
     in n trials, from several starts. The ceilings are not shrunk to each other. Their mean is the ceiling of the arm.
@@ -132,9 +122,7 @@ def fit_curves(validations: Validations) -> CurveFit:
     )
 
 
-def estimate_curve(
-    validations: Validations, generator: np.random.Generator, num_draws: int = 500, confidence_level: float = 0.95
-) -> CurveEstimates:
+def estimate_curve(validations: Validations, generator: np.random.Generator, num_draws: int = 500) -> CurveEstimates:
     """Ceiling A and midpoint C of an arm, with intervals from a bootstrap of its n seeds.
 
     A +- t(n-1) s and C exp(+- t(n-1) s'), with s^2 = n / (n - 1) times the variance of A (of log C) over bootstrap
@@ -149,7 +137,7 @@ def estimate_curve(
         return CurveEstimates(Estimate(n=num_seeds), Estimate(n=num_seeds), fit, fit.refusal)
     ceiling_se, log_midpoint_se = _bootstrap_standard_errors(fit, _make_counts(validations), generator, num_draws)
     df = float(num_seeds - 1) if num_seeds >= MIN_BOOTSTRAP_SEEDS else NAN
-    t = float(special.stdtrit(df, 0.5 + confidence_level / 2))
+    t = float(special.stdtrit(df, 0.5 + CONFIDENCE_LEVEL / 2))
     value = float(fit.ceilings.mean())
     # np.clip keeps NaN.
     low, high = np.clip([value - t * ceiling_se, value + t * ceiling_se], 0, 1)
@@ -162,54 +150,21 @@ def estimate_curve(
     return CurveEstimates(ceiling, Estimate(fit.midpoint, *bounds, num_seeds, log_midpoint_se, df), fit)
 
 
-def compare_curves(arm: CurveEstimates, baseline: CurveEstimates, confidence_level: float = 0.95) -> CurveComparison:
+def compare_curves(arm: CurveEstimates, baseline: CurveEstimates) -> CurveComparison:
     """Difference of ceilings, arm minus baseline, and ratio of midpoints, arm divided by baseline.
 
     Welch's t intervals from the bootstrap standard errors, for the ratio on logarithms. A ratio below 1 means that the
     arm needs less cost for half of its gain. Seeds are not paired: equal seeds that help both arms alike make the
     intervals too wide, not too narrow. Where an arm is refused, the comparison is NaN.
     """
-    difference = welch_t_test(_summarize(arm.ceiling), _summarize(baseline.ceiling), confidence_level)
+    difference = welch_t_test(_summarize(arm.ceiling), _summarize(baseline.ceiling))
     log_midpoints = [side.midpoint._replace(value=math.log(side.midpoint.value)) for side in (arm, baseline)]
-    log_ratio = welch_t_test(_summarize(log_midpoints[0]), _summarize(log_midpoints[1]), confidence_level)
+    log_ratio = welch_t_test(_summarize(log_midpoints[0]), _summarize(log_midpoints[1]))
     ratio = log_ratio._replace(
         value=math.exp(log_ratio.value), low=math.exp(log_ratio.low), high=math.exp(log_ratio.high)
     )
     refusals = [f"{name}: {side.refusal}" for name, side in (("Arm", arm), ("Baseline", baseline)) if side.refusal]
     return CurveComparison(difference, ratio, " ".join(refusals))
-
-
-def predict_band(
-    fit: CurveFit,
-    costs: ArrayLike,
-    num_trials: ArrayLike,
-    generator: np.random.Generator,
-    num_draws: int = 2000,
-    confidence_level: float = 0.9,
-) -> tuple[Floats, Floats]:
-    """Band for new validations of the fitted seeds: lower and upper success (S, V) at costs broadcast to (S, V).
-
-    With probability `confidence_level`, all V validations of a seed lie inside: mean +- q std over draws of parameters
-    (normal, with the covariance of the fit) and of successes (binomial, with num_trials / dispersion trials), with q
-    the quantile of max over V of |draw - mean| / std. It is cut at 0 and 1. NaN for a refused fit. If seeds differ in
-    their midpoints too, the band is too narrow.
-    """
-    num_seeds = len(fit.ceilings)
-    costs = np.atleast_2d(np.asarray(costs, dtype=float))
-    shape = np.broadcast_shapes(costs.shape, np.shape(num_trials), (num_seeds, 1))
-    if fit.refusal:
-        return np.full(shape, NAN), np.full(shape, NAN)
-    center = [fit.start, math.log(fit.midpoint), math.log(fit.steepness), *fit.ceilings]
-    draws = generator.multivariate_normal(center, fit.covariance, size=num_draws, method="eigh", check_valid="ignore")
-    start, log_midpoint, log_steepness = (column[:, None, None] for column in draws[:, :3].T)
-    steepness = np.exp(np.clip(log_steepness, *np.log(STEEPNESS_BOUNDS)))
-    rates = compute_curve(costs, start, draws[:, 3:, None], np.exp(log_midpoint), steepness)
-    trials = np.broadcast_to(np.maximum(np.rint(np.asarray(num_trials) / fit.dispersion), 1).astype(int), shape)
-    success = generator.binomial(trials, np.clip(rates, 0, 1)) / trials
-    mean = success.mean(axis=0)
-    std = np.maximum(success.std(axis=0), np.finfo(float).tiny)
-    quantile = np.quantile(np.max(np.abs(success - mean) / std, axis=-1), confidence_level, axis=0)[:, None]
-    return np.clip(mean - quantile * std, 0, 1), np.clip(mean + quantile * std, 0, 1)
 
 
 def _summarize(estimate: Estimate) -> SampleStats:
@@ -226,12 +181,6 @@ class _Counts(NamedTuple):
     weights: Floats
 
 
-def _log_costs(costs: ArrayLike) -> Floats:
-    # Before training the logarithm is -inf, and its sigmoid 0.
-    with np.errstate(divide="ignore"):
-        return np.log(np.asarray(costs, dtype=float))
-
-
 def _make_counts(validations: Validations) -> _Counts:
     successes = np.atleast_2d(np.asarray(validations.successes, dtype=float))
     costs, num_trials = (
@@ -243,7 +192,9 @@ def _make_counts(validations: Validations) -> _Counts:
     order = np.argsort(np.where(is_missing, np.inf, costs), axis=1, kind="stable")
     columns = (np.where(is_missing, fill, values) for fill, values in ((1, costs), (0, successes), (0, num_trials)))
     costs, successes, num_trials = (np.take_along_axis(values, order, axis=1) for values in columns)
-    return _Counts(_log_costs(costs), successes, num_trials, np.ones(len(successes)))
+    with np.errstate(divide="ignore"):  # before training the logarithm is -inf, and its sigmoid 0
+        log_costs = np.log(costs)
+    return _Counts(log_costs, successes, num_trials, np.ones(len(successes)))
 
 
 def _find_log_range(counts: _Counts) -> tuple[float, float]:

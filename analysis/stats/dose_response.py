@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import optimize, special
 
-from analysis.stats.estimates import NAN, Estimate, Floats
+from analysis.stats.estimates import CONFIDENCE_LEVEL, NAN, Estimate, Floats
 
 SEARCH_MARGIN = 1.0
 """How far outside the doses a bound is searched, in decades. A bound beyond says no more than that there is none."""
@@ -129,19 +129,16 @@ def _maximize(model: _Model, edge: float | None = None, shift: float | None = No
 
 
 class EdgeEstimate(NamedTuple):
-    """The edge of one line in log10 of the dose.
-
-    Attributes:
-        edge: with its interval. n: number of runs. A bound is NaN if the runs do not bound the edge on that side.
-        bracket_low, bracket_high: of separated runs, the highest dose without and the lowest dose with the event; with
-            no event anywhere the former alone, and with an event in every run the latter alone. Otherwise NaN.
-        refusal: why there is no edge; empty if there is one.
-    """
+    """The edge of one line in log10 of the dose."""
 
     edge: Estimate
+    """With its interval. n: number of runs. A bound is NaN if the runs do not bound the edge on that side."""
     bracket_low: float = NAN
     bracket_high: float = NAN
+    """`bracket_low` and `bracket_high`: of separated runs, the highest dose without and the lowest dose with the event;
+    with no event anywhere the former alone, and with an event in every run the latter alone. Otherwise NaN."""
     refusal: str = ""
+    """Why there is no edge; empty if there is one."""
 
     @property
     def is_separated(self) -> bool:
@@ -149,7 +146,7 @@ class EdgeEstimate(NamedTuple):
         return not (math.isnan(self.bracket_low) and math.isnan(self.bracket_high))
 
 
-def estimate_edge(counts: DoseCounts, confidence_level: float = 0.95) -> EdgeEstimate:
+def estimate_edge(counts: DoseCounts) -> EdgeEstimate:
     """Estimate the edge with a profile-likelihood interval, or with an exact one if the runs are separated.
 
     Profile: all edges whose penalized log-likelihood, maximized over the slope, is less than half of the chi-square
@@ -167,7 +164,7 @@ def estimate_edge(counts: DoseCounts, confidence_level: float = 0.95) -> EdgeEst
     if np.all(is_none | is_all) and np.all(np.diff(is_all.astype(int)) >= 0):
         bracket_low = float(counts.doses[is_none][-1]) if is_none.any() else NAN
         bracket_high = float(counts.doses[is_all][0]) if is_all.any() else NAN
-        edge = Estimate((bracket_low + bracket_high) / 2, *bound_edge(counts, confidence_level), n=num_runs)
+        edge = Estimate((bracket_low + bracket_high) / 2, *bound_edge(counts), n=num_runs)
         refusal = "" if is_none.any() and is_all.any() else "no event" if is_none.any() else "an event in every run"
         return EdgeEstimate(edge, bracket_low, bracket_high, refusal)
     if len(counts.doses) < 2:
@@ -179,23 +176,21 @@ def estimate_edge(counts: DoseCounts, confidence_level: float = 0.95) -> EdgeEst
     elif not _is_inside(edge_value, model.edge_bounds):
         refusal = "the edge lies more than a decade outside the doses"
     else:
-        bounds = _invert(
-            lambda value: maximum - _maximize(model, edge=value)[0], edge_value, model.edge_bounds, confidence_level
-        )
+        bounds = _invert(lambda value: maximum - _maximize(model, edge=value)[0], edge_value, model.edge_bounds)
         return EdgeEstimate(Estimate(float(edge_value), *bounds, n=num_runs))
     return EdgeEstimate(Estimate(n=num_runs), refusal=refusal)
 
 
-def bound_edge(counts: DoseCounts, confidence_level: float = 0.95) -> tuple[float, float]:
+def bound_edge(counts: DoseCounts) -> tuple[float, float]:
     """Exact bounds of the edge in log10 of the dose, if the event never becomes rarer with the dose; NaN without one.
 
     If the edge were at or below a dose, each run from that dose on would have the event with a probability of at least
     1/2, so that the first m of them would all be without it with a probability of at most 2^-m. The lower bound is the
     highest dose for which this is rejected, as it is for all lower doses: there is no event up to it, and at least m
-    runs from it on precede the first dose with an event, with 2^-m <= (1 - confidence_level) / 2 (six runs at 95 %).
+    runs from it on precede the first dose with an event, with 2^-m <= (1 - .95) / 2 (six runs at 95 %).
     The upper bound mirrors it. No shape is assumed.
     """
-    min_runs = math.ceil(-math.log2((1 - confidence_level) / 2))
+    min_runs = math.ceil(-math.log2((1 - CONFIDENCE_LEVEL) / 2))
     low = _find_bound(counts.doses, counts.num_events, counts.num_runs, min_runs)
     num_survivors = counts.num_runs - counts.num_events
     return low, -_find_bound(-counts.doses[::-1], num_survivors[::-1], counts.num_runs[::-1], min_runs)
@@ -208,7 +203,7 @@ def _find_bound(doses: Floats, num_events: Floats, num_runs: Floats, min_runs: i
     return float(max(doses[is_before][num_following >= min_runs], default=NAN))
 
 
-def estimate_shift(line: DoseCounts, reference: DoseCounts, confidence_level: float = 0.95) -> Estimate:
+def estimate_shift(line: DoseCounts, reference: DoseCounts) -> Estimate:
     """Edge of a line minus that of a reference, in decades, with a profile-likelihood interval.
 
     Both have the same slope b, which the runs of both determine. Runs count as independent: if those of one seed vary
@@ -231,9 +226,7 @@ def estimate_shift(line: DoseCounts, reference: DoseCounts, confidence_level: fl
     maximum, (_, log_slope, shift) = _maximize(model)
     if log_slope <= _SLOPE_BOUNDS[0] + 1e-3:
         return Estimate(n=num_runs)
-    low, high = _invert(
-        lambda value: maximum - _maximize(model, shift=value)[0], shift, model.shift_bounds, confidence_level
-    )
+    low, high = _invert(lambda value: maximum - _maximize(model, shift=value)[0], shift, model.shift_bounds)
     value = float(shift) if has_low and has_high and _is_inside(shift, model.shift_bounds) else NAN
     return Estimate(value, low if has_low else NAN, high if has_high else NAN, n=num_runs)
 
@@ -242,14 +235,12 @@ def _is_inside(value: float, bounds: tuple[float, float]) -> bool:
     return bounds[0] + 1e-3 < value < bounds[1] - 1e-3
 
 
-def _invert(
-    compute_loss: Callable[[float], float], value: float, bounds: tuple[float, float], confidence_level: float
-) -> tuple[float, float]:
+def _invert(compute_loss: Callable[[float], float], value: float, bounds: tuple[float, float]) -> tuple[float, float]:
     """The values on either side at which the log-likelihood is half of a chi-square quantile below its maximum.
 
     compute_loss: the difference from the maximum, which `value` has. NaN on a side without one within `bounds`.
     """
-    limit = float(special.gammaincinv(0.5, confidence_level))  # half of the quantile of chi^2(1)
+    limit = float(special.gammaincinv(0.5, CONFIDENCE_LEVEL))  # half of the quantile of chi^2(1)
     return tuple(  # type: ignore[return-value]
         float(optimize.brentq(lambda x: compute_loss(x) - limit, *sorted((bound, value)), xtol=1e-4))
         if abs(bound - value) > 1e-3 and compute_loss(bound) > limit

@@ -18,6 +18,8 @@ from scipy import special
 
 Floats = NDArray[np.float64]
 NAN = float("nan")
+CONFIDENCE_LEVEL = 0.95
+"""Of every interval, unless a caller asks for another one."""
 MIN_SEEDS = 3
 """From this many numbers on, an interval may be based on them alone."""
 # 7! = 5040 permutations are fewer than the 9999 random ones drawn otherwise.
@@ -48,7 +50,7 @@ class Trend(NamedTuple):
     n: int = 0
 
 
-def wilson_interval(successes: float, n: float, confidence_level: float = 0.95) -> Estimate:
+def wilson_interval(successes: float, n: float, confidence_level: float = CONFIDENCE_LEVEL) -> Estimate:
     """Wilson's score interval of a fraction of n independent trials. n may be an effective, non-integer number.
 
     Interval: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Source: Wilson 1927. n = 0: (NaN, 0, 1).
@@ -65,7 +67,7 @@ def wilson_interval(successes: float, n: float, confidence_level: float = 0.95) 
     )
 
 
-def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = 0.95) -> Estimate:
+def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = CONFIDENCE_LEVEL) -> Estimate:
     """Mean of one number per seed (n,), such as a paired difference, with Student's t interval; none if n < 2.
 
     Equal numbers have no interval either: one of width zero would claim what a handful of seeds cannot show.
@@ -90,7 +92,7 @@ class SampleStats(NamedTuple):
     n: int
 
 
-def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: float = 0.95) -> Estimate:
+def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: float = CONFIDENCE_LEVEL) -> Estimate:
     """sample.mean - reference.mean with Welch's t interval and p. n is the total of both samples.
 
     se^2 = s1^2/n1 + s2^2/n2, df = se^4 / sum((s^2/n)^2 / (n - 1)). Source: Welch 1947. With fewer than 2 numbers in

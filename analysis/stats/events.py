@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from analysis.stats.estimates import NAN, Estimate, Floats
+from analysis.stats.estimates import CONFIDENCE_LEVEL, NAN, Estimate, Floats
 
 Booleans = NDArray[np.bool_]
 # All 2^14 = 16,384 exchanges of arms within 14 seeds are enumerated; for more seeds, random ones are drawn.
@@ -78,7 +78,6 @@ def compare_restricted_means(
     baseline: EventTimes,
     horizon: float,
     generator: np.random.Generator,
-    confidence_level: float = 0.95,
 ) -> Estimate:
     """Difference of restricted means, arm minus baseline, paired by seed, with a permutation test and its interval.
 
@@ -125,7 +124,7 @@ def compare_restricted_means(
     is_extreme = np.abs(permuted_values) >= abs(permuted_values[0]) - 1e-9 * horizon
     p = float(is_extreme[~np.isnan(permuted_values)].mean())
     is_invertible = is_followed and bool(np.any(is_event & (times < horizon)))
-    bounds = _invert_sign_flips(differences, is_exchanged, confidence_level) if is_invertible else (NAN, NAN)
+    bounds = _invert_sign_flips(differences, is_exchanged) if is_invertible else (NAN, NAN)
     return Estimate(value, *bounds, n=num_seeds, p=p)
 
 
@@ -158,7 +157,7 @@ def _estimate_survival(is_member: Booleans, end_steps: Floats, is_event: Boolean
     return steps, np.cumprod(np.concatenate([np.ones((len(factors), 1)), factors], axis=1), axis=1)
 
 
-def _invert_sign_flips(differences: Floats, is_flipped: Booleans, confidence_level: float) -> tuple[float, float]:
+def _invert_sign_flips(differences: Floats, is_flipped: Booleans) -> tuple[float, float]:
     """Smallest and largest shift that the test by these sign flips (flips, seeds) does not reject; NaN if unbounded."""
     num_flips, num_seeds = is_flipped.shape
     num_flipped, sums = is_flipped.sum(axis=1), is_flipped @ differences
@@ -169,6 +168,6 @@ def _invert_sign_flips(differences: Floats, is_flipped: Booleans, confidence_lev
     means[1, is_proper] = (differences.sum() - sums[is_proper]) / (num_seeds - num_flipped[is_proper])
     means.sort(axis=0)
     # A shift is rejected if at most this many flips are as far from it. The product may be an integer up to rounding.
-    num_rejecting = math.floor((1 - confidence_level) * num_flips + 1e-9)
+    num_rejecting = math.floor((1 - CONFIDENCE_LEVEL) * num_flips + 1e-9)
     low, high = float(np.sort(means[0])[num_rejecting]), float(np.sort(means[1])[num_flips - 1 - num_rejecting])
     return (low, high) if math.isfinite(low) and math.isfinite(high) and low < high else (NAN, NAN)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from analysis.stats.estimates import Estimate, Floats
+from analysis.stats.estimates import CONFIDENCE_LEVEL, Estimate, Floats
 
 _RELATIVE_ROUNDING = 1e-12
 """Numbers that differ by less than this fraction of their size are equal: the rest is rounding in their mean."""
@@ -37,17 +37,14 @@ ARM_DOUBT = (0.9, 1.0)
 
 
 class Pool(NamedTuple):
-    """The noise of one run, estimated from all arms.
-
-    Attributes:
-        variance: of one run, with `df` degrees of freedom.
-        prominence: (A,) for each arm, the probability that the ratio of its variance to that of the other arms would be
-            smaller than it is if all arms were equally noisy. 0 for an arm of which nothing is known.
-    """
+    """The noise of one run, estimated from all arms."""
 
     variance: float
+    """Of one run, with `df` degrees of freedom."""
     df: float
     prominence: Floats
+    """(A,) for each arm, the probability that the ratio of its variance to that of the other arms would be smaller than
+    it is if all arms were equally noisy. 0 for an arm of which nothing is known."""
 
 
 class Noise(NamedTuple):
@@ -90,21 +87,6 @@ def blend_variances(
     return variance, pool_dfs ** (1 - weight) * own_dfs**weight
 
 
-class RunVariances(NamedTuple):
-    """Variances (A,) of the runs of A arms, and their degrees of freedom (A,); 0 where an arm has a single seed."""
-
-    variances: Floats
-    dfs: Floats
-
-
-def estimate_variances(outcomes: ArrayLike) -> RunVariances:
-    """Variance of each arm over its seeds, the seeds' common effect included. outcomes (A, S): NaN is a missing run."""
-    y = np.asarray(outcomes, dtype=float)
-    counts = np.isfinite(y).sum(axis=1)
-    variances = [_compute_variance(row[np.isfinite(row)]) for row in y]
-    return RunVariances(np.array(variances), np.maximum(counts - 1, 0).astype(float))
-
-
 def _compute_variance(values: Floats) -> float:
     """Variance (ddof 1) of values (n,); exactly 0 if they are equal up to rounding, or if n < 2."""
     if values.size < 2 or np.ptp(values) <= _RELATIVE_ROUNDING * np.abs(values).max():
@@ -114,8 +96,9 @@ def _compute_variance(values: Floats) -> float:
 
 def pool_samples(outcomes: ArrayLike) -> Pool | None:
     """The noise of runs of different seeds, from the variance of each arm. outcomes (A, S): NaN is a missing run."""
-    variances, dfs = estimate_variances(outcomes)
-    squares = variances * dfs
+    samples = [row[np.isfinite(row)] for row in np.asarray(outcomes, dtype=float)]
+    dfs = np.array([max(sample.size - 1, 0) for sample in samples], dtype=float)
+    squares = np.array([_compute_variance(sample) for sample in samples]) * dfs
     return _make_pool(float(squares.sum()), float(dfs.sum()), squares, dfs)
 
 
@@ -203,7 +186,6 @@ def estimate_paired_contrast(
     weight_norm: float = 2.0,
     min_variance: float = 0.0,
     doubt: float = 0.0,
-    confidence_level: float = 0.95,
 ) -> Estimate:
     """Mean of one contrast per seed (n,), such as a paired difference, with the noise of all arms.
 
@@ -222,9 +204,7 @@ def estimate_paired_contrast(
     if not values.size:
         return Estimate()
     variance, df = _estimate_variance(values, noise.paired, doubt, weight_norm)
-    return make_estimate(
-        float(values.mean()), weight_norm * max(variance, min_variance) / values.size, df, values.size, confidence_level
-    )
+    return make_estimate(float(values.mean()), weight_norm * max(variance, min_variance) / values.size, df, values.size)
 
 
 def _estimate_variance(
@@ -238,16 +218,14 @@ def _estimate_variance(
     return float(variance), float(df)
 
 
-def estimate_sample_mean(
-    sample: ArrayLike, noise: Noise, min_variance: float = 0.0, doubt: float = 0.0, confidence_level: float = 0.95
-) -> Estimate:
+def estimate_sample_mean(sample: ArrayLike, noise: Noise, min_variance: float = 0.0, doubt: float = 0.0) -> Estimate:
     """Mean of one number per run (n,), such as the outcome of an arm, with the noise of all arms."""
     values = np.asarray(sample, dtype=float)
     if not values.size:
         return Estimate()
     variance, df = _estimate_variance(values, noise.unpaired, doubt)
     squared_error = max(variance, min_variance) / values.size
-    return make_estimate(float(values.mean()), squared_error, df, values.size, confidence_level)
+    return make_estimate(float(values.mean()), squared_error, df, values.size)
 
 
 def estimate_unpaired_difference(
@@ -256,7 +234,6 @@ def estimate_unpaired_difference(
     noise: Noise,
     min_variance: float = 0.0,
     doubts: tuple[float, float] = (0.0, 0.0),
-    confidence_level: float = 0.95,
 ) -> Estimate:
     """Mean of sample (n,) minus mean of reference (m,), whose runs share no seeds, with the noise of all arms.
 
@@ -277,15 +254,15 @@ def estimate_unpaired_difference(
         df = squared_error**2 / sum(part**2 / part_df for part, part_df in zip(squared_errors, dfs, strict=True))
     if noise.unpaired is not None:
         df = min(df, noise.unpaired.df)
-    return make_estimate(float(x.mean() - y.mean()), squared_error, df, min(x.size, y.size), confidence_level)
+    return make_estimate(float(x.mean() - y.mean()), squared_error, df, min(x.size, y.size))
 
 
-def make_estimate(value: float, squared_error: float, df: float, n: int, confidence_level: float = 0.95) -> Estimate:
+def make_estimate(value: float, squared_error: float, df: float, n: int) -> Estimate:
     """The t interval and the two-sided p of a value; none if its squared standard error or its df is 0 or missing."""
     if not (squared_error > 0 and df > 0):
         return Estimate(value, n=n)
     se = math.sqrt(squared_error)
-    half_width = float(special.stdtrit(df, 0.5 + confidence_level / 2)) * se
+    half_width = float(special.stdtrit(df, 0.5 + CONFIDENCE_LEVEL / 2)) * se
     p = 2 * float(special.stdtr(df, -abs(value) / se))
     return Estimate(value, value - half_width, value + half_width, n, se, df, p)
 

@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from analysis.stats.estimates import NAN, Estimate, Floats, holm_adjust
+from analysis.stats.estimates import CONFIDENCE_LEVEL, NAN, Estimate, Floats
 
 # Differences this close are equal up to the rounding of the subtraction. A share of levels has steps of 1e-4 or more.
 _RELATIVE_ROUNDING = 1e-9
@@ -40,22 +40,17 @@ def compute_e_value(t: ArrayLike, n: ArrayLike, prior_variance: float = 1.0) -> 
 
     The larger |t|, the larger e, up to (1 + n g)^(v/2) at infinity. It is 1 with fewer than 2 differences.
     """
-    log_e = _compute_log_e_value(np.asarray(t, dtype=float), np.asarray(n, dtype=float), prior_variance)
-    with np.errstate(over="ignore"):
-        return np.exp(log_e)
-
-
-def _compute_log_e_value(t: Floats, n: Floats, prior_variance: float) -> Floats:
+    t, n = np.asarray(t, dtype=float), np.asarray(n, dtype=float)
     df, variance_ratio = np.maximum(n - 1, 1), 1 + n * prior_variance
-    # With x = t^2/v, the bracket is 1 + (1 + n g - 1) x / (1 + n g + x), which also holds for an infinite t.
     with np.errstate(over="ignore"):
+        # With x = t^2/v, the bracket is 1 + (1 + n g - 1) x / (1 + n g + x), which also holds for an infinite t.
         fraction = 1 - variance_ratio / (variance_ratio + t * t / df)
-    log_e = n / 2 * np.log1p((variance_ratio - 1) * fraction) - np.log(variance_ratio) / 2
-    return np.where(n < 2, 0.0, log_e)
+        log_e = n / 2 * np.log1p((variance_ratio - 1) * fraction) - np.log(variance_ratio) / 2
+        return np.exp(np.where(n < 2, 0.0, log_e))
 
 
 def compute_critical_t(
-    n: int, prior_variance: float = 1.0, num_comparisons: int = 1, confidence_level: float = 0.95
+    n: int, prior_variance: float = 1.0, num_comparisons: int = 1, confidence_level: float = CONFIDENCE_LEVEL
 ) -> float:
     """The |t| of n differences at which e = m/alpha: the half-width of the interval in standard errors.
 
@@ -65,13 +60,13 @@ def compute_critical_t(
     if n < 2:
         return math.inf
     log_ratio = math.log1p(n * prior_variance)
-    log_root = (log_ratio + 2 * _compute_log_threshold(num_comparisons, confidence_level)) / n
+    log_root = (log_ratio + 2 * math.log(max(num_comparisons, 1) / (1 - confidence_level))) / n
     if log_root >= log_ratio:
         return math.inf
     return math.sqrt((n - 1) * math.expm1(log_root) / -math.expm1(log_root - log_ratio))
 
 
-def find_fewest_seeds(num_comparisons: int = 1, prior_variance: float = 1.0, confidence_level: float = 0.95) -> int:
+def find_fewest_seeds(num_comparisons: int = 1, prior_variance: float = 1.0) -> int:
     """Smallest number of paired seeds with which a difference, however large, can be found.
 
     The smallest n with (1 + n g)^((n - 1)/2) > m/alpha. At g = 1 and alpha = 0.05 it is 5 for a single comparison, and
@@ -80,19 +75,14 @@ def find_fewest_seeds(num_comparisons: int = 1, prior_variance: float = 1.0, con
     """
     if not prior_variance > 0:
         raise ValueError(f"prior_variance={prior_variance}: must be positive (try prior_variance=1.0).")
-    return next(
-        n
-        for n in itertools.count(2)
-        if math.isfinite(compute_critical_t(n, prior_variance, num_comparisons, confidence_level))
-    )
-
-
-def _compute_log_threshold(num_comparisons: int, confidence_level: float) -> float:
-    return math.log(max(num_comparisons, 1) / (1 - confidence_level))
+    return next(n for n in itertools.count(2) if math.isfinite(compute_critical_t(n, prior_variance, num_comparisons)))
 
 
 def estimate_mean_sequentially(
-    differences: ArrayLike, prior_variance: float = 1.0, num_comparisons: int = 1, confidence_level: float = 0.95
+    differences: ArrayLike,
+    prior_variance: float = 1.0,
+    num_comparisons: int = 1,
+    confidence_level: float = CONFIDENCE_LEVEL,
 ) -> Estimate:
     """Mean of paired differences (n,), one per seed, with an interval and p that hold at all looks together.
 
@@ -100,7 +90,11 @@ def estimate_mean_sequentially(
     at any number of seeds, contain their true means with a probability of at least 1 - alpha = confidence_level.
 
     p = min(1, 1/e) is for a single comparison; correct it with `holm_adjust`. Under equality, the probability that it
-    falls to alpha at any look is at most alpha. It is conservative: at one look that probability is far smaller.
+    falls to alpha at any look is at most alpha. It is conservative: at one look that probability is far smaller. All
+    rejections after the correction, at all looks and whatever the dependence of the arms, contain a false one with a
+    probability of at most alpha: the first false one needs e >= m0/alpha from one of the m0 true hypotheses. The e-Holm
+    procedure of Vovk and Wang 2021 rejects more, but needs expectations of at most 1 at a common stopping time. Ours
+    are martingales in the filtration of their own arm only, for which Ville's inequality holds at all times.
 
     With too few seeds for `find_fewest_seeds`, the interval is infinite. Equal differences have no interval (NaN) and
     p = 1: their spread of 0 is chance, and it would make a certainty of any mean. Without differences, value is NaN.
@@ -132,29 +126,3 @@ def compute_sequential_equivalence_p_value(estimate: Estimate, margin: float) ->
     if not estimate.se > 0 or abs(estimate.value) >= margin:
         return 1.0
     return min(1.0, 1 / float(compute_e_value((margin - abs(estimate.value)) / estimate.se, estimate.n)))
-
-
-def holm_adjust_e_values(e_values: ArrayLike) -> Floats:
-    """Holm's step-down over e-values (m,) -> adjusted p-values (m,): running maximum of (m - rank) / e, cut at 1.
-
-    An adjusted p of at most alpha rejects: the largest e is compared with m/alpha (Bonferroni's bound), the next with
-    (m - 1)/alpha, and so on. rank counts from 0 at the largest e. A NaN stays NaN and does not count in m.
-
-    All rejections, at all looks and whatever the dependence of the arms, contain a false one with a probability of at
-    most alpha. For the first false rejection needs e >= m0/alpha from one of the m0 true hypotheses, and by Ville's
-    inequality each of them ever gets there with a probability of at most alpha/m0.
-
-    The e-Holm procedure of Vovk and Wang 2021 averages e-values and rejects more. It needs expectations of at most 1 at
-    a common stopping time. Ours are martingales in the filtration of their own arm only, and may exceed 1 in
-    expectation at a time that depends on another arm. Ville's inequality holds at all times.
-    """
-    return holm_adjust(1 / np.asarray(e_values, dtype=float))
-
-
-def is_equivalent(estimate: Estimate, margin: float) -> bool:
-    """True if the interval lies within (-margin, margin).
-
-    With an interval of `estimate_mean_sequentially`, a mean outside of the margin is ever called equivalent with a
-    probability of at most alpha, at all looks and for all m arms together. False without an interval.
-    """
-    return -margin < estimate.low and estimate.high < margin

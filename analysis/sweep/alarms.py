@@ -1,8 +1,10 @@
 """Alarms: how early a threshold on a symptom announces a collapse, and how often it is wrong.
 
 A rule fires when the last measurements of a symptom are all beyond a threshold, as the published rule on the spread of
-the rewards does. Rules are chosen on the runs of some seeds and scored on those of others: the best of hundreds of
-rules on the runs on which it was chosen looks better than it is.
+the rewards does. It is right before a collapse, and a false alarm in a run that did not collapse; whether a run that
+the rule would have stopped recovers is the question of the command `replay-stoppers`. Rules are chosen on the runs of
+some seeds and scored on those of others: the best of hundreds of rules on the runs on which it was chosen looks better
+than it is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES
+from analysis.data.compare import SCORED_STATUSES, make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import NAN, wilson_interval
 from analysis.sweep.collapse import find_run_ends
@@ -108,9 +110,7 @@ def score_rules(alarms: pd.DataFrame, rules: Sequence[AlarmRule]) -> pd.DataFram
                 "false_fraction": false_rate.value,
                 "false_low": false_rate.low,
                 "false_high": false_rate.high,
-                "lead": lead.value,
-                "lead_low": lead.low,
-                "lead_high": lead.high,
+                **make_estimate_columns("lead", lead),
             }
         )
     return pd.DataFrame(rows)
@@ -124,16 +124,13 @@ def choose_rules(scores: pd.DataFrame, rules: Sequence[AlarmRule]) -> list[int]:
     announce no collapse has none.
     """
     allowed = scores[(scores["false_fraction"] <= MAX_FALSE_ALARMS) & (scores["detected"] > 0)]
-    chosen_rules = []
-    for symptom in SYMPTOMS:
-        own_rules = [index for index in allowed["rule"] if rules[index].column == symptom.column]
-        if own_rules:
-            own_scores = allowed[allowed["rule"].isin(own_rules)]
-            order = own_scores.sort_values(
-                ["detected_fraction", "lead", "false_fraction"], ascending=[False, False, True], kind="stable"
-            )
-            chosen_rules.append(int(order["rule"].iloc[0]))
-    return chosen_rules
+    order = allowed.sort_values(
+        ["detected_fraction", "lead", "false_fraction"], ascending=[False, False, True], kind="stable"
+    )
+    best_rules: dict[str, int] = {}
+    for index in order["rule"]:
+        best_rules.setdefault(rules[index].column, int(index))
+    return [best_rules[symptom.column] for symptom in SYMPTOMS if symptom.column in best_rules]
 
 
 def compare_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> pd.DataFrame:

@@ -1,8 +1,6 @@
 """Which runs collapsed, and when. Every table, figure and sentence about collapse uses this definition."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -60,7 +58,9 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
         collapse_step = find_collapse(
             run_validations["step"], run_validations["value"], run_validations["episodes"].fillna(math.inf)
         )
-        stop_step = _get_stop_step(run)
+        stop_step = math.nan
+        if run["is_failed_stop"]:
+            stop_step = float(run["steps_done"] if pd.isna(run["stop_step"]) else run["stop_step"])
         step = float(np.fmin(collapse_step, stop_step))
         signal_problem = describe_missing_signal(to_records(frames.get_run_steps(run["run_id"])[signal_columns]))
         is_collapse = not math.isnan(step) and not signal_problem
@@ -73,13 +73,6 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
         rows.append({**run, **end})
     table = pd.DataFrame(rows, columns=_END_COLUMNS)
     return table.astype({"end_step": "float64", "is_collapse": "bool"})
-
-
-def _get_stop_step(run: Mapping[str, Any]) -> float:
-    """The step at which a rule stopped the run as a failure; NaN if none did."""
-    if not run["is_failed_stop"]:
-        return math.nan
-    return float(run["steps_done"] if pd.isna(run["stop_step"]) else run["stop_step"])
 
 
 def compute_survival(frames: StudyFrames) -> pd.DataFrame:

@@ -32,7 +32,7 @@ from analysis.data.contrasts import compute_arm_weights, compute_weight_norm, re
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
-from analysis.sweep.verdicts import format_holm, format_status, name_verdict
+from analysis.sweep.verdicts import count_nouns, format_holm, format_status, name_verdict
 from trainable.families import Family
 
 _DECIMALS = 12
@@ -278,7 +278,9 @@ def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], 
         for arm, value in ((row["first"], row["first_value"]), (row["second"], row["second_value"])):
             run = runs.get((arm, row["seed"]))
             if math.isnan(value):
-                excluded_seeds.setdefault(f"{arm} {_format_exclusion(run)}", set()).add(str(row["seed"]))
+                is_scored = run is not None and run["status"] in SCORED_STATUSES
+                reason = "not run" if run is None else "without a value" if is_scored else format_status(run["status"])
+                excluded_seeds.setdefault(f"{arm} {reason}", set()).add(str(row["seed"]))
             # A stopped run whose partner is missing counts nowhere.
             elif run is not None and run["status"] == "early_stopped" and not math.isnan(row["difference"]):
                 stopped_seeds.setdefault(arm, set()).add(f"{row['seed']} at step {run['steps_done']}")
@@ -287,12 +289,6 @@ def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], 
         "early_stopped_runs": _format_seed_lists(stopped_seeds),
         "num_early_stopped": sum(len(seeds) for seeds in stopped_seeds.values()),
     }
-
-
-def _format_exclusion(run: Row | None) -> str:
-    if run is None:
-        return "not run"
-    return "without a value" if run["status"] in SCORED_STATUSES else format_status(run["status"])
 
 
 def _format_seed_lists(seeds_by_name: Mapping[str, set[str]]) -> str:
@@ -311,7 +307,7 @@ def format_sentence(row: Row) -> str:
     if row["seeds"]:
         equal_text = f", equal in {row['equal']}" if row["equal"] else ""
         used_text = "" if row["pairs_used"] == row["pairs"] else f"{row['pairs_used']} of "
-        pairs_text = f"{used_text}{_format_count(row['pairs'], 'pair')}"
+        pairs_text = f"{used_text}{count_nouns(row['pairs'], 'pair')}"
         text += f"; {pairs_text}: lower in {row['lower']}, higher in {row['higher']}{equal_text}"
     if row["excluded_runs"]:
         excluded_count = row["run_pairs"] - row["run_pairs_used"]
@@ -319,7 +315,7 @@ def format_sentence(row: Row) -> str:
         text += f"{_format_unbalanced(row)}; {exclusion_text}"
     if row["early_stopped_runs"]:
         names_text = f" ({row['early_stopped_runs']})" if row["num_early_stopped"] <= MAX_NAMED_RUNS else ""
-        count_text = _format_count(row["num_early_stopped"], "run")
+        count_text = count_nouns(row["num_early_stopped"], "run")
         text += f"; {count_text} stopped by a rule, counted with the last row{names_text}"
     return text
 
@@ -327,7 +323,7 @@ def format_sentence(row: Row) -> str:
 def _format_size(row: Row) -> str:
     if row["verdict"] == "no comparison":
         return "no pair has a seed for which both runs count"
-    seeds_text = f"over {_format_count(row['seeds'], 'seed')}"
+    seeds_text = f"over {count_nouns(row['seeds'], 'seed')}"
     if row["verdict"] == "no effect":
         return f"every row of both runs is equal, {seeds_text}"
     if not row["se"] > 0:
@@ -362,10 +358,6 @@ def _format_unbalanced(row: Row) -> str:
         else f"{common_difference:+.4g} over the pairs that every seed has"
     )
     return f"; seeds have different pairs: {common_text}"
-
-
-def _format_count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_sentences(table: pd.DataFrame) -> list[str]:

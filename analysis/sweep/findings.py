@@ -22,6 +22,7 @@ from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,
     NO_EFFECT,
+    count_nouns,
     format_fraction,
     format_interval,
     format_number,
@@ -48,6 +49,11 @@ OUTCOME_LABELS = {
     "no effect": f"equal in every row ({NO_EFFECT}) for",
     "open": "open for",
 }
+_NO_VERDICT_LABELS = {
+    "no comparison": "Not compared",
+    "no verdict": "No scored run",
+    "failed regime": "Failed regime, stopped by a rule",
+}
 
 
 def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) -> str:
@@ -60,26 +66,24 @@ def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) 
     baseline = summary["baseline"].iloc[0]
     if not isinstance(baseline, str) or not baseline or baseline not in set(summary["arm"]):
         return " ".join(signal_problems) or (
-            f"{len(summary)} arm{'s' if len(summary) > 1 else ''} and no baseline arm, so nothing is compared."
+            f"{count_nouns(len(summary), 'arm')} and no baseline arm, so nothing is compared."
         )
-    sentences = [
-        *signal_problems,
-        *_answer(summary, baseline),
-        *_list_unscored(summary),
-        *_list_failed_regimes(summary),
-    ]
-    return " ".join(sentences) or f"Arm {baseline} alone: nothing is compared."
-
-
-def _answer(summary: pd.DataFrame, baseline: str) -> list[str]:
-    """One sentence that groups the compared arms by their verdict; none if nothing was compared."""
+    sentences = list(signal_problems)
     compared = summary[summary["outcome"].isin(OUTCOME_LABELS)]
-    if compared.empty:
-        return []
-    return [
-        f"Over {format_range(compared['seeds'])} seed{'s' if compared['seeds'].max() > 1 else ''}, success at the end "
-        f"compared with baseline {baseline} is {group_arms(compared, compared['outcome'], OUTCOME_LABELS)}."
-    ]
+    if len(compared):
+        sentences.append(
+            f"Over {format_range(compared['seeds'])} seed{'s' if compared['seeds'].max() > 1 else ''}, success at the "
+            f"end compared with baseline {baseline} is {group_arms(compared, compared['outcome'], OUTCOME_LABELS)}."
+        )
+    for outcome, label in _NO_VERDICT_LABELS.items():
+        if arms := summary.loc[summary["outcome"] == outcome, "arm"].to_list():
+            sentences.append(f"{label}: {_format_arms(arms)}.")
+    # Few runs condemn no setting: their number is said instead.
+    for count, rows in summary[summary["outcome"] == "stopped"].groupby("failed_stops"):
+        sentences.append(
+            f"Stopped in {count} of {count} run{'s' if count > 1 else ''}: {_format_arms(rows['arm'].to_list())}."
+        )
+    return " ".join(sentences) or f"Arm {baseline} alone: nothing is compared."
 
 
 def group_arms(rows: pd.DataFrame, verdicts: "pd.Series[str]", labels: Mapping[str, str]) -> str:
@@ -95,27 +99,6 @@ def group_arms(rows: pd.DataFrame, verdicts: "pd.Series[str]", labels: Mapping[s
             if (arms := rows.loc[verdicts == verdict, "arm"].to_list())
         ]
     )
-
-
-def _list_unscored(summary: pd.DataFrame) -> list[str]:
-    labels = {"no comparison": "Not compared", "no verdict": "No scored run"}
-    return [
-        f"{label}: {_format_arms(arms)}."
-        for outcome, label in labels.items()
-        if (arms := summary.loc[summary["outcome"] == outcome, "arm"].to_list())
-    ]
-
-
-def _list_failed_regimes(summary: pd.DataFrame) -> list[str]:
-    """The arms of which a rule stopped every scored run: they have no verdict on their success."""
-    failed_arms = summary.loc[summary["outcome"] == "failed regime", "arm"].to_list()
-    sentences = [f"Failed regime, stopped by a rule: {_format_arms(failed_arms)}."] if failed_arms else []
-    # Few runs condemn no setting: their number is said instead.
-    for count, rows in summary[summary["outcome"] == "stopped"].groupby("failed_stops"):
-        sentences.append(
-            f"Stopped in {count} of {count} run{'s' if count > 1 else ''}: {_format_arms(rows['arm'].to_list())}."
-        )
-    return sentences
 
 
 def describe_collapses(collapses: pd.DataFrame) -> str:
@@ -141,7 +124,7 @@ def describe_collapses(collapses: pd.DataFrame) -> str:
     else:
         clauses = [
             f"{'arm' if index else 'Arm'} {row['arm']}{'' if index else ' collapsed'} in {row['collapsed']} of "
-            f"{row['runs']} run{'' if row['runs'] == 1 else 's'}, {_format_steps(row['steps'], row['seeds'])}"
+            f"{count_nouns(row['runs'], 'run')}, {_format_steps(row['steps'], row['seeds'])}"
             for index, row in enumerate(to_records(collapsed))
         ]
     if len(stable_arms):
@@ -172,14 +155,12 @@ def format_range(numbers: "pd.Series[int]") -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _format_arms(arms: list[str]) -> str:
-    """The names of the arms if they fit into a line, otherwise their number."""
+def _format_arms(arms: "Sequence[str] | pd.Series[str]", noun: str = "arm") -> str:
+    """The names of the arms after the noun, which may be empty, if they fit into a line; otherwise their number."""
     listing = join_arms(arms)
-    return (
-        f"{len(arms)} arms"
-        if len(arms) > 1 and len(listing) > MAX_LINE_LENGTH
-        else f"arm{'s' if len(arms) > 1 else ''} {listing}"
-    )
+    if len(arms) > 1 and len(listing) > MAX_LINE_LENGTH:
+        return f"{len(arms)} arms"
+    return f"{noun}{'s' if len(arms) > 1 else ''} {listing}" if noun else listing
 
 
 def describe_interval_basis(table: pd.DataFrame) -> str:
@@ -187,15 +168,10 @@ def describe_interval_basis(table: pd.DataFrame) -> str:
 
     table: from `tables.make_dose_response`.
     """
-    arms_by_basis = table[table["basis"] != ""].groupby("basis", sort=False)["arm"].agg(_format_arm_list).to_dict()
+    arms_by_basis = dict(list(table[table["basis"] != ""].groupby("basis", sort=False)["arm"]))
     if len(arms_by_basis) <= 1:
-        return "".join(str(basis) for basis in arms_by_basis)
-    return "; ".join(f"{arms}: {basis}" for basis, arms in arms_by_basis.items())
-
-
-def _format_arm_list(arms: "pd.Series[str]") -> str:
-    listing = join_arms(arms)
-    return listing if len(arms) == 1 or len(listing) <= MAX_LINE_LENGTH else f"{len(arms)} arms"
+        return "".join(map(str, arms_by_basis))
+    return "; ".join(f"{_format_arms(arms, noun='')}: {basis}" for basis, arms in arms_by_basis.items())
 
 
 def format_status_counts(trials: pd.DataFrame) -> str:
@@ -203,7 +179,7 @@ def format_status_counts(trials: pd.DataFrame) -> str:
     counts = trials["status"].value_counts()
     order = [*STATUSES, *OPEN_STATUSES]
     count_texts = [f"{counts[status]} {format_status(status)}" for status in order if status in counts]
-    return f"{len(trials)} run{'s' if len(trials) != 1 else ''}: {', '.join(count_texts)}" if count_texts else "no run"
+    return f"{count_nouns(len(trials), 'run')}: {', '.join(count_texts)}" if count_texts else "no run"
 
 
 def describe_trend(trend: Trend, page_p_value: float, dose_response: pd.DataFrame, setting: str = "") -> str:
@@ -281,17 +257,12 @@ def _interpret_gain(row: dict[str, Any]) -> str:
     )
 
 
-_SECONDARY_LABELS = {
+SECONDARY_LABELS = {
     "mean_val_success": "mean of the validation curve",
     "final_val_greedy_success": "greedy success at the end",
     "test_success": "success on test levels, sampled",
     "test_greedy_success": "success on test levels, greedy",
 }
-
-
-def list_secondary(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of `tables.compare_secondary` with a label of each outcome, for the report."""
-    return [{**row, "label": _SECONDARY_LABELS[row["column"]]} for row in to_records(table)]
 
 
 def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
@@ -396,7 +367,7 @@ def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     num_compared_seeds = compared_runs["seed"].nunique() if len(compared_runs) else num_seeds
     if num_seeds == 0:
         return ["No run completed or was stopped by a rule, so nothing is compared."]
-    seeds_text = f"{num_seeds} seed{'s' if num_seeds > 1 else ''}"
+    seeds_text = count_nouns(num_seeds, "seed")
     if not (summary["se"] > 0).any():
         return [
             f"{seeds_text}: nothing shows how much runs of one setting differ, so no difference has an interval. Add "
@@ -491,7 +462,7 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> list[str]:
     if num_comparisons == 0:
         return []
     return [
-        f"{num_comparisons} comparison{'s' if num_comparisons > 1 else ''} with the baseline: p-values are "
+        f"{count_nouns(num_comparisons, 'comparison')} with the baseline: p-values are "
         "corrected with Holm's method within this study, separately for differences and for equality within the "
         "margin. Intervals are not corrected: each covers the difference of its own arm only. Secondary outcomes, "
         "contrasts, stops, times to collapse, learning curves, symptoms and both tests of the trend are families of "
@@ -534,11 +505,6 @@ def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
         {"setting": name.removeprefix("config/"), "values": [str(rows[name].iloc[0]) for _, rows in by_arm]}
         for name in differing_settings
     ]
-
-
-def list_runs(frames: StudyFrames) -> list[dict[str, Any]]:
-    """All runs, for the list at the end of a report."""
-    return to_records(frames.trials)
 
 
 def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:

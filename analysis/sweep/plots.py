@@ -1,19 +1,22 @@
-"""Figures of one-axis studies. Each function draws a table of `tables` or `series` and computes no further numbers.
+"""Figures of one-axis studies. Each function draws a table and computes no further numbers.
 
 Colors come from an ordered map that is readable without color vision and in gray. A run stopped by a rule ends in a
 vermilion cross in every figure.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.axis import Axis
+from matplotlib.category import StrCategoryFormatter
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
+from matplotlib.text import Text
+from matplotlib.ticker import FixedFormatter, FuncFormatter, MaxNLocator
 
 from analysis.sweep.verdicts import join_arms
 
@@ -203,7 +206,10 @@ def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, s
         title_width = 72 * (figure_size[0] - 0.85) / columns / 0.66
         title_size = min(mpl.rcParams["axes.titlesize"], title_width / max((len(arm) for arm in arms), default=1))
         for panel, arm in zip(panels.flat, arms, strict=False):
-            ghost_line = _as_one_line(points[point_arms != arm], run_indices[point_arms != arm])
+            # The others as one line with a gap (NaN) between runs: a line object for each would take seconds to draw.
+            is_other = point_arms != arm
+            gaps = np.flatnonzero(np.diff(run_indices[is_other])) + 1
+            ghost_line = np.insert(points[is_other], gaps, np.nan, axis=0).T
             panel.plot(*ghost_line, color=GHOST_COLOR, linewidth=0.8, zorder=1)
             _draw_runs(panel, runs[arm], means[means["arm"] == arm], colors[arm])
             panel.set_title(arm, loc="left", color=colors[arm], fontweight="bold", fontsize=title_size)
@@ -237,25 +243,14 @@ def _mark_single(rows: pd.DataFrame) -> dict[str, Any]:
     return {"marker": "o", "markersize": 4} if len(rows) == 1 else {}
 
 
-def _as_one_line(points: NDArray[np.float64], run_indices: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Join the points (N, 2) of many runs to one line (2, N + gaps) with a NaN gap between runs.
-
-    One line object per run and panel would take seconds to draw. run_indices (N,): the run of each point.
-    """
-    return np.insert(points, np.flatnonzero(np.diff(run_indices)) + 1, np.nan, axis=0).T
-
-
 def _draw_end_mark(panel: Any, run: pd.DataFrame) -> None:
     """Mark the end of a run that did not complete: a cross if a rule stopped it, otherwise a ring."""
-    status, last_row = run["status"].iloc[-1], run.iloc[-1]
-    if status == "early_stopped":
-        panel.scatter(
-            last_row["step"], last_row["value"], marker="X", s=42, color=STOPPED_COLOR, zorder=4, clip_on=False
-        )
-    elif status != "completed":
-        panel.scatter(
-            last_row["step"], last_row["value"], marker="o", s=26, facecolor="white", edgecolor=TEXT_COLOR, zorder=4
-        )
+    last_row = run.iloc[-1]
+    cross = {"marker": "X", "s": 42, "color": STOPPED_COLOR, "clip_on": False}
+    ring = {"marker": "o", "s": 26, "facecolor": "white", "edgecolor": TEXT_COLOR}
+    if last_row["status"] != "completed":
+        style = cross if last_row["status"] == "early_stopped" else ring
+        panel.scatter(last_row["step"], last_row["value"], zorder=4, **style)
 
 
 def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
@@ -339,3 +334,63 @@ def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
         axes.set_ylabel("fraction of runs not collapsed")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     return figure
+
+
+def draw_onsets(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
+    """One row per symptom with a point per run at its onset, its interval as a line, and the median as a bar.
+
+    table: from `symptoms.find_onsets`; the earliest median is at the top. colors: colors by arm.
+    """
+    changed_rows = table.dropna(subset="onset")
+    medians = changed_rows.groupby("label", sort=False)["onset"].median().sort_values(kind="stable")
+    positions = {label: index for index, label in enumerate(medians.index)}
+    runs = list(dict.fromkeys(table["run_id"]))
+    # The runs of a symptom are side by side within the middle half of its row, always in the same order.
+    offsets = dict(zip(runs, np.linspace(-0.25, 0.25, len(runs)) if len(runs) > 1 else [0.0], strict=True))
+    with mpl.rc_context({**STYLE, "axes.grid.axis": "x"}):
+        # inches: 0.34 per symptom
+        figure = Figure(figsize=(8.4, 0.9 + 0.34 * max(len(positions), 3)), layout="constrained")
+        axes = figure.add_subplot()
+        for row in changed_rows.itertuples():
+            y = positions[str(row.label)] + offsets[str(row.run_id)]
+            color = colors[str(row.arm)]
+            axes.plot([row.low, row.high], [y, y], color=color, linewidth=0.8, alpha=0.5, zorder=1)
+            axes.scatter([row.onset], [y], s=14, color=color, zorder=2)
+        for label, median in medians.items():
+            center = positions[str(label)]
+            axes.plot([median, median], [center - 0.38, center + 0.38], color=TEXT_COLOR, linewidth=1.6, zorder=3)
+        axes.set_yticks(list(positions.values()), list(positions))
+        axes.set_ylim(len(positions) - 0.4, -0.6)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("training step of the onset")
+        add_line_legend(figure, {arm: color for arm, color in colors.items() if (changed_rows["arm"] == arm).any()})
+    return figure
+
+
+_NAME_FORMATTERS = (FixedFormatter, FuncFormatter, StrCategoryFormatter)
+"""Formatters of tick labels that we give. The others make labels of numbers, on a logarithmic axis with formulas."""
+
+
+def save_figure(figure: Figure, target: Path | IO[bytes], **options: Any) -> None:
+    """Save a figure with `Figure.savefig`, with every dollar sign in a label as it is.
+
+    Matplotlib takes the text between two dollar signs for a formula, and raises an error if it is none. An arm or a
+    study may have any name, also in a folder that comes from somebody else.
+
+    The layout is computed once. `savefig` would compute it twice, and again for every other format of the figure.
+    """
+    artists = figure.findobj()
+    number_labels = {
+        id(label)
+        for axis in artists
+        if isinstance(axis, Axis) and not isinstance(axis.get_major_formatter(), _NAME_FORMATTERS)
+        for label in axis.get_ticklabels(which="both")
+    }
+    for text in artists:
+        if isinstance(text, Text) and id(text) not in number_labels:
+            text.set_parse_math(False)
+    if figure.get_layout_engine() is not None:
+        figure.draw_without_rendering()
+        figure.set_layout_engine(None)  # the axes stay where they are
+    figure.savefig(target, **options)

@@ -1,5 +1,6 @@
 """Tables over the course of training: curves, kept groups, equal budgets, and consistency of equal runs."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import combinations
@@ -10,13 +11,14 @@ import pandas as pd
 from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_study
 from analysis.data.frames import StudyFrames, diff_frames, to_records
 
-BUDGET_COLUMNS = (
-    "total_optimizer_steps",
-    "total_env_steps",
-    "total_sampled_tokens",
-    "total_trained_tokens",
-    "seconds_total",
-)
+BUDGETS: Mapping[str, str] = {
+    "total_optimizer_steps": "optimizer steps",
+    "total_env_steps": "environment steps",
+    "total_sampled_tokens": "sampled tokens",
+    "total_trained_tokens": "trained tokens",
+    "seconds_total": "run time",
+}
+"""What a run costs, and how a report names it."""
 RETRIEVAL_LABELS = {
     "collapse_trajectory_retrieval_accuracy": "retrieval, all turns (fraction)",
     "collapse_first_turn_retrieval_accuracy": "retrieval, first turns (fraction)",
@@ -128,17 +130,17 @@ def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
     run stopped earlier by a rule keeps its last value. Means over scored runs. Empty without a completed run.
     """
     scored_runs = require_single_study(frames).trials.loc[
-        frames.trials["status"].isin(SCORED_STATUSES), ["arm", "run_id", "status", *BUDGET_COLUMNS]
+        frames.trials["status"].isin(SCORED_STATUSES), ["arm", "run_id", "status", *BUDGETS]
     ]
     # A stopped run used less of every budget, so it must not set the amount.
     completed_runs = scored_runs[scored_runs["status"] == "completed"]
     # Only rows with a validation are interpolated; dropping the others keeps the loop over runs fast.
     is_validation = frames.steps[["val_success", "base_val_success"]].notna().any(axis=1)
     frames = replace(
-        frames, steps=frames.steps.loc[is_validation, ["run_id", "val_success", "base_val_success", *BUDGET_COLUMNS]]
+        frames, steps=frames.steps.loc[is_validation, ["run_id", "val_success", "base_val_success", *BUDGETS]]
     )
     rows = []
-    for budget in BUDGET_COLUMNS:
+    for budget in BUDGETS:
         amount = float(completed_runs[budget].min()) if len(completed_runs) else float("nan")
         if np.isnan(amount):  # no completed run has recorded this budget
             continue
@@ -171,12 +173,11 @@ def check_consistency(frames: StudyFrames) -> pd.DataFrame:
     rows = []
     for (_, seed), runs in trials.groupby(["config_hash", "seed"], sort=False):
         for a, b in combinations(to_records(runs), 2):
-            steps_a, steps_b = (_select_steps(frames, run["study"], run["run_id"]) for run in (a, b))
+            steps_a, steps_b = (
+                frames.steps[(frames.steps["study"] == run["study"]) & (frames.steps["run_id"] == run["run_id"])]
+                for run in (a, b)
+            )
             differences = diff_frames(steps_a, steps_b, ignored_columns=("run_id", "study", "arm"))
             names = {name: f"{run['study']}/{run['run_id']}" for name, run in (("a", a), ("b", b))}
             rows.append({**names, "seed": seed, "agree": not differences, "difference": "; ".join(differences)})
     return pd.DataFrame(rows, columns=["a", "b", "seed", "agree", "difference"])
-
-
-def _select_steps(frames: StudyFrames, study: str, run_id: str) -> pd.DataFrame:
-    return frames.steps[(frames.steps["study"] == study) & (frames.steps["run_id"] == run_id)]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from analysis.data.compare import make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.change_points import MIN_POINTS, Change, find_change
 from analysis.stats.estimates import Estimate
@@ -34,23 +35,20 @@ _ORDER_COLUMNS = (
 
 
 class Symptom(NamedTuple):
-    """What may show that training breaks.
-
-    Attributes:
-        column: a step column.
-        label: its name in a report.
-        direction: in which it changes when training breaks: `UP`, `DOWN`, or `EITHER` if both happen.
-        is_relative: whether a threshold of an alarm is a multiple of the mean of the first steps. A column that may
-            begin at 0, or that has the same range in every run, has thresholds in its own unit.
-        lows, highs: thresholds below and above which `analysis.sweep.alarms` tries an alarm.
-    """
+    """What may show that training breaks."""
 
     column: str
+    """A step column."""
     label: str
+    """Its name in a report."""
     direction: int
+    """In which it changes when training breaks: `UP`, `DOWN`, or `EITHER` if both happen."""
     is_relative: bool
+    """Whether a threshold of an alarm is a multiple of the mean of the first steps. A column that may begin at 0, or
+    that has the same range in every run, has thresholds in its own unit."""
     lows: tuple[float, ...] = ()
     highs: tuple[float, ...] = ()
+    """`lows` and `highs`: thresholds below and above which `analysis.sweep.alarms` tries an alarm."""
 
 
 FRACTIONS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8)
@@ -211,9 +209,7 @@ def _summarize_symptom(
         "earlier": earlier,
         "later": later,
         "undecided": len(own) - earlier - later,
-        "lead": lead.value,
-        "lead_low": lead.low,
-        "lead_high": lead.high,
+        **make_estimate_columns("lead", lead),
         "p": lead.p,
     }
 

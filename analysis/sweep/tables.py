@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -45,17 +46,11 @@ from analysis.stats.estimates import (
     wilson_interval,
 )
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
+from analysis.sweep.series import BUDGETS
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
 
-COST_COLUMNS = (
-    "total_optimizer_steps",
-    "total_env_steps",
-    "total_sampled_tokens",
-    "total_trained_tokens",
-    "seconds_total",
-)
 _MEAN_COLUMNS = (
     "base_val_success",
     "base_val_greedy_success",
@@ -91,12 +86,22 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     baseline = require_single_study(frames).studies[0].baseline
     # The columns of settings are not needed, and copying them for every arm takes time.
     frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
-    measures = _collect_measures(frames)
+    study = frames.studies[0]
+    measures = _Measures(
+        late=collect_outcomes(frames, "late_val_success"),
+        base=replace(
+            collect_outcomes(frames, "base_val_success"),
+            min_variances=estimate_evaluation_variances(frames, before_training=True),
+        ),
+        greedy=collect_outcomes(frames, "final_val_greedy_success"),
+        base_greedy=collect_outcomes(frames, "base_val_greedy_success"),
+        margin=get_margin(study, "late_val_success"),
+        level_variances=estimate_level_variances(frames, baseline),
+    )
     table = pd.DataFrame([_summarize_arm(frames, measures, arm, baseline) for arm in list_arms(frames)])
     if table.empty:
         return table
     table["p_holm"], table["p_equal_holm"] = holm_adjust(table["p"]), holm_adjust(table["p_equal"])
-    study = frames.studies[0]
     table["p_stopped_holm"] = holm_adjust(table["p_stopped"])
     table["detectable"] = [_find_detectable_difference(study, measures.late, row) for row in to_records(table)]
     table["outcome"] = [classify_outcome(row) for row in to_records(table)]
@@ -179,23 +184,10 @@ class _Measures(NamedTuple):
     level_variances: Mapping[str, float]
 
 
-def _collect_measures(frames: StudyFrames) -> _Measures:
-    return _Measures(
-        late=collect_outcomes(frames, "late_val_success"),
-        base=replace(
-            collect_outcomes(frames, "base_val_success"),
-            min_variances=estimate_evaluation_variances(frames, before_training=True),
-        ),
-        greedy=collect_outcomes(frames, "final_val_greedy_success"),
-        base_greedy=collect_outcomes(frames, "base_val_greedy_success"),
-        margin=get_margin(frames.studies[0], "late_val_success"),
-        level_variances=estimate_level_variances(frames, frames.studies[0].baseline),
-    )
-
-
 def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
     runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
     counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, *OPEN_STATUSES)}
+    paid_runs = scored_runs if len(scored_runs) else runs
     return {
         "arm": arm,
         "axis_value": float(runs["axis_value"].iloc[0]),
@@ -206,7 +198,8 @@ def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline:
         **_summarize_success(measures, arm, scored_runs),
         **_compare_to_baseline(frames, measures, arm, baseline),
         **_summarize_stops(scored_runs),
-        **_summarize_cost(frames, scored_runs if len(scored_runs) else runs),
+        **{name: _mean(paid_runs[name]) for name in BUDGETS},
+        "kept_ratio": _mean(frames.steps.loc[frames.steps["run_id"].isin(paid_runs["run_id"]), "kept_ratio"]),
         "stops": describe_stops(scored_runs),
         "unfinished": describe_unfinished(runs),
     }
@@ -283,11 +276,6 @@ def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
     }
 
 
-def _summarize_cost(frames: StudyFrames, runs: pd.DataFrame) -> Row:
-    kept_ratios = frames.steps.loc[frames.steps["run_id"].isin(runs["run_id"]), "kept_ratio"]
-    return {**{name: _mean(runs[name]) for name in COST_COLUMNS}, "kept_ratio": _mean(kept_ratios)}
-
-
 def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
     """One row per scored run: arm, seed, run_id, status, x (position in `make_dose_response`), outcome."""
     scored_runs = require_single_study(frames).trials[frames.trials["status"].isin(SCORED_STATUSES)]
@@ -321,18 +309,11 @@ def _compute_positions(values: list[float], positive_positions: list[float], off
     """The position of each value. positive_positions: those of the distinct positive values, in ascending order."""
     # Without a positive value, the scale shrinks to the position 0.
     left, right = (positive_positions[0] - offset, positive_positions[-1]) if positive_positions else (-offset, 0.0)
-    positive_values = sorted({value for value in values if value > 0})
     nonpositive_values = sorted({value for value in values if value <= 0}, reverse=True)
-    word_indices = [index for index, value in enumerate(values) if math.isnan(value)]
-
-    def compute_position(index: int, value: float) -> float:
-        if math.isnan(value):  # a word: right of the scale
-            return right + offset * (1 + word_indices.index(index))
-        if value > 0:
-            return positive_positions[positive_values.index(value)]
-        return left - offset * nonpositive_values.index(value)  # 0 and less: left of the scale
-
-    return [compute_position(index, value) for index, value in enumerate(values)]
+    positions = {value: left - offset * index for index, value in enumerate(nonpositive_values)}
+    positions |= zip(sorted({value for value in values if value > 0}), positive_positions, strict=True)
+    word_numbers = count(1)  # words are right of the scale
+    return [right + offset * next(word_numbers) if math.isnan(value) else positions[value] for value in values]
 
 
 def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
@@ -380,11 +361,10 @@ def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[
     Only scored runs count. Arms named by words such as nofilter have no position in the order and are left out.
     """
     runs = require_single_study(frames).trials
-    runs = runs[runs["status"].isin(SCORED_STATUSES) & runs["axis_value"].notna()]
-    runs = runs.assign(outcome=runs["late_val_success"]).dropna(subset="outcome")
-    table = runs.pivot_table(index="seed", columns="axis_value", values="outcome").sort_index(axis=1)
+    runs = runs[runs["status"].isin(SCORED_STATUSES)].dropna(subset=["axis_value", "late_val_success"])
+    table = runs.pivot_table(index="seed", columns="axis_value", values="late_val_success").sort_index(axis=1)
     # Page's test needs complete rows: every seed in every arm.
     page_p_value = (
         page_trend_p_value(table.to_numpy()) if len(table) and not table.isna().to_numpy().any() else float("nan")
     )
-    return spearman_trend(runs["axis_value"], runs["outcome"], runs["seed"], generator), page_p_value
+    return spearman_trend(runs["axis_value"], runs["late_val_success"], runs["seed"], generator), page_p_value

@@ -55,6 +55,11 @@ def format_fraction(value: float) -> str:
     return "–" if np.isnan(value) else f"{value:.3f}"
 
 
+def count_nouns(count: int, noun: str) -> str:
+    """`1 seed`, `3 seeds`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def format_signed(value: float, decimals: int = 3) -> str:
     """A difference with its sign, or a dash if missing."""
     return "–" if np.isnan(value) else f"{value:+.{decimals}f}".replace("-", "−")
@@ -126,32 +131,23 @@ def describe_stop(run: Mapping[str, Any]) -> str:
     successes = [run.get(name, math.nan) for name in ("final_val_success", "final_train_success")]
     is_mastered = all(success >= MASTERED_SUCCESS for success in successes)
     mastery_text = f", at success {format_number(successes[0])}" if is_mastered else ""
-    comparison_text = f"{format_number(value)} {format_comparison(value, threshold)} {format_number(threshold)}"
-    return f"{step_text}{comparison_text}{mastery_text}"
-
-
-def format_comparison(value: float, threshold: float) -> str:
-    """The comparison sign between a value and the threshold that it crossed.
-
-    A rule fires below its threshold (such as success) or from its threshold on (such as a count of empty steps).
-    """
-    return "<" if value < threshold else "≥"
+    # A rule fires below its threshold (such as success) or from its threshold on (such as a count of empty steps).
+    sign = "<" if value < threshold else "≥"
+    return f"{step_text}{format_number(value)} {sign} {format_number(threshold)}{mastery_text}"
 
 
 def describe_unfinished(runs: pd.DataFrame) -> str:
     """The runs of an arm that neither completed nor were stopped by a rule, with reasons; empty if there are none."""
-    return "; ".join(
-        _describe_unfinished_run(run)
-        for run in to_records(runs.loc[runs["status"].isin(UNFINISHED_STATUSES), _END_COLUMNS])
-    )
-
-
-def _describe_unfinished_run(run: Mapping[str, Any]) -> str:
-    total_text = "" if pd.isna(run["steps_total"]) else f" of {run['steps_total']}"
-    steps_text = "" if run["status"] in ("never_ran", "waiting") else f" after {run['steps_done']}{total_text} steps"
-    status = format_status(run["status"])
-    # The length of the run is missing if run.json was never written.
-    return f"seed {run['seed']} {status}{steps_text}" + (f" ({run['reason']})" if run["reason"] else "")
+    clauses = []
+    for run in to_records(runs.loc[runs["status"].isin(UNFINISHED_STATUSES), _END_COLUMNS]):
+        # The length of the run is missing if run.json was never written.
+        total_text = "" if pd.isna(run["steps_total"]) else f" of {run['steps_total']}"
+        steps_text = (
+            "" if run["status"] in ("never_ran", "waiting") else f" after {run['steps_done']}{total_text} steps"
+        )
+        reason_text = f" ({run['reason']})" if run["reason"] else ""
+        clauses.append(f"seed {run['seed']} {format_status(run['status'])}{steps_text}{reason_text}")
+    return "; ".join(clauses)
 
 
 def classify_outcome(row: Mapping[str, Any]) -> str:
@@ -205,7 +201,7 @@ def _describe_gain(row: Mapping[str, Any]) -> str:
     basis_text = (
         f"{interval_text} from the policy before training ({row['gain_basis']})"
         if interval_text
-        else ("from the policy before training (no interval)")
+        else "from the policy before training (no interval)"
     )
     return f"{success_text}, {format_signed(row['gain'])} {basis_text}"
 

@@ -10,7 +10,7 @@ from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames
 from analysis.html.figures import Gallery, ReportFigure
 from analysis.report.pages import Page
-from analysis.search.page import VIEW_FIGURES, SearchResults, find_search
+from analysis.search.page import FIGURES, SearchResults, find_search
 from analysis.sweep import contrasts, findings, series
 from analysis.sweep.plots import draw_curves
 from sandboxes.toys.report import page, plots, tables
@@ -52,7 +52,7 @@ def make_gallery(frames: StudyFrames) -> Gallery[ToyView]:
         return Gallery(figures=(), view=view)
     return Gallery(
         (
-            *VIEW_FIGURES,
+            *FIGURES,
             _make_mean_curves_figure(page.compute_chance_error(frames)),
             *map(_make_runs_figure, view.curves),
             CONTRASTS_FIGURE,

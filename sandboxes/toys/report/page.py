@@ -71,7 +71,7 @@ def make_context(frames: StudyFrames) -> Row:
         "description": tables.get_description(frames),
         "notes": make_notes(frames),
         "seconds": _sum_trial_seconds(frames),
-        "runs": findings.list_runs(frames),
+        "runs": to_records(frames.trials),
         "arm_settings": findings.list_arm_settings(frames),
         "settings": make_settings_rows(frames.studies[0]),
         "commands": list_commands(frames.studies[0]),

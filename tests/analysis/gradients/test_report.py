@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
-from analysis.gradients.findings import describe_buckets
+from analysis.gradients.plots import describe_buckets
 from analysis.report import pages
 from analysis.report.pages import write_report
 from analysis.sweep import plots, series

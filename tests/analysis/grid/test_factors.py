@@ -146,8 +146,8 @@ def test_three_factors_have_all_main_effects_and_two_way_interactions() -> None:
 
 
 def test_a_value_that_is_a_part_is_shown_without_its_digest() -> None:
-    assert layout.format_value("my.py:soft#0123456789abcdef") == "my.py:soft"
-    assert layout.format_value("#0123456789abcdef") == "#0123456789abcdef"
+    assert layout.label_value("my.py:soft#0123456789abcdef") == "my.py:soft"
+    assert layout.label_value("#0123456789abcdef") == "#0123456789abcdef"
 
 
 def test_an_arm_is_named_after_its_part_without_the_file() -> None:

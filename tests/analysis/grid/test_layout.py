@@ -14,7 +14,6 @@ from analysis.data.load import load
 from analysis.grid import layout
 from analysis.grid import page as grid_page
 from analysis.grid.contrasts import compare_switch, list_switches
-from analysis.grid.measures import MEASURES
 from analysis.stats.noise import estimate_paired_contrast, fit_noise
 from analysis.sweep import tables
 from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, make_runs, make_study, write_grid
@@ -141,7 +140,7 @@ def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one_lo
             assert (cell["state"], cell["early_stopped"]) == ("scored", 0)
         else:
             assert cell["state"] == run["status"]
-            assert np.isnan(cell[[measure.name for measure in MEASURES]].to_numpy(dtype=float)).all()
+            assert np.isnan(cell[[measure.name for measure in layout.MEASURES]].to_numpy(dtype=float)).all()
     assert set(one_loss_frames.trials["status"]) == {"completed", "early_stopped", "failed", "never_ran"}
 
 

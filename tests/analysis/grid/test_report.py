@@ -12,10 +12,9 @@ from matplotlib.patches import Rectangle
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
-from analysis.grid import findings as grid_findings
 from analysis.grid import layout
+from analysis.grid import page as grid_page
 from analysis.grid import plots as grid_plots
-from analysis.grid.measures import SUCCESS
 from analysis.report import pages
 from analysis.sweep import findings, plots, tables
 from tests.analysis.report.test_pages import Page, parse_page
@@ -203,14 +202,14 @@ def test_many_lines_that_never_collapsed_are_counted() -> None:
 @pytest.mark.long
 def test_every_figure_of_a_grid_has_a_sentence_made_from_its_numbers(frames: StudyFrames) -> None:
     grid, table = make_cells(frames)
-    sentence = grid_findings.describe_cells(grid, table, SUCCESS)
+    sentence = grid_page.describe_cells(grid, table, layout.SUCCESS)
     lowest, highest = table.loc[table["success"].idxmin()], table.loc[table["success"].idxmax()]
     assert sentence.startswith(f"Success at the end (fraction of episodes): from {lowest['success']:.3g} (KL ")
     assert (
         f" to {highest['success']:.3g} (KL {highest['x']:g}, entropy {highest['y']:g}, {highest['panel']})." in sentence
     )
-    assert grid_findings.describe_cells(grid, table.assign(success=np.nan), SUCCESS) == ""
-    equal = grid_findings.describe_cells(grid, table.assign(success=0.5), SUCCESS)
+    assert grid_page.describe_cells(grid, table.assign(success=np.nan), layout.SUCCESS) == ""
+    equal = grid_page.describe_cells(grid, table.assign(success=0.5), layout.SUCCESS)
     assert equal == "Success at the end (fraction of episodes): 0.5 in every cell."
 
 
@@ -227,8 +226,8 @@ def test_the_sentence_of_curves_names_their_panel_and_x() -> None:
         ("b", 0.1, "r3", "failed", 4, 0.0),  # is not scored
     ]
     table = pd.DataFrame(rows, columns=["panel", "x", "run_id", "status", "step", "value"])
-    assert grid_findings.describe_curves(grid, table, "success (fraction)") == (
+    assert grid_page.describe_curves(grid, table, "success (fraction)") == (
         "Success (fraction): 0.2 at first, from 0.1 (KL 0.1, b) to 0.6 (KL 0, a) at the end."
     )
-    one_panel = grid_findings.describe_curves(grid, table.assign(panel="all arms"), "success")
+    one_panel = grid_page.describe_curves(grid, table.assign(panel="all arms"), "success")
     assert one_panel == "Success: 0.2 at first, from 0.1 (KL 0.1) to 0.6 (KL 0) at the end."

@@ -12,7 +12,7 @@ from analysis.data.load import load
 from analysis.html.figures import Gallery, ReportFigure
 from analysis.html.page import TEMPLATES
 from analysis.report import figures, pages
-from analysis.search.page import VIEW_FIGURES
+from analysis.search.page import FIGURES
 from sandboxes.toys.report import figures as sandbox_figures
 from tests.fakes import sandbox_folders
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -28,7 +28,7 @@ def find_sections(*templates: str) -> list[str]:
 
 
 def test_every_section_of_a_figure_is_on_the_page_once(tmp_path: Path) -> None:
-    sections = {figure.section for figure in (*VIEW_FIGURES, *figures.AXIS_FIGURES, *figures.GRID_FIGURES)}
+    sections = {figure.section for figure in (*FIGURES, *figures.AXIS_FIGURES, *figures.GRID_FIGURES)}
     assert sorted(find_sections("report", "grid", "edge", "search")) == sorted(sections)
     runs = [sandbox_folders.FakeRun("DG", steps=40)]
     frames = load(sandbox_folders.write_sandbox(tmp_path, runs, sandbox_folders.FakeStudy("some-study")))

@@ -14,7 +14,7 @@ from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.report import pages
 from analysis.sweep import symptoms
-from analysis.sweep.symptom_plots import draw_onsets
+from analysis.sweep.plots import draw_onsets
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.lines import change_records
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study

@@ -44,7 +44,7 @@ _NOTES = (
 class Alarm(NamedTuple):
     """One rule on one run.
 
-    decision: when and why the rule fires; None if it never does. outcome: whether that was right (see `find_alarms`);
+    decision: when and why the rule fires; None if it never does. outcome: whether that was right (see `replay_rules`);
     None if the rule never fires. steps_saved: number of rows after the alarm.
     """
 
@@ -55,25 +55,21 @@ class Alarm(NamedTuple):
 
 
 class RunReplay(NamedTuple):
-    """One replayed run.
-
-    Attributes:
-        run_id, arm, seed: identity of the run.
-        steps: number of rows of the run, repeated steps counted once.
-        original_thresholds: thresholds under which the run was trained.
-        replayed_thresholds: thresholds of the replay.
-        live_rule: the rule that really stopped the run; empty if none did.
-        alarms: one entry per rule of `list_active_rules`.
-    """
+    """One replayed run."""
 
     run_id: str
     arm: str
     seed: int
     steps: int
+    """Number of rows of the run, repeated steps counted once."""
     original_thresholds: EarlyStopConfig
+    """Thresholds under which the run was trained."""
     replayed_thresholds: EarlyStopConfig
+    """Thresholds of the replay."""
     live_rule: str
+    """The rule that really stopped the run; empty if none did."""
     alarms: tuple[Alarm, ...]
+    """One entry per rule of `list_active_rules`."""
 
 
 class SkippedRun(NamedTuple):
@@ -84,58 +80,46 @@ class SkippedRun(NamedTuple):
 
 
 class RuleSummary(NamedTuple):
-    """One rule over all replayed runs.
-
-    Attributes:
-        rule: name of the rule.
-        runs: number of replayed runs.
-        fires: number of runs in which the rule fires.
-        false_alarms: number of runs in which the rule fires and that recovered.
-        known_outcomes: number of runs in which the rule fires and whose outcome is known.
-        ci_low, ci_high: Wilson's 95 % interval of false_alarms / known_outcomes; (0, 1) if no outcome is known.
-        unknown_outcomes: number of runs in which the rule fires and whose outcome is unknown.
-        steps_saved: number of rows after the alarms of the rule.
-        steps: number of rows of all runs.
-        live_stops: number of runs that the rule really stopped, according to status.json.
-    """
+    """One rule over all replayed runs."""
 
     rule: str
     runs: int
     fires: int
+    """Number of runs in which the rule fires."""
     false_alarms: int
+    """Of these, the number of runs that recovered."""
     known_outcomes: int
     ci_low: float
     ci_high: float
+    """`ci_low` and `ci_high`: Wilson's 95 % interval of false_alarms / known_outcomes; (0, 1) if no outcome is
+    known."""
     unknown_outcomes: int
     steps_saved: int
+    """Number of rows after the alarms of the rule."""
     steps: int
+    """Number of rows of all runs."""
     live_stops: int
+    """Number of runs that the rule really stopped, according to status.json."""
 
 
 class Replay(NamedTuple):
-    """A replayed study.
-
-    Attributes:
-        original_thresholds: the distinct thresholds under which the runs were trained; those of the study if no run has
-            rows.
-        replayed_thresholds: the distinct thresholds of the replay.
-        runs: the replayed runs.
-        skipped_runs: the runs that cannot be replayed.
-        rules: one entry per rule of `list_active_rules`.
-    """
+    """A replayed study."""
 
     original_thresholds: tuple[EarlyStopConfig, ...]
+    """The distinct thresholds under which the runs were trained; those of the study if no run has rows."""
     replayed_thresholds: tuple[EarlyStopConfig, ...]
+    """The distinct thresholds of the replay."""
     runs: tuple[RunReplay, ...]
     skipped_runs: tuple[SkippedRun, ...]
     rules: tuple[RuleSummary, ...]
+    """One entry per rule of `list_active_rules`."""
 
 
 def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
     """Apply every rule separately to every run of the study in results/<run>, whichever rules the study used.
 
     Runs of every status are replayed with the rows that they have. A run without rows is skipped, with the reason. See
-    `find_alarms` for the outcomes. Nothing is written.
+    `replay_rules` for the outcomes. Nothing is written.
 
     assignments: the `key=value` of each --set. They replace thresholds of the section early_stop. A threshold that is
     not replaced stays that of each run.
@@ -169,7 +153,7 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
     )
 
 
-def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ...]:
+def replay_rules(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ...]:
     """Apply each rule separately to the rows of one run; one entry per rule of `list_active_rules`.
 
     The outcome of an alarm is `false alarm` if the run recovered, and `right` if it did not. A run recovered if the
@@ -181,7 +165,8 @@ def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, 
 
     The reason is that a rule claims that a run has failed. A run that ends at the success with which it began has not
     failed. Neither has a run whose reward spread vanished because it solves every level. A run that ends below
-    success_threshold has failed, wherever it began.
+    success_threshold has failed, wherever it began. (`analysis.sweep.alarms` asks another question of an alarm: whether
+    a collapse followed.)
 
     The outcome is `unknown` if the run ended at or before the first validation after the alarm, or if neither success
     was measured.
@@ -202,7 +187,7 @@ def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, 
 
 
 def _classify_outcome(history: History, base_success: float | None, success_floor: float, alarm_step: int) -> Outcome:
-    """The outcome of an alarm; see `find_alarms`.
+    """The outcome of an alarm; see `replay_rules`.
 
     Args:
         history: the rows of the run.
@@ -260,38 +245,35 @@ def _override_thresholds(thresholds: EarlyStopConfig, overrides: Mapping[str, ob
 
 def _replay_run(folder: Path, entry: RunEntry, overrides: Mapping[str, object]) -> RunReplay | SkippedRun:
     """Replay one run of the study in `folder`. entry: run_id, arm and seed of the run, from study.json."""
-    run_id, arm, seed = entry.run_id, entry.arm, entry.seed
-    run_dir = folder / "runs" / run_id
-    status = find_record(StatusRecord, run_dir) or StatusRecord(run_id, "never_ran")
+    run_dir = folder / "runs" / entry.run_id
+    status = find_record(StatusRecord, run_dir) or StatusRecord(entry.run_id, "never_ran")
     # The axis of a study may be a threshold, so the thresholds are read from each run and not from the study.
     try:
         original_thresholds = EarlyStopConfig.model_validate(read_record(RunRecord, run_dir).config[SECTION])
     except (OSError, DamagedFileError, KeyError, ValidationError):
-        return SkippedRun(run_id, f"its run.json has no valid {SECTION} settings")
+        return SkippedRun(entry.run_id, f"its run.json has no valid {SECTION} settings")
     rows = read_rows(run_dir / METRICS_FILE)
-    steps = len(rows)
-    if not steps:
-        return SkippedRun(
-            run_id, f"no rows ({': '.join(format_value(word) for word in (status.status, status.reason) if word)})"
-        )
+    if not rows:
+        reasons = ": ".join(format_value(word) for word in (status.status, status.reason) if word)
+        return SkippedRun(entry.run_id, f"no rows ({reasons})")
     replayed_thresholds = _override_thresholds(original_thresholds, overrides)
     return RunReplay(
-        run_id,
-        arm,
-        seed,
-        steps,
+        entry.run_id,
+        entry.arm,
+        entry.seed,
+        len(rows),
         original_thresholds,
         replayed_thresholds,
         status.stop_rule,
-        find_alarms(rows, replayed_thresholds),
+        replay_rules(rows, replayed_thresholds),
     )
 
 
 def _summarize_rule(rule: str, runs: Sequence[RunReplay]) -> RuleSummary:
     from analysis.stats.estimates import wilson_interval
 
-    alarms = [alarm for run in runs for alarm in run.alarms if alarm.rule == rule]
-    outcomes = [alarm.outcome for alarm in alarms if alarm.outcome is not None]
+    alarms = [alarm for run in runs for alarm in run.alarms if alarm.rule == rule and alarm.decision]
+    outcomes = [alarm.outcome for alarm in alarms]
     false_alarms, unknown_outcomes = outcomes.count("false alarm"), outcomes.count("unknown")
     known_outcomes = len(outcomes) - unknown_outcomes
     interval = wilson_interval(false_alarms, known_outcomes)

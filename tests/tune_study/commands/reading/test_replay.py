@@ -22,9 +22,9 @@ from tune_study.commands.reading.replay import (
     Replay,
     RuleSummary,
     SkippedRun,
-    find_alarms,
     print_replay,
     replay_folder,
+    replay_rules,
 )
 from tune_study.plan.errors import PlanError
 
@@ -55,7 +55,7 @@ def make_collapsing_rows(
 
 
 def find_alarm(rows: list[Row], rule: str = VARIANCE, thresholds: EarlyStopConfig = SMALL_THRESHOLDS) -> Alarm:
-    return next(alarm for alarm in find_alarms(rows, thresholds) if alarm.rule == rule)
+    return next(alarm for alarm in replay_rules(rows, thresholds) if alarm.rule == rule)
 
 
 def write_replay_study(output: Path, runs: dict[str, list[Row]], study: FakeStudy | None = None, **status: Any) -> Path:
@@ -153,7 +153,7 @@ def test_each_rule_fires_where_the_live_run_would_have_stopped(
     drawn_rows: list[Row], thresholds: EarlyStopConfig
 ) -> None:
     rows = [{**row, "step": step} for step, row in enumerate(drawn_rows, start=1)]
-    alarms = find_alarms(rows, thresholds)
+    alarms = replay_rules(rows, thresholds)
     assert [alarm.rule for alarm in alarms] == (list(RULES) if thresholds.alarm else list(RULES)[:-1])
     for alarm in alarms:
         live_decisions = (evaluate_stop_rules(rows[:end], thresholds, (alarm.rule,)) for end in range(len(rows) + 1))
@@ -174,7 +174,7 @@ def test_a_folder_gives_what_its_rows_give(
     rows = [{**row, "step": step} for step, row in enumerate(drawn_rows, start=1)]
     folder = write_replay_study(tmp_path_factory.mktemp("study"), {"0.01": rows})
     (run,) = replay_folder(folder, [f"{name}={value}" for name, value in thresholds.model_dump().items()]).runs
-    assert run.alarms == find_alarms(rows, thresholds)
+    assert run.alarms == replay_rules(rows, thresholds)
     assert (run.steps, run.replayed_thresholds) == (len(rows), thresholds)
 
 

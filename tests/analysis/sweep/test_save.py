@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from analysis.drawing.save import save_figure
+from analysis.sweep.plots import save_figure
 
 BROKEN_FORMULA = r"$\frac{$"
 

@@ -1,1 +1,0 @@
-"""Save figures whose labels contain names from a study."""
