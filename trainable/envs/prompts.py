@@ -19,7 +19,6 @@ from trainable.envs.environment import Environment, State
 END_OF_MESSAGE = CHATML.end_marker
 START_OF_THOUGHT = "<think>"
 ACTION_SEPARATOR = "||"
-PROMPT_STYLES = ("full", "compact")
 _REPLY = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_end|>")
 

@@ -262,11 +262,6 @@ def iter_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
     yield from sorted(checkpoints, reverse=True)
 
 
-def find_newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the latest step in `folder`, usable or not; None if there is none."""
-    return next((path for _, path in iter_checkpoints(folder)), None)
-
-
 def _parse_step(name: str) -> int | None:
     """The step at the end of a checkpoint's name; None for other names."""
     match = re.fullmatch(r"(?:global_)?step_(\d+)", name)

@@ -1,8 +1,6 @@
-"""Render boards as the published texts, and parse grids."""
+"""Render boards as the published texts."""
 
-import numpy as np
-
-from trainable.envs.sokoban.board import Cells, Tile, check_board
+from trainable.envs.sokoban.board import Cells, Tile
 
 OBSERVATION_FORMATS = ("grid_coord", "grid", "coord")
 SYMBOLS: dict[Tile, str] = {
@@ -15,9 +13,6 @@ SYMBOLS: dict[Tile, str] = {
     Tile.PLAYER_ON_TARGET: "S",
 }
 
-_SYMBOLS_BY_CODE = tuple(SYMBOLS[tile] for tile in sorted(Tile))
-_SYMBOL_TABLE = dict(enumerate(_SYMBOLS_BY_CODE))
-_CODES_BY_SYMBOL = {symbol: int(tile) for tile, symbol in SYMBOLS.items()}
 # A target is listed even if a box or the player is on it, so such a cell appears in two lines.
 _COORDINATE_LINES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("Targets", (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))),
@@ -47,26 +42,8 @@ def render(cells: Cells, observation_format: str) -> str:
     raise ValueError(f"observation_format is {observation_format!r}; choose one of {allowed}")
 
 
-def parse_grid(text: str) -> Cells:
-    """Parse a board from its grid lines, the inverse of `render(cells, "grid")`.
-
-    Returns int8 (R, C). Raises ValueError for lines that are not a board: unknown symbols, lines of unequal length,
-    or a board that cannot be played (see `check_board`).
-    """
-    lines = text.strip("\n").split("\n")
-    unknown = set("".join(lines)) - set(_CODES_BY_SYMBOL)
-    if unknown:
-        raise ValueError(f"unknown symbols {sorted(unknown)} in a grid; the symbols are {' '.join(_SYMBOLS_BY_CODE)}")
-    lengths = sorted({len(line) for line in lines})
-    if len(lengths) != 1:
-        raise ValueError(f"grid lines of lengths {lengths}; give every line the same length")
-    cells = np.array([[_CODES_BY_SYMBOL[symbol] for symbol in line] for line in lines], dtype=np.int8)
-    check_board(cells)
-    return cells
-
-
 def _render_grid(cells: Cells) -> str:
-    symbols = cells.tobytes().decode("latin-1").translate(_SYMBOL_TABLE)  # each cell is the character of its code
+    symbols = cells.tobytes().decode("latin-1").translate(SYMBOLS)  # each cell is the character of its code
     return "\n".join([symbols[start : start + cells.shape[1]] for start in range(0, cells.size, cells.shape[1])])
 
 
