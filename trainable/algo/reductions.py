@@ -7,9 +7,9 @@ A loss aggregation is linear in the loss. It is therefore a weight for each toke
 import torch
 from torch import Tensor
 
+from trainable.algo.names import LOSS_AGG_MODES, TOKEN_MEANS
+
 VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance, so that equal values are not divided by 0
-TOKEN_MEANS = ("token-mean", "token-mean-global")
-LOSS_AGG_MODES = (*TOKEN_MEANS, "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

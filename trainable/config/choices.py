@@ -137,9 +137,6 @@ FILTER_METRICS: Mapping[str, FilterMetric] = MappingProxyType(
 """
 
 
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-"""Estimators of a KL from sampled tokens: the keys of `trainable.algo.losses.KL_ESTIMATORS`."""
-
 EXACT_KL = "full"
 """The exact KL, over the whole vocabulary."""
 

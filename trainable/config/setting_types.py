@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
-from trainable.config.choices import EXACT_KL, KL_KINDS
+from trainable.algo.names import KL_KINDS, LOSS_AGG_MODES
+from trainable.config.choices import EXACT_KL
 from trainable.files.control_characters import escape_controls, is_printable
 
 Setting = TypeVar("Setting")
@@ -42,9 +43,7 @@ class Outside:
 
 KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
 """A KL estimator from sampled tokens, the exact KL, or, with `+`, the value of an estimator with the gradient of k2."""
-LossAggMode = Literal[
-    "token-mean", "token-mean-global", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+LossAggMode = Literal[LOSS_AGG_MODES]  # type: ignore[valid-type]
 
 
 def _check_power_of_two(number: float) -> float:

@@ -25,12 +25,13 @@ from trainable.algo.gradient_signal import (
     compute_fold_gram,
     compute_published_norm,
     compute_update_fractions,
+    count_sketch,
     estimate_gradient_signal,
     estimate_signal_fractions,
     split_folds,
 )
-from trainable.algo.reductions import TOKEN_MEANS, compute_loss_weights
-from trainable.algo.sketch import count_sketch
+from trainable.algo.names import TOKEN_MEANS
+from trainable.algo.reductions import compute_loss_weights
 from trainable.backend.meter import Meter
 from trainable.backend.world import World
 from trainable.files.step_phase import STEP_PHASE
@@ -81,7 +82,7 @@ def probe_gradients(
         max_buckets: maximum number of buckets in mode `quantile`.
         bucket_mode: `quantile`, or `fixed_rv`, in which empty buckets are left out.
         generator: assigns the groups to folds.
-        sketch_size: entries of the sketch that replaces each gradient (`algo.sketch`); None keeps full gradients.
+        sketch_size: entries of the sketch that replaces each gradient (`count_sketch`); None keeps full gradients.
         dtype: type in which the model's passes compute, a key of `ROUNDING_TOLERANCE`.
 
     Memory on the model's device with full gradients: (2 x folds x components + 3 x components + 2) copies of its

@@ -3,7 +3,7 @@
 from trainable.envs.sokoban.board import Cells, Tile
 
 OBSERVATION_FORMATS = ("grid_coord", "grid", "coord")
-SYMBOLS: dict[Tile, str] = {
+SYMBOLS: dict[int, str] = {
     Tile.WALL: "#",
     Tile.FLOOR: "_",
     Tile.TARGET: "O",
