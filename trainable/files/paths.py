@@ -7,10 +7,12 @@ because Ray Tune's own writers follow links.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import stat
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -135,6 +137,24 @@ def _check_mode(path: Path, mode: int) -> None:
         raise _refuse_link(path)
     if not stat.S_ISREG(mode):
         raise _refuse_kind(path, mode)
+
+
+def lock_file(file: IO[Any] | int, patience_s: float = 0.0, *, is_shared: bool = False) -> None:
+    """Lock an open file, so that no other process can; with `is_shared`, others may share the lock.
+
+    Raises BlockingIOError if another process still has the lock after `patience_s` seconds, and OSError if the file
+    system has no locks. The operating system releases a lock when the file is closed or its process ends, even after a
+    SIGKILL.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(0.02)  # `flock` itself has no timeout
 
 
 def read_bytes(path: Path, max_bytes: int = sys.maxsize) -> bytes:
