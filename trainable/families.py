@@ -4,13 +4,14 @@ What needs torch, pandas or Ray is named as "module:NAME" and imported where it 
 report and a run each import only their own part.
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.games import Game
 from trainable.config.run_config import list_outside_settings
 from trainable.runs.records import Column
 from trainable.runs.study_record import Dimension
@@ -31,8 +32,7 @@ FAMILIES: Mapping[str, str] = {
 
 def load(name: str) -> Any:
     """What "module:NAME" names."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return resolve_name(name)
 
 
 @cache
@@ -62,16 +62,6 @@ class Preset:
     """Whether its runs are meant for GPUs."""
     small_gpu_settings: Settings = field(default_factory=dict)
     """Further settings for GPUs on which the runs do not fit without them. They change results."""
-
-
-@dataclass(frozen=True)
-class GameSettings:
-    """The settings that come with a game."""
-
-    settings: Settings
-    """Those of all presets."""
-    presets: Mapping[str, Settings] = field(default_factory=dict)
-    """Further settings by preset. A variant of a preset has those of that preset."""
 
 
 def build_own_model(config: object) -> None:
@@ -175,7 +165,7 @@ class Family:
     # What can be typed.
     name_suffix: str = ""
     """Template that is appended to the names of a study and of its runs if the study has no published names."""
-    games: Mapping[str, GameSettings] = field(default_factory=dict)
+    games: Mapping[str, Game] = field(default_factory=dict)
     """The games that --env selects, by name; empty if the runs play none."""
     search_space: tuple[Dimension, ...] = ()
     """What `search` changes unless it is told otherwise; empty if that always has to be typed."""
@@ -195,9 +185,9 @@ class Family:
 
     def make_game_settings(self, game: str, preset: str) -> dict[str, object]:
         """The settings that come with a game under a preset. Raise KeyError for a game that does not exist."""
-        game_settings, preset_settings = self.games[game], self.games[game].presets
-        name = preset if preset in preset_settings else self.presets[preset].variant_of
-        return {**game_settings.settings, **preset_settings.get(name, {})}
+        presets = self.games[game].presets
+        name = preset if preset in presets else self.presets[preset].variant_of
+        return {"env.name": game, **self.games[game].settings, **presets.get(name, {})}
 
     @property
     def model_settings(self) -> tuple[str, ...]:

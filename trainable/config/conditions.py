@@ -12,7 +12,7 @@ from typing import Any
 from trainable.config.base_config import ReadCondition
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_STRATEGIES, POLICY_LOSSES
 from trainable.config.constants import SHIPPED_MODELS
-from trainable.config.game_sections import GAME_KINDS
+from trainable.config.games import GAMES
 
 SMALLEST_CLIP = 1e-3
 """A narrower clip range cuts off rounding: log-probs of equal weights in float32 may differ by 1e-5 between passes."""
@@ -77,7 +77,7 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
     *derive_conditions("algorithm.adv_estimator", {name: kind.settings for name, kind in ADVANTAGE_ESTIMATORS.items()}),
     *derive_conditions(
         "env.name",
-        {game: (*kind.settings, *([rf"{game}\..*"] if kind.section else [])) for game, kind in GAME_KINDS.items()},
+        {name: (*game.reads, *([rf"{name}\..*"] if game.section else [])) for name, game in GAMES.items()},
         "it needs {0}={1} (type --env {1})",
     ),
     # The model.

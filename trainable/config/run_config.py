@@ -22,7 +22,7 @@ from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_L
 from trainable.config.command_lines import format_command
 from trainable.config.conditions import PPO_CONDITIONS
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
-from trainable.config.game_sections import GAME_KINDS
+from trainable.config.games import GAMES
 from trainable.config.own_parts import parse_part_name
 from trainable.config.sections import (
     GAME_REWARD,
@@ -337,7 +337,7 @@ class RunConfig(BaseRunConfig):
         for setting in find_unused_settings(FILTER_STRATEGIES, self.filter.rollout_filter_strategy):
             del settings["filter"][setting]
         # Other games than Sokoban were added later, so their settings are only in the hash of runs that play them.
-        for game, kind in GAME_KINDS.items():
+        for game, kind in GAMES.items():
             if kind.section is not None and game != self.env.name:
                 del settings["env"][game]
         if not self.env.kind.has_trees:

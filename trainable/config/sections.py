@@ -23,12 +23,12 @@ from trainable.config.choices import (
     PolicyLossKind,
 )
 from trainable.config.constants import MAX_DEFAULT_THREADS
-from trainable.config.game_sections import (
-    GAME_KINDS,
+from trainable.config.games import (
+    GAMES,
     OWN_GAME,
     CountdownConfig,
     FrozenLakeConfig,
-    GameKind,
+    Game,
     MastermindConfig,
     PapersConfig,
 )
@@ -59,7 +59,7 @@ from trainable.config.setting_types import (
 GAME_REWARD = "game"
 """The value of env.reward for the rewards of the game."""
 
-GameName = Annotated[str, AfterValidator(Choice(tuple(GAME_KINDS)))]
+GameName = Annotated[str, AfterValidator(Choice(tuple(GAMES)))]
 RewardName = Annotated[str, AfterValidator(Choice((GAME_REWARD,)))]
 FilterStrategyName = Annotated[str, AfterValidator(Choice(tuple(FILTER_STRATEGIES)))]
 PolicyLossName = Annotated[str, AfterValidator(Choice(tuple(POLICY_LOSSES)))]
@@ -161,9 +161,9 @@ class EnvConfig(Section):
         return 1 + self.papers.max_children if self.kind.has_trees else 1
 
     @property
-    def kind(self) -> GameKind:
+    def kind(self) -> Game:
         """The declaration of the selected game."""
-        return GAME_KINDS.get(self.name, OWN_GAME)
+        return GAMES.get(self.name, OWN_GAME)
 
     @model_validator(mode="after")
     def _check_episodes(self) -> Self:

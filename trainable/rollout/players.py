@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainable.config.game_sections import PapersConfig
+from trainable.config.games import PapersConfig
 from trainable.config.run_config import RunConfig
 from trainable.envs.environment import Environment, Level, RewardFunction
 from trainable.envs.games.make import make_environment, make_reward_function

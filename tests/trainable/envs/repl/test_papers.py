@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies.algo import examples
-from trainable.config.game_sections import PapersConfig
+from trainable.config.games import PapersConfig
 from trainable.envs.games.make import make_papers
 from trainable.envs.level_sets import collect_level_keys, make_training_levels, make_validation_levels
 from trainable.envs.repl.char_f1 import compute_char_f1

@@ -1,0 +1,148 @@
+"""The games of the package, each registered in one place, and their settings.
+
+Only the settings of the game that env.name selects are read.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from trainable.config.base_config import Section
+from trainable.config.setting_types import (
+    Common,
+    Endpoint,
+    Fraction,
+    KeyVariable,
+    LocalPath,
+    Outside,
+    ParseNull,
+    Positive,
+)
+
+
+class FrozenLakeConfig(Section):
+    """FrozenLake: the map and the ice, as in RAGEN."""
+
+    size: int = Field(4, ge=2, le=16, description="side of the square map")
+    p: float = Field(0.9, gt=0, le=1, description="probability that a tile is frozen; otherwise it is a hole")
+    success_rate: Common[Fraction] = Field(
+        0.8, description="probability that a move goes where intended; otherwise it slips to one side; 1: no slips"
+    )
+
+
+class MastermindConfig(Section):
+    """Mastermind: the secret code."""
+
+    positions: int = Field(3, ge=1, le=6, description="letters of the code")
+    colors: int = Field(4, ge=2, le=8, description="different letters that the code may have")
+
+
+class CountdownConfig(Section):
+    """Countdown: the numbers of a problem."""
+
+    count: int = Field(4, ge=2, le=6, description="numbers of a problem")
+    max_number: int = Field(99, ge=9, le=999, description="largest number of a problem")
+
+
+class PapersConfig(Section):
+    """Papers: questions about documents, which a tree of rollouts answers in Python REPLs, as in rlm_grpo."""
+
+    file: Annotated[LocalPath | None, ParseNull, Outside("file")] = Field(
+        None, description="a .jsonl or .parquet file of questions (docs/tree_grpo.md); null: generated questions"
+    )
+    num_papers: int = Field(3, ge=1, le=16, description="papers of a generated question")
+    num_sentences: int = Field(4, ge=2, le=64, description="sentences of a generated paper")
+    score: Literal["char_f1", "judge"] = Field(
+        "char_f1", description="reward of the final answer: overlap of quoted characters, or a judge at judge_url"
+    )
+    judge_url: Annotated[Endpoint | None, ParseNull, Outside("host")] = Field(
+        None, description="OpenAI-compatible endpoint of the judge, up to /v1; http:// on this machine only; null: none"
+    )
+    judge_model: str = Field("gpt-4.1-nano", description="the judge's name at the endpoint")
+    judge_key_variable: Annotated[KeyVariable, Outside("variable")] = Field(
+        "OPENAI_API_KEY", description="environment variable with the judge's key: NAME_API_KEY, or TUNE_STUDY_NAME"
+    )
+    max_children_per_call: int = Field(4, ge=1, le=64, description="maximum questions to children in one call")
+    max_children: int = Field(8, ge=0, le=64, description="maximum children of a tree; 0: none")
+    observation_chars: int = Field(3_000, ge=16, description="characters that a policy sees of an output")
+    execution_seconds: Positive = Field(30.0, le=3_600, description="CPU time of the code of one reply in seconds")
+    execution_mib: int = Field(512, ge=128, le=16_384, description="MiB of memory of the code of one rollout")
+
+
+class Game(NamedTuple):
+    """What is said of a game."""
+
+    environment: str = ""
+    """Its `trainable.envs.environment.Environment`, as "module:CLASS", which takes the settings of its section and
+    `reads` by name. Empty for a game of trees, or of the user."""
+    section: type[Section] | None = None
+    """The type of its section of `env`; None for a game without settings of its own."""
+    reads: tuple[str, ...] = ()
+    """Other settings of `env` that it reads, and not every game."""
+    has_trees: bool = False
+    """Whether a rollout may ask children, which are trained with it."""
+    settings: Mapping[str, object] = MappingProxyType({})
+    """Dotted settings that come with it, under every preset."""
+    presets: Mapping[str, Mapping[str, object]] = MappingProxyType({})
+    """Further settings by preset. A variant of a preset has those of that preset."""
+
+
+GAMES: Mapping[str, Game] = MappingProxyType(
+    {
+        "sokoban": Game("trainable.envs.sokoban.game:Sokoban", reads=("observation_format",)),
+        "frozenlake": Game(
+            "trainable.envs.games.frozen_lake:FrozenLake",
+            FrozenLakeConfig,
+            reads=("observation_format",),
+            presets={"laptop": {"model.path": "frozenlake-tiny"}},
+        ),
+        "mastermind": Game(
+            "trainable.envs.games.mastermind:Mastermind",
+            MastermindConfig,
+            # One guess per turn, since each one needs the answer to the one before.
+            settings={"env.max_turn": 5, "env.max_actions_per_turn": 1, "env.max_actions_per_traj": 5},
+            # A thought repeats all guesses so far.
+            presets={"laptop": {"model.path": "mastermind-tiny", "rollout.response_length": 32}},
+        ),
+        "countdown": Game(
+            "trainable.envs.games.countdown:Countdown",
+            CountdownConfig,
+            settings={"env.max_turn": 1, "env.max_actions_per_turn": 1, "env.max_actions_per_traj": 1},
+            # No tiny policy calculates. On a laptop, this is the smallest model of the hub that may.
+            presets={
+                "laptop": {
+                    "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+                    "model.prompt_style": "full",
+                    "rollout.response_length": 200,
+                    "actor.lr": 1e-6,
+                    "critic.lr": 1e-5,
+                }
+            },
+        ),
+        # A tree has one reward, at its root, so its credit is that of GRPO; thoughts have no tags.
+        "papers": Game(
+            section=PapersConfig,
+            has_trees=True,
+            settings={
+                "env.max_turn": 10,
+                "env.format_penalty": 0.0,
+                "algorithm.adv_estimator": "grpo",
+                "collapse_detection.first_turn_enabled": False,
+                "collapse_detection.multi_turn_enabled": False,
+            },
+            presets={
+                "laptop": {
+                    "model.path": "papers-tiny",
+                    "env.max_turn": 3,
+                    "rollout.response_length": 32,
+                    "env.papers.execution_seconds": 5.0,
+                }
+            },
+        ),
+    }
+)
+"""The games by name, as env.name and --env select them; the first is the default."""
+OWN_GAME = Game()
+"""What is known of a game of the user."""
