@@ -340,7 +340,7 @@ class OptimConfig(Section):
     lr: Common[Positive] = Field(1e-6, description="learning rate (constant)")
 
     @model_validator(mode="after")
-    def _check_step_size(self) -> "OptimConfig":
+    def _check_step_and_sizes(self) -> "OptimConfig":
         # AdamW passes this quotient to a kernel of float32, which raises an error for a number that it cannot hold. It
         # is the largest, and that of the first step: later ones divide by 1 - betas[0] ** step.
         if self.lr / (1 - self.betas[0]) > MAX_FLOAT:
@@ -349,10 +349,6 @@ class OptimConfig(Section):
                 f"1 - betas[0], and float32 ends at {MAX_FLOAT:.2g} (the default is "
                 f"{type(self).model_fields['lr'].default})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_micro_batch_size(self) -> "OptimConfig":
         # The loss is a mean over micro-batches, as published, so they must have the same size.
         if self.ppo_mini_batch_size % self.ppo_micro_batch_size_per_gpu:
             raise ValueError(
@@ -635,25 +631,17 @@ class TrainerConfig(BaseTrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_threads(self) -> Self:
+    def _check_devices(self) -> Self:
         if self.num_threads not in (None, 1) and self.n_gpus_per_node == 0:
             raise ValueError(
                 f"num_threads={self.num_threads}: needs a GPU; runs on the CPU have one thread each, so that a seed "
                 "always gives the same rows: set num_threads=1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_swap(self) -> Self:
         if self.swap_to_host and self.uses_deepspeed and (self.zero_stage != 3 or self.offload_optimizer):
             raise ValueError(
                 "swap_to_host=True: with DeepSpeed it needs zero_stage=3 and offload_optimizer=False, and these are "
                 f"{self.zero_stage} and {self.offload_optimizer}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_parameter_offload(self) -> Self:
         if self.offload_parameters and self.zero_stage != 3:
             raise ValueError(
                 f"offload_parameters=True: needs zero_stage=3, which shards the weights over the ranks; zero_stage is "
