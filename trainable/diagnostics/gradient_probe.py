@@ -168,14 +168,11 @@ class _FoldSums(NamedTuple):
         # A fold without trained tokens has no mean and is left out.
         is_used = self.counts > 0
         counts = self.counts[is_used]
-        gram = compute_fold_gram(_average_folds(block[is_used], counts) for block in self.gradient_sums)
+        gram = compute_fold_gram(
+            block[is_used] / counts.to(block).view(-1, *[1] * (block.dim() - 1)) for block in self.gradient_sums
+        )
         gram = torch.cat((gram, gram.sum(1, keepdim=True)), dim=1)
         return torch.cat((gram, gram.sum(3, keepdim=True)), dim=3), counts
-
-
-def _average_folds(block: Tensor, counts: Tensor) -> Tensor:
-    """Divide the sums (K, C, ...) of each fold by its part of the divisor."""
-    return block / counts.to(block).view(-1, *[1] * (block.dim() - 1))
 
 
 @dataclass(frozen=True)

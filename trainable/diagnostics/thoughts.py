@@ -79,17 +79,17 @@ def _extract_thought(reply: Tokens, pieces: Sequence[str]) -> Tokens:
 
 
 def compute_thought_coverage(turns: Sequence[Sequence[Turn]]) -> dict[str, float]:
-    """How many turns can be diagnosed, under the published names.
+    """How many turns can be diagnosed, under the published names with `_` for `/`.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no episode gives zeros.
     """
     num_valid = sum(turn.is_valid for episode in turns for turn in episode)
     num_first_valid = sum(episode[0].is_valid for episode in turns)
     return {
-        "collapse/valid_thinking_rate": num_valid / max(1, sum(len(episode) for episode in turns)),
-        "collapse/first_turn_num_total": len(turns),
-        "collapse/first_turn_num_valid": num_first_valid,
-        "collapse/first_turn_valid_rate": num_first_valid / max(1, len(turns)),
+        "collapse_valid_thinking_rate": num_valid / max(1, sum(len(episode) for episode in turns)),
+        "collapse_first_turn_num_total": len(turns),
+        "collapse_first_turn_num_valid": num_first_valid,
+        "collapse_first_turn_valid_rate": num_first_valid / max(1, len(turns)),
     }
 
 

@@ -27,21 +27,18 @@ GONE = "the process that ran the study is gone"
 
 
 class RunHistory(NamedTuple):
-    """What the files of a run tell.
-
-    Attributes:
-        rows: the rows in the order of their steps; a step that was repeated after a rollback dropped later rows.
-        lines: the lines of all files.
-        damage: every file with damaged or missing lines, in words.
-        notes: why status.json was not read although there is one, as sentences.
-        status: how the run stands, with its reason: the recorded status unless the rows say otherwise.
-    """
+    """What the files of a run tell."""
 
     rows: list[Row]
+    """The rows in the order of their steps; a step that was repeated after a rollback dropped later rows."""
     lines: RunLines
+    """The lines of all files."""
     damage: list[str]
+    """Every file with damaged or missing lines, in words."""
     notes: list[str]
+    """Why status.json was not read although there is one, as sentences."""
     status: StatusRecord
+    """How the run stands, with its reason: the recorded status unless the rows say otherwise."""
 
     @classmethod
     def read(cls, run_dir: Path, total_steps: int | None, *, is_live: bool = False) -> "RunHistory":

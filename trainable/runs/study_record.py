@@ -235,17 +235,6 @@ class ConfirmedStudy:
 class Dimension:
     """One setting that a search changes: over an interval, or over a few values.
 
-    Attributes:
-        setting: the dotted setting.
-        low, high: ends of the interval; both 0 if the setting has `values`.
-        is_log: whether the interval is searched on a logarithmic scale.
-        is_relative: whether `low` and `high` are multiples of the value that the preset gives the setting. Learning
-            rates that suit a tiny model and a large one have no interval in common.
-        is_integer: whether only whole numbers are tried.
-        values: the values to choose from, as they are typed; empty for an interval.
-        condition: (setting, value): the setting is changed only at points at which an earlier dimension has this
-            value, as the mass of a filter has no meaning for another filter; empty if it is always changed.
-
     Example:
         >>> Dimension("actor.lr", 0.1, 10, is_log=True, is_relative=True).name
         'actor.lr'
@@ -254,13 +243,22 @@ class Dimension:
     """
 
     setting: Text
+    """The dotted setting."""
     low: FiniteFloat = 0.0
     high: FiniteFloat = 0.0
+    """`low` and `high`: ends of the interval; both 0 if the setting has `values`."""
     is_log: bool = False
+    """Whether the interval is searched on a logarithmic scale."""
     is_relative: bool = False
+    """Whether `low` and `high` are multiples of the value that the preset gives the setting. Learning rates that suit a
+    tiny model and a large one have no interval in common."""
     is_integer: bool = False
+    """Whether only whole numbers are tried."""
     values: Arms = ()
+    """The values to choose from, as they are typed; empty for an interval."""
     condition: tuple[Text, Text] | tuple[()] = ()
+    """(setting, value): the setting is changed only at points at which an earlier dimension has this value, as the mass
+    of a filter has no meaning for another filter; empty if it is always changed."""
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from trainable.config.choices import (
 )
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ActorConfig, FilterConfig
-from trainable.ppo.schedule import plan_step
+from trainable.ppo.phases import plan_step
 from trainable.ppo.targets import _CRITIC_FREE_ESTIMATORS
 
 

@@ -55,20 +55,16 @@ class LakeState(NamedTuple):
 
 @dataclass(frozen=True)
 class FrozenLake:
-    """FrozenLake on random square maps.
-
-    Attributes:
-        size: side of the map.
-        p: probability that a tile is frozen; it is a hole otherwise.
-        success_rate: probability of moving in the intended direction; each perpendicular direction has half of
-            the rest.
-        observation_format: how the full style shows a map: grid, coord or grid_coord.
-    """
+    """FrozenLake on random square maps."""
 
     size: int = 4
+    """Side of the map."""
     p: float = 0.9
+    """Probability that a tile is frozen; it is a hole otherwise."""
     success_rate: float = 0.8
+    """Probability of moving in the intended direction; each perpendicular direction has half of the rest."""
     observation_format: str = "grid_coord"
+    """How the full style shows a map: grid, coord or grid_coord."""
     name: str = field(default="frozenlake", init=False)
     title: str = field(default="FrozenLake", init=False)
     measures: Mapping[str, Measure] = field(default_factory=lambda: MappingProxyType({}), init=False)
