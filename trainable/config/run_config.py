@@ -74,7 +74,7 @@ class RunConfig(BaseRunConfig):
     )
 
     # The bound keeps the seeds of training levels (env.seed_train + 1,000,000 seed + ..., with env.seed_train <= 200
-    # million) below 700 million, where the levels of the demonstrations begin (`envs/sokoban/level_sets.py`).
+    # million) below 700 million, where the levels of the demonstrations begin (`envs/level_sets.py`).
     seed: int = Field(0, ge=0, le=400, description="0: the published random streams; k: the k-th paired repetition")
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()
@@ -337,7 +337,7 @@ def _find_batch_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     trains_from_engine, has_entropies = config.rollout.trains_from_engine_logprobs, config.rollout.has_entropies
     has_adaptive_kl = config.algorithm.use_kl_in_reward and kl_ctrl.type == "adaptive"
     return [
-        # The seeds of a run's training levels are a block of this length (`envs/sokoban/level_sets.py`).
+        # The seeds of a run's training levels are a block of this length (`envs/level_sets.py`).
         (groups * steps > MAX_LEVELS, levels),
         (batch_size > MAX_EPISODES, episodes),
         (trains_from_engine and config.actor.tis_imp_ratio_cap is not None, engine_logprobs),

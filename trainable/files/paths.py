@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -218,3 +218,18 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     fsync_path(path.parent)  # syncs the renaming, too: a power cut must not leave an empty file under this name
+
+
+def find_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of what this project has made on this machine and can make again; it may not exist yet.
+
+    It is TUNE_STUDY_CACHE, or tune_study/ in the user's cache.
+
+    environ: the environment variables. Relative paths are below the home folder, because runs have other working
+    folders.
+    """
+    home = Path(environ.get("HOME", "~")).expanduser()
+    cache = environ.get("TUNE_STUDY_CACHE")
+    return home / (
+        Path(cache).expanduser() if cache else Path(environ.get("XDG_CACHE_HOME") or ".cache") / "tune_study"
+    )

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,9 +36,3 @@ def test_parse_is_the_inverse_of_the_grid(seed, rows, cols, boxes):
     np.testing.assert_array_equal(parsed_cells, cells)
     assert render(parsed_cells, "grid") == text
     assert parse_grid(text + "\n").tobytes() == cells.tobytes()
-
-
-def test_another_format_is_refused():
-    cells = generate_level(123).cells
-    with pytest.raises(ValueError, match="'ascii'; choose one of grid_coord, grid, coord"):
-        render(cells, "ascii")
