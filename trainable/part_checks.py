@@ -24,8 +24,8 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.sections import EnvConfig
 from trainable.config.setting_types import format_value
 from trainable.envs.chat import CHATML
-from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnLimits, TurnOutcome
-from trainable.envs.games.make import make_environment
+from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnOutcome
+from trainable.envs.games.make import get_turn_limits, make_environment
 from trainable.envs.prompts import ACTION_SEPARATOR
 from trainable.families import list_families, load
 from trainable.ppo.trainer import PPOTrainer
@@ -197,7 +197,7 @@ def _check_game(trial: PartTrial, part: Any, config: RunConfig) -> None:
     levels = _check_levels(trial, environment)
     actions = _check_texts(trial, environment, levels, config)
     _check_steps(trial, environment, levels, actions, config)
-    limits = TurnLimits(config.env.max_turn, config.env.max_actions_per_turn, config.env.max_actions_per_traj)
+    limits = get_turn_limits(config.env)
     for name in ("compute_chance", "compute_best"):
         shares = trial.call(f"{name}(levels, limits)", getattr(environment, name), levels, limits)
         if shares is not None and not _is_share_array(shares, len(levels)):

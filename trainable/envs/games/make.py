@@ -72,11 +72,6 @@ def describe_success_range(env: EnvConfig) -> str:
     return _compute_success_range(env) if is_own else _compute_known_success_range(env)
 
 
-@lru_cache(maxsize=64)
-def _compute_known_success_range(env: EnvConfig) -> str:
-    return _compute_success_range(env)
-
-
 def _compute_success_range(env: EnvConfig) -> str:
     source, limits = make_level_source(env), get_turn_limits(env)
     unknown = f"Game {source.name}: success of random actions and of the best policy not known"
@@ -93,3 +88,6 @@ def _compute_success_range(env: EnvConfig) -> str:
         return unknown
     selection = "" if count == env.val_env_groups else f"first {count} "
     return f"Game {source.name}: {', '.join(known_shares)} of the {selection}validation levels"
+
+
+_compute_known_success_range = lru_cache(maxsize=64)(_compute_success_range)

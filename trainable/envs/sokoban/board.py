@@ -124,8 +124,7 @@ def check_board(cells: Cells) -> None:
     players = np.count_nonzero(cells >= _PLAYER)
     if players != 1:
         raise ValueError(f"{players} players on the board; put exactly one (P on floor, S on a target)")
-    boxes = np.count_nonzero((cells == _BOX) | (cells == Tile.BOX_ON_TARGET))
-    targets = np.count_nonzero(np.isin(cells, _TARGETS))
+    boxes, targets = (np.count_nonzero(np.isin(cells, tiles)) for tiles in (BOXES, TARGETS))
     if boxes != targets:
         raise ValueError(f"{boxes} boxes and {targets} targets on the board; put as many boxes as targets")
 
@@ -203,6 +202,8 @@ _NONE = int(Action.NONE)
 _LAST_ACTION = int(max(Action))
 _BOX = int(Tile.BOX)
 _PLAYER = int(Tile.PLAYER)
-_TARGETS = (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))
+TARGETS = (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))
+BOXES = (_BOX, int(Tile.BOX_ON_TARGET))
+PLAYERS = (_PLAYER, int(Tile.PLAYER_ON_TARGET))
 _CODE_WEIGHTS = np.array([len(Tile) ** 2, len(Tile), 1], dtype=np.int16)
 _TABLES = _build_tables()

@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from trainable.envs.sokoban.board import DIRECTIONS, Cells, Tile, check_board
+from trainable.envs.sokoban.board import BOXES, DIRECTIONS, PLAYERS, TARGETS, Cells, Tile, check_board
 
 Distances = npt.NDArray[np.int16]
 
@@ -22,7 +22,7 @@ def compute_distance_table(cells: Cells) -> Distances:
     """
     check_board(cells)
     flat = cells.reshape(-1)
-    targets = _find_cells(cells, _TARGETS)
+    targets = _find_cells(cells, TARGETS)
     if len(targets) != 1:
         raise ValueError(f"{len(targets)} boxes on the board; a distance table needs exactly one")
     rows, cols = cells.shape
@@ -37,8 +37,8 @@ def compute_distance_table(cells: Cells) -> Distances:
 
 def find_places(cells: Cells) -> tuple[int, int]:
     """The flat cells of the player and of the box, which index a distance table; the board has one box."""
-    (player,) = _find_cells(cells, _PLAYERS)
-    (box,) = _find_cells(cells, _BOXES)
+    (player,) = _find_cells(cells, PLAYERS)
+    (box,) = _find_cells(cells, BOXES)
     return player, box
 
 
@@ -88,10 +88,5 @@ def _list_predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(states) for states in table)
 
 
-def _find_cells(cells: Cells, tiles: frozenset[int]) -> frozenset[int]:
+def _find_cells(cells: Cells, tiles: tuple[int, ...]) -> frozenset[int]:
     return frozenset(cell for cell, tile in enumerate(cells.reshape(-1).tolist()) if tile in tiles)
-
-
-_TARGETS = frozenset(map(int, (Tile.TARGET, Tile.BOX_ON_TARGET, Tile.PLAYER_ON_TARGET)))
-_BOXES = frozenset(map(int, (Tile.BOX, Tile.BOX_ON_TARGET)))
-_PLAYERS = frozenset(map(int, (Tile.PLAYER, Tile.PLAYER_ON_TARGET)))

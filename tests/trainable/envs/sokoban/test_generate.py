@@ -14,9 +14,8 @@ from tests.oracles.sokoban import generate_level, oracle_generate_level, parse_g
 from tests.strategies.examples import draw_examples
 from trainable.envs import level_sets
 from trainable.envs.sokoban.board import check_board
-from trainable.envs.sokoban.game import Sokoban
+from trainable.envs.sokoban.game import Sokoban, render
 from trainable.envs.sokoban.generate import SokobanLevel, compute_fallback_seed, generate_levels
-from trainable.envs.sokoban.text import render
 
 ROOT = Path(__file__).parents[4]
 REFERENCE = json.loads((ROOT / "tests/data/sokoban_levels.json").read_text(encoding="utf-8"))["levels"]

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracles.sokoban import generate_level, make_random_board, parse_grid
-from trainable.envs.sokoban.text import render
+from trainable.envs.sokoban.game import render
 
 GRID_123 = "######\n######\n#O####\n#XP###\n#__###\n######"
 COORDINATES_123 = "Board size: 6 rows x 6 cols (zero-indexed).\nTargets: (2, 1)\nBoxes: (3, 1)\nPlayer: (3, 2)"
