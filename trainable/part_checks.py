@@ -12,14 +12,7 @@ from torch import Tensor
 
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
-from trainable.config.own_parts import (
-    OwnPartError,
-    PartFile,
-    describe_error,
-    get_part,
-    get_part_file,
-    list_parts,
-)
+from trainable.config.own_parts import OwnPartError, PartFile, describe_error, get_part, get_part_file, list_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.sections import EnvConfig
 from trainable.config.setting_types import format_value

@@ -19,10 +19,7 @@ SMALLEST_CLIP = 1e-3
 
 
 def derive_conditions(
-    selector: str,
-    settings: Mapping[str, Iterable[str]],
-    advice: str = "it needs {0}={1}",
-    others_read: bool = False,
+    selector: str, settings: Mapping[str, Iterable[str]], advice: str = "it needs {0}={1}", others_read: bool = False
 ) -> Iterator[ReadCondition]:
     """A condition for each setting that some choices of another setting read, and no other choice.
 
@@ -40,11 +37,7 @@ def derive_conditions(
             choice = attrgetter(selector)(config)
             return choice in readers or (others_read and choice not in settings)
 
-        yield ReadCondition(
-            re.escape(section + dot) + pattern,
-            is_read,
-            advice.format(selector, " or ".join(readers)),
-        )
+        yield ReadCondition(re.escape(section + dot) + pattern, is_read, advice.format(selector, " or ".join(readers)))
 
 
 def _keeps_all_groups(c: Any) -> bool:

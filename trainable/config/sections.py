@@ -288,8 +288,7 @@ class FilterConfig(Section):
         "linear", description="top_p mass of softmax(scores), which depends on their scale, or of the scores"
     )
     rollout_filter_selection_eps: NonNegative = Field(
-        0.01,
-        description="linear top_p: subtracted from the score mass that must be reached, in units of the score",
+        0.01, description="linear top_p: subtracted from the score mass that must be reached, in units of the score"
     )
 
     @property
@@ -408,8 +407,7 @@ class ActorConfig(OptimConfig):
         "truncated to it (TIS), or set to 0",
     )
     tis_imp_ratio_floor: Annotated[Fraction | None, ParseNull] = Field(
-        None,
-        description="with a mask: smaller weights are set to 0, too; IcePop: token_mask from 0.5 to 5; null: none",
+        None, description="with a mask: smaller weights are set to 0, too; IcePop: token_mask from 0.5 to 5; null: none"
     )
     filter_loss_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="scale advantages by the fraction of groups kept (linear) or its square root (sqrt)"
@@ -539,8 +537,7 @@ class TrainerConfig(BaseTrainerConfig):
     )
     resume_every: Common[int] = Field(25, ge=1, description="write the rolling checkpoint for recovery every N steps")
     resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(
-        None,
-        description="write it earlier, so that at most N seconds of training are lost; null: by steps only",
+        None, description="write it earlier, so that at most N seconds of training are lost; null: by steps only"
     )
     async_checkpoints: bool = Field(
         False, description="write checkpoints while the next step samples, instead of waiting for the disk"
@@ -553,9 +550,7 @@ class TrainerConfig(BaseTrainerConfig):
     )
     disk_patience: Patience = Field(600.0, description="seconds to wait while the disk is full")
     critic_warmup: int = Field(
-        0,
-        ge=0,
-        description="first step that updates the policy (earlier ones train only the critic); 0 or 1: all do",
+        0, ge=0, description="first step that updates the policy (earlier ones train only the critic); 0 or 1: all do"
     )
     gradient_analysis_mode: bool = Field(False, description="analyze the gradients of buckets of groups")
     gradient_analysis_every: int = Field(50, ge=1, description="analyze gradients at step 1 and every N steps after it")

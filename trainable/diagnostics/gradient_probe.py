@@ -156,10 +156,6 @@ class _FoldSums(NamedTuple):
         for tensor in (*self.gradient_sums, *self.score_sums, self.counts):
             world.all_reduce(tensor)
 
-    def compute_score_norm(self) -> float:
-        """Norm of the mean gradient of the task with every advantage 1."""
-        return float(torch.nn.utils.get_total_norm(self.score_sums) / self.counts.sum())
-
     def compute_gram(self) -> tuple[Tensor, Tensor]:
         """Inner products of the folds' mean gradients, (K, C + 1, K, C + 1), and the folds' counts (K,).
 
@@ -212,7 +208,8 @@ class _Probe:
 
         A gradient that is not finite is not among them, since a comparison with NaN is False.
         """
-        settings, min_norm = self.update.settings, self.rounding_tolerance * sums.compute_score_norm()
+        settings = self.update.settings
+        min_norm = self.rounding_tolerance * float(torch.nn.utils.get_total_norm(sums.score_sums) / sums.counts.sum())
         factors = {"entropy": settings.entropy_coeff, "kl": settings.kl_loss_coef, "value": self.update.value_weight}
         rounded_names = [
             name for name in sums.components if signal_rows[name]["mean_norm"] <= min_norm * abs(factors.get(name, 1.0))

@@ -51,14 +51,10 @@ def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
     Source: published code (RAGEN), which encodes the stripped text of the thought again.
     Degenerate: a thought that is empty, blank or not closed has no tokens.
     """
-    pieces = _decode_tokens(episodes, codec)
-    return [[_make_turn(episode, turn, pieces) for turn in range(len(episode.texts))] for episode in episodes]
-
-
-def _decode_tokens(episodes: Sequence[Episode], codec: Codec) -> dict[int, str]:
-    """The text of every token that was sampled, by token id. Each is decoded once, since most occur many times."""
+    # Each sampled token is decoded once, since most occur many times.
     ids = np.unique(np.concatenate([episode.tokens[episode.mask] for episode in episodes]))
-    return dict(zip(ids.tolist(), codec.decode([[token] for token in ids.tolist()]), strict=True))
+    pieces = dict(zip(ids.tolist(), codec.decode([[token] for token in ids.tolist()]), strict=True))
+    return [[_make_turn(episode, turn, pieces) for turn in range(len(episode.texts))] for episode in episodes]
 
 
 def _make_turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:

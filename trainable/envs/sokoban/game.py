@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from trainable.envs.environment import Measure, PromptStyle, TurnLimits, TurnOutcome
 from trainable.envs.prompts import format_action_rules, format_board
-from trainable.envs.sokoban.board import BOXES, DIRECTIONS, TARGETS, Action, Cells, Tile, step
+from trainable.envs.sokoban.board import BOXES, DIRECTIONS, PLAYERS, TARGETS, Action, Cells, Tile, step
 from trainable.envs.sokoban.generate import SokobanLevel, generate_levels
 from trainable.envs.sokoban.held_out import make_test_levels
 from trainable.envs.sokoban.solver import compute_distance_table, find_places
@@ -126,8 +126,10 @@ class Sokoban:
         # State num_states - 1 is `solved`; all levels are walked at once, in one flat array.
         flat_states = next_states + num_states * np.arange(num_levels)[:, None, None]
         flat_states = flat_states.transpose(1, 0, 2).reshape(len(DIRECTIONS), -1)
+        flat_boards = boards.reshape(num_levels, -1)
+        players, boxes = (np.isin(flat_boards, tiles).argmax(axis=1) for tiles in (PLAYERS, BOXES))
         probabilities = np.zeros((num_levels, num_states))
-        probabilities[np.arange(num_levels), _find_start_states(boards)] = 1.0
+        probabilities[np.arange(num_levels), players * flat_boards.shape[1] + boxes] = 1.0
         flat_probabilities = probabilities.reshape(-1)
         for _ in range(limits.reachable_actions):
             flat_probabilities = np.mean(
@@ -160,15 +162,6 @@ def render(cells: Cells, observation_format: str) -> str:
         label: [cell for cell, code in enumerate(codes) if code in kinds] for label, kinds in _COORDINATE_LINES
     }
     return format_board(grid, cells.shape, cells_by_label, observation_format)
-
-
-def _find_start_states(boards: Cells) -> npt.NDArray[np.intp]:
-    """For each board (B, R, C) the index of its state: player * R*C + box, over flat cells."""
-    flat_boards = boards.reshape(len(boards), -1)
-    player = (flat_boards >= Tile.PLAYER).argmax(axis=1)
-    box = np.isin(flat_boards, BOXES).argmax(axis=1)
-    states: npt.NDArray[np.intp] = player * flat_boards.shape[1] + box
-    return states
 
 
 def _make_transitions(boards: Cells) -> npt.NDArray[np.intp]:
