@@ -14,7 +14,7 @@ from options import make_parser, parse_count
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.language_model.kl import STUDY
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from tune_study.placement.samplers import TORCH_SETTINGS
 

@@ -1,7 +1,6 @@
 """Declare: a question, its axis, its contrasts; every study by name."""
 
 import importlib
-from collections.abc import Iterator
 from itertools import chain
 
 from search_spaces.declaration.study import Study
@@ -45,14 +44,9 @@ STUDIES: dict[str, Study] = {
 }
 
 
-def _list_suites() -> Iterator[tuple[str, tuple[str, ...]]]:
-    for module in _SANDBOX_MODULES:
-        yield from module.SUITES.items()
-
-
 SUITES: dict[str, tuple[str, ...]] = {}
 """The studies of each suite, which `run` trains one after another, by the name of the suite."""
-for _name, _studies in _list_suites():
+for _name, _studies in chain.from_iterable(module.SUITES.items() for module in _SANDBOX_MODULES):
     SUITES[_name] = (*SUITES.get(_name, ()), *_studies)
 
 FAMILIES: dict[str, Family] = {name: get_family(name) for name in FAMILY_NAMES}

@@ -26,7 +26,7 @@ MAX_MODULES = 14
 LAYERS: dict[str, tuple[str, ...]] = {
     # Train: from the folders that import nothing to those that import all others.
     "trainable.files": (),
-    "trainable.config": ("trainable.files",),
+    "trainable.config": ("trainable.files", "trainable.algo.names"),
     "trainable.algo": (),
     "trainable.runs": ("trainable.config", "trainable.files"),
     "trainable.envs": ("trainable.config",),
@@ -151,6 +151,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.part_checks": ("torch", "numpy", "tokenizers"),
     "trainable.config": ("pydantic", "numpy"),
     "trainable.algo": ("torch",),
+    "trainable.algo.names": (),
     "trainable.files": (),
     "trainable.runs": ("torch", "numpy", "safetensors"),
     "trainable.runs.collapse_quantities": (),

@@ -1,16 +1,17 @@
 """A family of studies: everything that is said of one kind of run, as one object, and the list of all families.
 
-What needs torch, pandas or Ray is named as "module:NAME" and imported where it is used (`load`), so that a plan, a
-report and a run each import only their own part.
+What needs torch, pandas or Ray is named as "module:NAME" and imported where it is used (`pkgutil.resolve_name`), so that
+a plan, a report and a run each import only their own part.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.choices import load
+from trainable.config.games import Game
 from trainable.config.run_config import RunConfig, list_outside_settings
 from trainable.runs.records import Column
 from trainable.runs.study_record import Dimension
@@ -32,7 +33,7 @@ FAMILIES: Mapping[str, str] = {
 @cache
 def get_family(name: str) -> "Family":
     """The family of this name, a key of `FAMILIES`. Raises KeyError for another."""
-    family: Family = load(FAMILIES[name])
+    family: Family = resolve_name(FAMILIES[name])
     return family
 
 
@@ -56,16 +57,6 @@ class Preset:
     """Whether its runs are meant for GPUs."""
     small_gpu_settings: Settings = field(default_factory=dict)
     """Further settings for GPUs on which the runs do not fit without them. They change results."""
-
-
-@dataclass(frozen=True)
-class GameSettings:
-    """The settings that come with a game."""
-
-    settings: Settings
-    """Those of all presets."""
-    presets: Mapping[str, Settings] = field(default_factory=dict)
-    """Further settings by preset. A variant of a preset has those of that preset."""
 
 
 def build_own_model(config: object) -> None:
@@ -166,7 +157,7 @@ class Family:
     # What can be typed.
     name_suffix: str = ""
     """Template that is appended to the names of a study and of its runs if the study has no published names."""
-    games: Mapping[str, GameSettings] = field(default_factory=dict)
+    games: Mapping[str, Game] = field(default_factory=dict)
     """The games that --env selects, by name; empty if the runs play none."""
     search_space: tuple[Dimension, ...] = ()
     """What `search` changes unless it is told otherwise; empty if that always has to be typed."""
@@ -192,9 +183,9 @@ class Family:
 
     def make_game_settings(self, game: str, preset: str) -> dict[str, object]:
         """The settings that come with a game under a preset. Raise KeyError for a game that does not exist."""
-        game_settings, preset_settings = self.games[game], self.games[game].presets
-        name = preset if preset in preset_settings else self.presets[preset].variant_of
-        return {**game_settings.settings, **preset_settings.get(name, {})}
+        presets = self.games[game].presets
+        name = preset if preset in presets else self.presets[preset].variant_of
+        return {"env.name": game, **self.games[game].settings, **presets.get(name, {})}
 
     @property
     def model_settings(self) -> tuple[str, ...]:

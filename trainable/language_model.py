@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.distributed import DistributedTrainer, make_trainer
 from trainable.ppo.evaluation import Evaluation
 from trainable.ppo.trainer import PPOTrainer

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import numpy as np
@@ -11,22 +12,14 @@ import torch
 from torch import Tensor
 
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.choices import load
 from trainable.config.constants import SHIPPED_MODELS
-from trainable.config.own_parts import (
-    OwnPartError,
-    PartFile,
-    describe_error,
-    get_part,
-    get_part_file,
-    list_parts,
-)
+from trainable.config.own_parts import OwnPartError, PartFile, describe_error, get_part, get_part_file, list_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.sections import EnvConfig
 from trainable.config.setting_types import format_value
 from trainable.envs.chat import CHATML
-from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnLimits, TurnOutcome
-from trainable.envs.games.make import make_environment
+from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnOutcome
+from trainable.envs.games.make import get_turn_limits, make_environment
 from trainable.envs.prompts import ACTION_SEPARATOR
 from trainable.families import list_families
 from trainable.ppo.trainer import PPOTrainer
@@ -100,7 +93,7 @@ def check_part(config: BaseRunConfig, setting: str) -> None:
         checks[setting](trial, part, config)
     else:  # of a sandbox
         family = next(family for family in list_families() if family.config_class is type(config))
-        load(family.part_checks[setting])(trial, part, config)
+        resolve_name(family.part_checks[setting])(trial, part, config)
 
 
 def _describe(value: object) -> str:
@@ -198,7 +191,7 @@ def _check_game(trial: PartTrial, part: Any, config: RunConfig) -> None:
     levels = _check_levels(trial, environment)
     actions = _check_texts(trial, environment, levels, config)
     _check_steps(trial, environment, levels, actions, config)
-    limits = TurnLimits(config.env.max_turn, config.env.max_actions_per_turn, config.env.max_actions_per_traj)
+    limits = get_turn_limits(config.env)
     for name in ("compute_chance", "compute_best"):
         shares = trial.call(f"{name}(levels, limits)", getattr(environment, name), levels, limits)
         if shares is not None and not _is_share_array(shares, len(levels)):

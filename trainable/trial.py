@@ -1,13 +1,13 @@
 """The Trainables, which Ray Tune constructs, steps, saves, restores and resets: one class per family of runs."""
 
 import gc
-import importlib
 import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -199,12 +199,11 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         # An earlier process of this trial may have died on this node, and its children may still occupy a GPU.
         terminate_orphans(Path(self._runs[0]["run_dir"]))
         settings = self.make_config(self._configuration)
-        module, _, name = self.family.partition(":")
         # Imported here because Ray's driver imports this module, too, and should not have to load torch.
         with _pause_garbage_collection():
             from trainable.runs.training import TrainingLoop
 
-            family: TrainerFamily = getattr(importlib.import_module(module), name)
+            family: TrainerFamily = resolve_name(self.family)
         self.training, notes = None, list[str]()
         # Those of an earlier experiment, newest first. The first of them that can be used is continued.
         for uri in () if self._is_restored else self._options.get("checkpoints", ()):
@@ -336,8 +335,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint
         from trainable.runs.run import TrainerState
 
-        module, _, name = cls.family.partition(":")
-        family: TrainerFamily = getattr(importlib.import_module(module), name)
+        family: TrainerFamily = resolve_name(cls.family)
         with checkpoint.as_directory() as folder:
             run_folders = _find_run_folders(Path(folder).absolute()).values()
             states_by_step = [dict(iter_checkpoints(run_folder / STATE_FOLDER)) for run_folder in run_folders]

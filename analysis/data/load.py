@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,6 @@ from analysis.data.run_files import (
 )
 from analysis.data.schemas import Row, Schema, get_family, get_schemas
 from analysis.data.tables import get_damage, read_table
-from trainable.config.choices import load as load_named
 from trainable.families import Family
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
@@ -248,7 +248,7 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
         **asdict(replace(run.status, run_id=run.header.run_id)),
         "steps_total": run.steps_total,
         # Only a run stopped by a rule keeps its last values up to the planned end.
-        **load_named(family.summarize)(run.rows, run.steps_total if run.status.status == "early_stopped" else None),
+        **resolve_name(family.summarize)(run.rows, run.steps_total if run.status.status == "early_stopped" else None),
     }
 
 

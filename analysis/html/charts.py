@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import altair as alt
 import vl_convert
 
-from trainable.files.cache import find_cache_folder
 from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
-from trainable.files.paths import read_bytes, write_text
+from trainable.files.paths import find_cache_folder, read_bytes, write_text
 
 # Each chart is drawn above its picture, which stays for print and for readers without scripts. `ast` makes Vega
 # interpret its expressions: without it, Vega would compile them with `new Function`, which the page's policy forbids.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +40,6 @@ from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences
 from analysis.sweep.examples import choose_examples
 from analysis.sweep.plots import save_figure
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
-from trainable.config.choices import load as load_named
 from trainable.files.paths import atomic_write, make_folder
 from trainable.files.step_phase import STEP_PHASE
 
@@ -203,7 +203,7 @@ def _render(page: "Page", context: Mapping[str, Any], rendered_figures: Sequence
 
 def _get_page(frames: StudyFrames) -> "Page":
     (family,) = frames.families
-    page: Page = load_named(family.report)
+    page: Page = resolve_name(family.report)
     return page
 
 
@@ -228,7 +228,7 @@ def write_index(output: Path | str) -> Path:
     ]
     frames = concat_studies(study_frames)
     consistency = to_records(series.check_consistency(frames))
-    index_contexts = {load_named(family.report).make_index_context for family in frames.families}
+    index_contexts = {resolve_name(family.report).make_index_context for family in frames.families}
     published = next((context for make_context in index_contexts if (context := make_context(frames))), None)
     template = make_environment().get_template("index.html.j2")
     page = template.render(studies=studies, consistency=consistency, published=published)

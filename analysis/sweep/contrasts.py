@@ -265,7 +265,11 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
         **make_test_columns(outcomes, estimate, margin, equal_rows=equal_rows),
         "seeds": len(seed_means),
         "difference_same_pairs": _mean_or_nan(
-            [pair_differences[pair] for pair_differences in differences_by_seed.values() for pair in common_pairs]
+            [
+                pair_differences[pair]
+                for pair_differences in differences_by_seed.values()
+                for pair in sorted(common_pairs)
+            ]
         ),
     }
 

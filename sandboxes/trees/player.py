@@ -10,7 +10,7 @@ from sandboxes.trees.repl.papers import CODE_ACTION, QUERY_ACTION, SUCCESS_SCORE
 from sandboxes.trees.repl.process import ReplLimits
 from sandboxes.trees.repl.session import TreeLimits
 from sandboxes.trees.tree_loop import Rollout, Tree, TreeSettings, TreeTexts, encode_first_turn, roll_out_trees
-from trainable.config.game_sections import PapersConfig
+from trainable.config.games import PapersConfig
 from trainable.config.run_config import RunConfig
 from trainable.models.codec import Codec
 from trainable.models.load import Policy

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from trainable.config.base_config import BaseRunConfig
@@ -14,10 +13,6 @@ Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
 """Pairs of arms that differ in nothing else, by description of the comparison; a difference is first minus second."""
 
 
-def _make_empty_settings() -> Settings:
-    return MappingProxyType({})
-
-
 def keep_settings(settings: Settings, base: BaseRunConfig) -> Settings:
     """Return an arm's settings unchanged. This is the default of `Axis.adapt`: arms do not depend on `base`."""
     return settings
@@ -25,30 +20,27 @@ def keep_settings(settings: Settings, base: BaseRunConfig) -> Settings:
 
 @dataclass(frozen=True)
 class Axis:
-    """The axis along which the arms of a study differ: one setting, or a set of named arms.
-
-    Attributes:
-        setting: the dotted setting, or a description of how named arms differ.
-        grids: for each preset, the axis values as they are typed. A variant of a preset may be left out.
-        option: the command-line flag for values of the axis; the published flag where there is one.
-        extra_settings: settings that every numeric value sets in addition.
-        named_settings: for each value that is a name, the settings that it sets instead.
-        value_groups: for each name of a group, the values of the group; typing the name selects all of them.
-        adapt: adapts an arm's settings to the study's base configuration.
-        factors: settings whose combinations are the arms. The report says which of them matters more.
-        dose: a numeric setting of the arms which breaks training if it is large. The report estimates the value at
-            which half of the runs collapse, for each combination of the other settings. Empty if there is none.
-    """
+    """The axis along which the arms of a study differ: one setting, or a set of named arms."""
 
     setting: str
+    """The dotted setting, or a description of how named arms differ."""
     grids: Mapping[str, tuple[str, ...]]
+    """For each preset, the axis values as they are typed. A variant of a preset may be left out."""
     option: str = "--values"
-    extra_settings: Settings = field(default_factory=_make_empty_settings)
+    """The command-line flag for values of the axis; the published flag where there is one."""
+    extra_settings: Settings = field(default_factory=dict)
+    """Settings that every numeric value sets in addition."""
     named_settings: Mapping[str, Settings] = field(default_factory=dict)
+    """For each value that is a name, the settings that it sets instead."""
     value_groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each name of a group, the values of the group; typing the name selects all of them."""
     adapt: Callable[[Settings, Any], Settings] = keep_settings
+    """Adapts an arm's settings to the study's base configuration."""
     dose: str = ""
+    """A numeric setting of the arms which breaks training if it is large. The report estimates the value at which half
+    of the runs collapse, for each combination of the other settings. Empty if there is none."""
     factors: tuple[str, ...] = ()
+    """Settings whose combinations are the arms. The report says which of them matters more."""
 
     def make_settings(self, value: str, base: BaseRunConfig) -> dict[str, object]:
         """Settings of the arm at `value` (a number or a key of `named_settings`) under the base configuration."""
@@ -158,18 +150,6 @@ def _list_points(factors: Mapping[str, Sequence[str]], *without: str) -> list[di
 class NameTemplates:
     """Templates for the names of a study's runs and for the paths of their files.
 
-    Attributes:
-        run: folder of the study below results/.
-        experiment: name of a run.
-        title: heading of the summary log.
-        summary: start of a run's line in the summary log, before its times; the first field is the run's name.
-        wandb_project: project in W&B.
-        log: log of a run, below logs/.
-        checkpoints: checkpoints of a run, below model_saving/.
-        summary_log: path of the summary log, below logs/.
-        summary_times: times in a line of the summary log, see `tune_study.folder.summary.format_run_times`.
-        probe_log: log of a probe, below logs/.
-
     `run`, `summary_log` and `wandb_project` describe the whole study and may use the values of its family only. Those
     of language models are:
 
@@ -190,46 +170,30 @@ class NameTemplates:
     """
 
     run: str
+    """Folder of the study below results/."""
     experiment: str
+    """Name of a run."""
     title: str
+    """Heading of the summary log."""
     summary: str
+    """Start of a run's line in the summary log, before its times; the first field is the run's name."""
     wandb_project: str
+    """Project in W&B."""
     log: str = "{run}/{experiment}.log"
+    """Log of a run, below logs/."""
     checkpoints: str = "{run}/{experiment}"
+    """Checkpoints of a run, below model_saving/."""
     summary_log: str = "{run}.log"
+    """Path of the summary log, below logs/."""
     summary_times: tuple[str, ...] = ("train", "eval", "total")
+    """Times in a line of the summary log, see `tune_study.folder.summary.format_run_times`."""
     probe_log: str = "gradient_analysis_probe_{env}_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
+    """Log of a probe, below logs/."""
 
 
 @dataclass(frozen=True)
 class Study:
     """A question and everything needed to run it; data only.
-
-    Attributes:
-        name: name of the study on the command line.
-        family: the family that trains the study's runs.
-        question: one sentence that ends with a question mark.
-        axis: the axis along which the arms differ.
-        fixed_settings: settings of all arms.
-        baseline: the arm that the others are compared with; a template as in `NameTemplates`.
-        published_templates: names of the study's files in published documents or in related studies; by default the
-            names follow from the study's name.
-        stop_rules: rules that may stop a run early, see `trainable.runs.stop_rules.RULES`.
-        presets: for each preset, the settings that the preset changes for this study.
-        n_seeds: default number of seeds per arm; None for the preset's number.
-        baseline_seeds: least number of seeds of the baseline. In a study of one seed per arm, all arms are compared
-            with the luck of a single baseline run if this is 1.
-        has_include_zero_option: whether --rollout_filter_include_zero may be used; False where the axis sets it.
-        game: the only game of the study, if its names contain a game; empty if --env may choose one.
-        smoke_settings: settings of --smoke, which runs the study in seconds; empty if the study has no --smoke.
-        margins: differences within which two arms count as equal, by outcome, where they are not those of the family.
-        contrasts: the comparisons that answer the question, declared before anything is run.
-        interactions: contrasts that mean something only over all of their pairs.
-        strategy_aliases: for each name that --rollout_filter_strategy takes, the name of the filter strategy; empty if
-            the study has no such option.
-        variants: for each value of `variant_setting`, the study of the same question under that value, if names and
-            arms depend on the value. --kl-type chooses one.
-        variant_setting: the dotted setting that the variants fix.
 
     Example: a sweep over the learning rate. Only `search_spaces/__init__.py` has to import it::
 
@@ -244,25 +208,49 @@ class Study:
     """
 
     name: str
+    """Name of the study on the command line."""
     family: Family
+    """The family that trains the study's runs."""
     question: str
+    """One sentence that ends with a question mark."""
     axis: Axis
+    """The axis along which the arms differ."""
     fixed_settings: Settings
+    """Settings of all arms."""
     baseline: str
+    """The arm that the others are compared with; a template as in `NameTemplates`."""
     published_templates: NameTemplates | None = None
+    """Names of the study's files in published documents or in related studies; by default the names follow from the
+    study's name."""
     stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
+    """Rules that may stop a run early, see `trainable.runs.stop_rules.RULES`."""
     presets: Mapping[str, Settings] = field(default_factory=dict)
+    """For each preset, the settings that the preset changes for this study."""
     n_seeds: int | None = None
+    """Default number of seeds per arm; None for the preset's number."""
     baseline_seeds: int = 1
+    """Least number of seeds of the baseline. In a study of one seed per arm, all arms are compared with the luck of a
+    single baseline run if this is 1."""
     has_include_zero_option: bool = True
+    """Whether --rollout_filter_include_zero may be used; False where the axis sets it."""
     game: str = ""
-    smoke_settings: Settings = field(default_factory=_make_empty_settings)
+    """The only game of the study, if its names contain a game; empty if --env may choose one."""
+    smoke_settings: Settings = field(default_factory=dict)
+    """Settings of --smoke, which runs the study in seconds; empty if the study has no --smoke."""
     margins: Mapping[str, float] = field(default_factory=dict)
+    """Differences within which two arms count as equal, by outcome, where they are not those of the family."""
     contrasts: Contrasts = field(default_factory=dict)
+    """The comparisons that answer the question, declared before anything is run."""
     interactions: Contrasts = field(default_factory=dict)
+    """Contrasts that mean something only over all of their pairs."""
     strategy_aliases: Mapping[str, str] = field(default_factory=dict)
+    """For each name that --rollout_filter_strategy takes, the name of the filter strategy; empty if the study has no
+    such option."""
     variants: Mapping[str, "Study"] = field(default_factory=dict)
+    """For each value of `variant_setting`, the study of the same question under that value, if names and arms depend on
+    the value. --kl-type chooses one."""
     variant_setting: str = ""
+    """The dotted setting that the variants fix."""
 
     def get_grid(self, preset: str) -> tuple[str, ...]:
         """The axis values under a preset of the family, as they are typed."""

@@ -4,9 +4,9 @@ import re
 
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import make_value_label
-from search_spaces.language_model.environments import GAMES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
+from trainable.config.games import GAMES
 from trainable.config.own_parts import parse_part_name, shorten_part_name
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import EnvConfig

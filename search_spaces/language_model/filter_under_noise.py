@@ -48,7 +48,7 @@ STUDY = Study(
         grids={"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
         named_settings=_ARMS,
     ),
-    fixed_settings={**top_p.STUDY.fixed_settings, **PPO.games[GAME].settings},
+    fixed_settings={**top_p.STUDY.fixed_settings, "env.name": GAME},
     presets={preset: PPO.make_game_settings(GAME, preset) for preset in ("paper", "laptop")},
     n_seeds=3,
     baseline=_name_arm("none", "0"),

@@ -17,22 +17,17 @@ CLIPS: dict[str, tuple[float, float]] = {"0.05": (0.05, 0.05), "0.2": (0.2, 0.2)
 """clip_ratio_low and clip_ratio_high, by the name of the clip."""
 
 
-def _make_grpo_settings(is_normalized: bool, clip: str) -> Settings:
-    low, high = CLIPS[clip]
-    return {
-        "actor.policy_loss": "ppo_clip",
-        "actor.clip_ratio_low": low,
-        "actor.clip_ratio_high": high,
-        "algorithm.adv_estimator": "grpo",
-        "algorithm.norm_adv_by_std_in_grpo": is_normalized,
-    }
-
-
 ARMS: dict[str, Settings] = {
     **{
-        f"{name}-clip{clip}": _make_grpo_settings(is_normalized, clip)
+        f"{name}-clip{clip}": {
+            "actor.policy_loss": "ppo_clip",
+            "actor.clip_ratio_low": low,
+            "actor.clip_ratio_high": high,
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.norm_adv_by_std_in_grpo": is_normalized,
+        }
         for name, is_normalized in (("std", True), ("nostd", False))
-        for clip in CLIPS
+        for clip, (low, high) in CLIPS.items()
     },
     "tpo": {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill"},
 }

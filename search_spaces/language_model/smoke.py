@@ -28,21 +28,18 @@ _ZERO_COEFS = ("0",)
 
 
 class GridGroup(NamedTuple):
-    """One group of the grid.
-
-    Attributes:
-        filters: for each filter, by its name, the fraction of groups that it keeps.
-        kl_coefs: coefficients of the KL loss; "0" turns it off.
-        entropy_coefs: coefficients of the entropy bonus.
-        zero_task_advantage: whether task advantages are set to 0, so that only the regularizers train.
-        prefix: text before the filter's name in the names of the group's runs.
-    """
+    """One group of the grid."""
 
     filters: Mapping[str, float]
+    """For each filter, by its name, the fraction of groups that it keeps."""
     kl_coefs: tuple[str, ...]
+    """Coefficients of the KL loss; "0" turns it off."""
     entropy_coefs: tuple[str, ...]
+    """Coefficients of the entropy bonus."""
     zero_task_advantage: bool = False
+    """Whether task advantages are set to 0, so that only the regularizers train."""
     prefix: str = ""
+    """Text before the filter's name in the names of the group's runs."""
 
 
 GRID_GROUPS: dict[str, GridGroup] = {

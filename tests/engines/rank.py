@@ -11,7 +11,7 @@ import torch
 from tests.fakes.scripted import make_small_config
 from tests.fakes.trainers import QUIET_SETTINGS
 from trainable.backend.world import SINGLE_PROCESS, Rendezvous, connect, disconnect
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 

@@ -264,7 +264,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path, stage: dict
 TWO_RUNS_SCRIPT = """
 from tests.fakes.scripted import make_small_config
 from tests.fakes.trainers import QUIET_SETTINGS
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.distributed import make_trainer
 for _ in range(2):
     trainer = make_trainer(make_small_config(**{**QUIET_SETTINGS, "trainer__strategy": "deepspeed"}), DIAGNOSTICS)

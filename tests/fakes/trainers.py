@@ -7,7 +7,7 @@ import torch
 
 from tests.fakes.scripted import clone_tensors, make_small_config
 from trainable.config.seeds import PURPOSES, make_rng
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
 from trainable.rollout.players import RolloutRequest

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainable.envs.sokoban.generate import generate_levels
+
 Cell = tuple[int, int]
 MOVES: dict[int, Cell] = {1: (-1, 0), 2: (1, 0), 3: (0, -1), 4: (0, 1)}
 
@@ -81,6 +83,46 @@ def oracle_shortest_length(cells, limit):
         frontier = {oracle_act(game, action)[0] for game in frontier for action in MOVES} - visited
         visited |= frontier
     return None
+
+
+def solve(cells, max_actions=None):
+    """Return a shortest solution, the first in the order up, down, left, right; None if there is none of that length.
+
+    Breadth-first, with player and boxes as flat cells, which is faster than on a Game.
+    """
+    codes, cols = cells.reshape(-1).tolist(), cells.shape[1]
+    open_cells = {cell for cell, code in enumerate(codes) if code}
+    targets, boxes = ({cell for cell, code in enumerate(codes) if code in kinds} for kinds in ((2, 3, 6), (3, 4)))
+    (player,) = (cell for cell, code in enumerate(codes) if code in (5, 6))
+    paths = {(player, frozenset(boxes)): ()}
+    queue = list(paths)
+    for state in queue:  # the loop also visits states that are appended below
+        (player, boxes), path = state, paths[state]
+        if boxes == targets:
+            return path
+        if max_actions is not None and len(path) >= max_actions:
+            continue
+        for action, (row_step, col_step) in MOVES.items():
+            ahead = player + row_step * cols + col_step
+            behind = 2 * ahead - player
+            is_pushed = ahead in boxes
+            if ahead not in open_cells or (is_pushed and (behind not in open_cells or behind in boxes)):
+                continue
+            next_state = ahead, boxes - {ahead} | {behind} if is_pushed else boxes
+            if next_state not in paths:
+                paths[next_state] = (*path, action)
+                queue.append(next_state)
+    return None
+
+
+def parse_grid(text):
+    """Parse board codes (R, C) from grid lines, the inverse of `render(cells, "grid")`."""
+    return np.array([["#_O√XPS".index(symbol) for symbol in line] for line in text.strip("\n").split("\n")], np.int8)
+
+
+def generate_level(seed, *settings, **named_settings):
+    """Return the level of one seed."""
+    return generate_levels([seed], *settings, **named_settings)[0]
 
 
 def make_random_board(rng, rows, cols, boxes, wall_fraction=0.25):

@@ -7,7 +7,7 @@ import torch
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trials import UninterruptedRun, clean_up_trials, start_trial
 from trainable.ppo import trainer
-from trainable.ppo.base_evaluations import BaseEvaluations
+from trainable.ppo.evaluation import BaseEvaluations
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.recipe import write_model
 

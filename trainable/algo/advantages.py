@@ -90,13 +90,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 @torch.no_grad()
 def bi_level_gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    turn_ids: Tensor,
-    gamma: float,
-    lam: float,
-    high_level_gamma: float,
+    rewards: Tensor, values: Tensor, mask: Tensor, turn_ids: Tensor, gamma: float, lam: float, high_level_gamma: float
 ) -> AdvantagesReturns:
     """GAE over turns, then GAE over the tokens of each turn towards the return of that turn.
 

@@ -107,7 +107,8 @@ def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
     Source: published code (RAGEN `adjust_batch`, mode copy, which cannot draw more than n).
     Degenerate: nothing is added for n = 0, or for n divisible already.
     """
-    _check_multiple(n, multiple)
+    if n < 0 or multiple < 1:
+        raise ValueError(f"n is {n} and multiple is {multiple}; n must be at least 0 and multiple at least 1.")
     target_count = -(-n // multiple) * multiple  # rounded up
     indices = torch.arange(n)
     while len(indices) < target_count:
@@ -115,29 +116,3 @@ def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
         duplicates = torch.randperm(n, generator=generator)
         indices = torch.cat([indices, duplicates[: target_count - len(indices)]])
     return indices
-
-
-def adjust_delete(n: int, multiple: int, generator: torch.Generator) -> Tensor:
-    """Indices (n',) of n sequences without a random few, in order; n' is n rounded down to a multiple of `multiple`.
-
-    Args:
-        n: number of sequences.
-        multiple: n' is divisible by this number.
-        generator: CPU generator that draws the sequences to drop.
-
-    Example:
-        >>> indices = adjust_delete(5, 4, torch.Generator().manual_seed(0))
-        >>> len(indices), indices.tolist() == sorted(set(indices.tolist()))
-        (4, True)
-
-    Source: published code (RAGEN `adjust_batch`, mode delete).
-    Degenerate: fewer than `multiple` sequences leave none.
-    """
-    _check_multiple(n, multiple)
-    kept_indices = torch.randperm(n, generator=generator)[: n - n % multiple]
-    return kept_indices.sort().values
-
-
-def _check_multiple(n: int, multiple: int) -> None:
-    if n < 0 or multiple < 1:
-        raise ValueError(f"n is {n} and multiple is {multiple}; n must be at least 0 and multiple at least 1.")

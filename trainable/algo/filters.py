@@ -158,7 +158,7 @@ def compute_group_scores(
         "reward_variance": (rewards, _std),
         "reward_std": (rewards, _std),
         "reward": (rewards, _mean),
-        "reward_sum": (rewards, _sum),
+        "reward_sum": (rewards, lambda x: x.sum(dim=1)),
         "entropy_variance": (entropies, _std),
         "entropy_std": (entropies, _std),
         "entropy": (entropies, _mean),
@@ -179,10 +179,6 @@ def _std(x: Tensor) -> Tensor:
 
 def _mean(x: Tensor) -> Tensor:
     return x.mean(dim=1)
-
-
-def _sum(x: Tensor) -> Tensor:
-    return x.sum(dim=1)
 
 
 def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero: bool = True) -> Tensor:

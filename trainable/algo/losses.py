@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainable.algo.names import KL_KINDS
+
 # Both limits are in nats and from the published code (verl 0.6.1).
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this, so that a ratio cannot overflow and a single token cannot dominate their mean."""
@@ -135,29 +137,19 @@ def value_clip_loss(values: Tensor, old_values: Tensor, returns: Tensor, clipran
     return ValueLoss(0.5 * torch.maximum(error, clipped_error), clipped_error > error)
 
 
-def _k1(d: Tensor) -> Tensor:
-    return d
-
-
-def _k2(d: Tensor) -> Tensor:
-    return 0.5 * d.square()
-
-
 def _k3(d: Tensor) -> Tensor:
     log_ratio = (-d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     # expm1 keeps the digits that exp(x) − 1 loses where policy and reference nearly agree.
     return torch.expm1(log_ratio) - log_ratio
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "kl": _k1,
-    "k1": _k1,
-    "abs": torch.abs,
-    "mse": _k2,
-    "k2": _k2,
-    "low_var_kl": _k3,
+KL_FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: 0.5 * d.square(),
     "k3": _k3,
+    "abs": torch.abs,
 }
+"""The formulas of `estimate_kl` in d; `names.KL_KINDS` has the names that settings use."""
 
 
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float = K3_LIMIT) -> Tensor:
@@ -192,18 +184,20 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float 
     Degenerate: at π = π_ref every value is 0; the gradient of k2 and k3 is 0, that of k1 is ∇logπ.
     """
     base_kind = kind.removesuffix("+")
-    if base_kind not in KL_ESTIMATORS:
+    if base_kind not in KL_KINDS:
         raise ValueError(
-            f"kl_loss_type is {kind!r}; it must be one of {', '.join(KL_ESTIMATORS)}, each also with a + at its end "
+            f"kl_loss_type is {kind!r}; it must be one of {', '.join(KL_KINDS)}, each also with a + at its end "
             "(the exact sum over the vocabulary is computed by full_kl, which takes logits)."
         )
     d = logprobs - ref_logprobs
-    estimator = KL_ESTIMATORS[base_kind]
-    value = estimator(d).clamp(-limit, limit) if estimator is _k3 else estimator(d)
+    formula = KL_KINDS[base_kind]
+    value = KL_FORMULAS[formula](d)
+    if formula == "k3":
+        value = value.clamp(-limit, limit)
     if kind == base_kind:
         return value
     # The bracket is 0 and has the gradient of k2.
-    surrogate = _k2(d)
+    surrogate = KL_FORMULAS["k2"](d)
     return value.detach() + (surrogate - surrogate.detach())
 
 

@@ -7,13 +7,13 @@ A loss aggregation is linear in the loss. It is therefore a weight for each toke
 import torch
 from torch import Tensor
 
+from trainable.algo.names import LOSS_AGG_MODES, TOKEN_MEANS
+
 VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance, so that equal values are not divided by 0
-TOKEN_MEANS = ("token-mean", "token-mean-global")
-LOSS_AGG_MODES = (*TOKEN_MEANS, "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Token mean of `x` over the positions where `mask` is True, a scalar.
+def masked_mean(x: Tensor, mask: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
+    """Token mean of `x` over the positions where `mask` is True: a scalar, or the means over the dimensions `dim`.
 
         mean = Σ m x / Σ m
 
@@ -27,7 +27,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
     Degenerate: an empty mask gives 0 with zero gradient. Values of `x` outside the mask, NaN included, are not read.
     """
-    return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
+    return torch.where(mask, x, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:

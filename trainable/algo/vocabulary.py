@@ -121,11 +121,17 @@ def compute_token_statistics(
     Source: definitions.  Degenerate: equal logits give H = log V with zero gradient; π = π_ref gives KL = 0 with zero
     gradient. Logits must be finite.
     """
-    functions = [_make_logprobs_function(tokens), _make_entropies_function(entropy_gradient)]
+    functions: list[LogitsFunction] = [
+        _make_logprobs_function(tokens),
+        lambda logits, rows: entropy_from_logits(logits if entropy_gradient else logits.detach()),
+    ]
     head = _Head(weight, temperature, float32_logits)
     if reference is not None:
-        reference_hidden, reference_weight = reference
-        functions.append(_make_full_kl_function(reference_hidden, head._replace(weight=reference_weight)))
+        reference_hidden, reference_weight = (tensor.detach() for tensor in reference)
+        frozen_head = head._replace(weight=reference_weight.to(reference_hidden.dtype))
+        functions.append(
+            lambda logits, rows: full_kl(logits, frozen_head.compute_tempered_logits(reference_hidden[rows]))
+        )
     logprobs, entropies, *kl = _apply_to_logits(functions, hidden, head, chunk_elements)
     # Detached here, too: outputs of an autograd function require gradients, whichever of them have any.
     return TokenStatistics(logprobs, entropies if entropy_gradient else entropies.detach(), kl[0] if kl else None)
@@ -133,18 +139,6 @@ def compute_token_statistics(
 
 def _make_logprobs_function(tokens: Tensor) -> LogitsFunction:
     return lambda logits, rows: logprobs_from_logits(logits, tokens[rows])
-
-
-def _make_entropies_function(has_gradient: bool) -> LogitsFunction:
-    def compute_entropies(logits: Tensor, rows: slice) -> Tensor:
-        return entropy_from_logits(logits if has_gradient else logits.detach())
-
-    return compute_entropies
-
-
-def _make_full_kl_function(hidden: Tensor, head: "_Head") -> LogitsFunction:
-    hidden, frozen_head = hidden.detach(), head._replace(weight=head.weight.detach().to(hidden.dtype))
-    return lambda logits, rows: full_kl(logits, frozen_head.compute_tempered_logits(hidden[rows]))
 
 
 class _Head(NamedTuple):

@@ -34,21 +34,18 @@ _PATTERN = re.compile(
 
 
 class AlarmRule(NamedTuple):
-    """A threshold on a column of the rows.
-
-    Attributes:
-        column: one of `ALARM_COLUMNS`.
-        threshold: in the unit of the column, or as a multiple of its mean over the first `BASELINE_STEPS` steps.
-        is_relative: whether it is such a multiple.
-        is_upper: whether the rule fires above the threshold; otherwise below.
-        window: number of consecutive measurements that must all be beyond the threshold.
-    """
+    """A threshold on a column of the rows."""
 
     column: str
+    """One of `ALARM_COLUMNS`."""
     threshold: float
+    """In the unit of the column, or as a multiple of its mean over the first `BASELINE_STEPS` steps."""
     is_relative: bool
+    """Whether it is such a multiple."""
     is_upper: bool
+    """Whether the rule fires above the threshold; otherwise below."""
     window: int
+    """Number of consecutive measurements that must all be beyond the threshold."""
 
     @property
     def text(self) -> str:

@@ -52,17 +52,14 @@ class Section(BaseModel):
 
 
 class ReadCondition(NamedTuple):
-    """When a run reads some of its settings.
-
-    Attributes:
-        settings: a regular expression that matches their dotted names.
-        is_read: returns whether a configuration reads them. Its argument is of the class of the family.
-        advice: what has to be set for that, or why they are not read.
-    """
+    """When a run reads some of its settings."""
 
     settings: str
+    """A regular expression that matches their dotted names."""
     is_read: Callable[[Any], bool]
+    """Returns whether a configuration reads them. Its argument is of the class of the family."""
     advice: str
+    """What has to be set for that, or why they are not read."""
 
 
 class BaseTrainerConfig(Section):

@@ -4,17 +4,9 @@ Code that depends on a choice reads a field of its record and never compares its
 branch. This module does not import torch, because plans and memory estimates read it too.
 """
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
-
-
-def load(name: str) -> Any:
-    """Import what "module:NAME" names: a choice whose code is imported only where it is used."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True)
@@ -144,9 +136,6 @@ FILTER_METRICS: Mapping[str, FilterMetric] = MappingProxyType(
 `trainable.algo.filters.compute_group_scores` computes them.
 """
 
-
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-"""Estimators of a KL from sampled tokens: the keys of `trainable.algo.losses.KL_ESTIMATORS`."""
 
 EXACT_KL = "full"
 """The exact KL, over the whole vocabulary."""

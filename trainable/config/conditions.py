@@ -12,17 +12,14 @@ from typing import Any
 from trainable.config.base_config import ReadCondition
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_STRATEGIES, POLICY_LOSSES
 from trainable.config.constants import SHIPPED_MODELS
-from trainable.config.game_sections import GAME_KINDS
+from trainable.config.games import GAMES
 
 SMALLEST_CLIP = 1e-3
 """A narrower clip range cuts off rounding: log-probs of equal weights in float32 may differ by 1e-5 between passes."""
 
 
 def derive_conditions(
-    selector: str,
-    settings: Mapping[str, Iterable[str]],
-    advice: str = "it needs {0}={1}",
-    others_read: bool = False,
+    selector: str, settings: Mapping[str, Iterable[str]], advice: str = "it needs {0}={1}", others_read: bool = False
 ) -> Iterator[ReadCondition]:
     """A condition for each setting that some choices of another setting read, and no other choice.
 
@@ -40,11 +37,7 @@ def derive_conditions(
             choice = attrgetter(selector)(config)
             return choice in readers or (others_read and choice not in settings)
 
-        yield ReadCondition(
-            re.escape(section + dot) + pattern,
-            is_read,
-            advice.format(selector, " or ".join(readers)),
-        )
+        yield ReadCondition(re.escape(section + dot) + pattern, is_read, advice.format(selector, " or ".join(readers)))
 
 
 def _keeps_all_groups(c: Any) -> bool:
@@ -77,7 +70,7 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
     *derive_conditions("algorithm.adv_estimator", {name: kind.settings for name, kind in ADVANTAGE_ESTIMATORS.items()}),
     *derive_conditions(
         "env.name",
-        {game: (*kind.settings, *([rf"{game}\..*"] if kind.section else [])) for game, kind in GAME_KINDS.items()},
+        {name: (*game.reads, *([rf"{name}\..*"] if game.section else [])) for name, game in GAMES.items()},
         "it needs {0}={1} (type --env {1})",
     ),
     # The model.

@@ -9,7 +9,7 @@ import hashlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -248,17 +248,15 @@ def pin_parts(config: C) -> C:
     """
     if not list_parts(config):
         return config
-    return type(config).model_validate(_replace_parts(config.model_dump(), _pin_part))
+    return type(config).model_validate(_pin_values(config.model_dump()))
 
 
-def _replace_parts(value: Any, replace: Callable[[PartName], str]) -> Any:
+def _pin_values(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _replace_parts(entry, replace) for key, entry in value.items()}
+        return {key: _pin_values(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
-        return tuple(_replace_parts(entry, replace) for entry in value)
+        return tuple(_pin_values(entry) for entry in value)
     part = parse_part_name(value)
-    return value if part is None else replace(part)
-
-
-def _pin_part(part: PartName) -> str:
+    if part is None:
+        return value
     return PartName(part.file_name, part.name, _find_loaded_file(part).file.digest).format()

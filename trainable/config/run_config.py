@@ -22,7 +22,7 @@ from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_L
 from trainable.config.command_lines import format_command
 from trainable.config.conditions import PPO_CONDITIONS
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
-from trainable.config.game_sections import GAME_KINDS
+from trainable.config.games import GAMES
 from trainable.config.own_parts import parse_part_name
 from trainable.config.sections import (
     GAME_REWARD,
@@ -74,7 +74,7 @@ class RunConfig(BaseRunConfig):
     )
 
     # The bound keeps the seeds of training levels (env.seed_train + 1,000,000 seed + ..., with env.seed_train <= 200
-    # million) below 700 million, where the levels of the demonstrations begin (`envs/sokoban/level_sets.py`).
+    # million) below 700 million, where the levels of the demonstrations begin (`envs/level_sets.py`).
     seed: int = Field(0, ge=0, le=400, description="0: the published random streams; k: the k-th paired repetition")
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()
@@ -125,109 +125,23 @@ class RunConfig(BaseRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_critic_warmup(self) -> "RunConfig":
-        if self.critic.shared_trunk and self.trainer.critic_warmup > 1:  # 0 and 1 both mean: no warmup
-            raise ValueError(
-                "critic.shared_trunk=True has one update for policy and critic, so the critic cannot start first: set "
-                "trainer.critic_warmup=0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora_zero_stage(self) -> "RunConfig":
-        if self.model.lora_rank and self.trainer.zero_stage == 3:
-            raise ValueError(
-                "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_four_bits(self) -> "RunConfig":
-        if not self.model.load_in_4bit:
-            return self
-        if not self.model.lora_rank:
-            raise ValueError(
-                "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64"
-            )
-        if self.trainer.uses_deepspeed:
-            raise ValueError(
-                "model.load_in_4bit works with updates in torch alone: set trainer.strategy=torch and "
-                "trainer.n_gpus_per_node=1"
-            )
-        return self
+    def _check_model_conflicts(self) -> "RunConfig":
+        return _raise_conflict(self, _find_model_conflicts(self))
 
     @model_validator(mode="after")
     def _check_target_policy(self) -> "RunConfig":
-        if self.actor.loss.needs_whole_groups:  # tpo is the only such loss, so the messages name it
-            for is_conflict, reason in _find_target_policy_conflicts(self):
-                if is_conflict:
-                    raise ValueError(f"actor.policy_loss=tpo {reason}")
-        return self
+        # tpo is the only such loss, so the messages name it.
+        conflicts = _find_target_policy_conflicts(self) if self.actor.loss.needs_whole_groups else []
+        return _raise_conflict(self, conflicts, "actor.policy_loss=tpo ")
 
     @model_validator(mode="after")
     def _check_trees(self) -> "RunConfig":
-        if self.env.kind.has_trees:
-            for is_conflict, reason in _find_tree_conflicts(self):
-                if is_conflict:
-                    raise ValueError(f"env.name={self.env.name} {reason}")
-        return self
+        conflicts = _find_tree_conflicts(self) if self.env.kind.has_trees else []
+        return _raise_conflict(self, conflicts, f"env.name={self.env.name} ")
 
     @model_validator(mode="after")
-    def _check_sizes(self) -> "RunConfig":
-        steps, mini_batch_size = self.trainer.total_training_steps, self.actor.ppo_mini_batch_size
-        # The seeds of a run's training levels are a block of this length (`envs/sokoban/level_sets.py`).
-        if self.env.env_groups * steps > MAX_LEVELS:
-            raise ValueError(
-                f"env.env_groups={self.env.env_groups} takes {self.env.env_groups * steps} training levels in {steps} "
-                f"steps, and a run has {MAX_LEVELS}: set env.env_groups={max(1, MAX_LEVELS // steps)} or fewer, or "
-                "fewer trainer.total_training_steps"
-            )
-        if self.max_batch_size > MAX_EPISODES:
-            raise ValueError(
-                f"actor.ppo_mini_batch_size={mini_batch_size}: the batch of a step is filled up with copies to a "
-                f"common multiple of mini-batch and env.env_groups={self.env.env_groups}, which would be "
-                f"{self.max_batch_size} sequences, and {MAX_EPISODES} are the maximum: set "
-                f"actor.ppo_mini_batch_size={self.env.env_groups}, or a multiple of that"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_engine_logprobs(self) -> "RunConfig":
-        setting, metric = "rollout.recompute_logprobs=False", self.filter.rollout_filter_metric
-        if self.rollout.trains_from_engine_logprobs and self.actor.tis_imp_ratio_cap is not None:
-            raise ValueError(
-                f"{setting} trains from the log-probs of the engine, so importance weights have nothing to correct: "
-                "set actor.tis_imp_ratio_cap=null, or rollout.recompute_logprobs=true"
-            )
-        if not self.rollout.has_entropies and FILTER_METRICS[metric].reads_entropies:
-            raise ValueError(
-                f"{setting} leaves the run without entropies, because vLLM reports none, and "
-                f"filter.rollout_filter_metric={metric} is made of them: set another metric, or "
-                "rollout.recompute_logprobs=true"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_kl_horizon(self) -> "RunConfig":
-        kl_ctrl, batch_size = self.algorithm.kl_ctrl, self.max_batch_size
-        # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2. Below
-        # this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
-        if self.algorithm.use_kl_in_reward and kl_ctrl.type == "adaptive" and kl_ctrl.horizon <= 0.2 * batch_size:
-            raise ValueError(
-                f"algorithm.kl_ctrl.horizon={kl_ctrl.horizon}: must be above 0.2 times the {batch_size} sequences of a "
-                f"step, or the adaptive coefficient could become 0 or negative: set "
-                f"algorithm.kl_ctrl.horizon={10 * batch_size}, or another value above {0.2 * batch_size:g}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_precision(self) -> "RunConfig":
-        if self.model.dtype == "float16" and self.trainer.uses_deepspeed:
-            raise ValueError(
-                "model.dtype=float16: its losses are scaled only where torch updates, on one GPU per run: set "
-                "trainer.n_gpus_per_node=1 and trainer.strategy=torch, or model.dtype=bfloat16"
-            )
-        return self
+    def _check_batch_conflicts(self) -> "RunConfig":
+        return _raise_conflict(self, _find_batch_conflicts(self))
 
     @model_validator(mode="after")
     def _check_alarm(self) -> "RunConfig":
@@ -323,51 +237,116 @@ class RunConfig(BaseRunConfig):
     def dump_for_hash(self) -> dict[str, Any]:
         """Every setting that can change a result, without the seed and without settings that this run does not read."""
         settings = super().dump_for_hash()
-        # Left out while LoRA is off, so that runs without adapters keep the hash from before LoRA was added.
-        if not self.model.lora_rank:
-            for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
-                del settings["model"][setting]
-        if not self.model.load_in_4bit:  # added later
-            del settings["model"]["load_in_4bit"]
-        # Added later, and read only where there is a reference.
-        if len(self.model_paths) == 1:
-            del settings["model"]["reference_path"]
-        for setting in find_unused_settings(POLICY_LOSSES, self.actor.policy_loss):
-            del settings["actor"][setting]
-        for setting in find_unused_settings(FILTER_STRATEGIES, self.filter.rollout_filter_strategy):
-            del settings["filter"][setting]
-        # Other games than Sokoban were added later, so their settings are only in the hash of runs that play them.
-        for game, kind in GAME_KINDS.items():
-            if kind.section is not None and game != self.env.name:
-                del settings["env"][game]
-        if not self.env.kind.has_trees:
-            del settings["algorithm"]["tree_weighting"], settings["algorithm"]["train_children"]
-        if self.env.name == EnvConfig.model_fields["name"].default:
-            del settings["env"]["name"]
-        if self.env.reward == GAME_REWARD:
-            del settings["env"]["reward"]
-        if not self.trainer.own_stop_rules:
-            del settings["trainer"]["own_stop_rules"]
-        # As for LoRA: these settings were added later. They are only in the hash of runs that use them.
-        if not self.collapse_detection.all_quantities:
-            del settings["collapse_detection"]["all_quantities"]
-        if not self.trainer.measure_val_kl:
-            del settings["trainer"]["measure_val_kl"]
-        if not self.early_stop.alarm:
-            del settings["early_stop"]["alarm"]
-        if not self.rollout.weight_noise:
-            del settings["rollout"]["weight_noise"]
-        if not self.rollout.trains_from_engine_logprobs:
-            del settings["rollout"]["recompute_logprobs"]
-        if self.actor.tis_imp_ratio_cap is None or self.actor.tis_mode == "token_truncate":
-            del settings["actor"]["tis_mode"], settings["actor"]["tis_imp_ratio_floor"]
-        if not self.model.compiled_passes:
-            del settings["model"]["compiled_passes"]
-        if self.model.dtype != "float16":
-            del settings["model"]["loss_scale"]
-        if self.model.head_dtype == "model" or self.model.dtype == "float32":
-            del settings["model"]["head_dtype"]
+        model, rollout, actor = self.model, self.rollout, self.actor
+        unread_settings: list[tuple[str, Iterable[str]]] = [
+            ("actor", find_unused_settings(POLICY_LOSSES, actor.policy_loss)),
+            ("filter", find_unused_settings(FILTER_STRATEGIES, self.filter.rollout_filter_strategy)),
+            # Other games than Sokoban were added later, so their settings are only in the hash of runs that play them.
+            ("env", [name for name, game in GAMES.items() if game.section is not None and name != self.env.name]),
+        ]
+        # Added after the first release, so they are only in the hash of runs that use them: the others keep theirs.
+        later_settings = [
+            (bool(model.lora_rank), "model", ("lora_rank", "lora_alpha", "lora_target_modules")),
+            (model.load_in_4bit, "model", ("load_in_4bit",)),
+            (len(self.model_paths) > 1, "model", ("reference_path",)),
+            (self.env.kind.has_trees, "algorithm", ("tree_weighting", "train_children")),
+            (self.env.name != EnvConfig.model_fields["name"].default, "env", ("name",)),
+            (self.env.reward != GAME_REWARD, "env", ("reward",)),
+            (bool(self.trainer.own_stop_rules), "trainer", ("own_stop_rules",)),
+            (self.collapse_detection.all_quantities, "collapse_detection", ("all_quantities",)),
+            (self.trainer.measure_val_kl, "trainer", ("measure_val_kl",)),
+            (bool(self.early_stop.alarm), "early_stop", ("alarm",)),
+            (bool(rollout.weight_noise), "rollout", ("weight_noise",)),
+            (rollout.trains_from_engine_logprobs, "rollout", ("recompute_logprobs",)),
+            (
+                actor.tis_imp_ratio_cap is not None and actor.tis_mode != "token_truncate",
+                "actor",
+                ("tis_mode", "tis_imp_ratio_floor"),
+            ),
+            (model.compiled_passes, "model", ("compiled_passes",)),
+            (model.dtype == "float16", "model", ("loss_scale",)),
+            (model.head_dtype != "model" and model.dtype != "float32", "model", ("head_dtype",)),
+        ]
+        unread_settings += [(section, names) for is_read, section, names in later_settings if not is_read]
+        for section, names in unread_settings:
+            for name in names:
+                del settings[section][name]
         return settings
+
+
+def _raise_conflict(config: RunConfig, conflicts: Iterable[tuple[bool, str]], prefix: str = "") -> RunConfig:
+    """`config`; ValueError for the first of its conflicts. conflicts: whether it has each, and the message."""
+    for is_conflict, message in conflicts:
+        if is_conflict:
+            raise ValueError(prefix + message)
+    return config
+
+
+def _find_model_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
+    """For each conflict of the model with its training, whether `config` has it, and the message."""
+    model, trainer = config.model, config.trainer
+    shared_trunk = (
+        "critic.shared_trunk=True has one update for policy and critic, so the critic cannot start first: set "
+        "trainer.critic_warmup=0"
+    )
+    adapters = "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2"
+    frozen_weights = (
+        "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64"
+    )
+    four_bits = (
+        "model.load_in_4bit works with updates in torch alone: set trainer.strategy=torch and trainer.n_gpus_per_node=1"
+    )
+    return [
+        (config.critic.shared_trunk and trainer.critic_warmup > 1, shared_trunk),  # 0 and 1 both mean: no warmup
+        (bool(model.lora_rank) and trainer.zero_stage == 3, adapters),
+        (model.load_in_4bit and not model.lora_rank, frozen_weights),
+        (model.load_in_4bit and trainer.uses_deepspeed, four_bits),
+    ]
+
+
+def _find_batch_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
+    """For each conflict of the numbers of a step with other settings, whether `config` has it, and the message."""
+    kl_ctrl, batch_size, groups = config.algorithm.kl_ctrl, config.max_batch_size, config.env.env_groups
+    steps, metric = config.trainer.total_training_steps, config.filter.rollout_filter_metric
+    levels = (
+        f"env.env_groups={groups} takes {groups * steps} training levels in {steps} steps, and a run has {MAX_LEVELS}: "
+        f"set env.env_groups={max(1, MAX_LEVELS // steps)} or fewer, or fewer trainer.total_training_steps"
+    )
+    episodes = (
+        f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size}: the batch of a step is filled up with copies "
+        f"to a common multiple of mini-batch and env.env_groups={groups}, which would be {batch_size} sequences, and "
+        f"{MAX_EPISODES} are the maximum: set actor.ppo_mini_batch_size={groups}, or a multiple of that"
+    )
+    engine_logprobs = (
+        "rollout.recompute_logprobs=False trains from the log-probs of the engine, so importance weights have nothing "
+        "to correct: set actor.tis_imp_ratio_cap=null, or rollout.recompute_logprobs=true"
+    )
+    entropies = (
+        "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
+        f"filter.rollout_filter_metric={metric} is made of them: set another metric, or rollout.recompute_logprobs=true"
+    )
+    horizon = (
+        f"algorithm.kl_ctrl.horizon={kl_ctrl.horizon}: must be above 0.2 times the {batch_size} sequences of a step, "
+        f"or the adaptive coefficient could become 0 or negative: set algorithm.kl_ctrl.horizon={10 * batch_size}, or "
+        f"another value above {0.2 * batch_size:g}"
+    )
+    float16 = (
+        "model.dtype=float16: its losses are scaled only where torch updates, on one GPU per run: set "
+        "trainer.n_gpus_per_node=1 and trainer.strategy=torch, or model.dtype=bfloat16"
+    )
+    trains_from_engine, has_entropies = config.rollout.trains_from_engine_logprobs, config.rollout.has_entropies
+    has_adaptive_kl = config.algorithm.use_kl_in_reward and kl_ctrl.type == "adaptive"
+    return [
+        # The seeds of a run's training levels are a block of this length (`envs/level_sets.py`).
+        (groups * steps > MAX_LEVELS, levels),
+        (batch_size > MAX_EPISODES, episodes),
+        (trains_from_engine and config.actor.tis_imp_ratio_cap is not None, engine_logprobs),
+        (not has_entropies and FILTER_METRICS[metric].reads_entropies, entropies),
+        # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2. Below
+        # this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
+        (has_adaptive_kl and kl_ctrl.horizon <= 0.2 * batch_size, horizon),
+        (config.model.dtype == "float16" and config.trainer.uses_deepspeed, float16),
+    ]
 
 
 def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
@@ -556,15 +535,10 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
     for key, value in overrides.items():
         name = resolve_key(key, type(config))
         # Pydantic reads 1_000 as 1000, which may be a slip for 1.000 or for a name.
-        if re.search(r"\d_\d", str(value)) and _has_number(flatten_settings(changed_config.model_dump())[name]):
+        setting = flatten_settings(changed_config.model_dump())[name] if re.search(r"\d_\d", str(value)) else ""
+        if any(isinstance(entry, int | float) for entry in (setting if isinstance(setting, tuple) else (setting,))):
             raise ConfigError(f"{name}={format_value(value)}: type numbers without `_`, like 1000 or 1e-3.")
     return changed_config
-
-
-def _has_number(value: object) -> bool:
-    """Whether the value of a setting is a number, or has some."""
-    values = value if isinstance(value, tuple) else (value,)
-    return any(isinstance(entry, int | float) for entry in values)
 
 
 def format_validation_error(error: ValidationError, max_errors: int = 10) -> str:

@@ -23,12 +23,12 @@ from trainable.config.choices import (
     PolicyLossKind,
 )
 from trainable.config.constants import MAX_DEFAULT_THREADS
-from trainable.config.game_sections import (
-    GAME_KINDS,
+from trainable.config.games import (
+    GAMES,
     OWN_GAME,
     CountdownConfig,
     FrozenLakeConfig,
-    GameKind,
+    Game,
     MastermindConfig,
     PapersConfig,
 )
@@ -59,7 +59,7 @@ from trainable.config.setting_types import (
 GAME_REWARD = "game"
 """The value of env.reward for the rewards of the game."""
 
-GameName = Annotated[str, AfterValidator(Choice(tuple(GAME_KINDS)))]
+GameName = Annotated[str, AfterValidator(Choice(tuple(GAMES)))]
 RewardName = Annotated[str, AfterValidator(Choice((GAME_REWARD,)))]
 FilterStrategyName = Annotated[str, AfterValidator(Choice(tuple(FILTER_STRATEGIES)))]
 PolicyLossName = Annotated[str, AfterValidator(Choice(tuple(POLICY_LOSSES)))]
@@ -161,9 +161,9 @@ class EnvConfig(Section):
         return 1 + self.papers.max_children if self.kind.has_trees else 1
 
     @property
-    def kind(self) -> GameKind:
+    def kind(self) -> Game:
         """The declaration of the selected game."""
-        return GAME_KINDS.get(self.name, OWN_GAME)
+        return GAMES.get(self.name, OWN_GAME)
 
     @model_validator(mode="after")
     def _check_episodes(self) -> Self:
@@ -288,8 +288,7 @@ class FilterConfig(Section):
         "linear", description="top_p mass of softmax(scores), which depends on their scale, or of the scores"
     )
     rollout_filter_selection_eps: NonNegative = Field(
-        0.01,
-        description="linear top_p: subtracted from the score mass that must be reached, in units of the score",
+        0.01, description="linear top_p: subtracted from the score mass that must be reached, in units of the score"
     )
 
     @property
@@ -340,7 +339,7 @@ class OptimConfig(Section):
     lr: Common[Positive] = Field(1e-6, description="learning rate (constant)")
 
     @model_validator(mode="after")
-    def _check_step_size(self) -> "OptimConfig":
+    def _check_step_and_sizes(self) -> "OptimConfig":
         # AdamW passes this quotient to a kernel of float32, which raises an error for a number that it cannot hold. It
         # is the largest, and that of the first step: later ones divide by 1 - betas[0] ** step.
         if self.lr / (1 - self.betas[0]) > MAX_FLOAT:
@@ -349,10 +348,6 @@ class OptimConfig(Section):
                 f"1 - betas[0], and float32 ends at {MAX_FLOAT:.2g} (the default is "
                 f"{type(self).model_fields['lr'].default})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_micro_batch_size(self) -> "OptimConfig":
         # The loss is a mean over micro-batches, as published, so they must have the same size.
         if self.ppo_mini_batch_size % self.ppo_micro_batch_size_per_gpu:
             raise ValueError(
@@ -412,8 +407,7 @@ class ActorConfig(OptimConfig):
         "truncated to it (TIS), or set to 0",
     )
     tis_imp_ratio_floor: Annotated[Fraction | None, ParseNull] = Field(
-        None,
-        description="with a mask: smaller weights are set to 0, too; IcePop: token_mask from 0.5 to 5; null: none",
+        None, description="with a mask: smaller weights are set to 0, too; IcePop: token_mask from 0.5 to 5; null: none"
     )
     filter_loss_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="scale advantages by the fraction of groups kept (linear) or its square root (sqrt)"
@@ -543,8 +537,7 @@ class TrainerConfig(BaseTrainerConfig):
     )
     resume_every: Common[int] = Field(25, ge=1, description="write the rolling checkpoint for recovery every N steps")
     resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(
-        None,
-        description="write it earlier, so that at most N seconds of training are lost; null: by steps only",
+        None, description="write it earlier, so that at most N seconds of training are lost; null: by steps only"
     )
     async_checkpoints: bool = Field(
         False, description="write checkpoints while the next step samples, instead of waiting for the disk"
@@ -557,9 +550,7 @@ class TrainerConfig(BaseTrainerConfig):
     )
     disk_patience: Patience = Field(600.0, description="seconds to wait while the disk is full")
     critic_warmup: int = Field(
-        0,
-        ge=0,
-        description="first step that updates the policy (earlier ones train only the critic); 0 or 1: all do",
+        0, ge=0, description="first step that updates the policy (earlier ones train only the critic); 0 or 1: all do"
     )
     gradient_analysis_mode: bool = Field(False, description="analyze the gradients of buckets of groups")
     gradient_analysis_every: int = Field(50, ge=1, description="analyze gradients at step 1 and every N steps after it")
@@ -635,25 +626,17 @@ class TrainerConfig(BaseTrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_threads(self) -> Self:
+    def _check_devices(self) -> Self:
         if self.num_threads not in (None, 1) and self.n_gpus_per_node == 0:
             raise ValueError(
                 f"num_threads={self.num_threads}: needs a GPU; runs on the CPU have one thread each, so that a seed "
                 "always gives the same rows: set num_threads=1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_swap(self) -> Self:
         if self.swap_to_host and self.uses_deepspeed and (self.zero_stage != 3 or self.offload_optimizer):
             raise ValueError(
                 "swap_to_host=True: with DeepSpeed it needs zero_stage=3 and offload_optimizer=False, and these are "
                 f"{self.zero_stage} and {self.offload_optimizer}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_parameter_offload(self) -> Self:
         if self.offload_parameters and self.zero_stage != 3:
             raise ValueError(
                 f"offload_parameters=True: needs zero_stage=3, which shards the weights over the ranks; zero_stage is "

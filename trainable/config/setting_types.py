@@ -3,15 +3,17 @@
 import ipaddress
 import math
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
-from trainable.config.choices import EXACT_KL, KL_KINDS
+from trainable.algo.names import KL_KINDS, LOSS_AGG_MODES
+from trainable.config.choices import EXACT_KL
 from trainable.files.control_characters import escape_controls, is_printable
 
 Setting = TypeVar("Setting")
@@ -42,9 +44,18 @@ class Outside:
 
 KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
 """A KL estimator from sampled tokens, the exact KL, or, with `+`, the value of an estimator with the gradient of k2."""
-LossAggMode = Literal[
-    "token-mean", "token-mean-global", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+LossAggMode = Literal[LOSS_AGG_MODES]  # type: ignore[valid-type]
+
+
+def require(is_valid: Callable[[Any], object], problem: str) -> AfterValidator:
+    """Validator of a value: ValueError with `problem` unless `is_valid` of it is true."""
+
+    def check(value: Setting) -> Setting:
+        if not is_valid(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
 
 
 def _check_power_of_two(number: float) -> float:
@@ -136,14 +147,12 @@ def _parse_null(value: object) -> object:
 ParseNull = BeforeValidator(_parse_null)
 
 
-def _check_printable(path: str) -> str:
-    """`path`. ValueError if it is empty or not printable, because it names folders and is written to logs."""
-    if not path.strip() or not is_printable(path):
-        raise ValueError("must not be empty or contain control characters")
-    return path
-
-
-LocalPath = Annotated[str, Field(max_length=1024), AfterValidator(_check_printable)]
+LocalPath = Annotated[
+    str,
+    Field(max_length=1024),
+    require(lambda path: path.strip() and is_printable(path), "must not be empty or contain control characters"),
+]
+"""It names folders and is written to logs."""
 
 
 def is_loopback(host: str | None) -> bool:
@@ -176,15 +185,14 @@ Endpoint = Annotated[str, Field(max_length=1024), AfterValidator(_check_endpoint
 """The address of an API over HTTP."""
 
 
-def _check_key_variable(name: str) -> str:
-    """`name`. ValueError unless it is that of a key of an API, so that no other secret is sent in its place."""
-    if not re.fullmatch(r"[A-Z0-9_]+_API_KEY|TUNE_STUDY_[A-Z0-9_]+", name, re.ASCII):
-        raise ValueError("must end in _API_KEY, such as OPENAI_API_KEY, or begin with TUNE_STUDY_")
-    return name
-
-
-KeyVariable = Annotated[str, AfterValidator(_check_key_variable)]
-"""The name of an environment variable with a key of an API, and of no other secret."""
+KeyVariable = Annotated[
+    str,
+    require(
+        lambda name: re.fullmatch(r"[A-Z0-9_]+_API_KEY|TUNE_STUDY_[A-Z0-9_]+", name, re.ASCII),
+        "must end in _API_KEY, such as OPENAI_API_KEY, or begin with TUNE_STUDY_",
+    ),
+]
+"""The name of an environment variable with a key of an API, so that no other secret is sent in its place."""
 
 
 def format_value(value: object, max_length: int = 80) -> str:

@@ -107,7 +107,9 @@ def diagnose_episodes(
     Source: published code (RAGEN `CollapseDetector.compute_collapse_metrics`).
     """
     turns = read_turns(episodes, codec)
-    row, next_averages = _compute_coverage(turns, settings), dict(averages)
+    row, next_averages = compute_thought_coverage(turns), dict(averages)
+    if not settings.first_turn_enabled:  # published: first turns are counted only if their sample is on
+        row = {name: value for name, value in row.items() if not name.startswith("collapse_first_turn_")}
     for sample in _draw_samples(turns, [episode.group for episode in episodes], settings, rng):
         start = time.perf_counter()
         measurement = _compute_quantities(model, sample, averages.get(sample.name), world)
@@ -145,14 +147,6 @@ def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[st
         )
     trainer.collapse_averages = diagnosis.averages
     return diagnosis.row
-
-
-def _compute_coverage(turns: Sequence[Sequence[Turn]], settings: CollapseDetectionConfig) -> dict[str, float]:
-    """How many turns have a thought; first turns are counted only if their sample is on (published)."""
-    columns = {name.replace("/", "_"): value for name, value in compute_thought_coverage(turns).items()}
-    if settings.first_turn_enabled:
-        return columns
-    return {name: value for name, value in columns.items() if not name.startswith("collapse_first_turn_")}
 
 
 def _draw_samples(

@@ -68,19 +68,16 @@ def compute_cross_scores(
 
     Args:
         model: the model that scores, on its own device; its weights and mode are unchanged.
-        prompts, thoughts: token ids, at least one of each; lengths may differ.
+        prompts, thoughts: token ids, at least one of each, none of them empty; lengths may differ. A prompt and a
+            thought together fit into the model's context.
         max_tokens: upper limit of rows times length of a pass, both for reading prompts and for scoring trees. It
             limits memory. A single prompt, or a single thought after a single prompt, may be longer. None:
             `PASS_TOKENS`, or `PASS_TOKENS_CUDA` on a GPU.
         world: ranks that all call this with the same arguments; each scores some prompts, and all get all sums.
-
-    Raises:
-        ValueError: a prompt or thought is empty, or a prompt and a thought together exceed the model's context.
     """
     device = model.lm_head.weight.device
     if max_tokens is None:
         max_tokens = PASS_TOKENS_CUDA if device.type == "cuda" else PASS_TOKENS
-    _check_inputs(model, prompts, thoughts, max_tokens)
     unique_prompts, column_of = _deduplicate(prompts)
     unique_thoughts, row_of = _deduplicate(thoughts)
     trees = list(_make_trees(unique_thoughts, min(TREE_TOKENS, max_tokens), device))
@@ -95,30 +92,6 @@ def compute_cross_scores(
     # Each column is 0 on all ranks except the one that has computed it, so the sum over ranks gathers them.
     logprob_sums = world.all_reduce(logprob_sums)
     return CrossScores(logprob_sums[row_of][:, column_of].cpu(), torch.tensor([len(thought) for thought in thoughts]))
-
-
-def _check_inputs(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]], max_tokens: int
-) -> None:
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, such as 2048.")
-    for name, sequences in (("prompt", prompts), ("thought", thoughts)):
-        lengths = [len(tokens) for tokens in sequences]
-        if min(lengths, default=0) == 0:
-            problem = f"{name} {lengths.index(0)} is empty" if lengths else f"there is no {name}"
-            raise ValueError(
-                f"{problem}: scoring needs at least one {name}, each with at least one token. Leave empty ones out."
-            )
-    prompt_lengths, thought_lengths = ([len(tokens) for tokens in sequences] for sequences in (prompts, thoughts))
-    longest_prompt, longest_thought = max(prompt_lengths), max(thought_lengths)
-    context = model.shape.max_position_embeddings
-    if longest_prompt + longest_thought > context:
-        raise ValueError(
-            f"prompt {prompt_lengths.index(longest_prompt)} has {longest_prompt} tokens and "
-            f"thought {thought_lengths.index(longest_thought)} has {longest_thought}, "
-            f"{longest_prompt + longest_thought} together; the model's context has {context}. "
-            "Leave the longest ones out."
-        )
 
 
 def _deduplicate(sequences: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:

@@ -4,23 +4,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from trainable.algo.filters import compute_group_scores
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
+from trainable.diagnostics.collapse import diagnose_step
 from trainable.diagnostics.gradient_probe import ProbeResult, probe_gradients
 from trainable.envs.level_sets import collect_excluded_keys, make_training_levels
 from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.filtering import filter_episodes
+from trainable.ppo.targets import PreparedBatch
+from trainable.ppo.trainer import Diagnostics, PPOTrainer
 from trainable.rollout.episode import Episode
 from trainable.runs.run import Row
-
-if TYPE_CHECKING:
-    from trainable.ppo.targets import PreparedBatch
-    from trainable.ppo.trainer import PPOTrainer
 
 LEVEL_SEED_OFFSET = 500_000
 """Distance from the first seed of training levels to the first seed of analysis levels.
@@ -34,7 +32,7 @@ FILTER_COLUMNS = ("groups_kept", "kept_ratio", "zero_std_groups", "reward_std", 
 
 
 def analyze_gradients(
-    trainer: "PPOTrainer", episodes: list[Episode], source: str = "train", overrides: str | None = None
+    trainer: PPOTrainer, episodes: list[Episode], source: str = "train", overrides: str | None = None
 ) -> list[Row]:
     """Analyze the gradients of the trainer's policy. The trainer is not changed.
 
@@ -85,7 +83,7 @@ def analyze_gradients(
 
 
 def _make_line(
-    trainer: "PPOTrainer",
+    trainer: PPOTrainer,
     prefilter: bool,
     episodes: Sequence[Episode],
     groups_kept: int,
@@ -121,7 +119,7 @@ def _describe_terms(config: RunConfig) -> dict[str, Row]:
     }
 
 
-def _roll_out_batch(trainer: "PPOTrainer", num_groups: int, group_size: int) -> list[Episode]:
+def _roll_out_batch(trainer: PPOTrainer, num_groups: int, group_size: int) -> list[Episode]:
     """Roll out a batch for this analysis, on levels that training and tests do not use."""
     config, step = trainer.config, trainer.step_index
     # The number of this analysis, from 1, selects its levels. A probe of a policy before its first step (step 0) uses
@@ -135,7 +133,7 @@ def _roll_out_batch(trainer: "PPOTrainer", num_groups: int, group_size: int) -> 
     return trainer.roll_out(levels, group_size, "gradient_sampling")
 
 
-def _probe_batch(trainer: "PPOTrainer", prepared: "PreparedBatch", reward_stds: Mapping[int, float]) -> ProbeResult:
+def _probe_batch(trainer: PPOTrainer, prepared: PreparedBatch, reward_stds: Mapping[int, float]) -> ProbeResult:
     config = trainer.config
     seed = int(make_rng(config.seed, "gradient_folds", trainer.step_index).integers(2**62))
     # The run's own networks instead of sharded ones: ranks make different numbers of passes here, while every pass of a
@@ -159,3 +157,7 @@ def _replace_nonfinite(row: Row) -> Row:
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }
+
+
+DIAGNOSTICS = Diagnostics(collapse=diagnose_step, gradients=analyze_gradients)
+"""Those that a run gives to its trainer. Each of them measures only if the settings switch it on."""

@@ -25,12 +25,13 @@ from trainable.algo.gradient_signal import (
     compute_fold_gram,
     compute_published_norm,
     compute_update_fractions,
+    count_sketch,
     estimate_gradient_signal,
     estimate_signal_fractions,
     split_folds,
 )
-from trainable.algo.reductions import TOKEN_MEANS, compute_loss_weights
-from trainable.algo.sketch import count_sketch
+from trainable.algo.names import TOKEN_MEANS
+from trainable.algo.reductions import compute_loss_weights
 from trainable.backend.meter import Meter
 from trainable.backend.world import World
 from trainable.files.step_phase import STEP_PHASE
@@ -81,7 +82,7 @@ def probe_gradients(
         max_buckets: maximum number of buckets in mode `quantile`.
         bucket_mode: `quantile`, or `fixed_rv`, in which empty buckets are left out.
         generator: assigns the groups to folds.
-        sketch_size: entries of the sketch that replaces each gradient (`algo.sketch`); None keeps full gradients.
+        sketch_size: entries of the sketch that replaces each gradient (`count_sketch`); None keeps full gradients.
         dtype: type in which the model's passes compute, a key of `ROUNDING_TOLERANCE`.
 
     Memory on the model's device with full gradients: (2 x folds x components + 3 x components + 2) copies of its
@@ -155,10 +156,6 @@ class _FoldSums(NamedTuple):
         for tensor in (*self.gradient_sums, *self.score_sums, self.counts):
             world.all_reduce(tensor)
 
-    def compute_score_norm(self) -> float:
-        """Norm of the mean gradient of the task with every advantage 1."""
-        return float(torch.nn.utils.get_total_norm(self.score_sums) / self.counts.sum())
-
     def compute_gram(self) -> tuple[Tensor, Tensor]:
         """Inner products of the folds' mean gradients, (K, C + 1, K, C + 1), and the folds' counts (K,).
 
@@ -167,14 +164,11 @@ class _FoldSums(NamedTuple):
         # A fold without trained tokens has no mean and is left out.
         is_used = self.counts > 0
         counts = self.counts[is_used]
-        gram = compute_fold_gram(_average_folds(block[is_used], counts) for block in self.gradient_sums)
+        gram = compute_fold_gram(
+            block[is_used] / counts.to(block).view(-1, *[1] * (block.dim() - 1)) for block in self.gradient_sums
+        )
         gram = torch.cat((gram, gram.sum(1, keepdim=True)), dim=1)
         return torch.cat((gram, gram.sum(3, keepdim=True)), dim=3), counts
-
-
-def _average_folds(block: Tensor, counts: Tensor) -> Tensor:
-    """Divide the sums (K, C, ...) of each fold by its part of the divisor."""
-    return block / counts.to(block).view(-1, *[1] * (block.dim() - 1))
 
 
 @dataclass(frozen=True)
@@ -214,7 +208,8 @@ class _Probe:
 
         A gradient that is not finite is not among them, since a comparison with NaN is False.
         """
-        settings, min_norm = self.update.settings, self.rounding_tolerance * sums.compute_score_norm()
+        settings = self.update.settings
+        min_norm = self.rounding_tolerance * float(torch.nn.utils.get_total_norm(sums.score_sums) / sums.counts.sum())
         factors = {"entropy": settings.entropy_coeff, "kl": settings.kl_loss_coef, "value": self.update.value_weight}
         rounded_names = [
             name for name in sums.components if signal_rows[name]["mean_norm"] <= min_norm * abs(factors.get(name, 1.0))

@@ -51,14 +51,10 @@ def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
     Source: published code (RAGEN), which encodes the stripped text of the thought again.
     Degenerate: a thought that is empty, blank or not closed has no tokens.
     """
-    pieces = _decode_tokens(episodes, codec)
-    return [[_make_turn(episode, turn, pieces) for turn in range(len(episode.texts))] for episode in episodes]
-
-
-def _decode_tokens(episodes: Sequence[Episode], codec: Codec) -> dict[int, str]:
-    """The text of every token that was sampled, by token id. Each is decoded once, since most occur many times."""
+    # Each sampled token is decoded once, since most occur many times.
     ids = np.unique(np.concatenate([episode.tokens[episode.mask] for episode in episodes]))
-    return dict(zip(ids.tolist(), codec.decode([[token] for token in ids.tolist()]), strict=True))
+    pieces = dict(zip(ids.tolist(), codec.decode([[token] for token in ids.tolist()]), strict=True))
+    return [[_make_turn(episode, turn, pieces) for turn in range(len(episode.texts))] for episode in episodes]
 
 
 def _make_turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:
@@ -79,17 +75,17 @@ def _extract_thought(reply: Tokens, pieces: Sequence[str]) -> Tokens:
 
 
 def compute_thought_coverage(turns: Sequence[Sequence[Turn]]) -> dict[str, float]:
-    """How many turns can be diagnosed, under the published names.
+    """How many turns can be diagnosed, under the published names with `_` for `/`.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no episode gives zeros.
     """
     num_valid = sum(turn.is_valid for episode in turns for turn in episode)
     num_first_valid = sum(episode[0].is_valid for episode in turns)
     return {
-        "collapse/valid_thinking_rate": num_valid / max(1, sum(len(episode) for episode in turns)),
-        "collapse/first_turn_num_total": len(turns),
-        "collapse/first_turn_num_valid": num_first_valid,
-        "collapse/first_turn_valid_rate": num_first_valid / max(1, len(turns)),
+        "collapse_valid_thinking_rate": num_valid / max(1, sum(len(episode) for episode in turns)),
+        "collapse_first_turn_num_total": len(turns),
+        "collapse_first_turn_num_valid": num_first_valid,
+        "collapse_first_turn_valid_rate": num_first_valid / max(1, len(turns)),
     }
 
 

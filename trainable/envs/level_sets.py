@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from trainable.config.run_config import RunConfig
+from trainable.config.setting_types import MAX_LEVELS
 from trainable.envs.environment import FIRST_TEST_SEED, L, Level, LevelSource
 
 MakeLevels = Callable[[Sequence[int]], Sequence[L]]
@@ -27,7 +28,7 @@ MakeLevels = Callable[[Sequence[int]], Sequence[L]]
 PUBLISHED_TRAINING_SEEDS = range(10_000, 13_200)
 PUBLISHED_VALIDATION_SEEDS = range(123, 635)
 # The bounds of env.seed_train and of the run's seed keep training below the demonstrations.
-SEEDS_PER_RUN = 1_000_000
+SEEDS_PER_RUN = MAX_LEVELS
 FIRST_DEMONSTRATION_SEED = 700_000_000
 FIRST_REPLACEMENT_SEED = 1_000_000_000
 TEST_LEVELS = 512

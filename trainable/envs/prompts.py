@@ -9,7 +9,7 @@ invalid turn is dropped, and role headers are trained).
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from trainable.envs.environment import Environment, State
 END_OF_MESSAGE = CHATML.end_marker
 START_OF_THOUGHT = "<think>"
 ACTION_SEPARATOR = "||"
-PROMPT_STYLES = ("full", "compact")
 _REPLY = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_end|>")
 
@@ -103,6 +102,26 @@ def make_prompt_template(
         ),
         chat.end_marker,
     )
+
+
+def format_board(
+    grid: str, shape: tuple[int, ...], cells_by_label: Mapping[str, Sequence[int]], observation_format: str
+) -> str:
+    """A board as its grid, as the size and the (row, col) positions of its objects, or as both, each under a title.
+
+    grid: one line per row. shape: (rows, cols). cells_by_label: the flat cells of each kind of object; a kind without
+    cells has no line. observation_format: grid, coord or grid_coord.
+    Source: published code (both title lines end in a space).
+    """
+    if observation_format == "grid":
+        return grid
+    rows, cols = shape
+    lines = [f"Board size: {rows} rows x {cols} cols (zero-indexed)."]
+    for label, cells in cells_by_label.items():
+        if cells:
+            lines.append(f"{label}: {', '.join(f'({cell // cols}, {cell % cols})' for cell in cells)}")
+    coordinates = "\n".join(lines)
+    return coordinates if observation_format == "coord" else f"Coordinates: \n{coordinates}\nGrid Map: \n{grid}"
 
 
 def format_reward(reward: float) -> str:

@@ -171,7 +171,10 @@ def _encode(record: Mapping[str, Any]) -> bytes:
     """A record as JSON. Raise ValueError for an empty record, and for one that has the key of the checksum."""
     if not record or CHECKSUM_KEY in record:
         raise ValueError(f"a line needs at least one key, and `{CHECKSUM_KEY}` is reserved: {sorted(record)}")
-    return json.dumps({key: _drop_nonfinite(value) for key, value in record.items()}, allow_nan=False).encode()
+    finite_record = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+    return json.dumps(finite_record, allow_nan=False).encode()
 
 
 def _make_line(body: bytes, checksum: str) -> bytes:
@@ -194,7 +197,3 @@ def _ends_with_newline(path: Path) -> bool:
     with open_regular(path, "rb") as file:
         file.seek(-1, os.SEEK_END)
         return bool(file.read(1) == b"\n")
-
-
-def _drop_nonfinite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,11 +7,13 @@ because Ray Tune's own writers follow links.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -137,6 +139,24 @@ def _check_mode(path: Path, mode: int) -> None:
         raise _refuse_kind(path, mode)
 
 
+def lock_file(file: IO[Any] | int, patience_s: float = 0.0, *, is_shared: bool = False) -> None:
+    """Lock an open file, so that no other process can; with `is_shared`, others may share the lock.
+
+    Raises BlockingIOError if another process still has the lock after `patience_s` seconds, and OSError if the file
+    system has no locks. The operating system releases a lock when the file is closed or its process ends, even after a
+    SIGKILL.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(0.02)  # `flock` itself has no timeout
+
+
 def read_bytes(path: Path, max_bytes: int = sys.maxsize) -> bytes:
     """The content of a file.
 
@@ -198,3 +218,18 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     fsync_path(path.parent)  # syncs the renaming, too: a power cut must not leave an empty file under this name
+
+
+def find_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of what this project has made on this machine and can make again; it may not exist yet.
+
+    It is TUNE_STUDY_CACHE, or tune_study/ in the user's cache.
+
+    environ: the environment variables. Relative paths are below the home folder, because runs have other working
+    folders.
+    """
+    home = Path(environ.get("HOME", "~")).expanduser()
+    cache = environ.get("TUNE_STUDY_CACHE")
+    return home / (
+        Path(cache).expanduser() if cache else Path(environ.get("XDG_CACHE_HOME") or ".cache") / "tune_study"
+    )

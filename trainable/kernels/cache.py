@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from trainable.files.cache import find_cache_folder
+from trainable.files.paths import find_cache_folder
 
 COMPILE_COMMAND = "python -m trainable.tiny --compile"
 """Compiles the kernels; studies run it before they start."""

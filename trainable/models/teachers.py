@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainable.config.command_lines import quote_argument
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
-from trainable.files.cache import find_cache_folder
+from trainable.files.paths import find_cache_folder
 
 
 def find_teacher_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:

@@ -58,11 +58,6 @@ def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer |
     return PPOTrainer(settings, diagnostics=diagnostics)
 
 
-def _make_rendezvous() -> Rendezvous:
-    """A file that no other run uses, in this machine's temporary folder: all ranks are on one machine."""
-    return Rendezvous(Path(tempfile.gettempdir()) / f"tune_study_ranks_{uuid4().hex}")
-
-
 class RankActor:
     """The actor of a rank other than 0: it calls the same methods of its trainer as rank 0, and returns no results.
 
@@ -126,7 +121,8 @@ class DistributedTrainer:
     """
 
     def __init__(self, settings: RunConfig, world_size: int, diagnostics: Diagnostics) -> None:
-        self.rendezvous = _make_rendezvous()
+        # A file that no other run uses, in this machine's temporary folder: all ranks are on one machine.
+        self.rendezvous = Rendezvous(Path(tempfile.gettempdir()) / f"tune_study_ranks_{uuid4().hex}")
         # The calls that run on the other ranks at the moment, as Ray's object references.
         self.pending_refs: list[Any] = []
         self.rank_actors = [

@@ -1,7 +1,9 @@
 """Statistics of episodes: results of validation and test, and summaries of training rollouts and batches."""
 
+import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,12 +13,17 @@ from torch import Tensor
 
 from trainable.algo.losses import estimate_kl
 from trainable.algo.reductions import masked_mean
+from trainable.config.own_parts import pin_parts
+from trainable.config.run_config import RunConfig
 from trainable.envs.environment import Level, LevelSource
 from trainable.ppo.step_record import BatchSummary, RolloutSummary, Validation
 from trainable.ppo.update import Targets
 from trainable.rollout.batch import Batch
 from trainable.rollout.episode import Episode
 from trainable.runs.episode_lines import RecordedEpisode
+
+_MAX_BASE_EVALUATIONS = 32
+"""Validations of untrained policies to remember. The runs of a seed follow each other, so few are needed at a time."""
 
 
 class Evaluation(NamedTuple):
@@ -183,3 +190,45 @@ def summarize_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[
 def reshape_by_group(values: Sequence[float], group_size: int) -> Tensor:
     """Values of consecutive episodes as a (P, G) float32 tensor."""
     return torch.tensor(values, dtype=torch.float32).view(-1, group_size)
+
+
+def make_evaluation_key(config: RunConfig, weights: Mapping[str, Tensor], reference: str | None) -> str:
+    """SHA-256 of everything on which the validation of an untrained policy depends.
+
+    These are the weights of the policy, the seed, the game with its levels and the settings of the sampler. How the
+    policy will be trained has no influence, except on the weights of turns that are recorded with an episode of a tree,
+    so all arms of a study over losses have the same key.
+
+    Args:
+        config: the run's configuration.
+        weights: the policy's tensors by name, on the CPU.
+        reference: fingerprint of a reference with weights of its own; None without one. The KL to it may be measured.
+    """
+    settings = pin_parts(config).model_dump(mode="json", include={"seed", "env", "model", "rollout"})
+    # Without a reference of its own the policy is the reference, and there is no KL to measure.
+    kl_source = [config.measures_val_kl, reference] if reference else None
+    # Recorded episodes of trees have the weights of their turns.
+    tree_settings = (
+        [config.algorithm.tree_weighting, config.algorithm.train_children] if config.env.kind.has_trees else None
+    )
+    choices = [settings, kl_source, config.trainer.log_val_generations, tree_settings]
+    digest = hashlib.sha256(json.dumps(choices, sort_keys=True).encode())
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class BaseEvaluations:
+    """Validations of untrained policies by their key, for runs that start from one policy; the oldest go first."""
+
+    def __init__(self) -> None:
+        self._evaluations: dict[str, list[Evaluation]] = {}
+
+    def get_or_make(self, key: str, evaluate: Callable[[], list[Evaluation]]) -> list[Evaluation]:
+        """The evaluations of `key`, which `evaluate` makes unless they have been made before."""
+        if key not in self._evaluations:
+            self._evaluations[key] = evaluate()
+            if len(self._evaluations) > _MAX_BASE_EVALUATIONS:
+                del self._evaluations[next(iter(self._evaluations))]
+        return self._evaluations[key]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from trainable.algo.advantages import (
-    AdvantagesReturns,
     bi_level_gae,
     gae,
     group_skill,
@@ -82,7 +81,12 @@ def _compute_advantages(
     """Advantages and returns (B, T) of the estimator; without a critic, returns are 0 and unused."""
     if settings.estimator.needs_critic:
         assert values is not None
-        estimate = _compute_gae(batch, rewards, values, settings)
+        if settings.bi_level_gae:
+            estimate = bi_level_gae(
+                rewards, values, batch.mask, batch.turns, settings.gamma, settings.lam, settings.high_level_gamma
+            )
+        else:
+            estimate = gae(rewards, values, batch.mask, settings.gamma, settings.lam)
         # As published. The critic-free estimators do their own centering or whitening.
         return masked_whiten(estimate.advantages, batch.mask), estimate.returns
     if settings.adv_estimator not in ADVANTAGE_ESTIMATORS:
@@ -91,15 +95,6 @@ def _compute_advantages(
         # No estimator of the user gets to train tokens that were not sampled.
         return torch.where(batch.mask, advantages.to(rewards.dtype), 0).detach(), torch.zeros_like(rewards)
     return _CRITIC_FREE_ESTIMATORS[settings.adv_estimator](batch, rewards, settings), torch.zeros_like(rewards)
-
-
-def _compute_gae(batch: Batch, rewards: Tensor, values: Tensor, settings: AlgorithmConfig) -> AdvantagesReturns:
-    """GAE over tokens, or with settings.bi_level_gae over turns and then over the tokens of each turn."""
-    if settings.bi_level_gae:
-        return bi_level_gae(
-            rewards, values, batch.mask, batch.turns, settings.gamma, settings.lam, settings.high_level_gamma
-        )
-    return gae(rewards, values, batch.mask, settings.gamma, settings.lam)
 
 
 def _compute_scores(batch: Batch, rewards: Tensor) -> Tensor:

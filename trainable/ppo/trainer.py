@@ -30,11 +30,12 @@ from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, ValueModel
 from trainable.models.load import Policy, check_base, check_reference, make_codec, pick_device, prepare_device
 from trainable.models.networks import make_networks
-from trainable.ppo.base_evaluations import BaseEvaluations, make_evaluation_key
 from trainable.ppo.evaluation import (
+    BaseEvaluations,
     Evaluation,
     estimate_mean_kl,
     make_evaluation,
+    make_evaluation_key,
     measure_episodes,
     number_classes,
     summarize_batch,
@@ -43,9 +44,8 @@ from trainable.ppo.evaluation import (
 )
 from trainable.ppo.filtering import Selection, filter_episodes
 from trainable.ppo.flops import compute_mfu, estimate_rollout_flops, estimate_training_flops, measure_peak_flops
-from trainable.ppo.phases import Clock, PhaseTimer
+from trainable.ppo.phases import Clock, PhaseTimer, StepPlan, plan_step
 from trainable.ppo.recording import record_episode, record_trained_episodes
-from trainable.ppo.schedule import StepPlan, plan_step
 from trainable.ppo.step_record import (
     BatchSummary,
     Budget,
@@ -592,7 +592,10 @@ class PPOTrainer:
         evaluation = make_evaluation(
             episodes, self.step_index, split, mode, number_classes([level.key for level in levels])
         )
-        kl = self._measure_kl_to_reference(episodes, temperature) if measures_kl else None
+        kl = None
+        if measures_kl:
+            batch = Batch(*(tensor.to(self.device) for tensor in collate(episodes)))
+            kl = estimate_mean_kl(batch, self._compute_reference_logprobs(batch, temperature))
         recorded_levels = self.config.trainer.log_val_generations if is_sampled_validation else 0
         return evaluation._replace(
             kl_to_reference=kl,
@@ -602,12 +605,6 @@ class PPOTrainer:
                 for episode in episodes[: recorded_levels * group_size : group_size]
             ),
         )
-
-    def _measure_kl_to_reference(self, episodes: Sequence[Episode], temperature: float) -> float:
-        """KL of policy and reference in nats per token, over the sampled tokens of `episodes`; the estimator is k3."""
-        batch = Batch(*(tensor.to(self.device) for tensor in collate(episodes)))
-        ref_logprobs = self._compute_reference_logprobs(batch, temperature)
-        return estimate_mean_kl(batch, ref_logprobs)
 
     # ------------------------------------------------------------------ budget and timing
 

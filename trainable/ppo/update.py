@@ -20,7 +20,7 @@ from trainable.algo.importance import ImportanceCorrection, compute_importance_w
 from trainable.algo.losses import compute_log_ratio, estimate_kl, ppo_clip_loss, value_clip_loss
 from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.target_policy import target_policy_loss
-from trainable.algo.vocabulary import TokenStatistics, compute_token_statistics, logprobs_from_hidden
+from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hidden
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import Backend
 from trainable.backend.world import SINGLE_PROCESS, World, shard_rows
@@ -269,7 +269,7 @@ class ActorUpdate:
         meter, settings = Meter(), self.settings
 
         def compute_loss(inputs: PassInputs) -> Tensor:
-            return self._compute_loss(inputs, meter)
+            return reduce(operator.add, self.compute_loss_terms(inputs, meter).values())
 
         def get_targets(rows: Tensor) -> Targets:
             # Only tpo has targets that depend on the current weights, which change with every optimizer step.
@@ -330,10 +330,6 @@ class ActorUpdate:
         sequence_weights[rows] = loss.sequence_weights.to(sequence_weights.dtype)
         return targets._replace(sequence_weights=sequence_weights)
 
-    def _compute_loss(self, inputs: PassInputs, meter: Meter) -> Tensor:
-        """The total loss of one pass."""
-        return reduce(operator.add, self.compute_loss_terms(inputs, meter).values())
-
     def compute_loss_terms(self, inputs: PassInputs, meter: Meter) -> dict[str, Tensor]:
         """The terms of the loss of one pass, multiplied by their coefficients; the loss is their sum.
 
@@ -361,7 +357,12 @@ class ActorUpdate:
         if settings.entropy_coeff != 0:
             terms["entropy"] = -settings.entropy_coeff * entropy
         if settings.use_kl_loss:
-            kl = (inputs.weights * self._compute_kl(inputs, statistics)).sum()
+            token_kl = statistics.full_kl  # kl_loss_type=full: already computed, together with the log-probs
+            if token_kl is None:
+                assert inputs.targets.ref_logprobs is not None
+                ref_logprobs = inputs.select_trained(inputs.targets.ref_logprobs)
+                token_kl = estimate_kl(statistics.logprobs, ref_logprobs, settings.kl_loss_type)
+            kl = (inputs.weights * token_kl).sum()
             meter.add(tokens=0, loss_terms={"kl_loss": kl.detach()}, token_sums={})
             terms["kl"] = settings.kl_loss_coef * kl
         if self.value_head is not None:
@@ -400,9 +401,11 @@ class ActorUpdate:
         weights = inputs.weights
         # An engine's log-probs differ from the trainer's by rounding. These weights correct the loss of the tokens that
         # it sampled. RunConfig rejects them for tpo, which weights sequences.
-        correction = make_importance_correction(settings)
-        if correction is not None:
-            batch = inputs.batch
+        if settings.tis_imp_ratio_cap is not None:
+            batch, (unit, kind) = inputs.batch, settings.tis_mode.split("_")
+            correction = ImportanceCorrection(
+                settings.tis_imp_ratio_cap, settings.tis_imp_ratio_floor, unit == "sequence", kind == "mask"
+            )
             engine_weights, is_clipped = compute_importance_weights(
                 batch.logprobs, batch.engine_logprobs, batch.mask, correction
             )
@@ -411,15 +414,6 @@ class ActorUpdate:
         pg_loss = (weights * token_loss).sum()
         meter.add(len(old_logprobs), {"pg_loss": pg_loss.detach()}, token_sums)
         return pg_loss
-
-    def _compute_kl(self, inputs: PassInputs, statistics: TokenStatistics) -> Tensor:
-        """KL penalty (N,) of each trained token."""
-        if statistics.full_kl is not None:  # kl_loss_type=full: already computed, together with the log-probs
-            return statistics.full_kl
-        assert inputs.targets.ref_logprobs is not None
-        return estimate_kl(
-            statistics.logprobs, inputs.select_trained(inputs.targets.ref_logprobs), self.settings.kl_loss_type
-        )
 
     def _compute_reference_inputs(self, inputs: PassInputs, flat_positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Hidden states (N, hidden) and head of the reference for the exact KL; None if another KL or none is used.
@@ -434,16 +428,6 @@ class ActorUpdate:
             return self.reference.model.compute_hidden_states(
                 inputs.batch.tokens, flat_positions
             ), self.reference.lm_head.weight
-
-
-def make_importance_correction(settings: ActorConfig) -> ImportanceCorrection | None:
-    """How importance weights correct the difference of engine and trainer; None if they do not."""
-    if settings.tis_imp_ratio_cap is None:
-        return None
-    unit, _, kind = settings.tis_mode.partition("_")
-    return ImportanceCorrection(
-        settings.tis_imp_ratio_cap, settings.tis_imp_ratio_floor, is_sequence=unit == "sequence", is_mask=kind == "mask"
-    )
 
 
 @torch.no_grad()

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import numpy as np
 
-from trainable.config.choices import load
 from trainable.config.run_config import RunConfig
 from trainable.envs.environment import Environment, Level, RewardFunction
 from trainable.envs.games.make import make_environment, make_reward_function
@@ -116,7 +116,7 @@ def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length:
     """The player of the game that env.name selects. context_length: tokens of a conversation."""
     env, style = config.env, config.model.prompt_style
     if env.kind.player:
-        player: Player = load(env.kind.player)(config, policy, codec, context_length)
+        player: Player = resolve_name(env.kind.player)(config, policy, codec, context_length)
         return player
     environment = make_environment(env)
     template = make_prompt_template(environment, style, env.max_actions_per_traj, policy.chat_format)

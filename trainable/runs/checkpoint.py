@@ -151,12 +151,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         check_path(source.parent, source)
         checksums = _read_checksums(source / CHECKSUMS_FILE)
-
-        def check_file(name: str) -> None:
-            if compute_sha256(source / name) != checksums[name]:
-                raise CheckpointError(f"{source / name} is damaged: it does not match its recorded checksum.")
-
-        _map_in_threads(check_file, checksums)
+        _map_in_threads(lambda name: _check_file(source / name, checksums[name]), checksums)
         tensors: dict[str, Tensor] = {}
         for name in checksums:
             if name != VALUES_FILE:
@@ -170,11 +165,15 @@ def read_values(folder: Path) -> dict[str, Any]:
     """The values of the checkpoint at `folder`, without its tensors. Raises CheckpointError if they are damaged."""
     try:
         check_path(folder.parent, folder)
-        if compute_sha256(folder / VALUES_FILE) != _read_checksums(folder / CHECKSUMS_FILE)[VALUES_FILE]:
-            raise CheckpointError(f"{folder / VALUES_FILE} is damaged: it does not match its recorded checksum.")
+        _check_file(folder / VALUES_FILE, _read_checksums(folder / CHECKSUMS_FILE)[VALUES_FILE])
         return _read_values(folder / VALUES_FILE)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is not a complete checkpoint: {error}.") from error
+
+
+def _check_file(path: Path, checksum: str) -> None:
+    if compute_sha256(path) != checksum:
+        raise CheckpointError(f"{path} is damaged: it does not match its recorded checksum.")
 
 
 def _read_values(path: Path) -> dict[str, Any]:
@@ -260,11 +259,6 @@ def iter_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
     }
     checkpoints = [(step, folder / name) for name in checkpoint_names if (step := _parse_step(name)) is not None]
     yield from sorted(checkpoints, reverse=True)
-
-
-def find_newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the latest step in `folder`, usable or not; None if there is none."""
-    return next((path for _, path in iter_checkpoints(folder)), None)
 
 
 def _parse_step(name: str) -> int | None:

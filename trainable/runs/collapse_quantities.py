@@ -72,9 +72,7 @@ EXTRA_QUANTITIES: tuple[Quantity, ...] = (
         "tokens",
     ),
     Quantity(
-        "marginal_std",
-        "nats",
-        "standard deviation (divisor N) over thoughts of the terms of marginal_log_prob_mean",
+        "marginal_std", "nats", "standard deviation (divisor N) over thoughts of the terms of marginal_log_prob_mean"
     ),
     Quantity("marginal_std_seq", "nats", "as marginal_std, of the terms of reasoning_entropy_seq_est"),
     Quantity("marginal_std_paper", "nats", "as marginal_std, of the terms of marginal_log_prob_mean_paper"),

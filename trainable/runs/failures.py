@@ -35,8 +35,6 @@ _TRANSIENT_ERRORS = (RuntimeError, OSError, EOFError, TimeoutError, InterruptedE
 """Errors of the machine. RuntimeError is among them, because torch raises it for device errors."""
 
 PROCESS_DIED, NON_FINITE = "process died", "non-finite"
-FAILURE_KINDS = ("configuration", NON_FINITE, "out of memory", "storage", PROCESS_DIED, "error")
-"""Every kind of failure. A status shows `failed (<kind>)`."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -48,9 +46,10 @@ class CheckpointError(RuntimeError):
 
 
 class Failure(NamedTuple):
-    """Why a run failed: one of FAILURE_KINDS, a sentence, whether the run is retried, and the traceback."""
+    """Why a run failed: its kind, a sentence, whether the run is retried, and the traceback."""
 
     kind: str
+    """configuration, non-finite, out of memory, storage, process died or error. A status shows `failed (<kind>)`."""
     message: str
     is_retried: bool
     trace: str = ""

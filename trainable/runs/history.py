@@ -27,21 +27,18 @@ GONE = "the process that ran the study is gone"
 
 
 class RunHistory(NamedTuple):
-    """What the files of a run tell.
-
-    Attributes:
-        rows: the rows in the order of their steps; a step that was repeated after a rollback dropped later rows.
-        lines: the lines of all files.
-        damage: every file with damaged or missing lines, in words.
-        notes: why status.json was not read although there is one, as sentences.
-        status: how the run stands, with its reason: the recorded status unless the rows say otherwise.
-    """
+    """What the files of a run tell."""
 
     rows: list[Row]
+    """The rows in the order of their steps; a step that was repeated after a rollback dropped later rows."""
     lines: RunLines
+    """The lines of all files."""
     damage: list[str]
+    """Every file with damaged or missing lines, in words."""
     notes: list[str]
+    """Why status.json was not read although there is one, as sentences."""
     status: StatusRecord
+    """How the run stands, with its reason: the recorded status unless the rows say otherwise."""
 
     @classmethod
     def read(cls, run_dir: Path, total_steps: int | None, *, is_live: bool = False) -> "RunHistory":
@@ -141,18 +138,14 @@ def describe_end(rows: Sequence[Mapping[str, Any]], total_steps: int | None) -> 
         return RunEnd("failed", str(last_row["failure"]))
     # Before the comparison of steps: a run in which a rule fires at the last step is early_stopped, not completed.
     if last_row.get("stop_rule"):
-        return RunEnd("early_stopped", format_stop_reason(last_row) + _describe_mastery(rows))
+        successes = [parse_finite(find_last_value(rows, name)) or 0.0 for name in ("val_success", "train_success")]
+        is_mastered = min(successes) >= MASTERED_SUCCESS
+        mastery = f"; success was {successes[0]:.3g}, so little was left to learn" if is_mastered else ""
+        return RunEnd("early_stopped", format_stop_reason(last_row) + mastery)
     if last_row["step"] == total_steps:
         return RunEnd("completed", f"trained {total_steps} of {total_steps} steps")
     total_text = "" if total_steps is None else f" of {total_steps}"
     return RunEnd("interrupted", f"interrupted after step {last_row['step']}{total_text}")
-
-
-def _describe_mastery(rows: Sequence[Mapping[str, Any]]) -> str:
-    successes = [parse_finite(find_last_value(rows, name)) or 0.0 for name in ("val_success", "train_success")]
-    if min(successes) < MASTERED_SUCCESS:
-        return ""
-    return f"; success was {successes[0]:.3g}, so little was left to learn"
 
 
 def find_last_value(rows: Sequence[Mapping[str, Any]], column: str) -> Any:

@@ -93,9 +93,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "if they share weights, and with rollout.recompute_logprobs=False",
     ),
     Column(
-        "engine_mismatch_max",
-        "nats",
-        "largest absolute difference between the trainer's and the engine's log-probs",
+        "engine_mismatch_max", "nats", "largest absolute difference between the trainer's and the engine's log-probs"
     ),
     Column("engine_kl", "nats", "KL(engine || trainer) per token, k3 estimate"),
     Column(
@@ -189,9 +187,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("nonfinite_updates", "optimizer steps", "optimizer steps skipped because a loss or gradient was not finite"),
     Column(
-        "kl_in_reward_coef",
-        "1",
-        "coefficient of the KL penalty in the reward; missing if there is no such penalty",
+        "kl_in_reward_coef", "1", "coefficient of the KL penalty in the reward; missing if there is no such penalty"
     ),
     # How much thoughts depend on prompts, before the update. These columns are missing in steps without a diagnosis and
     # for a sample that is switched off.
@@ -349,9 +345,7 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("final_val_success_unseen", "fraction", "val_success_unseen of the last validation"),
     Column("final_val_greedy_success", "fraction", "val_greedy_success at the end"),
     Column(
-        "peak_val_success",
-        "fraction",
-        "largest val_success of the run; biased upwards, because the best is selected",
+        "peak_val_success", "fraction", "largest val_success of the run; biased upwards, because the best is selected"
     ),
     Column("started_at", "UTC", "when the run first started"),
     Column("ended_at", "UTC", "when the run ended"),
@@ -394,9 +388,7 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
         "cosine between the mean gradients of this component and of entropy; missing if the loss has no entropy bonus",
     ),
     Column(
-        "cosine_kl",
-        "1",
-        "cosine between the mean gradients of this component and of kl; missing if the KL loss is off",
+        "cosine_kl", "1", "cosine between the mean gradients of this component and of kl; missing if the KL loss is off"
     ),
     Column(
         "share",
@@ -423,9 +415,7 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
         "to 1",
     ),
     Column(
-        "fold_count",
-        "folds",
-        "folds of prompts for signal and noise: 8, or one per group if there are fewer groups",
+        "fold_count", "folds", "folds of prompts for signal and noise: 8, or one per group if there are fewer groups"
     ),
     Column("sample_count", "sequences", "sequences in the bucket, including copies", "grad_norm/<bucket>/sample_count"),
     Column(
@@ -445,10 +435,7 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     Column("reward_std_min", "reward", "smallest reward std of a group", "grad_norm/<bucket>/reward_std_min"),
     Column("reward_std_max", "reward", "largest reward std of a group", "grad_norm/<bucket>/reward_std_max"),
     Column(
-        "source_env_groups",
-        "groups",
-        "groups that were rolled out for the analysis",
-        "grad_analysis/source_env_groups",
+        "source_env_groups", "groups", "groups that were rolled out for the analysis", "grad_analysis/source_env_groups"
     ),
     Column(
         "source_group_size",
@@ -493,10 +480,7 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     ),
     Column("source_groups_kept", "groups", "rolled-out groups that the filter kept", "grad_analysis/filter_kept_count"),
     Column(
-        "source_kept_ratio",
-        "fraction",
-        "source_groups_kept / source_env_groups",
-        "grad_analysis/filter_kept_ratio",
+        "source_kept_ratio", "fraction", "source_groups_kept / source_env_groups", "grad_analysis/filter_kept_ratio"
     ),
     Column(
         "source_zero_std_groups",
@@ -505,10 +489,7 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
         "grad_analysis/filter_zero_count",
     ),
     Column(
-        "source_reward_std",
-        "reward",
-        "mean reward std of the rolled-out groups",
-        "grad_analysis/in_group_reward_std",
+        "source_reward_std", "reward", "mean reward std of the rolled-out groups", "grad_analysis/in_group_reward_std"
     ),
     Column(
         "source_reward_std_kept",
@@ -522,10 +503,7 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
 GRADIENT_GROUP_COLUMNS: tuple[Column, ...] = (
     Column("group", "", "index of the group in the analysis batch", "grad_norm/<bucket>/group_rv_table"),
     Column(
-        "reward_std",
-        "reward",
-        "standard deviation (ddof 1) of the group's scores",
-        "grad_norm/<bucket>/group_rv_table",
+        "reward_std", "reward", "standard deviation (ddof 1) of the group's scores", "grad_norm/<bucket>/group_rv_table"
     ),
 )
 

@@ -57,11 +57,6 @@ class TrainerState:
     values: Mapping[str, Any]
 
 
-def write_without_retry(operation: Callable[[], None]) -> None:
-    """Call `operation` once and let its errors through."""
-    operation()
-
-
 class Run:
     """The run of one configuration and one seed.
 
@@ -84,7 +79,7 @@ class Run:
         checkpoint_dir: Path,
         settings: BaseRunConfig,
         identity: Mapping[str, Any],
-        write: Callable[[Callable[[], None]], None] = write_without_retry,
+        write: Callable[[Callable[[], None]], None] = lambda operation: operation(),
         best_column: str = "",
         keeps_last: bool = True,
         allows_other_settings: bool = False,

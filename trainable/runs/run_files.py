@@ -5,11 +5,9 @@ Lines of other files are written before the row of their step, which names where
 thus vouches for everything that was measured up to its step.
 """
 
-import fcntl
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from trainable.files.json_lines import LineEnd, Lines, read_lines
-from trainable.files.paths import UnsafePathError, check_tree, open_regular
+from trainable.files.paths import UnsafePathError, check_tree, lock_file, open_regular
 
 Row = dict[str, Any]
 """A JSON object with an integer `step`."""
@@ -51,30 +49,24 @@ class RunLockedError(RuntimeError):
 def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
     """Lock a run, so that two processes never write its files. Closing the returned file releases the lock.
 
-    The operating system also releases the lock when the process ends, even after a SIGKILL. A process whose study was
-    killed may survive for a moment, so this function waits for up to `timeout_s` seconds. After that it raises
-    RunLockedError, which names the process that has the lock.
+    A process whose study was killed may survive for a moment, so this function waits for up to `timeout_s` seconds.
+    After that it raises RunLockedError, which names the process that has the lock.
     """
-    deadline = time.monotonic() + timeout_s
     # Mode "a" does not truncate: until the lock is acquired, the file has the name of the process that holds it.
-    lock_file = cast(BinaryIO, open_regular(run_dir / LOCK_FILE, "a+b"))
-    while True:
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() >= deadline:
-                lock_file.seek(0)
-                holder = lock_file.read().decode(errors="replace").strip()
-                lock_file.close()
-                raise RunLockedError(f"{run_dir} is still in use by another process ({holder or 'unknown'})") from None
-            time.sleep(0.05)  # `flock` itself has no timeout
-            continue
-        # A full disk may refuse this write. The text is only for the message above; `flock` alone keeps others out.
-        with suppress(OSError):
-            lock_file.truncate(0)
-            lock_file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-            lock_file.flush()
-        return lock_file
+    file = cast(BinaryIO, open_regular(run_dir / LOCK_FILE, "a+b"))
+    try:
+        lock_file(file, timeout_s)
+    except OSError:
+        file.seek(0)
+        holder = file.read().decode(errors="replace").strip()
+        file.close()
+        raise RunLockedError(f"{run_dir} is still in use by another process ({holder or 'unknown'})") from None
+    # A full disk may refuse this write. The text is only for the message above; the lock alone keeps others out.
+    with suppress(OSError):
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+        file.flush()
+    return file
 
 
 @dataclass(frozen=True)

@@ -196,15 +196,11 @@ def list_active_rules(settings: EarlyStopConfig) -> tuple[str, ...]:
     return tuple(rule for rule in RULES if rule != ALARM or settings.alarm)
 
 
-OwnStopRule = Callable[[Sequence[Row]], tuple[float, float] | None]
-"""A stop rule of the user: a function of the rows of a run so far that returns None, or (value, threshold) to stop."""
-
-
 def evaluate_own_rules(rows: Sequence[Row], names: Iterable[str]) -> StopDecision | None:
     """The decision of the first rule of the user that stops a run after the last of `rows`, or None.
 
-    names: values of the setting trainer.own_stop_rules. Raises ValueError for a rule that returns anything else than
-    None or two numbers.
+    names: values of the setting trainer.own_stop_rules. Each rule is a function of the rows of a run so far and returns
+    None, or (value, threshold) to stop. Raises ValueError for one that returns anything else.
     """
     for name in names:
         answer = get_part(name)(rows)

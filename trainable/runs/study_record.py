@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from trainable.config.aliases import flatten_settings
 from trainable.config.run_config import format_validation_error
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import format_value, require
 from trainable.files.control_characters import is_printable
 from trainable.files.json_values import DamagedFileError, read_json, read_object, write_object
 from trainable.files.schema import MAX_RUNS, find_schema_problem, is_run_id
@@ -46,12 +46,6 @@ Seeds = Annotated[tuple[Count, ...], Field(max_length=MAX_RUNS)]
 Arms = Annotated[tuple[Text, ...], Field(max_length=MAX_RUNS)]
 
 
-def _check_run_id(text: str) -> str:
-    if not is_run_id(text):
-        raise ValueError("it is no name of a folder")
-    return text
-
-
 def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """`settings`, if each can be a value in a table. Raises ValueError otherwise."""
     for name, value in flatten_settings(settings).items():
@@ -59,18 +53,6 @@ def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
         if not is_value or (type(value) is int and abs(value) >= 2**63):
             raise ValueError(f"the setting {name} is no number, text or list")
     return settings
-
-
-def _check_time(text: str) -> str:
-    if datetime.fromisoformat(text).tzinfo is None:
-        raise ValueError("it has no time zone")
-    return text
-
-
-def _check_status(text: str) -> str:
-    if text not in (*STATUSES, *OPEN_STATUSES):
-        raise ValueError(f"it is none of {', '.join((*STATUSES, *OPEN_STATUSES))}")
-    return text
 
 
 def check_wandb_project(text: str) -> str:
@@ -84,21 +66,16 @@ def check_wandb_project(text: str) -> str:
 
 WandbMode = Literal["offline", "online", "off"]
 """offline writes W&B runs to disk, and online sends every row."""
-RunId = Annotated[str, AfterValidator(_check_run_id)]
+RunId = Annotated[str, require(is_run_id, "it is no name of a folder")]
 Settings = Annotated[dict[str, Any], AfterValidator(_check_settings)]
-Time = Annotated[str, AfterValidator(_check_time)]
+Time = Annotated[str, require(lambda text: datetime.fromisoformat(text).tzinfo is not None, "it has no time zone")]
+_ALL_STATUSES = (*STATUSES, *OPEN_STATUSES)
 
 
 def find_total_steps(settings: Mapping[str, Any]) -> int | None:
     """The planned number of training steps of nested settings; None if they do not contain a valid one."""
     steps = flatten_settings(settings).get("trainer.total_training_steps")
     return steps if type(steps) is int and 0 < steps < 2**31 else None
-
-
-def _check_steps(settings: dict[str, Any]) -> dict[str, Any]:
-    if settings and find_total_steps(settings) is None:
-        raise ValueError("trainer.total_training_steps is no whole number above 0")
-    return settings
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -139,7 +116,7 @@ class StatusRecord:
     """status.json: how a run stands."""
 
     run_id: Text
-    status: Annotated[str, AfterValidator(_check_status)]
+    status: Annotated[str, require(_ALL_STATUSES.__contains__, f"it is none of {', '.join(_ALL_STATUSES)}")]
     """One of `STATUSES`; while a driver runs the study, also one of `OPEN_STATUSES`. A run that waits to be continued
     keeps all other fields of its earlier status."""
     reason: Text = ""
@@ -235,17 +212,6 @@ class ConfirmedStudy:
 class Dimension:
     """One setting that a search changes: over an interval, or over a few values.
 
-    Attributes:
-        setting: the dotted setting.
-        low, high: ends of the interval; both 0 if the setting has `values`.
-        is_log: whether the interval is searched on a logarithmic scale.
-        is_relative: whether `low` and `high` are multiples of the value that the preset gives the setting. Learning
-            rates that suit a tiny model and a large one have no interval in common.
-        is_integer: whether only whole numbers are tried.
-        values: the values to choose from, as they are typed; empty for an interval.
-        condition: (setting, value): the setting is changed only at points at which an earlier dimension has this
-            value, as the mass of a filter has no meaning for another filter; empty if it is always changed.
-
     Example:
         >>> Dimension("actor.lr", 0.1, 10, is_log=True, is_relative=True).name
         'actor.lr'
@@ -254,13 +220,22 @@ class Dimension:
     """
 
     setting: Text
+    """The dotted setting."""
     low: FiniteFloat = 0.0
     high: FiniteFloat = 0.0
+    """`low` and `high`: ends of the interval; both 0 if the setting has `values`."""
     is_log: bool = False
+    """Whether the interval is searched on a logarithmic scale."""
     is_relative: bool = False
+    """Whether `low` and `high` are multiples of the value that the preset gives the setting. Learning rates that suit a
+    tiny model and a large one have no interval in common."""
     is_integer: bool = False
+    """Whether only whole numbers are tried."""
     values: Arms = ()
+    """The values to choose from, as they are typed; empty for an interval."""
     condition: tuple[Text, Text] | tuple[()] = ()
+    """(setting, value): the setting is changed only at points at which an earlier dimension has this value, as the mass
+    of a filter has no meaning for another filter; empty if it is always changed."""
 
     @property
     def name(self) -> str:
@@ -288,19 +263,15 @@ OBJECTIVES = (("success",), ("success", "cost"))
 """What a search can look for."""
 
 
-def _check_objectives(objectives: tuple[str, ...]) -> tuple[str, ...]:
-    if objectives not in OBJECTIVES:
-        raise ValueError("it is neither success nor success and cost")
-    return objectives
-
-
 @dataclass(frozen=True, config=_STRICT)
 class Search:
     """What a search looks for, and where."""
 
     space: Annotated[tuple[Dimension, ...], Field(min_length=1, max_length=1000), AfterValidator(_check_space)]
     """The settings that it changes."""
-    objectives: Annotated[tuple[str, ...], AfterValidator(_check_objectives)]
+    objectives: Annotated[
+        tuple[str, ...], require(OBJECTIVES.__contains__, "it is neither success nor success and cost")
+    ]
     """`success` (the primary outcome of the study), and `cost` (tokens) if points are to be cheap as well."""
     num_points: Annotated[int, Field(ge=1, le=MAX_RUNS)]
     """Number of points to try, with the default."""
@@ -323,7 +294,13 @@ class StudyRecord:
     axis: AxisRecord
     seeds: Seeds
     runs: Annotated[tuple[RunEntry, ...], Field(max_length=MAX_RUNS)]
-    settings: Annotated[Settings, AfterValidator(_check_steps)]
+    settings: Annotated[
+        Settings,
+        require(
+            lambda settings: not settings or find_total_steps(settings) is not None,
+            "trainer.total_training_steps is no whole number above 0",
+        ),
+    ]
     """The settings that all arms share, nested."""
     defaults: Settings = Field(default_factory=dict)
     """The value of each setting where nothing is said."""

@@ -75,31 +75,20 @@ def do_nothing() -> None:
     """Nothing waits for an update: no checkpoint is being written."""
 
 
-def never_stop(rows: Sequence[Row], settings: Any, rules: Sequence[str]) -> StopDecision | None:
-    """Never stop a run. For trainers that apply their rules themselves and write the decisions into their rows."""
-    return None
-
-
-def make_no_columns(settings: Any) -> Row:
-    """No columns. For trainers whose rows already have every column."""
-    return {}
-
-
 @dataclass(frozen=True)
 class TrainerFamily:
-    """The parts from which runs of one kind are built.
-
-    make_trainer: function of the settings and the seeds that returns a trainer.
-    evaluate_stop_rules: function of the rows of a run so far, the run's settings and the names of the study's stop
-    rules that returns why the run stops here, or None. make_empty_row: function of the settings that returns a row with
-    every column, without values, because Tune needs all columns in the first row. best_column: the column whose largest
-    value marks the checkpoint that `trainer.keep_best` keeps.
-    """
+    """The parts from which runs of one kind are built."""
 
     make_trainer: Callable[[Any, Sequence[int]], Trainer]
-    evaluate_stop_rules: Callable[[Sequence[Row], Any, Sequence[str]], StopDecision | None] = never_stop
-    make_empty_row: Callable[[Any], Row] = make_no_columns
+    """Function of the settings and the seeds."""
+    evaluate_stop_rules: Callable[[Sequence[Row], Any, Sequence[str]], StopDecision | None] = lambda *_: None
+    """Function of the rows of a run so far, the run's settings and the names of the study's stop rules that returns why
+    the run stops here, or None. Trainers that write the decisions into their rows themselves have none."""
+    make_empty_row: Callable[[Any], Row] = lambda settings: {}
+    """Function of the settings that returns a row with every column, without values, because Tune needs all columns in
+    the first row. Trainers whose rows already have every column need none."""
     best_column: str = ""
+    """The column whose largest value marks the checkpoint that `trainer.keep_best` keeps."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The shipped tiny policies, by the name under which model.path selects them."""
 
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from types import MappingProxyType
 
-from trainable.config.choices import load
 from trainable.envs.environment import TurnLimits
 from trainable.envs.games.frozen_lake import FrozenLake
 from trainable.envs.games.mastermind import Mastermind
@@ -58,5 +58,5 @@ TURN_POLICIES: Mapping[str, TinyPolicy] = MappingProxyType(
 )
 """Those of games of turns."""
 POLICIES: Mapping[str, PolicyRecipe] = MappingProxyType(
-    {**TURN_POLICIES, "papers-tiny": load("sandboxes.trees.recipe:PAPERS_TINY")}
+    {**TURN_POLICIES, "papers-tiny": resolve_name("sandboxes.trees.recipe:PAPERS_TINY")}
 )

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile
-from trainable.envs.sokoban.game import ACTION_NAMES
+from trainable.envs.sokoban.game import ACTION_NAMES, SYMBOLS
 from trainable.envs.sokoban.solver import Distances, compute_distance_table
-from trainable.envs.sokoban.text import SYMBOLS
 from trainable.tiny.dialogues import Demonstrator, MakePlan, Plan, turn_board
 from trainable.tiny.tokenizer import Vocabulary, format_place
 

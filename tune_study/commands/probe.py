@@ -13,8 +13,7 @@ from rich.table import Table
 from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
-from trainable.diagnostics.gradient_analysis import analyze_gradients
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS, analyze_gradients
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.paths import atomic_write, check_path
 from trainable.ppo.trainer import PPOTrainer

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 from trainable.config.command_lines import PROGRAM, format_command
 from trainable.config.run_config import format_validation_error
 from trainable.files.json_values import DamageWarning
-from trainable.files.paths import UnsafePathError, check_tree, open_regular
+from trainable.files.paths import UnsafePathError, check_tree, lock_file, open_regular
 from trainable.files.schema import SCHEMA
 from trainable.runs.history import RunHistory
 from trainable.runs.study_record import (
@@ -352,37 +351,25 @@ def lock_folder(folder: Path, task: str = "the study") -> Iterator[None]:
     """Lock the folder of a study or of a suite during the body. Raise FolderLockedError if another process holds it.
 
     task: what that process runs, for the message.
-    The system releases the lock when its process ends, however it ends, so a killed driver leaves no lock behind.
     """
-    import fcntl
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open_regular(folder / ".lock", "a")
     except OSError as error:
         raise PlanError(f"{folder} cannot be written ({error}): type another --output.") from None
     with lock as handle:
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() >= deadline:
-                    raise FolderLockedError(
-                        f"Another process is running {task} in {folder}: wait for it, or end it."
-                    ) from None
-                time.sleep(0.02)  # much shorter than _LOCK_PATIENCE_S; flock itself has no timeout
+        try:
+            lock_file(handle, _LOCK_PATIENCE_S)
+        except OSError:
+            raise FolderLockedError(f"Another process is running {task} in {folder}: wait for it, or end it.") from None
         yield
 
 
 def is_running(folder: Path) -> bool:
     """Whether a process holds the lock of the study's folder. Writes nothing."""
-    import fcntl
-
     try:
         with open_regular(folder / ".lock", "r") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_file(handle, is_shared=True)
     except BlockingIOError:
         return True
     except OSError:  # no lock file: the study has never been started in this folder

@@ -1,7 +1,6 @@
 """Check that this machine can run a study, by trying it: memory, files, locks, disk, ports and GPU memory."""
 
 import contextlib
-import fcntl
 import math
 import os
 import resource
@@ -18,6 +17,7 @@ import psutil
 from rich.filesize import decimal
 
 from trainable.config.run_config import RunConfig
+from trainable.files.paths import lock_file
 from tune_study.host.gpus import Gpu, count_cpus, run_nvidia_smi
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 
@@ -247,7 +247,7 @@ def check_locks(folder: Path) -> CheckResult:
     advice = "Type --output with a folder on a local disk, or have the network disk mounted with locks."
     with (folder / "lock").open("w") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(handle)
         except OSError as error:
             return CheckResult("file locks", "problem", f"files cannot be locked there: {error.strerror}", advice)
         # Another process must try: a network disk would grant this process the same lock twice.

@@ -5,7 +5,6 @@ quote the environment variables of workers, including credentials. In a folder o
 logs or reach Ray's sockets.
 """
 
-import fcntl
 import os
 import shutil
 import stat
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+
+from trainable.files.paths import lock_file
 
 FOLDER_PREFIX = "ts-"
 """Prefix of the folder's name, which ends in the driver's process id. Short, because paths of sockets must be short."""
@@ -38,7 +39,7 @@ def make_session_folder(base: Path) -> Iterator[Path]:
     # the mode 0700.
     unnamed_folder = Path(tempfile.mkdtemp(prefix=".", dir=base))
     with (unnamed_folder / _LOCK_FILE).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock)
         folder = _rename_to_free_name(unnamed_folder, base)
         yield folder / RAY_SUBFOLDER
         # Not in a `finally`: after an error the logs are needed.
@@ -66,7 +67,7 @@ def remove_abandoned_folders(base: Path) -> None:
                 continue
             lock_descriptor = os.open(folder / _LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the driver lives
+                lock_file(lock_descriptor)  # fails while the driver lives
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock_descriptor)

@@ -4,11 +4,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from trainable.backend.gpus import make_bundles
 from trainable.config.base_config import BaseTrainerConfig
-from trainable.config.choices import load
 from trainable.config.constants import MAX_DEFAULT_THREADS
 from trainable.config.model_limits import find_four_bit_obstacle
 from trainable.config.run_config import RunConfig
@@ -30,7 +30,7 @@ _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K
 
 
 class GameRequirements(NamedTuple):
-    """What a game needs of a machine beyond what its runs need (`GameKind.requirements`)."""
+    """What a game needs of a machine beyond what its runs need (`Game.requirements`)."""
 
     check: Callable[[StudyPlan], None]
     """Raise PlanError if a study of the game cannot be run."""
@@ -42,7 +42,7 @@ class GameRequirements(NamedTuple):
 
 def load_game_requirements(plan: StudyPlan) -> list[GameRequirements]:
     """The requirements of the games of a study; most games have none."""
-    return [load(name) for name in {config.env.kind.requirements for config in plan.ppo_configs} if name]
+    return [resolve_name(name) for name in {config.env.kind.requirements for config in plan.ppo_configs} if name]
 
 
 def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:

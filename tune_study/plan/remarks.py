@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pkgutil import resolve_name
 
 from search_spaces import STUDIES
 from trainable.config.aliases import flatten_settings
-from trainable.config.choices import load
 from trainable.families import Remark
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
@@ -170,7 +170,7 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
     lines: list[str] = []
     if plan.baseline is None and not plan.study.axis.value_groups and plan.confirms is None:
         lines.append(_describe_missing_baseline(plan))
-    for remark in load(plan.study.family.remarks) if plan.study.family.remarks else ():
+    for remark in resolve_name(plan.study.family.remarks) if plan.study.family.remarks else ():
         arms = [arm for arm, config in configs.items() if remark.applies(config)]
         if arms:
             where = "" if len(arms) == len(configs) else f" (in {len(arms)} of {len(configs)} arms, such as {arms[0]})"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +11,6 @@ from ray.tune.search.sample import Domain
 
 from search_spaces.declaration.study import Study
 from trainable.config.aliases import flatten_settings
-from trainable.config.choices import load
 from trainable.config.run_config import resolve_key
 from tune_study.plan.study_plan import find_changed_settings, make_plan
 from tune_study.tune.stoppers import resolve_study, rules
@@ -21,7 +21,7 @@ ALWAYS_NAMED = ("trainer.total_training_steps", "trainer.test_freq")
 
 def get_trainable(study: Study | str) -> type[tune.Trainable]:
     """The Trainable for the runs of a study: PPO, or its sister for the study's family."""
-    trainable: type[tune.Trainable] = load(resolve_study(study).family.trainable)
+    trainable: type[tune.Trainable] = resolve_name(resolve_study(study).family.trainable)
     return trainable
 
 

@@ -8,6 +8,7 @@ tables have both, under their names.
 import math
 from collections.abc import Iterable
 from itertools import combinations, product
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from analysis.sweep.series import make_curves
 from analysis.sweep.verdicts import name_verdict
 from sandboxes.toys.published.reproduction import sample_std
 from sandboxes.toys.report.descriptions import Description, Panel
-from trainable.config.choices import load
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES
 
@@ -44,7 +44,7 @@ SEPARATOR_COLUMN = "final_greedy_separator_rate"
 def get_description(frames: StudyFrames) -> Description:
     """What the report says of the family of the study in `frames`."""
     (family,) = frames.families
-    description: Description = load(family.description)
+    description: Description = resolve_name(family.description)
     return description
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import requests
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainable.config.game_sections import PapersConfig
+from trainable.config.games import PapersConfig
 from trainable.files.json_values import parse_json
 
 MAX_RETRIES = 5

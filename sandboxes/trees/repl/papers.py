@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from sandboxes.trees.repl.generated import make_question
 from sandboxes.trees.repl.questions import Question, read_questions
-from trainable.config.game_sections import PapersConfig
+from trainable.config.games import PapersConfig
 from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits
 from trainable.envs.level_sets import find_test_levels
 

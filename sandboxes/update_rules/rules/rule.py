@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Rollouts
+from trainable.algo import reductions
 from trainable.algo.losses import LOG_RATIO_LIMIT
 
 CONSTANT_BASELINE = 0.5  # of baseline=constant
@@ -41,9 +42,7 @@ def masked_mean(x: Tensor, keep_mask: Tensor) -> Tensor:
     Other entries of `x` are not read and may be NaN.
     """
     rows = x.flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
-    # Not a product with the mask: 0 times NaN is NaN.
-    masked_rows = torch.where(keep_mask.unsqueeze(-1), rows, 0)
-    return masked_rows.sum((1, 2)) / (keep_mask.sum(1) * rows.shape[2]).clamp(min=1)
+    return reductions.masked_mean(rows, keep_mask.unsqueeze(-1).expand_as(rows), (1, 2))
 
 
 def make_rule_loss(rollouts: Rollouts, loss: Tensor, **metrics: Tensor) -> RuleLoss:

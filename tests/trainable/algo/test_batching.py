@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from tests.strategies.algo import examples
 from trainable.algo.batching import (
     adjust_copy,
-    adjust_delete,
     order_by_group,
     order_length_stratified,
     split_by_tokens,
@@ -109,15 +108,6 @@ def test_copies_follow_the_originals_and_are_spread_evenly(n: int, multiple: int
     assert max(counts, default=0) - min(counts, default=0) <= 1
 
 
-@examples
-@given(st.integers(0, 40), st.integers(1, 50), st.integers(0, 3))
-def test_deletion_keeps_distinct_indices_in_order(n: int, multiple: int, seed: int) -> None:
-    indices = adjust_delete(n, multiple, make_generator(seed)).tolist()
-    assert len(indices) == n // multiple * multiple
-    assert indices == sorted(set(indices))
-    assert set(indices) <= set(range(n))
-
-
 @pytest.mark.parametrize(
     ("groups", "samples", "optimizer_steps"),
     [(8, 128, 4), (7, 128, 4), (6, 96, 3), (5, 96, 3), (4, 64, 2), (3, 64, 2), (2, 32, 1), (1, 32, 1), (0, 0, 0)],
@@ -130,17 +120,15 @@ def test_published_optimizer_steps_for_each_number_of_kept_groups(
     assert len(indices) // 32 == optimizer_steps
 
 
-def test_the_generator_decides_which_are_copied_or_dropped() -> None:
-    for adjust in (adjust_copy, adjust_delete):
-        assert torch.equal(adjust(100, 64, make_generator(1)), adjust(100, 64, make_generator(1)))
-        assert not torch.equal(adjust(100, 64, make_generator(1)), adjust(100, 64, make_generator(2)))
+def test_the_generator_decides_which_are_copied() -> None:
+    assert torch.equal(adjust_copy(100, 64, make_generator(1)), adjust_copy(100, 64, make_generator(1)))
+    assert not torch.equal(adjust_copy(100, 64, make_generator(1)), adjust_copy(100, 64, make_generator(2)))
 
 
 def test_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(0)
     state_before = torch.get_rng_state()
     adjust_copy(5, 4, make_generator())
-    adjust_delete(5, 4, make_generator())
     assert torch.equal(torch.get_rng_state(), state_before)
 
 
@@ -149,4 +137,4 @@ def test_a_multiple_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match=r"n is 5 and multiple is 0; .* multiple at least 1"):
         adjust_copy(5, 0, generator)
     with pytest.raises(ValueError, match="n is -1 and multiple is 4; n must be at least 0"):
-        adjust_delete(-1, 4, generator)
+        adjust_copy(-1, 4, generator)

@@ -17,7 +17,8 @@ from trainable.algo.losses import (
     ppo_clip_loss,
     value_clip_loss,
 )
-from trainable.algo.reductions import LOSS_AGG_MODES, compute_loss_weights
+from trainable.algo.names import LOSS_AGG_MODES
+from trainable.algo.reductions import compute_loss_weights
 
 
 def compute_gradient(total: Tensor, x: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from tests.oracles import algo as oracle
 from tests.strategies.algo import Sequences, examples, sequences
-from trainable.algo.reductions import LOSS_AGG_MODES, compute_loss_weights, masked_mean, masked_whiten
+from trainable.algo.names import LOSS_AGG_MODES
+from trainable.algo.reductions import compute_loss_weights, masked_mean, masked_whiten
 
 
 @examples

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainable.algo import sketch
-from trainable.algo.sketch import count_sketch
+from trainable.algo import gradient_signal
+from trainable.algo.gradient_signal import count_sketch
 
 X = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, 1.5])
 Y = torch.tensor([2.0, 1.0, -1.0, 0.5, 4.0, 1.0])
@@ -36,9 +36,9 @@ def test_it_is_linear_and_a_function_of_its_seed() -> None:
     assert (combined_sketch.shape, combined_sketch.dtype) == ((SIZE,), torch.float64)
 
 
-@pytest.mark.parametrize("chunk", [2, sketch.CHUNK_ENTRIES])
+@pytest.mark.parametrize("chunk", [2, gradient_signal.CHUNK_ENTRIES])
 def test_every_entry_is_in_one_place_with_one_sign(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sketch, "CHUNK_ENTRIES", chunk)
+    monkeypatch.setattr(gradient_signal, "CHUNK_ENTRIES", chunk)
     places = set()
     for entry in range(5):
         unit = torch.zeros(5).index_fill(0, torch.tensor(entry), 1.0)

@@ -11,7 +11,7 @@ from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import has_same_weights, run_steps
 from tests.strategies.examples import thin_out
 from trainable.backend.host_swap import HostSwap
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 
 CPU = torch.device("cpu")

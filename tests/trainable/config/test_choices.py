@@ -4,17 +4,17 @@ import pytest
 
 from tests.fakes.scripted import make_small_config
 from trainable.algo.filters import TopKAbs, parse_rule
-from trainable.algo.losses import KL_ESTIMATORS
+from trainable.algo.losses import KL_FORMULAS
+from trainable.algo.names import KL_KINDS
 from trainable.config.choices import (
     ADVANTAGE_ESTIMATORS,
     FILTER_STRATEGIES,
-    KL_KINDS,
     POLICY_LOSSES,
     find_unused_settings,
 )
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ActorConfig, FilterConfig
-from trainable.ppo.schedule import plan_step
+from trainable.ppo.phases import plan_step
 from trainable.ppo.targets import _CRITIC_FREE_ESTIMATORS
 
 
@@ -24,8 +24,8 @@ def test_every_estimator_has_a_formula() -> None:
     )
 
 
-def test_every_kl_estimator_can_be_set() -> None:
-    assert set(KL_ESTIMATORS) == set(KL_KINDS)
+def test_every_formula_of_a_kl_can_be_set() -> None:
+    assert set(KL_FORMULAS) == set(KL_KINDS.values())
 
 
 @pytest.mark.parametrize("name", FILTER_STRATEGIES)

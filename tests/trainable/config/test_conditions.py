@@ -30,7 +30,7 @@ from tests.sandboxes.update_rules.tabular import train_to_next_rows
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import TOY_TIME_COLUMNS
 from trainable.runs.stop_rules import RULES, evaluate_stop_rules

@@ -15,7 +15,7 @@ from tests.fakes.trainers import drop_times, make_quiet_trainer, replay_step, ru
 from tests.oracles import mutual_information as oracle
 from trainable.config.sections import CollapseDetectionConfig
 from trainable.diagnostics.collapse import Diagnosis, diagnose_episodes, is_due
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_first_turn_pairs, sample_trajectory_pairs
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template

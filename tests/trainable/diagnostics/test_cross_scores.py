@@ -228,37 +228,6 @@ def test_a_tree_sees_its_row_and_its_ancestors_and_leaves_the_cache_alone(model:
                 )
 
 
-# ---------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("prompts", "thoughts", "message"),
-    [
-        ([[1], []], [[1]], "prompt 1 is empty.*Leave empty ones out"),
-        ([[1]], [[2], [3], []], "thought 2 is empty.*Leave empty ones out"),
-        ([], [[1]], "there is no prompt"),
-        ([[1]], [], "there is no thought"),
-    ],
-)
-def test_empty_prompts_and_thoughts_are_refused(
-    grouped_model: Qwen2, prompts: Tokens, thoughts: Tokens, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        compute_cross_scores(grouped_model, prompts, thoughts)
-
-
-def test_pairs_beyond_the_context_are_refused_by_name(grouped_model: Qwen2) -> None:
-    prompts, thoughts = [[1], [1] * 120], [[2], [2] * 3, [2] * 8]
-    assert compute_cross_scores(grouped_model, prompts, thoughts).logprob_sums.shape == (3, 2)
-    with pytest.raises(ValueError, match=r"prompt 1 has 120 tokens and thought 2 has 9, 129 together; .*128"):
-        compute_cross_scores(grouped_model, prompts, [*thoughts[:2], [2] * 9])
-
-
-def test_a_limit_below_one_is_refused(grouped_model: Qwen2) -> None:
-    with pytest.raises(ValueError, match="max_tokens is 0"):
-        compute_cross_scores(grouped_model, [[1]], [[2]], max_tokens=0)
-
-
 # ---------------------------------------------------------------------------- the shipped policy
 
 

@@ -11,7 +11,8 @@ from tests.fakes.trainers import make_quiet_trainer
 from tests.strategies.examples import thin_out
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.filters import compute_group_scores
-from trainable.algo.reductions import LOSS_AGG_MODES, compute_loss_weights
+from trainable.algo.names import LOSS_AGG_MODES
+from trainable.algo.reductions import compute_loss_weights
 from trainable.backend.meter import Meter
 from trainable.config.seeds import make_rng
 from trainable.diagnostics.gradient_analysis import _replace_nonfinite as finite_or_missing

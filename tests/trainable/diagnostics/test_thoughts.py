@@ -164,10 +164,10 @@ GROUPS = [0, 0, 1, 2, 2]
 def test_coverage_by_hand() -> None:
     assert compute_thought_coverage(EPISODES) == pytest.approx(
         {
-            "collapse/valid_thinking_rate": 5 / 9,
-            "collapse/first_turn_num_total": 5,
-            "collapse/first_turn_num_valid": 3,
-            "collapse/first_turn_valid_rate": 3 / 5,
+            "collapse_valid_thinking_rate": 5 / 9,
+            "collapse_first_turn_num_total": 5,
+            "collapse_first_turn_num_valid": 3,
+            "collapse_first_turn_valid_rate": 3 / 5,
         }
     )
     assert set(compute_thought_coverage([]).values()) == {0}

@@ -10,8 +10,7 @@ from tests.fakes.scripted import make_random_model, make_small_config
 from tests.fakes.trainers import drop_times
 from trainable.config.run_config import RunConfig
 from trainable.ppo import trainer as trainer_module
-from trainable.ppo.base_evaluations import BaseEvaluations, make_evaluation_key
-from trainable.ppo.evaluation import Evaluation
+from trainable.ppo.evaluation import BaseEvaluations, Evaluation, make_evaluation_key
 from trainable.ppo.trainer import PPOTrainer, StepOutput
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.recipe import write_model

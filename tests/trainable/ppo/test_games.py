@@ -8,7 +8,7 @@ from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import drop_times, is_finite
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.envs.games.mastermind import compute_consistent_share
 from trainable.ppo.evaluation import measure_episodes
 from trainable.ppo.trainer import PPOTrainer

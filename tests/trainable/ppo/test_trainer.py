@@ -25,7 +25,7 @@ from tests.strategies.examples import thin_out
 from trainable.algo.batching import order_length_stratified
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.own_parts import PartFile, register_file
-from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.recording import record_trained_episodes
 from trainable.ppo.targets import PreparedBatch, make_targets

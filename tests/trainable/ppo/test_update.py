@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_episodes, make_random_model
 from tests.oracles import update as oracle
 from trainable.algo.batching import order_length_stratified
-from trainable.algo.reductions import LOSS_AGG_MODES
+from trainable.algo.names import LOSS_AGG_MODES
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig

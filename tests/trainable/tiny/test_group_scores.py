@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces import STUDIES
-from search_spaces.language_model.environments import GAMES
+from search_spaces.language_model.family import PPO
 from trainable.config.own_parts import PartFile, register_file
 from trainable.config.run_config import RunConfig
 from trainable.tiny.__main__ import make_config, sample_group_scores
@@ -25,9 +25,8 @@ from tune_study.plan.study_plan import make_plan
 
 
 def make_configs(preset: str = "laptop", env: str = "sokoban", **settings: object) -> list[RunConfig]:
-    game = GAMES[env]
     overrides = {name.replace("__", "."): value for name, value in settings.items()}
-    overrides = {**game.settings, **game.presets.get(preset, {}), **overrides}
+    overrides = {**PPO.make_game_settings(env, preset), **overrides}
     plan = make_plan(STUDIES["kl"], preset, "a test", overrides, ("0", "0.1"), 2, Path("/out"))
     return [spec.ppo_config for spec in plan.runs]
 

@@ -5,14 +5,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.fakes.scripted import ScriptedSampler
+from tests.oracles.sokoban import parse_grid, solve
 from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.prompts import END_OF_MESSAGE, make_prompt_template, parse_reply
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, step
 from trainable.envs.sokoban.game import Sokoban
 from trainable.envs.sokoban.generate import SokobanLevel
-from trainable.envs.sokoban.solver import compute_distance_table, solve
-from trainable.envs.sokoban.text import parse_grid
+from trainable.envs.sokoban.solver import compute_distance_table
 from trainable.models.load import make_codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes

@@ -9,8 +9,7 @@ from tokenizers import Tokenizer
 from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.prompts import END_OF_MESSAGE, Observation, format_reply, make_prompt_template, parse_reply
 from trainable.envs.sokoban.board import Tile, is_solved, step
-from trainable.envs.sokoban.game import Sokoban
-from trainable.envs.sokoban.text import SYMBOLS
+from trainable.envs.sokoban.game import SYMBOLS, Sokoban
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.tokenizer import PAD, UNKNOWN, format_place, write_tokenizer
 

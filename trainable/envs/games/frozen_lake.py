@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainable.envs.environment import FIRST_TEST_SEED, Measure, PromptStyle, TurnLimits, TurnOutcome
 from trainable.envs.level_sets import find_test_levels
-from trainable.envs.prompts import format_action_rules
+from trainable.envs.prompts import format_action_rules, format_board
 
 Tiles = npt.NDArray[np.int8]
 
@@ -55,20 +55,16 @@ class LakeState(NamedTuple):
 
 @dataclass(frozen=True)
 class FrozenLake:
-    """FrozenLake on random square maps.
-
-    Attributes:
-        size: side of the map.
-        p: probability that a tile is frozen; it is a hole otherwise.
-        success_rate: probability of moving in the intended direction; each perpendicular direction has half of
-            the rest.
-        observation_format: how the full style shows a map: grid, coord or grid_coord.
-    """
+    """FrozenLake on random square maps."""
 
     size: int = 4
+    """Side of the map."""
     p: float = 0.9
+    """Probability that a tile is frozen; it is a hole otherwise."""
     success_rate: float = 0.8
+    """Probability of moving in the intended direction; each perpendicular direction has half of the rest."""
     observation_format: str = "grid_coord"
+    """How the full style shows a map: grid, coord or grid_coord."""
     name: str = field(default="frozenlake", init=False)
     title: str = field(default="FrozenLake", init=False)
     measures: Mapping[str, Measure] = field(default_factory=lambda: MappingProxyType({}), init=False)
@@ -137,12 +133,16 @@ class FrozenLake:
 
     def format_state(self, state: LakeState, style: PromptStyle) -> str:
         """The map with the player; the compact style shows the grid alone."""
+        flat_tiles = state.tiles.reshape(-1).tolist()
+        player_label = {HOLE: "Player in hole", GOAL: "Player on goal"}.get(flat_tiles[state.player], "Player")
+        cells_by_label = {
+            "Start": [cell for cell, tile in enumerate(flat_tiles) if tile == START],
+            "Goal": [cell for cell, tile in enumerate(flat_tiles) if tile == GOAL],
+            player_label: [state.player],
+            "Holes": [cell for cell, tile in enumerate(flat_tiles) if tile == HOLE],
+        }
         observation_format = "grid" if style == "compact" else self.observation_format
-        if observation_format == "grid":
-            return _render_grid(state)
-        if observation_format == "coord":
-            return _render_coordinates(state)
-        return f"Coordinates: \n{_render_coordinates(state)}\nGrid Map: \n{_render_grid(state)}"
+        return format_board(_render_grid(state), state.tiles.shape, cells_by_label, observation_format)
 
     def compute_chance(self, levels: Sequence[Lake], limits: TurnLimits) -> npt.NDArray[np.float64]:
         """The probability that uniformly random actions reach the goal, exact: all walks are followed."""
@@ -261,20 +261,3 @@ def _render_grid(state: LakeState) -> str:
     symbols = ["O" if tile == HOLE else "G" if tile == GOAL else "_" for tile in state.tiles.reshape(-1).tolist()]
     symbols[state.player] = {"O": "X", "G": "√"}.get(symbols[state.player], "P")
     return "\n".join("".join(symbols[row * size : (row + 1) * size]) for row in range(size))
-
-
-def _render_coordinates(state: LakeState) -> str:
-    size = len(state.tiles)
-    flat_tiles = state.tiles.reshape(-1).tolist()
-    player_label = {HOLE: "Player in hole", GOAL: "Player on goal"}.get(flat_tiles[state.player], "Player")
-    cells_by_label = {
-        "Start": [cell for cell, tile in enumerate(flat_tiles) if tile == START],
-        "Goal": [cell for cell, tile in enumerate(flat_tiles) if tile == GOAL],
-        player_label: [state.player],
-        "Holes": [cell for cell, tile in enumerate(flat_tiles) if tile == HOLE],
-    }
-    lines = [f"Board size: {size} rows x {size} cols (zero-indexed)."]
-    for label, cells in cells_by_label.items():
-        if cells:
-            lines.append(f"{label}: {', '.join(f'({cell // size}, {cell % size})' for cell in cells)}")
-    return "\n".join(lines)

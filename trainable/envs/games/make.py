@@ -1,31 +1,14 @@
 """Make the environment that env.name selects."""
 
-from collections.abc import Callable, Mapping
 from functools import lru_cache
-from types import MappingProxyType
+from pkgutil import resolve_name
 from typing import Any
 
-from trainable.config.choices import load
+from trainable.config.games import GAMES
 from trainable.config.own_parts import get_part
 from trainable.config.sections import GAME_REWARD, EnvConfig
 from trainable.envs.environment import Environment, LevelSource, RewardFunction, TurnLimits
-from trainable.envs.games.countdown import Countdown
-from trainable.envs.games.frozen_lake import FrozenLake
-from trainable.envs.games.mastermind import Mastermind
 from trainable.envs.level_sets import make_validation_levels
-from trainable.envs.sokoban.game import Sokoban
-
-GAMES: Mapping[str, Callable[[EnvConfig], Environment[Any]]] = MappingProxyType(
-    {
-        "sokoban": lambda env: Sokoban(env.observation_format),
-        "frozenlake": lambda env: FrozenLake(
-            env.frozenlake.size, env.frozenlake.p, env.frozenlake.success_rate, env.observation_format
-        ),
-        "mastermind": lambda env: Mastermind(env.mastermind.positions, env.mastermind.colors),
-        "countdown": lambda env: Countdown(env.countdown.count, env.countdown.max_number),
-    }
-)
-"""For each value of env.name, the function that makes the environment from its settings."""
 
 MAX_SHOWN_LEVELS = 512
 MAX_FOLLOWED_ACTIONS = 100
@@ -37,17 +20,21 @@ def make_environment(env: EnvConfig) -> Environment[Any]:
 
     A game of the user is an object, or a class or function without arguments that makes one.
     """
-    if env.name in GAMES:
-        return GAMES[env.name](env)
-    own_game = get_part(env.name)
-    environment: Environment[Any] = own_game() if callable(own_game) else own_game
+    environment: Environment[Any]
+    if env.kind.environment:
+        section = getattr(env, env.name).model_dump() if env.kind.section else {}
+        other_settings = {name: getattr(env, name) for name in env.kind.reads}
+        environment = resolve_name(env.kind.environment)(**section, **other_settings)
+    else:
+        own_game = get_part(env.name)
+        environment = own_game() if callable(own_game) else own_game
     return environment
 
 
 def make_level_source(env: EnvConfig) -> LevelSource[Any]:
     """The levels of the game that `env` selects. Raises ValueError if they are those of a file that does not fit."""
     if env.kind.level_source:
-        source: LevelSource[Any] = load(env.kind.level_source)(getattr(env, env.name))
+        source: LevelSource[Any] = resolve_name(env.kind.level_source)(getattr(env, env.name))
         return source
     return make_environment(env)
 
@@ -71,13 +58,8 @@ def describe_success_range(env: EnvConfig) -> str:
     At most 512 levels are looked at, and nothing is known of very long episodes: a plan should take a second.
     """
     # The plans of a suite are of the same levels. What is the user's own may change between two calls.
-    is_own = env.name not in GAMES and not (env.kind.has_trees and env.papers.file is None)
+    is_own = env.name not in GAMES or (env.kind.has_trees and env.papers.file is not None)
     return _compute_success_range(env) if is_own else _compute_known_success_range(env)
-
-
-@lru_cache(maxsize=64)
-def _compute_known_success_range(env: EnvConfig) -> str:
-    return _compute_success_range(env)
 
 
 def _compute_success_range(env: EnvConfig) -> str:
@@ -96,3 +78,6 @@ def _compute_success_range(env: EnvConfig) -> str:
         return unknown
     selection = "" if count == env.val_env_groups else f"first {count} "
     return f"Game {source.name}: {', '.join(known_shares)} of the {selection}validation levels"
+
+
+_compute_known_success_range = lru_cache(maxsize=64)(_compute_success_range)

@@ -124,8 +124,7 @@ def check_board(cells: Cells) -> None:
     players = np.count_nonzero(cells >= _PLAYER)
     if players != 1:
         raise ValueError(f"{players} players on the board; put exactly one (P on floor, S on a target)")
-    boxes = np.count_nonzero((cells == _BOX) | (cells == Tile.BOX_ON_TARGET))
-    targets = np.count_nonzero(np.isin(cells, _TARGETS))
+    boxes, targets = (np.count_nonzero(np.isin(cells, tiles)) for tiles in (BOXES, TARGETS))
     if boxes != targets:
         raise ValueError(f"{boxes} boxes and {targets} targets on the board; put as many boxes as targets")
 
@@ -169,33 +168,19 @@ def _build_tables() -> _Tables:
     for row, (player, ahead, behind) in enumerate(triples.tolist()):
         if ahead >= Tile.PLAYER:
             rewards[row] = 0.0  # the cell ahead is the player's own cell, which happens only for Action.NONE
-        elif player >= Tile.PLAYER and _is_free(ahead, behind):
+        elif player >= Tile.PLAYER and (behind if ahead in BOXES else ahead) in (Tile.FLOOR, Tile.TARGET):
             triples[row] = _advance(player, ahead, behind)
-            rewards[row] += _compute_box_reward(ahead, behind)
+            rewards[row] += _BOX_REWARDS.get((ahead, behind), 0.0)
             moved[row] = True
     return _Tables(triples, rewards, moved)
-
-
-def _is_free(ahead: int, behind: int) -> bool:
-    if ahead in (Tile.BOX, Tile.BOX_ON_TARGET):
-        return behind in (Tile.FLOOR, Tile.TARGET)
-    return ahead in (Tile.FLOOR, Tile.TARGET)
 
 
 def _advance(player: int, ahead: int, behind: int) -> tuple[int, int, int]:
     vacated_tile = Tile.TARGET if player == Tile.PLAYER_ON_TARGET else Tile.FLOOR
     entered_tile = Tile.PLAYER_ON_TARGET if ahead in (Tile.TARGET, Tile.BOX_ON_TARGET) else Tile.PLAYER
-    if ahead in (Tile.BOX, Tile.BOX_ON_TARGET):
+    if ahead in BOXES:
         behind = Tile.BOX_ON_TARGET if behind == Tile.TARGET else Tile.BOX
     return vacated_tile, entered_tile, behind
-
-
-def _compute_box_reward(ahead: int, behind: int) -> float:
-    if ahead == Tile.BOX and behind == Tile.TARGET:
-        return REWARD_BOX_ON_TARGET
-    if ahead == Tile.BOX_ON_TARGET and behind == Tile.FLOOR:
-        return REWARD_BOX_OFF_TARGET
-    return 0.0
 
 
 # Plain integers: to compare an int8 array with an IntEnum member, numpy first widens the array, which is slow.
@@ -203,6 +188,12 @@ _NONE = int(Action.NONE)
 _LAST_ACTION = int(max(Action))
 _BOX = int(Tile.BOX)
 _PLAYER = int(Tile.PLAYER)
-_TARGETS = (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))
+TARGETS = (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))
+BOXES = (_BOX, int(Tile.BOX_ON_TARGET))
+PLAYERS = (_PLAYER, int(Tile.PLAYER_ON_TARGET))
 _CODE_WEIGHTS = np.array([len(Tile) ** 2, len(Tile), 1], dtype=np.int16)
+_BOX_REWARDS: dict[tuple[int, int], float] = {
+    (Tile.BOX, Tile.TARGET): REWARD_BOX_ON_TARGET,
+    (Tile.BOX_ON_TARGET, Tile.FLOOR): REWARD_BOX_OFF_TARGET,
+}
 _TABLES = _build_tables()

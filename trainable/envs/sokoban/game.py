@@ -8,12 +8,30 @@ import numpy as np
 import numpy.typing as npt
 
 from trainable.envs.environment import Measure, PromptStyle, TurnLimits, TurnOutcome
-from trainable.envs.prompts import format_action_rules
-from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile, step
+from trainable.envs.prompts import format_action_rules, format_board
+from trainable.envs.sokoban.board import BOXES, DIRECTIONS, PLAYERS, TARGETS, Action, Cells, Tile, step
 from trainable.envs.sokoban.generate import SokobanLevel, generate_levels
 from trainable.envs.sokoban.held_out import make_test_levels
 from trainable.envs.sokoban.solver import compute_distance_table, find_places
-from trainable.envs.sokoban.text import SYMBOLS, render
+
+SYMBOLS: dict[int, str] = {
+    Tile.WALL: "#",
+    Tile.FLOOR: "_",
+    Tile.TARGET: "O",
+    Tile.BOX_ON_TARGET: "√",
+    Tile.BOX: "X",
+    Tile.PLAYER: "P",
+    Tile.PLAYER_ON_TARGET: "S",
+}
+
+# A target is listed even if a box or the player is on it, so such a cell appears in two lines.
+_COORDINATE_LINES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("Targets", TARGETS),
+    ("Boxes", (int(Tile.BOX),)),
+    ("Boxes on target", (int(Tile.BOX_ON_TARGET),)),
+    ("Player", (int(Tile.PLAYER),)),
+    ("Player on target", (int(Tile.PLAYER_ON_TARGET),)),
+)
 
 ACTION_NAMES: dict[Action, str] = {action: action.name.capitalize() for action in Action if action != Action.NONE}
 """How replies write the actions."""
@@ -35,7 +53,7 @@ _MEANINGS = {
 class Sokoban:
     """Sokoban on 6x6 boards with one box, as published (`CoordSokoban`). A state is a board, int8 (R, C).
 
-    observation_format: how the full style shows a board, see `text.render`.
+    observation_format: how the full style shows a board, see `format_board`.
     """
 
     observation_format: str = "grid_coord"
@@ -108,8 +126,10 @@ class Sokoban:
         # State num_states - 1 is `solved`; all levels are walked at once, in one flat array.
         flat_states = next_states + num_states * np.arange(num_levels)[:, None, None]
         flat_states = flat_states.transpose(1, 0, 2).reshape(len(DIRECTIONS), -1)
+        flat_boards = boards.reshape(num_levels, -1)
+        players, boxes = (np.isin(flat_boards, tiles).argmax(axis=1) for tiles in (PLAYERS, BOXES))
         probabilities = np.zeros((num_levels, num_states))
-        probabilities[np.arange(num_levels), _find_start_states(boards)] = 1.0
+        probabilities[np.arange(num_levels), players * flat_boards.shape[1] + boxes] = 1.0
         flat_probabilities = probabilities.reshape(-1)
         for _ in range(limits.reachable_actions):
             flat_probabilities = np.mean(
@@ -128,13 +148,20 @@ class Sokoban:
         return np.array([float(0 <= distance <= limits.reachable_actions) for distance in distances])
 
 
-def _find_start_states(boards: Cells) -> npt.NDArray[np.intp]:
-    """For each board (B, R, C) the index of its state: player * R*C + box, over flat cells."""
-    flat_boards = boards.reshape(len(boards), -1)
-    player = (flat_boards >= Tile.PLAYER).argmax(axis=1)
-    box = ((flat_boards == Tile.BOX) | (flat_boards == Tile.BOX_ON_TARGET)).argmax(axis=1)
-    states: npt.NDArray[np.intp] = player * flat_boards.shape[1] + box
-    return states
+def render(cells: Cells, observation_format: str) -> str:
+    """Render a board, int8 (R, C), as the text that a policy sees; see `format_board` for the formats.
+
+    Source: published code (texts to the byte).
+    """
+    symbols = cells.tobytes().decode("latin-1").translate(SYMBOLS)  # each cell is the character of its code
+    grid = "\n".join([symbols[start : start + cells.shape[1]] for start in range(0, cells.size, cells.shape[1])])
+    if observation_format == "grid":  # that of every compact prompt, whose boards need no coordinates
+        return grid
+    codes = cells.reshape(-1).tolist()
+    cells_by_label = {
+        label: [cell for cell, code in enumerate(codes) if code in kinds] for label, kinds in _COORDINATE_LINES
+    }
+    return format_board(grid, cells.shape, cells_by_label, observation_format)
 
 
 def _make_transitions(boards: Cells) -> npt.NDArray[np.intp]:
@@ -147,7 +174,7 @@ def _make_transitions(boards: Cells) -> npt.NDArray[np.intp]:
     size = rows * cols
     flat_boards = boards.reshape(batch, size)
     is_wall = flat_boards == Tile.WALL
-    targets = np.isin(flat_boards, (Tile.TARGET, Tile.BOX_ON_TARGET, Tile.PLAYER_ON_TARGET)).argmax(axis=1)
+    targets = np.isin(flat_boards, TARGETS).argmax(axis=1)
     player, box = (grid.reshape(-1) for grid in np.divmod(np.arange(size**2), size))
     solved_state = size**2
     tables = []

@@ -1,15 +1,13 @@
-"""Find shortest solutions: a distance table for one-box levels, and a search for any board."""
+"""How far one-box levels are from their solutions."""
 
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile, check_board
+from trainable.envs.sokoban.board import BOXES, DIRECTIONS, PLAYERS, TARGETS, Cells, Tile, check_board
 
 Distances = npt.NDArray[np.int16]
-
-_State = tuple[int, frozenset[int]]  # player and boxes, as flat cells
 
 
 def compute_distance_table(cells: Cells) -> Distances:
@@ -20,13 +18,13 @@ def compute_distance_table(cells: Cells) -> Distances:
 
     cells: int8 (R, C), a board with one box. Only its walls and its target matter.
     Returns int16 (R*C, R*C), indexed by flat cells [player, box].
-    Raises ValueError for a board that cannot be played, or that does not have exactly one box: use `solve` for those.
+    Raises ValueError for a board that cannot be played, or that does not have exactly one box.
     """
     check_board(cells)
     flat = cells.reshape(-1)
-    targets = _find_cells(cells, _TARGETS)
+    targets = _find_cells(cells, TARGETS)
     if len(targets) != 1:
-        raise ValueError(f"{len(targets)} boxes on the board; a distance table needs exactly one: call solve(cells)")
+        raise ValueError(f"{len(targets)} boxes on the board; a distance table needs exactly one")
     rows, cols = cells.shape
     # Player and box are never in the border of walls, so the search numbers only the inner cells.
     inner = np.arange(rows * cols).reshape(rows, cols)[1:-1, 1:-1].reshape(-1)
@@ -37,72 +35,11 @@ def compute_distance_table(cells: Cells) -> Distances:
     return table
 
 
-def find_optimal_actions(table: Distances, cells: Cells) -> tuple[Action, ...]:
-    """All actions that start a shortest solution, in the order up, down, left, right.
-
-    table: int16 (R*C, R*C), `compute_distance_table` of this level. cells: int8 (R, C), one of its boards.
-    Empty where the board is solved or cannot be solved.
-    """
-    player, box = find_places(cells)
-    distance = int(table[player, box])
-    if distance <= 0:
-        return ()
-    return tuple(
-        action
-        for action, offset in _list_offsets(cells.shape[1])
-        # The table has -1 for a player or a box in a wall, so blocked actions never match.
-        if table[player + offset, box + offset if player + offset == box else box] == distance - 1
-    )
-
-
 def find_places(cells: Cells) -> tuple[int, int]:
     """The flat cells of the player and of the box, which index a distance table; the board has one box."""
-    (player,) = _find_cells(cells, _PLAYERS)
-    (box,) = _find_cells(cells, _BOXES)
+    (player,) = _find_cells(cells, PLAYERS)
+    (box,) = _find_cells(cells, BOXES)
     return player, box
-
-
-def solve(cells: Cells, max_actions: int | None = None) -> tuple[Action, ...] | None:
-    """A shortest solution by breadth-first search. Of several, it is the first in the order up, down, left, right.
-
-    cells: int8 (R, C), a board with any number of boxes (the number of states grows fast with it).
-    max_actions: the maximum length of a solution.
-    Returns the actions, () if the board is already solved, None if there is no solution (of that length).
-    """
-    check_board(cells)
-    open_cells = frozenset(np.flatnonzero(cells).tolist())
-    targets = _find_cells(cells, _TARGETS)
-    (player,) = _find_cells(cells, _PLAYERS)
-    start: _State = (player, _find_cells(cells, _BOXES))
-    offsets = _list_offsets(cells.shape[1])
-    paths: dict[_State, tuple[Action, ...]] = {start: ()}
-    queue = [start]
-    for state in queue:  # the loop also visits states that are appended below
-        path = paths[state]
-        if state[1] == targets:
-            return path
-        if max_actions is not None and len(path) >= max_actions:
-            continue
-        for action, offset in offsets:
-            next_state = _move(state, offset, open_cells)
-            if next_state is not None and next_state not in paths:
-                paths[next_state] = (*path, action)
-                queue.append(next_state)
-    return None
-
-
-def _move(state: _State, offset: int, open_cells: frozenset[int]) -> _State | None:
-    """The state after one action, None where it is blocked."""
-    player, boxes = state
-    ahead = player + offset
-    if ahead not in open_cells:
-        return None
-    if ahead not in boxes:
-        return ahead, boxes
-    behind = ahead + offset
-    if behind not in open_cells or behind in boxes:
-        return None
-    return ahead, boxes - {ahead} | {behind}
 
 
 def _compute_distances(walls: bytes, target: int, predecessors: tuple[tuple[int, ...], ...]) -> list[int]:
@@ -151,14 +88,5 @@ def _list_predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(states) for states in table)
 
 
-def _list_offsets(cols: int) -> tuple[tuple[Action, int], ...]:
-    return tuple((action, row_step * cols + col_step) for action, (row_step, col_step) in DIRECTIONS.items())
-
-
-def _find_cells(cells: Cells, tiles: frozenset[int]) -> frozenset[int]:
+def _find_cells(cells: Cells, tiles: tuple[int, ...]) -> frozenset[int]:
     return frozenset(cell for cell, tile in enumerate(cells.reshape(-1).tolist()) if tile in tiles)
-
-
-_TARGETS = frozenset(map(int, (Tile.TARGET, Tile.BOX_ON_TARGET, Tile.PLAYER_ON_TARGET)))
-_BOXES = frozenset(map(int, (Tile.BOX, Tile.BOX_ON_TARGET)))
-_PLAYERS = frozenset(map(int, (Tile.PLAYER, Tile.PLAYER_ON_TARGET)))

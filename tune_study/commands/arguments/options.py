@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.presets import PRESETS
+from trainable.config.games import GAMES
 
 
 def complete_study(incomplete: str) -> list[str]:
@@ -99,7 +100,7 @@ Env = Annotated[
     Option(
         "--env",
         metavar="NAME",
-        help="Game to play: sokoban (default), frozenlake, mastermind, countdown, papers, or yours, FILE.py:NAME.",
+        help=f"Game to play: {', '.join(GAMES).replace(',', ' (default),', 1)}, or yours, FILE.py:NAME.",
     ),
 ]
 Steps = Annotated[int | None, Option("--steps", metavar="N", help="Training steps per run.")]

@@ -12,7 +12,7 @@ from sandboxes.trees.repl.generated import make_question
 from sandboxes.trees.repl.papers import FilePapers, GeneratedPapers, count_children, make_papers
 from sandboxes.trees.repl.questions import Question, QuestionFileError
 from tests.strategies.algo import examples
-from trainable.config.game_sections import PapersConfig
+from trainable.config.games import PapersConfig
 from trainable.envs.level_sets import collect_level_keys, make_training_levels, make_validation_levels
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from trainable.config.game_sections import GAME_KINDS
+from trainable.config.games import GAMES
 from trainable.config.sections import EnvConfig
 from trainable.envs.environment import FIRST_TEST_SEED, Environment
-from trainable.envs.games.make import GAMES, describe_success_range, get_turn_limits, make_environment
+from trainable.envs.games.make import describe_success_range, get_turn_limits, make_environment
 from trainable.envs.level_sets import make_validation_levels
 
 WORDS = {
@@ -18,15 +18,18 @@ WORDS = {
 EPISODES, TURN_ACTIONS = 24, 2
 
 
-@pytest.fixture(params=list(GAMES))
+@pytest.fixture(params=list(WORDS))
 def environment(request: pytest.FixtureRequest) -> Environment:
     return make_environment(EnvConfig(name=request.param))
 
 
-def test_every_game_has_a_maker_and_a_section_if_it_needs_one() -> None:
-    assert set(GAMES) == {name for name, kind in GAME_KINDS.items() if not kind.has_trees} == set(WORDS)
-    for name in GAMES:
+def test_every_game_can_be_made_and_has_its_section() -> None:
+    assert {name for name, game in GAMES.items() if not game.has_trees} == set(WORDS)
+    for name in WORDS:
         assert make_environment(EnvConfig(name=name)).name == name
+    sections = {name: type(getattr(EnvConfig(), name)) for name, game in GAMES.items() if game.section}
+    assert sections == {name: game.section for name, game in GAMES.items() if game.section}
+    assert next(iter(GAMES)) == EnvConfig().name
 
 
 def draw_turn(environment: Environment, rng: np.random.Generator, count: int) -> list[tuple[str, ...]]:

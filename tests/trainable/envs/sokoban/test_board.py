@@ -3,13 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import make_board, make_random_board, oracle_act, parse_board
+from tests.oracles.sokoban import make_board, make_random_board, oracle_act, parse_board, parse_grid, solve
 from tests.strategies.examples import draw_examples
 from trainable.envs import level_sets
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, check_board, is_solved, step
 from trainable.envs.sokoban.game import Sokoban
-from trainable.envs.sokoban.solver import solve
-from trainable.envs.sokoban.text import parse_grid
 
 SEEDS = st.integers(0, 2**32 - 1)
 

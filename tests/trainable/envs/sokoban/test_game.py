@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from tests.oracles.sokoban import solve
 from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.sokoban.board import step
 from trainable.envs.sokoban.game import ACTION_NAMES, Sokoban
-from trainable.envs.sokoban.solver import solve
 
 SOKOBAN, LIMITS = Sokoban(), TurnLimits(5, 2, 10)
 

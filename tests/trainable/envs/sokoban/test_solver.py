@@ -5,13 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import make_board, make_random_board, oracle_shortest_length, parse_board
+from tests.oracles.sokoban import make_board, make_random_board, oracle_shortest_length, parse_board, parse_grid, solve
 from tests.strategies.examples import draw_examples
 from trainable.envs import level_sets
 from trainable.envs.sokoban.board import Action, is_solved, step
 from trainable.envs.sokoban.game import Sokoban
-from trainable.envs.sokoban.solver import compute_distance_table, find_optimal_actions, solve
-from trainable.envs.sokoban.text import parse_grid
+from trainable.envs.sokoban.solver import compute_distance_table
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -72,36 +71,10 @@ def test_solve_is_as_short_as_trying_all_sequences():
             assert is_solved(cells).any() == (length == shortest)
 
 
-@draw_examples(40)
-@given(SEEDS)
-def test_optimal_actions_are_exactly_those_that_come_one_closer(seed):
-    cells = make_random_board(np.random.default_rng(seed), 6, 5, 1)
-    shortest = solve(cells)
-    next_boards = {action: step(cells[None], np.array([action])).cells[0] for action in list(Action)[1:]}
-    closer = tuple(
-        action
-        for action, board in next_boards.items()
-        if shortest and (solution := solve(board)) is not None and len(solution) == len(shortest) - 1
-    )
-    assert find_optimal_actions(compute_distance_table(cells), cells) == closer
-
-
-def test_all_optimal_actions_are_named():
-    cells = parse_grid("######\n#P___#\n#__X_#\n#__O_#\n######")
-    assert find_optimal_actions(compute_distance_table(cells), cells) == (Action.RIGHT,)
-    assert solve(cells) == (Action.RIGHT, Action.RIGHT, Action.DOWN)
-    two_ways = parse_grid("######\n#____#\n#P___#\n#_XO_#\n#____#\n######")
-    assert find_optimal_actions(compute_distance_table(two_ways), two_ways) == (Action.DOWN,)
-    diagonal = parse_grid("######\n#P___#\n#____#\n#_XO_#\n######")
-    assert find_optimal_actions(compute_distance_table(diagonal), diagonal) == (Action.DOWN,)
-
-
 def test_solved_and_unsolvable_boards():
     solved, unsolvable = parse_grid("#####\n#P√_#\n#####"), parse_grid("#####\n#XPO#\n#####")
     assert solve(solved) == ()
     assert solve(unsolvable) is None
-    assert find_optimal_actions(compute_distance_table(solved), solved) == ()
-    assert find_optimal_actions(compute_distance_table(unsolvable), unsolvable) == ()
 
 
 def test_a_limit_on_actions_hides_longer_solutions_only():

