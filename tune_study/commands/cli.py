@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,16 @@ from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.config.setting_types import format_value
-from trainable.families import Settings
 from trainable.files.paths import UnsafePathError
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt
+from tune_study.commands.arguments.groups import Command, expand_groups
 from tune_study.commands.arguments.parser import StrictCommand, StrictGroup
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
-from tune_study.commands.option_groups import Launch, StudyRequest, TypedAgain, add_axis_options, add_group
-from tune_study.commands.preflight import make_plans_that_fit, start_studies
+from tune_study.commands.option_groups import LaunchOptions, RunOptions, SearchOptions, StudyOptions, TypedAgain
+from tune_study.commands.preflight import list_choices, make_plans_that_fit, start_studies
 from tune_study.commands.requests import request_stop
-from tune_study.commands.run_options import VALUES_OPTION, find_studies, plan_from_options
+from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_line, show_warnings
 from tune_study.host.gpus import detect_gpus
@@ -58,20 +58,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-command = functools.partial(app.command, cls=StrictCommand)
-
-EXPLAIN_EXAMPLE = f"Example: {PROGRAM} explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1"
-TRANSCRIPTS_EXAMPLE = f"Example: {PROGRAM} transcripts results/kl_sweep_sokoban-tiny --arm 0 --seed 1 --failed"
-CONFIRM_EXAMPLE = f"Example: {PROGRAM} confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5"
-EXPORT_EXAMPLE = f"Example: {PROGRAM} export results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy"
-COMPARE_EXAMPLE = f"Example: {PROGRAM} compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny"
-REPLAY_EXAMPLE = f"Example: {PROGRAM} replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2"
-PROBE_EXAMPLE = f"Example: {PROGRAM} probe results/gradient_analysis_sokoban_sokoban-tiny --with-val"
-PLOT_EXAMPLE = f"Example: {PROGRAM} plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101"
-NEW_EXAMPLE = f"Example: {PROGRAM} new my-lr --vary actor.lr=1e-4,3e-4,1e-3"
-SEARCH_EXAMPLE = f"Example: {PROGRAM} search kl --preset stress --trials 24 --seeds 2 --output out"
-RUN_EXAMPLE = f"Example: {PROGRAM} run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
-
 
 def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
@@ -91,7 +77,7 @@ def main() -> None:
         raise SystemExit(finish_output(end.code if isinstance(end.code, int) else 0)) from None
 
 
-def report_errors(command: Callable[..., None]) -> Callable[..., None]:
+def report_errors(command: Command) -> Command:
     """Decorator: print invalid input as one paragraph on stderr and exit with code 2, or 3 if a study does not fit."""
 
     @functools.wraps(command)
@@ -112,6 +98,16 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
+def command(name: str, example: str) -> Callable[[Command], Command]:
+    """Decorator: make a function a command, which has an example at the end of its help and reports its errors."""
+
+    def add_command(function: Command) -> Command:
+        epilog = f"\b\nExample: {PROGRAM} {example}"
+        return app.command(name, cls=StrictCommand, epilog=epilog)(report_errors(expand_groups(function)))
+
+    return add_command
+
+
 @app.callback(invoke_without_command=True)
 def show_version(version: opt.Version = False) -> None:
     """Print the version if it was asked for."""
@@ -120,8 +116,7 @@ def show_version(version: opt.Version = False) -> None:
         raise typer.Exit
 
 
-@command("list", epilog=f"\b\nExample: {PROGRAM} list")
-@report_errors
+@command("list", "list")
 def list_studies(study: opt.ListedStudy = None, as_json: opt.Json = False) -> None:
     """List the studies with their questions; of STUDY, also axis and axis values; of a suite, its studies."""
     studies, suites = [*STUDIES.values()], SUITES
@@ -138,8 +133,7 @@ def list_studies(study: opt.ListedStudy = None, as_json: opt.Json = False) -> No
         describe.print_study(make_console(), *studies)
 
 
-@command("settings", epilog=f"\b\nExample: {PROGRAM} settings --all | grep kl_")
-@report_errors
+@command("settings", "settings --all | grep kl_")
 def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False) -> None:
     """List the most common settings of STUDY for --set, or all whose name or meaning has a WORD."""
     is_study = normalize_study_name(study) in STUDIES
@@ -147,8 +141,7 @@ def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False)
         describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 
-@command("new", epilog=f"\b\n{NEW_EXAMPLE}")
-@report_errors
+@command("new", "new my-lr --vary actor.lr=1e-4,3e-4,1e-3")
 def new(name: opt.NewStudyName, vary: opt.VariedSettings = None, to: opt.NewStudyFile = None) -> None:
     """Write a Python file that declares a study of your own, and print the command that runs it."""
     from tune_study.plan.new_study import write_study_file
@@ -158,108 +151,42 @@ def new(name: opt.NewStudyName, vary: opt.VariedSettings = None, to: opt.NewStud
     print_line(make_console(), f"  {command}")
 
 
-@command("run", epilog=f"\b\n{RUN_EXAMPLE}")
-@report_errors
-@add_axis_options(STUDIES.values())
-@add_group("request", StudyRequest)
-@add_group("launch", Launch)
-def run(
-    study: opt.StudyName,
-    request: StudyRequest,
-    values: opt.Values = None,
-    *,
-    axes: Mapping[str, str | None],
-    baseline_seeds: opt.BaselineSeeds = None,
-    until_resolved: opt.UntilResolved = False,
-    max_seeds: opt.MaxSeeds = None,
-    launch: Launch,
-) -> None:
+@command("run", "run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out")
+def run(study: opt.StudyName, options: RunOptions, launch: LaunchOptions) -> None:
     """Run a study or a suite of studies, or continue it if the output folder already contains it."""
     visible_gpus = detect_gpus(os.environ)
-    launch_options = launch.make_options()
-    load_typed_files(request.code or [])
-    studies = find_studies(study, request.kl_type, request.accept_changed_file)
+    load_typed_files(options.code or [])
+    studies = find_studies(study, options.kl_type, options.accept_changed_file)
 
-    def make_plans(preset: str, reason: str, settings: Settings) -> list[StudyPlan]:
-        axis_texts = {VALUES_OPTION: values, **axes}
-        options = request.make_run_options(
-            preset, reason, axis_texts, baseline_seeds, until_resolved, max_seeds, settings
-        )
-        return [
-            plan_from_options(
-                chosen,
-                options,
-                _make_absolute(request.output),
-                request.storage,
-                request.extend,
-                real=not request.dry_run,
-                source=source,
-            )
-            for chosen, source in studies
-        ]
+    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
+        return [plan_from_options(chosen, preset, options, source) for chosen, source in studies]
 
-    choices = request.list_choices(launch_options)
-    plans = make_plans_that_fit(make_plans, choices, launch_options, visible_gpus)
-    raise typer.Exit(start_studies(plans, launch_options, visible_gpus, request.dry_run, make_console()))
+    plans = make_plans_that_fit(make_plans, list_choices(options, launch), launch, visible_gpus)
+    raise typer.Exit(start_studies(plans, launch, visible_gpus, options.dry_run, make_console()))
 
 
-@command("search", epilog=f"\b\n{SEARCH_EXAMPLE}")
-@report_errors
-@add_group("request", StudyRequest)
-@add_group("launch", Launch)
-def search(
-    study: opt.StudyName,
-    trials: opt.NumPoints,
-    vary: opt.SearchSpace = None,
-    objective: opt.Objectives = "success",
-    points_per_round: opt.PointsPerRound = 4,
-    search_seed: opt.SearchSeed = 0,
-    confirm_seeds: opt.ConfirmSeeds = 5,
-    asha: opt.Asha = None,
-    *,
-    request: StudyRequest,
-    launch: Launch,
-) -> None:
+@command("search", "search kl --preset stress --trials 24 --seeds 2 --output out")
+def search(study: opt.StudyName, search_options: SearchOptions, options: StudyOptions, launch: LaunchOptions) -> None:
     """Search the settings of STUDY for the best point at which no run collapses, and confirm it with fresh seeds."""
     visible_gpus = detect_gpus(os.environ)
-    launch_options = launch.make_options()
-    load_typed_files(request.code or [])
-    chosen, source = searching.find_study(study, request.kl_type, request.accept_changed_file)
-    options = searching.SearchOptions(
-        trials, tuple(vary or ()), objective, points_per_round, search_seed, confirm_seeds, asha
-    )
+    load_typed_files(options.code or [])
+    chosen, source = searching.find_study(study, options.kl_type, options.accept_changed_file)
 
-    def make_plans(preset: str, reason: str, settings: Settings) -> list[StudyPlan]:
-        run_options = request.make_run_options(preset, reason, {}, preset_settings=settings)
-        plan = searching.plan_search(
-            chosen,
-            options,
-            run_options,
-            _make_absolute(request.output),
-            request.storage,
-            request.extend,
-            real=not request.dry_run,
-            source=source,
-        )
-        return [plan]
+    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
+        return [searching.plan_search(chosen, preset, search_options, options, source)]
 
-    choices = request.list_choices(launch_options)
-    (plan,) = make_plans_that_fit(make_plans, choices, launch_options, visible_gpus)
-    console = make_console()
-    raise typer.Exit(searching.run_and_confirm(plan, launch_options, visible_gpus, request.dry_run, console))
+    (plan,) = make_plans_that_fit(make_plans, list_choices(options, launch), launch, visible_gpus)
+    raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, options.dry_run, make_console()))
 
 
-@command("resume", epilog=f"\b\nExample: {PROGRAM} resume results/kl_sweep_sokoban-tiny")
-@report_errors
-@add_group("typed_again", TypedAgain)
-@add_group("launch", Launch)
+@command("resume", "resume results/kl_sweep_sokoban-tiny")
 def resume(
     run: opt.RunLocation,
     gpus_per_exp: opt.GpusPerExp = None,
     dry_run: opt.DryRun = False,
     *,
     typed_again: TypedAgain,
-    launch: Launch,
+    launch: LaunchOptions,
 ) -> None:
     """Continue the study in RUN: finished runs are left unchanged, all others continue."""
     placement_overrides = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
@@ -269,13 +196,10 @@ def resume(
     if not is_uri(run):
         describe.print_missing_checkpoints(console, plan.folder, study_file.read_study(plan.folder))
     visible_gpus = detect_gpus(os.environ)
-    raise typer.Exit(searching.run_and_confirm(plan, launch.make_options(), visible_gpus, dry_run, console))
+    raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, dry_run, console))
 
 
-@command("confirm", epilog=f"\b\n{CONFIRM_EXAMPLE}")
-@report_errors
-@add_group("typed_again", TypedAgain)
-@add_group("launch", Launch)
+@command("confirm", "confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5")
 def confirm(
     run: opt.RunLocation,
     arm: opt.ConfirmedArm,
@@ -285,39 +209,35 @@ def confirm(
     dry_run: opt.DryRun = False,
     *,
     typed_again: TypedAgain,
-    launch: Launch,
+    launch: LaunchOptions,
 ) -> None:
     """Run one arm of RUN and the baseline again, with seeds that the study never used: that number is the result."""
     own_study = typed_again.load()
     plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend, typed_again.allowed)
     visible_gpus = detect_gpus(os.environ)
-    raise typer.Exit(start_studies([plan], launch.make_options(), visible_gpus, dry_run, make_console()))
+    raise typer.Exit(start_studies([plan], launch, visible_gpus, dry_run, make_console()))
 
 
-@command("stop", epilog=f"\b\nExample: {PROGRAM} stop results/kl_sweep_sokoban-tiny --arm 1")
-@report_errors
+@command("stop", "stop results/kl_sweep_sokoban-tiny --arm 1")
 def stop(run: opt.RunLocation, arm: opt.StoppedArm = None) -> None:
     """Ask the process that runs RUN to stop, or to stop the runs of one arm: steps are finished and saved."""
     print_line(make_console(), request_stop(run, arm))
 
 
-@command("clean", epilog=f"\b\nExample: {PROGRAM} clean results/kl_sweep_sokoban-tiny --yes")
-@report_errors
+@command("clean", "clean results/kl_sweep_sokoban-tiny --yes")
 def clean(run: opt.RunLocation, yes: opt.Yes = False) -> None:
     """Show the disk space that ended runs of RUN no longer need, and free it."""
     cleaning.clean(make_console(), run, yes)
 
 
-@command("status", epilog=f"\b\nExample: {PROGRAM} status results/kl_sweep_sokoban-tiny")
-@report_errors
+@command("status", "status results/kl_sweep_sokoban-tiny")
 def status(run: opt.RunLocation) -> None:
     """Show the progress of each run in RUN, and why ended runs ended."""
     with locate.open_for_reading(run) as (folder, is_running):
         describe.print_status(make_console(), folder, run, study_file.read_study(folder), is_running)
 
 
-@command("report", epilog=f"\b\nExample: {PROGRAM} report results/kl_sweep_sokoban-tiny")
-@report_errors
+@command("report", "report results/kl_sweep_sokoban-tiny")
 def report(run: opt.RunLocation) -> None:
     """Rebuild the tables and the report of RUN from its rows."""
     folder = _make_absolute(locate.fetch_for_writing(run))
@@ -328,8 +248,7 @@ def report(run: opt.RunLocation) -> None:
         raise typer.Exit(1)
 
 
-@command("explain", epilog=f"\b\n{EXPLAIN_EXAMPLE}")
-@report_errors
+@command("explain", "explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1")
 def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = None) -> None:
     """Tell what changed before the collapse in the runs of RUN that collapsed, or in one run."""
     from tune_study.commands.reading import explain as explanation
@@ -341,8 +260,7 @@ def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = 
         explanation.print_explanation(make_console(), folder, run, frames, ends, is_selected)
 
 
-@command("transcripts", epilog=f"\b\n{TRANSCRIPTS_EXAMPLE}")
-@report_errors
+@command("transcripts", "transcripts results/kl_sweep_sokoban-tiny --arm 0 --seed 1 --failed")
 def transcripts(
     run: opt.RunLocation,
     arm: opt.ReadArm = None,
@@ -364,8 +282,7 @@ def transcripts(
         reading.print_transcripts(make_console(), reading.read_run_episodes(folder, study), choice, run)
 
 
-@command("demo", epilog=f"\b\nExample: {PROGRAM} demo --output demo")
-@report_errors
+@command("demo", "demo --output demo")
 def demo(output: opt.DemoFolder = Path("demo")) -> None:
     """Show a recorded study: its runs, verdicts, two episodes and its report. Nothing is trained."""
     from tune_study.commands.demo import show_demo
@@ -375,8 +292,7 @@ def demo(output: opt.DemoFolder = Path("demo")) -> None:
         raise typer.Exit(1)
 
 
-@command("watch", epilog=f"\b\nExample: {PROGRAM} watch results/kl_sweep_sokoban-tiny")
-@report_errors
+@command("watch", "watch results/kl_sweep_sokoban-tiny")
 def watch(run: opt.RunLocation, port: opt.Port = 0) -> None:
     """Show the report of RUN in a browser on this machine while it runs; the page follows its rows."""
     from tune_study.commands.reading import watch as watching
@@ -384,8 +300,7 @@ def watch(run: opt.RunLocation, port: opt.Port = 0) -> None:
     watching.watch(make_console(), run, port)
 
 
-@command("compare", epilog=f"\b\n{COMPARE_EXAMPLE}")
-@report_errors
+@command("compare", "compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny")
 def compare(runs: opt.ComparedRuns, to: opt.ComparisonFile = Path("comparison.html")) -> None:
     """Compare studies with the first one: which settings differ, and how the arms do that they have in common."""
     from tune_study.commands.reading import compare as comparing
@@ -393,8 +308,7 @@ def compare(runs: opt.ComparedRuns, to: opt.ComparisonFile = Path("comparison.ht
     comparing.print_comparison(make_console(), comparing.read_comparison(runs), _make_absolute(to))
 
 
-@command("alarms", epilog=f"\b\nExample: {PROGRAM} alarms out --first-test-seed 3")
-@report_errors
+@command("alarms", "alarms out --first-test-seed 3")
 def alarms(folders: opt.StudyFolders, first_test_seed: opt.FirstTestSeed = 5) -> None:
     """Show which threshold on which symptom would have announced the collapses in FOLDER, and how often it is wrong."""
     from tune_study.commands.reading import alarms as recorded_alarms
@@ -402,8 +316,7 @@ def alarms(folders: opt.StudyFolders, first_test_seed: opt.FirstTestSeed = 5) ->
     recorded_alarms.print_alarms(make_console(), recorded_alarms.read_studies(folders), first_test_seed)
 
 
-@command("replay-stoppers", epilog=f"\b\n{REPLAY_EXAMPLE}")
-@report_errors
+@command("replay-stoppers", "replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2")
 def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) -> None:
     """Apply the stop rules to the rows of RUN, and show when each would have fired and whether it would be right."""
     from tune_study.commands.reading import replay
@@ -412,9 +325,7 @@ def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) ->
         replay.print_replay(make_console(), replay.replay_folder(folder, assignments or []))
 
 
-@command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
-@report_errors
-@add_group("typed_again", TypedAgain)
+@command("probe", "probe results/gradient_analysis_sokoban_sokoban-tiny --with-val")
 def probe(
     run: opt.RunLocation,
     trial: opt.Trial = None,
@@ -462,9 +373,7 @@ def probe(
         raise typer.Exit(1)
 
 
-@command("export", epilog=f"\b\n{EXPORT_EXAMPLE}")
-@report_errors
-@add_group("typed_again", TypedAgain)
+@command("export", "export results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy")
 def export(
     run: opt.RunLocation,
     arm: opt.ExportedArm,
@@ -486,8 +395,7 @@ def export(
     exporting.export(make_console(), target, _make_absolute(to), dtype, keeps_adapters=adapters)
 
 
-@command("plot-gradients", epilog=f"\b\n{PLOT_EXAMPLE}")
-@report_errors
+@command("plot-gradients", "plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101")
 def plot_gradients(
     run: opt.RunLocation,
     list_steps: opt.ListSteps = False,
@@ -508,8 +416,7 @@ def plot_gradients(
         plot_gradients.write_plots(make_console(), folder, frames, selections, output_dir)
 
 
-@command("doctor", epilog=f"\b\nExample: {PROGRAM} doctor --output out")
-@report_errors
+@command("doctor", "doctor --output out")
 def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
     """Check that this machine has everything a run needs, and say how to solve each problem."""
     from tune_study.commands.doctor import diagnose
