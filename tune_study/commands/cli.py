@@ -14,9 +14,10 @@ import traceback
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from search_spaces import STUDIES, SUITES
 from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM
@@ -109,7 +110,7 @@ def command(name: str, example: str) -> Callable[[Command], Command]:
 
 
 @app.callback(invoke_without_command=True)
-def show_version(version: opt.Version = False) -> None:
+def show_version(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
     """Print the version if it was asked for."""
     if version:
         typer.echo(f"tune_study {metadata.version('tune-study')}")
@@ -117,7 +118,13 @@ def show_version(version: opt.Version = False) -> None:
 
 
 @command("list", "list")
-def list_studies(study: opt.ListedStudy = None, as_json: opt.Json = False) -> None:
+def list_studies(
+    study: Annotated[
+        str | None,
+        Argument(metavar="STUDY", help="Name of the study; default: all.", autocompletion=opt.complete_study),
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON: an object with `studies` and `suites`.")] = False,
+) -> None:
     """List the studies with their questions; of STUDY, also axis and axis values; of a suite, its studies."""
     studies, suites = [*STUDIES.values()], SUITES
     suite = None if study is None else normalize_study_name(study)
@@ -134,7 +141,17 @@ def list_studies(study: opt.ListedStudy = None, as_json: opt.Json = False) -> No
 
 
 @command("settings", "settings --all | grep kl_")
-def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False) -> None:
+def settings(
+    study: Annotated[
+        str,
+        Argument(
+            metavar="[STUDY|WORD]",
+            help="Name of the study; sandbox studies have different settings. Or a word, to look for settings of kl.",
+            autocompletion=opt.complete_study,
+        ),
+    ] = "kl",
+    list_all: Annotated[bool, Option("--all", help="List every setting, not only the most common ones.")] = False,
+) -> None:
     """List the most common settings of STUDY for --set, or all whose name or meaning has a WORD."""
     is_study = normalize_study_name(study) in STUDIES
     if is_study or not describe.print_matching_settings(make_console(), STUDIES["kl"], study):
@@ -142,7 +159,14 @@ def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False)
 
 
 @command("new", "new my-lr --vary actor.lr=1e-4,3e-4,1e-3")
-def new(name: opt.NewStudyName, vary: opt.VariedSettings = None, to: opt.NewStudyFile = None) -> None:
+def new(
+    name: Annotated[str, Argument(metavar="NAME", help="Name of the new study, like my-lr.")],
+    vary: Annotated[
+        list[str] | None,
+        Option("--vary", metavar="KEY=VALUES", help="A setting and its values, like actor.lr=1e-4,3e-4; repeatable."),
+    ] = None,
+    to: Annotated[Path | None, Option("--to", metavar="FILE", help="File to write; default: NAME.py here.")] = None,
+) -> None:
     """Write a Python file that declares a study of your own, and print the command that runs it."""
     from tune_study.plan.new_study import write_study_file
 
@@ -202,9 +226,14 @@ def resume(
 @command("confirm", "confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5")
 def confirm(
     run: opt.RunLocation,
-    arm: opt.ConfirmedArm,
-    baseline: opt.ComparedArm = None,
-    seeds: opt.FreshSeeds = DEFAULT_SEEDS,
+    arm: Annotated[str, Option("--arm", metavar="A", help="The arm whose result is confirmed.")],
+    baseline: Annotated[
+        str | None,
+        Option("--baseline", metavar="B", help="The arm to compare with; default: the baseline of the study."),
+    ] = None,
+    seeds: Annotated[
+        int, Option("--seeds", metavar="N", help="Number of fresh seeds for each of the two arms.")
+    ] = DEFAULT_SEEDS,
     extend: opt.Extend = False,
     dry_run: opt.DryRun = False,
     *,
@@ -219,13 +248,18 @@ def confirm(
 
 
 @command("stop", "stop results/kl_sweep_sokoban-tiny --arm 1")
-def stop(run: opt.RunLocation, arm: opt.StoppedArm = None) -> None:
+def stop(
+    run: opt.RunLocation,
+    arm: Annotated[str | None, Option("--arm", metavar="A", help="Stop only the runs of this arm.")] = None,
+) -> None:
     """Ask the process that runs RUN to stop, or to stop the runs of one arm: steps are finished and saved."""
     print_line(make_console(), request_stop(run, arm))
 
 
 @command("clean", "clean results/kl_sweep_sokoban-tiny --yes")
-def clean(run: opt.RunLocation, yes: opt.Yes = False) -> None:
+def clean(
+    run: opt.RunLocation, yes: Annotated[bool, Option("--yes", help="Do not ask before anything is removed.")] = False
+) -> None:
     """Show the disk space that ended runs of RUN no longer need, and free it."""
     cleaning.clean(make_console(), run, yes)
 
@@ -265,10 +299,18 @@ def transcripts(
     run: opt.RunLocation,
     arm: opt.ReadArm = None,
     seed: opt.ReadSeed = None,
-    step: opt.ReadStep = None,
-    failed: opt.Failed = False,
-    solved: opt.Solved = False,
-    trained: opt.Trained = False,
+    step: Annotated[
+        int | None,
+        Option("--step", metavar="N", help="Episodes of the validation after step N; default: the last one."),
+    ] = None,
+    failed: Annotated[bool, Option("--failed", help="Only episodes without success.")] = False,
+    solved: Annotated[bool, Option("--solved", help="Only episodes with success.")] = False,
+    trained: Annotated[
+        bool,
+        Option(
+            "--trained", help="Episodes that were trained on, with their advantages (trainer.log_train_generations)."
+        ),
+    ] = False,
 ) -> None:
     """Print recorded episodes of RUN: what the policy saw, thought and answered, and its rewards."""
     from tune_study.commands.reading import transcripts as reading
@@ -283,7 +325,11 @@ def transcripts(
 
 
 @command("demo", "demo --output demo")
-def demo(output: opt.DemoFolder = Path("demo")) -> None:
+def demo(
+    output: Annotated[
+        Path, Option("--output", "-o", metavar="DIR", help="The folder in which the recorded study is unpacked.")
+    ] = Path("demo"),
+) -> None:
     """Show a recorded study: its runs, verdicts, two episodes and its report. Nothing is trained."""
     from tune_study.commands.demo import show_demo
 
@@ -293,7 +339,12 @@ def demo(output: opt.DemoFolder = Path("demo")) -> None:
 
 
 @command("watch", "watch results/kl_sweep_sokoban-tiny")
-def watch(run: opt.RunLocation, port: opt.Port = 0) -> None:
+def watch(
+    run: opt.RunLocation,
+    port: Annotated[
+        int, Option("--port", metavar="N", min=0, max=65535, help="Port on 127.0.0.1; default: a free one.")
+    ] = 0,
+) -> None:
     """Show the report of RUN in a browser on this machine while it runs; the page follows its rows."""
     from tune_study.commands.reading import watch as watching
 
@@ -301,7 +352,13 @@ def watch(run: opt.RunLocation, port: opt.Port = 0) -> None:
 
 
 @command("compare", "compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny")
-def compare(runs: opt.ComparedRuns, to: opt.ComparisonFile = Path("comparison.html")) -> None:
+def compare(
+    runs: Annotated[
+        list[str],
+        Argument(metavar="RUN...", help="Folders results/<run> or URIs of two studies or more of one family."),
+    ],
+    to: Annotated[Path, Option("--to", metavar="FILE", help="Where the page is written.")] = Path("comparison.html"),
+) -> None:
     """Compare studies with the first one: which settings differ, and how the arms do that they have in common."""
     from tune_study.commands.reading import compare as comparing
 
@@ -309,7 +366,15 @@ def compare(runs: opt.ComparedRuns, to: opt.ComparisonFile = Path("comparison.ht
 
 
 @command("alarms", "alarms out --first-test-seed 3")
-def alarms(folders: opt.StudyFolders, first_test_seed: opt.FirstTestSeed = 5) -> None:
+def alarms(
+    folders: Annotated[
+        list[Path],
+        Argument(metavar="FOLDER...", help="Output folders, or folders results/<run>, whose studies to read."),
+    ],
+    first_test_seed: Annotated[
+        int, Option("--first-test-seed", metavar="S", min=0, help="Choose alarms on lower seeds, score them from S on.")
+    ] = 5,
+) -> None:
     """Show which threshold on which symptom would have announced the collapses in FOLDER, and how often it is wrong."""
     from tune_study.commands.reading import alarms as recorded_alarms
 
@@ -317,7 +382,12 @@ def alarms(folders: opt.StudyFolders, first_test_seed: opt.FirstTestSeed = 5) ->
 
 
 @command("replay-stoppers", "replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2")
-def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) -> None:
+def replay_stoppers(
+    run: opt.RunLocation,
+    assignments: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a threshold of early_stop; repeatable.")
+    ] = None,
+) -> None:
     """Apply the stop rules to the rows of RUN, and show when each would have fired and whether it would be right."""
     from tune_study.commands.reading import replay
 
@@ -329,11 +399,36 @@ def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) ->
 def probe(
     run: opt.RunLocation,
     trial: opt.Trial = None,
-    algo: opt.ProbeAlgo = None,
-    checkpoint_step: opt.CheckpointStep = None,
-    checkpoint_root: opt.CheckpointRoot = None,
-    resume_from_path: opt.ResumeFromPath = None,
-    with_val: opt.WithVal = False,
+    algo: Annotated[
+        str | None, Option("--algo", metavar="NAME", help="Study gradient-analysis: choose the run of PPO or of GRPO.")
+    ] = None,
+    checkpoint_step: Annotated[
+        int | None,
+        Option(
+            "--checkpoint-step", "--checkpoint_step", metavar="N", help="Step of the checkpoint; default: the newest."
+        ),
+    ] = None,
+    checkpoint_root: Annotated[
+        Path | None,
+        Option(
+            "--checkpoint-root",
+            "--checkpoint_root",
+            metavar="DIR",
+            help="Folder that contains global_step_<N>; default: the run's.",
+        ),
+    ] = None,
+    resume_from_path: Annotated[
+        Path | None,
+        Option(
+            "--resume-from-path",
+            "--resume_from_path",
+            metavar="DIR",
+            help="Path of the checkpoint folder global_step_<N>.",
+        ),
+    ] = None,
+    with_val: Annotated[
+        bool, Option("--with-val", "--with_val", help="First validate the run, sampled and greedy.")
+    ] = False,
     ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None,
     log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None,
     gpus: opt.Gpus = None,
@@ -376,12 +471,23 @@ def probe(
 @command("export", "export results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy")
 def export(
     run: opt.RunLocation,
-    arm: opt.ExportedArm,
-    to: opt.ExportFolder,
-    seed: opt.ExportedSeed = None,
-    step: opt.ExportedStep = None,
-    adapters: opt.Adapters = False,
-    dtype: opt.ExportDtype = "auto",
+    arm: Annotated[str, Option("--arm", metavar="A", help="The arm whose policy is written.")],
+    to: Annotated[Path, Option("--to", metavar="DIR", help="The folder to write, new or empty.")],
+    seed: Annotated[
+        int | None, Option("--seed", metavar="S", help="Seed of the run; default: the smallest one.")
+    ] = None,
+    step: Annotated[
+        str | None,
+        Option(
+            "--step", metavar="N", help="Step of a checkpoint, or `best` (of a run with --keep-best); default: newest."
+        ),
+    ] = None,
+    adapters: Annotated[
+        bool, Option("--adapters", help="Write LoRA adapters alone; default: merged into the weights.")
+    ] = False,
+    dtype: Annotated[
+        str, Option("--dtype", metavar="TYPE", help="auto (that of the base model), float32, bfloat16 or float16.")
+    ] = "auto",
     *,
     typed_again: TypedAgain,
 ) -> None:
@@ -398,11 +504,26 @@ def export(
 @command("plot-gradients", "plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101")
 def plot_gradients(
     run: opt.RunLocation,
-    list_steps: opt.ListSteps = False,
-    steps: opt.AnalyzedSteps = None,
-    output_dir: opt.PlotDir = None,
+    list_steps: Annotated[
+        bool, Option("--list-steps", "--list_steps", help="List the analyses; plot nothing.")
+    ] = False,
+    steps: Annotated[
+        list[str] | None, Option("--step", metavar="N", help="Analyzed step, or a list like 1,51; repeatable.")
+    ] = None,
+    output_dir: Annotated[
+        Path | None,
+        Option(
+            "--output-dir",
+            "--output_dir",
+            metavar="DIR",
+            help="Folder for the figures; default: RUN/figures/gradients/<run>.",
+        ),
+    ] = None,
     trial: opt.Trial = None,
-    source: opt.Source = None,
+    source: Annotated[
+        str | None,
+        Option("--source", metavar="NAME", help="train (analyses during training) or probe (of a checkpoint)."),
+    ] = None,
 ) -> None:
     """Plot the gradient analyses of RUN: figures and numbers of each analyzed step."""
     folder = locate.fetch_for_writing(run)

@@ -1,9 +1,11 @@
-"""The groups of options that several commands share, and that the functions behind the commands take as they are."""
+"""The groups of options that commands receive, and that the functions behind the commands take as they are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
+
+from typer import Option
 
 from search_spaces import STUDIES
 from tune_study.commands.arguments import options as opt
@@ -19,26 +21,65 @@ class StudyOptions:
     """The options that say what to run, which `run` and `search` share."""
 
     preset: opt.Preset = None
-    model: opt.Model = None
+    model: Annotated[
+        str | None, Option("--model", metavar="PATH", help="Model to train: sokoban-tiny, a folder, or a hub id.")
+    ] = None
     env: opt.Env = None
-    steps: opt.Steps = None
-    rollout_filter_include_zero: opt.IncludeZero = None
-    kl_type: opt.KLType = None
-    rollout_filter_strategy: opt.FilterStrategy = None
+    steps: Annotated[int | None, Option("--steps", metavar="N", help="Training steps per run.")] = None
+    rollout_filter_include_zero: Annotated[
+        str | None,
+        Option(
+            "--rollout_filter_include_zero",
+            "--rollout-filter-include-zero",
+            metavar="BOOL",
+            help="In the studies kl and entropy: keep groups whose rewards are all equal (default: True).",
+        ),
+    ] = None
+    kl_type: Annotated[
+        str | None,
+        Option("--kl-type", "--kl_type", metavar="NAME", help="Study smoke: low_var_kl (default), kl or mse."),
+    ] = None
+    rollout_filter_strategy: Annotated[
+        str | None,
+        Option(
+            "--rollout_filter_strategy",
+            "--rollout-filter-strategy",
+            metavar="NAME",
+            help="Studies smoke and smoke-all: top_p (default), top_k (takes a count of groups), min_p or top_f.",
+        ),
+    ] = None
     ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None
     log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None
     gpus_per_exp: opt.GpusPerExp = None
     ray_num_cpus: opt.RayNumCpus = None
     gpu_memory_utilization: opt.GpuMemoryUtilization = None
-    save_freq: opt.SaveFreq = None
-    keep_best: opt.KeepBest = False
-    seeds: opt.Seeds = None
+    save_freq: Annotated[
+        int | None,
+        Option("--save-freq", "--save_freq", metavar="N", help="Save a checkpoint every N steps; -1: never."),
+    ] = None
+    keep_best: Annotated[
+        bool,
+        Option("--keep-best", help="Also keep the checkpoint of each run's best validation, for `export --step best`."),
+    ] = False
+    seeds: Annotated[int | None, Option("--seeds", metavar="N", help="Number of seeds per arm: seeds 0 to N-1.")] = None
     assignments: opt.Assignments = None
-    config: opt.ConfigFiles = None
+    config: Annotated[
+        list[Path] | None,
+        Option(
+            "--config",
+            metavar="FILE",
+            help="A file with a line KEY=VALUE per setting, repeatable; --set takes precedence.",
+        ),
+    ] = None
     output: opt.Output = Path()
-    storage: opt.Storage = None
+    storage: Annotated[
+        str | None,
+        Option("--storage", metavar="URI", help="Also copy results and checkpoints to s3://, gs://, or a shared path."),
+    ] = None
     extend: opt.Extend = False
-    smoke: opt.Smoke = False
+    smoke: Annotated[
+        bool, Option("--smoke", help="Smoke run: one seed, a few steps, small batches. Results are meaningless.")
+    ] = False
     code: opt.Code = None
     accept_changed_file: opt.AcceptChangedFile = False
     dry_run: opt.DryRun = False
@@ -54,22 +95,60 @@ class RunOptions(StudyOptions):
 
     axis_texts: Annotated[Mapping[str, str | None], make_axis_options(STUDIES.values())] = field(default_factory=dict)
     """The text of each option for the values of an axis, by option; None for an option that was not typed."""
-    baseline_seeds: opt.BaselineSeeds = None
-    until_resolved: opt.UntilResolved = False
-    max_seeds: opt.MaxSeeds = None
+    baseline_seeds: Annotated[
+        int | None, Option("--baseline-seeds", metavar="N", help="Least number of seeds of the baseline arm.")
+    ] = None
+    until_resolved: Annotated[
+        bool, Option("--until-resolved", help="Add seeds to open arms and the baseline until every arm has a verdict.")
+    ] = False
+    max_seeds: Annotated[
+        int | None, Option("--max-seeds", metavar="N", help="Seeds per arm at which --until-resolved ends; default 20.")
+    ] = None
 
 
 @dataclass(frozen=True)
 class SearchOptions:
     """The options of `search` that say what to look for."""
 
-    trials: opt.NumPoints
-    vary: opt.SearchSpace = None
-    objective: opt.Objectives = "success"
-    points_per_round: opt.PointsPerRound = 4
-    search_seed: opt.SearchSeed = 0
-    confirm_seeds: opt.ConfirmSeeds = 5
-    asha: opt.Asha = None
+    trials: Annotated[
+        int, Option("--trials", metavar="N", min=2, help="Number of points to try; the first is the default settings.")
+    ]
+    vary: Annotated[
+        list[str] | None,
+        Option(
+            "--vary",
+            metavar="SPEC",
+            help="A setting to change: KEY=LOW:HIGH (:log or :linear), KEY=VALUE,VALUE, or KEY alone; 'SPEC if "
+            "KEY=VALUE' for a setting that depends on another; repeatable. Default: rate, KL, entropy, clip range and "
+            "filter.",
+        ),
+    ] = None
+    objective: Annotated[
+        str, Option("--objective", metavar="LIST", help="success, or success,cost (cost: tokens) for a Pareto front.")
+    ] = "success"
+    points_per_round: Annotated[
+        int, Option("--points-per-round", metavar="N", min=1, help="Points that are drawn from the same results.")
+    ] = 4
+    search_seed: Annotated[int, Option("--search-seed", metavar="S", min=0, help="Seed of the draws of points.")] = 0
+    confirm_seeds: Annotated[
+        int,
+        Option(
+            "--confirm-seeds",
+            metavar="N",
+            min=0,
+            help="Fresh seeds with which the best point is compared with the default at the end; 0: no comparison.",
+        ),
+    ] = 5
+    asha: Annotated[
+        int | None,
+        Option(
+            "--asha",
+            metavar="N",
+            min=1,
+            help="Successive halving: at steps N, 3N, 9N, ... stop runs that are not in the best third. They are "
+            "censored: their points have no outcome.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -80,13 +159,53 @@ class LaunchOptions:
     """
 
     gpus: opt.Gpus = None
-    gpu_memory_gib: opt.GpuMemoryGib = None
-    max_concurrent: opt.MaxConcurrent = None
-    max_hours: opt.MaxHours = None
-    skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED
-    wandb: opt.Wandb = None
-    wandb_project: opt.WandbProject = None
-    address: opt.Address = None
+    gpu_memory_gib: Annotated[
+        float | None,
+        Option(
+            "--gpu-memory-gib",
+            "--gpu_memory_gib",
+            metavar="N",
+            help="Plan for GPUs with N GiB of memory; default: the memory of the visible GPUs, else 80.",
+        ),
+    ] = None
+    max_concurrent: Annotated[
+        int | None,
+        Option("--max-concurrent", "--max_concurrent", metavar="N", help="Maximum number of concurrent runs."),
+    ] = None
+    max_hours: Annotated[
+        float | None,
+        Option("--max-hours", metavar="H", min=0, max=10_000, help="Stop after H hours, like Ctrl-C: steps are saved."),
+    ] = None
+    skip_statuses: Annotated[
+        str,
+        Option(
+            "--skip-statuses",
+            "--skip_statuses",
+            metavar="LIST",
+            help="Skip runs that already have one of these statuses; the list may also include failed and interrupted.",
+        ),
+    ] = DEFAULT_SKIPPED
+    wandb: Annotated[
+        str | None,
+        Option(
+            "--wandb",
+            metavar="MODE",
+            help="offline (to disk), online, or off; default: as the study was last started, or offline if  "
+            "trainer.logger contains wandb, else off.",
+        ),
+    ] = None
+    wandb_project: Annotated[
+        str | None,
+        Option(
+            "--wandb-project",
+            metavar="NAME",
+            help="Project in W&B; default: that of the last start, WANDB_PROJECT, or that of the study.",
+        ),
+    ] = None
+    address: Annotated[
+        str | None,
+        Option("--address", metavar="A", help="Ray cluster to run on (host:port, or auto); default: this machine."),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.max_hours == 0:
@@ -103,10 +222,20 @@ class LaunchOptions:
 class TypedAgain:
     """The options with which a user types again what a folder may not decide, for commands that use its runs."""
 
-    study: opt.StudyFile = None
+    study: Annotated[
+        str | None, Option("--study", metavar="FILE", help="The file of a study that was run from a file, like lr.py.")
+    ] = None
     code: opt.Code = None
     accept_changed_file: opt.AcceptChangedFile = False
-    allow: opt.Allow = None
+    allow: Annotated[
+        list[str] | None,
+        Option(
+            "--allow",
+            metavar="KEY=VALUE",
+            help="An address, environment variable, file or model that the folder of somebody else names and that may "
+            "be used, as the command prints it; repeatable.",
+        ),
+    ] = None
 
     @property
     def allowed(self) -> frozenset[str]:
