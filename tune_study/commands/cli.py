@@ -20,7 +20,7 @@ import typer
 from typer import Argument, Option
 
 from search_spaces import STUDIES, SUITES
-from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM
+from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM, format_command
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.config.setting_types import format_value
@@ -32,11 +32,11 @@ from tune_study.commands.arguments.parser import StrictCommand, StrictGroup
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.option_groups import LaunchOptions, RunOptions, SearchOptions, StudyOptions, TypedAgain
 from tune_study.commands.preflight import list_choices, make_plans_that_fit, start_studies
-from tune_study.commands.requests import request_stop
 from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_line, show_warnings
 from tune_study.host.gpus import detect_gpus
+from tune_study.host.interrupt import make_interrupt
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import MisfitError, PlanError
@@ -253,7 +253,31 @@ def stop(
     arm: Annotated[str | None, Option("--arm", metavar="A", help="Stop only the runs of this arm.")] = None,
 ) -> None:
     """Ask the process that runs RUN to stop, or to stop the runs of one arm: steps are finished and saved."""
-    print_line(make_console(), request_stop(run, arm))
+    if is_uri(run):
+        raise PlanError(
+            f"`stop` needs the folder in which the study runs, and {format_value(run, 1000)} is in a storage: type "
+            "results/<run> on the machine where it was started."
+        )
+    folder = Path(run)
+    study = study_file.read_study(folder)
+    if not outputs.is_running(folder):
+        raise PlanError(
+            f"No process runs {format_value(folder, 1000)}: there is nothing to stop. "
+            f"`{format_command('status', folder)}` shows its runs."
+        )
+    interrupt = make_interrupt(folder)
+    path, what = interrupt.path, "The study stops"
+    if arm is not None:
+        arm = find_arm(arm, study.axis.values, study.axis.setting)
+        path, what = interrupt.get_arm_path(arm), f"The runs of arm {arm} stop"
+    try:
+        path.touch()
+    except OSError as error:
+        raise PlanError(f"{format_value(folder, 1000)} cannot be written ({error.strerror}).") from None
+    print_line(
+        make_console(),
+        f"{what} after the steps under way, which are saved. To continue: {format_command('resume', folder)}",
+    )
 
 
 @command("clean", "clean results/kl_sweep_sokoban-tiny --yes")

@@ -28,7 +28,11 @@ def show_demo(console: Console, output: Path) -> str:
             unpack(folder)
     except OSError as error:
         raise PlanError(f"--output {output} cannot be written ({error.strerror}): type another folder.") from None
-    if not _is_recorded(folder, study):
+    content = find_record(StudyRecord, folder)
+    # Another version may have recorded another study.
+    if content is None or any(
+        getattr(content, name) != getattr(study, name) for name in ("recorded", "run", "created_at")
+    ):
         raise PlanError(f"{folder} holds something else: type another folder, as in `demo --output elsewhere`.")
     print_line(
         console, "This study was recorded earlier and comes with tune_study. Nothing is trained now. It was run by:"
@@ -61,14 +65,6 @@ def show_demo(console: Console, output: Path) -> str:
         ),
     )
     return problem
-
-
-def _is_recorded(folder: Path, study: StudyRecord) -> bool:
-    """Whether the folder holds this recorded study, and not one of another version."""
-    content = find_record(StudyRecord, folder)
-    return content is not None and all(
-        getattr(content, name) == getattr(study, name) for name in ("recorded", "run", "created_at")
-    )
 
 
 def _choose_episodes(runs: list[RunEpisodes], baseline: str) -> list[tuple[RunEpisodes, bool, str]]:

@@ -342,7 +342,12 @@ def _estimate_requirements(
     nodes: tuple[Node, ...] | None,
     dry_run: bool,
 ) -> _Requirements:
-    resource_plan = _plan_resources(plan, options, visible_gpus, nodes, dry_run)
+    if nodes is not None and options.address is not None:
+        resource_plan = cluster.allocate_cluster(plan, options.address, nodes, options.gpus, options.max_concurrent)
+    else:
+        resource_plan = resources.preflight(
+            plan, options.gpus, visible_gpus, count_cpus(), options.max_concurrent, is_real=not dry_run
+        )
     notes = list(resource_plan.notes)
     if options.wandb == "off" and "wandb" in plan.base_config.trainer.logger:
         notes.append("trainer.logger names wandb, and has no effect with --wandb off.")
@@ -366,20 +371,6 @@ def _estimate_requirements(
 def _add_placement(resource_plan: ResourcePlan, memory: MemoryPlan) -> ResourcePlan:
     settings = {**resource_plan.placement_settings, **memory.placement_settings}
     return resource_plan._replace(placement_settings=settings)
-
-
-def _plan_resources(
-    plan: StudyPlan,
-    options: LaunchOptions,
-    visible_gpus: tuple[Gpu, ...],
-    nodes: tuple[Node, ...] | None,
-    dry_run: bool,
-) -> ResourcePlan:
-    """The resources that the study gets on the cluster, or on this machine."""
-    if nodes is not None and options.address is not None:
-        return cluster.allocate_cluster(plan, options.address, nodes, options.gpus, options.max_concurrent)
-    cores = count_cpus()
-    return resources.preflight(plan, options.gpus, visible_gpus, cores, options.max_concurrent, is_real=not dry_run)
 
 
 def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:

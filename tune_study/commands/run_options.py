@@ -103,7 +103,8 @@ def plan_from_options(
     typed_values = _list_typed_values(options)
     option_settings = {
         **_collect_option_settings(study, typed_values),
-        **_collect_filter_settings(study, options),
+        **_collect_include_zero(study, options.rollout_filter_include_zero),
+        **_collect_strategy(study, options.rollout_filter_strategy),
     }
     game_settings = _collect_game_settings(study, options.env, preset.name)
     # Settings that were typed take precedence over those that come with the game.
@@ -120,7 +121,9 @@ def plan_from_options(
             overrides[setting] = make_absolute(str(overrides[setting]))
     # Settings and seeds that were typed take precedence over those of --smoke.
     if options.smoke:
-        overrides = {**_get_smoke_settings(study), **overrides}
+        if not study.smoke_settings:
+            raise PlanError(f"--smoke does not belong to study {study.name}: type --steps N for a short run.")
+        overrides = {**study.smoke_settings, **overrides}
     n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
     try:
         plan = _plan_with_torch_if_needed(study, preset, options, overrides, values, n_seeds)
@@ -201,13 +204,6 @@ def _check_preset(study: Study, preset: str) -> None:
         ) from None
 
 
-def _get_smoke_settings(study: Study) -> dict[str, object]:
-    """The settings of --smoke. Raise PlanError for a study that declares none."""
-    if not study.smoke_settings:
-        raise PlanError(f"--smoke does not belong to study {study.name}: type --steps N for a short run.")
-    return dict(study.smoke_settings)
-
-
 def _collect_option_settings(study: Study, typed_values: Mapping[str, object]) -> dict[str, object]:
     """Settings from the typed options. Raise PlanError for an option whose setting the study does not have."""
     known_fields = list_field_names(study.family.config_class)
@@ -261,15 +257,6 @@ def _select_preset_settings(study: Study, preset: ChosenPreset) -> dict[str, obj
     }
 
 
-def _collect_filter_settings(study: Study, options: RunOptions) -> dict[str, object]:
-    """Settings of the filter from their two options. The options are apart because few studies have them."""
-    filter_settings = {
-        "filter.rollout_filter_include_zero": _parse_include_zero(study, options.rollout_filter_include_zero),
-        "filter.rollout_filter_strategy": _parse_strategy(study, options.rollout_filter_strategy),
-    }
-    return {name: value for name, value in filter_settings.items() if value is not None}
-
-
 def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tuple[str, ...] | None:
     """The values that were typed for the study's axis, by its flag or by --values; None if none were typed.
 
@@ -289,29 +276,28 @@ def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tup
     return next((expand_groups(study, parse_values(text, option)) for option, text in typed_texts.items()), None)
 
 
-def _parse_include_zero(study: Study, text: str | None) -> bool | None:
-    """The value of --rollout_filter_include_zero. PlanError if the study has no filter, or if its axis sets this."""
-    option = "--rollout_filter_include_zero"
+def _collect_include_zero(study: Study, text: str | None) -> dict[str, object]:
+    """The setting of --rollout_filter_include_zero. PlanError if the study has no filter, or if its axis sets this."""
+    option, setting = "--rollout_filter_include_zero", "filter.rollout_filter_include_zero"
     if text is None:
-        return None
-    if "filter.rollout_filter_include_zero" not in list_field_names(study.family.config_class):
+        return {}
+    if setting not in list_field_names(study.family.config_class):
         raise PlanError(f"{option} does not belong to study {study.name}, which filters no groups: leave it out.")
     if not study.has_include_zero_option:
         raise PlanError(
             f"{option} does not belong to study {study.name}, whose axis sets it: type {study.axis.option} "
             f"(the value nofilter is the arm in which it is True)."
         )
-    return parse_bool(text, option)
+    return {setting: parse_bool(text, option)}
 
 
-def _parse_strategy(study: Study, text: str | None) -> str | None:
-    """The filter strategy that --rollout_filter_strategy names. PlanError if the study does not have this option."""
-    option = "--rollout_filter_strategy"
+def _collect_strategy(study: Study, text: str | None) -> dict[str, object]:
+    """The setting of --rollout_filter_strategy. PlanError if the study does not have this option."""
+    option, setting = "--rollout_filter_strategy", "filter.rollout_filter_strategy"
     if text is None:
-        return None
+        return {}
     # Other studies that filter groups fix the strategy, which only --set changes.
     if not study.strategy_aliases:
-        setting = "filter.rollout_filter_strategy"
         advice = (
             f"type --set {setting}=NAME" if setting in list_field_names(study.family.config_class) else "leave it out"
         )
@@ -320,4 +306,4 @@ def _parse_strategy(study: Study, text: str | None) -> str | None:
         raise PlanError(
             f"{option} {format_value(text)} is not a strategy: type one of {', '.join(study.strategy_aliases)}."
         )
-    return study.strategy_aliases[text]
+    return {setting: study.strategy_aliases[text]}

@@ -4,6 +4,7 @@ Only files are opened that were typed: in an option, in a study file that was ty
 A results folder records the texts, for reading and for a comparison. A path in a folder is shown and never opened.
 """
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,16 +25,61 @@ from trainable.config.own_parts import (
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import SourceFile
 from tune_study.plan.errors import PlanError
-from tune_study.plan.source_file import format_changes, read_source
 
 GAME_SETTING = "env.name"
 CODE_OPTION = "--code"
 """The option with which files of parts are typed where no setting names them."""
 
+MAX_SOURCE_BYTES = 1_000_000
+MAX_DIFF_LINES = 40
+
+
+def read_source(path_text: str, purpose: str) -> str:
+    """The text of a Python file. Raise PlanError if it cannot be read, or is none.
+
+    purpose: what the file is for, after "type the path of a Python file".
+    """
+    path = Path(path_text).expanduser()
+    shown_path = format_value(path_text, 1000)
+    if not path.is_file():
+        raise PlanError(f"There is no file {shown_path}: type the path of a Python file {purpose}.")
+    try:
+        content = path.read_bytes()
+        if len(content) > MAX_SOURCE_BYTES:
+            raise PlanError(f"{shown_path} has more than {MAX_SOURCE_BYTES} bytes: type the path of a file {purpose}.")
+        return content.decode()
+    except UnicodeDecodeError:
+        raise PlanError(f"{shown_path} is not a text in UTF-8: type the path of a Python file.") from None
+    except OSError as error:
+        raise PlanError(f"{shown_path} cannot be read: {error.strerror}.") from None
+
+
+def format_changes(old_text: str, new_text: str) -> str:
+    """The lines in which a file differs from its text when a study was started, indented, for a message."""
+    lines = list(
+        difflib.unified_diff(
+            old_text.splitlines(), new_text.splitlines(), "when the study was started", "now", lineterm="", n=1
+        )
+    )
+    return "\n  ".join(lines[:MAX_DIFF_LINES] + ["..."] * (len(lines) > MAX_DIFF_LINES))
+
 
 def load_typed_files(paths: Iterable[str]) -> None:
     """Read and execute files that were typed. Raise PlanError if one cannot be used, or if two have the same name."""
-    _register([PartFile(path, read_source(path, "that has the parts of the study")) for path in dict.fromkeys(paths)])
+    files = [PartFile(path, read_source(path, "that has the parts of the study")) for path in dict.fromkeys(paths)]
+    files_by_name: dict[str, PartFile] = {}
+    for file in files:
+        other_file = files_by_name.setdefault(file.name, file)
+        if other_file.text != file.text:
+            raise PlanError(
+                f"{format_value(other_file.path, 1000)} and {format_value(file.path, 1000)} have the same name, which "
+                "is how runs tell their parts apart: rename one of them."
+            )
+    for file in files:
+        try:
+            register_file(file)
+        except OwnPartError as error:
+            raise PlanError(str(error)) from None
 
 
 def load_named_files(
@@ -115,22 +161,6 @@ def _find_names(value: object) -> Iterator[PartName]:
     elif isinstance(value, str):
         names = map(parse_part_name, re.split(r"[\[\],'\"\s]+", value) if value.startswith("[") else [value])
         yield from (name for name in names if name is not None)
-
-
-def _register(files: Sequence[PartFile]) -> None:
-    files_by_name: dict[str, PartFile] = {}
-    for file in files:
-        other_file = files_by_name.setdefault(file.name, file)
-        if other_file.text != file.text:
-            raise PlanError(
-                f"{format_value(other_file.path, 1000)} and {format_value(file.path, 1000)} have the same name, which "
-                "is how runs tell their parts apart: rename one of them."
-            )
-    for file in files:
-        try:
-            register_file(file)
-        except OwnPartError as error:
-            raise PlanError(str(error)) from None
 
 
 def list_used_files(configs: Iterable[BaseRunConfig]) -> tuple[PartFile, ...]:

@@ -18,8 +18,7 @@ from trainable.config.setting_types import format_value
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.runs.study_record import SourceFile
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_parts import CODE_OPTION, load_typed_files
-from tune_study.plan.source_file import format_changes, read_source
+from tune_study.plan.own_parts import CODE_OPTION, format_changes, load_typed_files, read_source
 
 NEW_COMMAND = format_command("new", "NAME", "--vary", "actor.lr=1e-4,3e-4")
 """An example of the command that writes the file of a study."""

@@ -12,6 +12,7 @@ from trainable.config.setting_types import format_value
 from trainable.families import Family
 from trainable.runs.study_record import Dimension
 from tune_study.plan.errors import PlanError
+from tune_study.plan.typed_settings import check_varied
 
 EXAMPLES = "--vary actor.lr=1e-5:1e-3:log, --vary algorithm.adv_estimator=gae,grpo"
 _SCALES = {"": None, "log": True, "linear": False}
@@ -46,7 +47,8 @@ def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str])
     _check_overlaps(space)
     for number, dimension in enumerate(space):
         _check_condition(dimension, space[:number])
-        _check_values(dimension, base_config)
+        for value in dimension.values or (f"{dimension.low:g}", f"{dimension.high:g}"):
+            check_varied(base_config, _make_point(dimension, value))
     return space
 
 
@@ -171,14 +173,3 @@ def _check_overlaps(space: Sequence[Dimension]) -> None:
                     f"--vary has {format_value(dimension.setting)} twice, and a point could meet both: give it once, "
                     "or under conditions on different values of one setting."
                 )
-
-
-def _check_values(dimension: Dimension, base_config: BaseRunConfig) -> None:
-    """Raise ConfigError for an end or a value that the setting does not take."""
-    for value in dimension.values or (f"{dimension.low:g}", f"{dimension.high:g}"):
-        point = _make_point(dimension, value)
-        try:
-            apply_overrides(base_config, point)
-        except ConfigError as error:
-            shown = " ".join(f"{setting}={format_value(text)}" for setting, text in point.items())
-            raise ConfigError(f"--vary: {shown} cannot be used: {error}") from None

@@ -157,12 +157,12 @@ class StudyPlan:
     def baseline(self) -> str | None:
         """The value of the study's baseline, as it was typed; None if it is not among the values."""
         name = self.baseline_name
-        baseline_number = _parse_number(name)
+        number = _parse_number(name)
         # Numbers are compared by value: a baseline "0" is also found if it was typed as 0.0.
-        equal_values = [
-            value for value in self.values if value == name or _is_equal(_parse_number(value), baseline_number)
-        ]
-        return equal_values[0] if equal_values else None
+        equal_values = (
+            value for value in self.values if value == name or (number is not None and _parse_number(value) == number)
+        )
+        return next(equal_values, None)
 
     @property
     def baseline_name(self) -> str:
@@ -512,7 +512,3 @@ def _parse_number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _is_equal(left: float | None, right: float | None) -> bool:
-    return left is not None and left == right

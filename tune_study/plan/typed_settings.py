@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from search_spaces.declaration.study import Study
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
 from trainable.config.setting_types import format_value
@@ -116,6 +117,15 @@ def _can_be(study: Study, name: str, text: str) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def check_varied(base_config: BaseRunConfig, settings: Mapping[str, object]) -> None:
+    """Raise ConfigError, which names them all, for settings of --vary that cannot be used together."""
+    try:
+        apply_overrides(base_config, settings)
+    except ConfigError as error:
+        shown = " ".join(f"{setting}={format_value(value)}" for setting, value in settings.items())
+        raise ConfigError(f"--vary: {shown} cannot be used: {error}") from None
 
 
 def format_values(study: Study, values: Sequence[str]) -> str:

@@ -12,7 +12,6 @@ from trainable.files.json_values import DamageWarning
 from trainable.runs.failures import NON_FINITE
 from trainable.runs.study_record import ENDED_STATUSES
 from tune_study.folder import outputs
-from tune_study.folder.search_store import write_search_store
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_error, print_line, show_phases
@@ -157,7 +156,7 @@ def end_wandb(session: StudySession) -> None:
 def _write_store(plan: StudyPlan, console: Console) -> str:
     """Write the Optuna storage of a search; return an error text, empty without an error."""
     try:
-        print_line(console, f"Optuna storage: {write_search_store(plan)}")
+        print_line(console, f"Optuna storage: {outputs.write_search_store(plan)}")
     except Exception as error:  # nothing reads the storage, so it must not end the search
         return f"The Optuna storage could not be written: {type(error).__name__}: {error}."
     return ""

@@ -104,7 +104,12 @@ def print_explanation(
     print_line(console, "")
     _print_order(console, symptoms.summarize_order(onsets))
     print_line(console, "")
-    _print_runs(console, ends, onsets)
+    first_labels = onsets[onsets["is_first"] & onsets["is_collapse"]].set_index("run_id")["label"].to_dict()
+    rows = [
+        [run["arm"], str(run["seed"]), _describe_end(run), first_labels.get(run["run_id"], "-")]
+        for run in to_records(ends)
+    ]
+    print_table(console, ("arm", "seed", "end", "changed first"), rows)
     example = to_records(collapsed_ends.head(1))[0]
     command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
     print_line(console, f"One run: {command}")
@@ -139,15 +144,6 @@ def _format_order_cells(row: dict[str, Any]) -> list[str]:
         *(str(row[name]) for name in ("earlier", "later", "undecided")),
         "-" if np.isnan(row["lead"]) else f"{row['lead']:g}{interval}",
     ]
-
-
-def _print_runs(console: Console, ends: pd.DataFrame, onsets: pd.DataFrame) -> None:
-    first_labels = onsets[onsets["is_first"] & onsets["is_collapse"]].set_index("run_id")["label"].to_dict()
-    rows = [
-        [run["arm"], str(run["seed"]), _describe_end(run), first_labels.get(run["run_id"], "-")]
-        for run in to_records(ends)
-    ]
-    print_table(console, ("arm", "seed", "end", "changed first"), rows)
 
 
 def _describe_end(run: dict[str, Any]) -> str:
@@ -213,13 +209,11 @@ def choose_episodes(
     by_key = {(episode.level, episode.step): episode for episode in episodes}
     levels = list(dict.fromkeys(episode.level for episode in episodes))
     levels = [level for level in levels if all((level, step) in by_key for step in chosen_steps)]
-
-    def shows_change(level: int) -> bool:
-        return by_key[level, chosen_steps[0]].success and not by_key[level, chosen_steps[-1]].success
-
     if not levels:
         return []
-    level = next(filter(shows_change, levels), levels[0])
+    first, last = chosen_steps[0], chosen_steps[-1]
+    changed_levels = [level for level in levels if by_key[level, first].success and not by_key[level, last].success]
+    level = (changed_levels or levels)[0]
     return [by_key[level, step] for step in chosen_steps]
 
 

@@ -155,7 +155,9 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
         if secrets.compare_digest(query.get("token", [""])[0].encode(), token.encode()):
             cookie = f"{cookie_name}={token}; HttpOnly; SameSite=Strict; Path=/"
             return Answer("303 See Other", "", (("Location", "/"), ("Set-Cookie", cookie)))
-        if not secrets.compare_digest(_read_cookie(environ, cookie_name).encode(), token.encode()):
+        # The standard library's SimpleCookie takes quadratic time for a text of backslashes.
+        match = re.search(rf"(?:^|;) *{cookie_name}=([\w-]*)", environ.get("HTTP_COOKIE", ""))
+        if not secrets.compare_digest(("" if match is None else match[1]).encode(), token.encode()):
             return Answer("403 Forbidden", "Open the whole address that the command printed, with its token.")
         return Answer("200 OK", render(None if "pause" in query else REFRESH_SECONDS))
 
@@ -166,12 +168,6 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
         return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
 
     return app
-
-
-def _read_cookie(environ: dict[str, Any], name: str) -> str:
-    # The standard library's SimpleCookie takes quadratic time for a text of backslashes.
-    match = re.search(rf"(?:^|;) *{name}=([\w-]*)", environ.get("HTTP_COOKIE", ""))
-    return "" if match is None else match[1]
 
 
 def make_server(render: Callable[[int | None], str], token: str, listener: socket.socket) -> Any:
