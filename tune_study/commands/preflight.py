@@ -111,11 +111,14 @@ def start_studies(
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses, time_limit)
         # A study with a storage keeps nothing large on this disk.
         disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
-
-        def prepare_study(plan: StudyPlan) -> PreparedStudy:
-            return _prepare_study(plan, adapt_options(plan), visible_gpus, nodes)
-
-        return run_suite(plans, prepare_study, console, options.skipped_statuses, time_limit, is_local=nodes is None)
+        return run_suite(
+            plans,
+            lambda plan: _prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
+            console,
+            options.skipped_statuses,
+            time_limit,
+            is_local=nodes is None,
+        )
 
 
 def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:

@@ -152,12 +152,9 @@ def plan_from_folder(
         raise
     except PlanError as error:
         raise PlanError(f"{folder}/study.json: {error}") from None
-    except ValidationError as error:
-        raise PlanError(
-            f"{folder}/study.json cannot be read by this version: {format_validation_error(error)}"
-        ) from None
     except ValueError as error:
-        raise PlanError(f"{folder}/study.json cannot be read by this version: {error}") from None
+        problem = format_validation_error(error) if isinstance(error, ValidationError) else error
+        raise PlanError(f"{folder}/study.json cannot be read by this version: {problem}") from None
     check_outside_values(plan, declaration, allowed)
     return plan
 
@@ -304,11 +301,8 @@ def find_differences(existing: StudyPlan, plan: StudyPlan, *, may_be_longer: boo
 
     may_be_longer: whether another number of steps is no difference.
     """
-    changes = [
-        f"{name}: {old} -> {new}"
-        for name, old, new in (("stop_rules", ", ".join(existing.study.stop_rules), ", ".join(plan.study.stop_rules)),)
-        if old != new
-    ]
+    old_rules, new_rules = (", ".join(version.study.stop_rules) for version in (existing, plan))
+    changes = [f"stop_rules: {old_rules} -> {new_rules}"] if old_rules != new_rules else []
     changes += _find_changed_settings(existing.base_config, plan.base_config, may_be_longer)
     # Even with equal base settings the arms may differ, if the axis is declared otherwise by now.
     return changes or _find_changed_arms(plan, may_be_longer)

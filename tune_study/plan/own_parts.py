@@ -24,7 +24,7 @@ from trainable.config.own_parts import (
 )
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import SourceFile
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, as_plan_error
 
 GAME_SETTING = "env.name"
 CODE_OPTION = "--code"
@@ -76,10 +76,8 @@ def load_typed_files(paths: Iterable[str]) -> None:
                 "is how runs tell their parts apart: rename one of them."
             )
     for file in files:
-        try:
+        with as_plan_error(OwnPartError):
             register_file(file)
-        except OwnPartError as error:
-            raise PlanError(str(error)) from None
 
 
 def load_named_files(
@@ -135,10 +133,8 @@ def load_game_settings(name: str) -> dict[str, object]:
     part = parse_part_name(name)
     assert part is not None
     load_typed_files([part.path])
-    try:
+    with as_plan_error(OwnPartError):
         game = get_part(part._replace(path=part.file_name).format())
-    except OwnPartError as error:
-        raise PlanError(str(error)) from None
     try:
         settings = getattr(game() if callable(game) else game, "settings", {})
     except Exception:  # the check of the game names the error
@@ -211,7 +207,5 @@ def check_parts(configs: Sequence[BaseRunConfig]) -> None:
 
     # Games first: other parts are tried with them.
     for (setting, _, _), config in sorted(configs_by_part.items(), key=lambda entry: entry[0][0] != GAME_SETTING):
-        try:
+        with as_plan_error(OwnPartError):
             check_part(config, setting)
-        except OwnPartError as error:
-            raise PlanError(str(error)) from None

@@ -7,12 +7,12 @@ from typing import Any
 
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
+from trainable.config.run_config import resolve_key
 from trainable.config.setting_types import format_value
 from trainable.families import Family
 from trainable.runs.study_record import Dimension
 from tune_study.plan.errors import PlanError
-from tune_study.plan.typed_settings import check_varied
+from tune_study.plan.typed_settings import can_apply, check_varied
 
 EXAMPLES = "--vary actor.lr=1e-5:1e-3:log, --vary algorithm.adv_estimator=gae,grpo"
 _SCALES = {"": None, "log": True, "linear": False}
@@ -132,17 +132,10 @@ def _resolve(dimension: Dimension, base_config: BaseRunConfig, settings: Mapping
         value = settings[dimension.setting]
         return replace(dimension, low=dimension.low * value, high=dimension.high * value, is_relative=False)
     are_whole = dimension.low.is_integer() and dimension.high.is_integer()
-    is_integer = are_whole and not _takes(base_config, dimension, f"{dimension.low + 0.5:g}")
-    return replace(dimension, is_integer=is_integer and _takes(base_config, dimension, f"{dimension.low:g}"))
-
-
-def _takes(base_config: BaseRunConfig, dimension: Dimension, value: str) -> bool:
-    """Whether the setting of a dimension takes a value."""
-    try:
-        apply_overrides(base_config, _make_point(dimension, value))
-    except ConfigError:
-        return False
-    return True
+    is_integer = are_whole and not can_apply(base_config, _make_point(dimension, f"{dimension.low + 0.5:g}"))
+    return replace(
+        dimension, is_integer=is_integer and can_apply(base_config, _make_point(dimension, f"{dimension.low:g}"))
+    )
 
 
 def _make_point(dimension: Dimension, value: str) -> dict[str, str]:

@@ -101,7 +101,10 @@ def collect_overrides(
 def _refuse_grid(study: Study, name: str, text: str) -> None:
     """Raise PlanError for values with commas between them, of a setting that takes one of them but not the list."""
     texts = [part.strip() for part in text.split(",")]
-    if len(texts) > 1 and not _can_be(study, name, text) and all(_can_be(study, name, part) for part in texts):
+    if len(texts) == 1:
+        return
+    base = study.family.config_class.model_validate({})
+    if not can_apply(base, {name: text}) and all(can_apply(base, {name: value}) for value in texts):
         study_name = f"my-{name.rpartition('.')[2]}".replace("_", "-")
         command = format_command("new", study_name, "--vary", f"{name}={','.join(texts)}")
         raise PlanError(
@@ -110,10 +113,10 @@ def _refuse_grid(study: Study, name: str, text: str) -> None:
         )
 
 
-def _can_be(study: Study, name: str, text: str) -> bool:
-    """Whether `text` can be read as the value of a setting, if nothing else is changed."""
+def can_apply(base_config: BaseRunConfig, settings: Mapping[str, object]) -> bool:
+    """Whether a configuration takes these values of settings."""
     try:
-        apply_overrides(study.family.config_class.model_validate({}), {name: text})
+        apply_overrides(base_config, settings)
     except ConfigError:
         return False
     return True

@@ -22,7 +22,7 @@ from trainable.config.setting_types import format_value
 from trainable.runs.episode_lines import RecordedEpisode
 from tune_study.commands.reading.transcripts import print_episode
 from tune_study.host.console import print_line, print_table
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.study_names import find_arm
 
 _TOO_SHORT = f"No change can be resolved in fewer than {MIN_POINTS} steps."
@@ -30,10 +30,8 @@ _TOO_SHORT = f"No change can be resolved in fewer than {MIN_POINTS} steps."
 
 def read_frames(folder: Path, is_running: bool) -> StudyFrames:
     """Frames of the study in results/<run>. Raise PlanError if it trains no language model, or if a file is damaged."""
-    try:
+    with as_plan_error(ValueError):
         frames = load(folder, live=is_running)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
     if not frames.is_fine_tuning:
         raise PlanError(
             f"{format_value(folder, 1000)} fine-tuned no language model: the symptoms of `explain` are those of "

@@ -22,7 +22,7 @@ from trainable.files.json_values import DamageWarning
 from trainable.runs.run_files import METRICS_FILE
 from tune_study.folder import locate, outputs
 from tune_study.host.console import print_line
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.storage_uri import is_uri
 
 HOST = "127.0.0.1"
@@ -121,10 +121,8 @@ class LiveReport:
             # could be read.
             signature = self._make_signature()
             warnings.simplefilter("always", DamageWarning)
-            try:
+            with as_plan_error(ValueError):
                 frames = load(folder, live=is_running)
-            except ValueError as error:
-                raise PlanError(str(error)) from None
             problems = [str(warning.message) for warning in caught if warning.category is DamageWarning]
             family = FAMILIES.get(frames.studies[0].family, PPO)
             metric = (family.progress_columns[0].column, family.progress_columns[0].name)
