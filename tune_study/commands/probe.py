@@ -97,8 +97,7 @@ def _restore_trainer(target: RunCheckpoint, settings: ProbeSettings) -> PPOTrain
         check_model(path, os.environ)
     config = apply_overrides(target.spec.ppo_config, settings)
     check_sampler(config, os.environ)
-    disallowed_names = [name for name in settings if not name.startswith(ALLOWED_PREFIXES)]
-    if disallowed_names:
+    if disallowed_names := [name for name in settings if not name.startswith(ALLOWED_PREFIXES)]:
         raise PlanError(
             f"`{disallowed_names[0]}` cannot be set for a probe: the trainer would not match the checkpoint. "
             f"Allowed settings: env, filter, rollout, trainer, the actor's KL loss and entropy_coeff."

@@ -184,8 +184,7 @@ def _find_declaration(folder: Path, record: StudyRecord, own_study: OwnStudy | N
 
 def check_unchanged(plan: StudyPlan) -> None:
     """Raise PlanError if the study's current declaration gives the runs in its folder other settings."""
-    changes = _find_changed_arms(plan)
-    if changes:
+    if changes := _find_changed_arms(plan):
         change_lines = "\n  ".join(changes)
         raise PlanError(
             f"The declaration of study `{plan.study.name}` has changed since {plan.folder} was started:\n  "
@@ -218,8 +217,7 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
     old_steps, steps = (version.base_config.trainer.total_training_steps for version in (existing, plan))
     # The rungs of a search, and the points after the first ones, follow from the steps.
     is_longer = old_steps < steps and plan.search is None
-    changes = find_differences(existing, plan, may_be_longer=extend and is_longer)
-    if changes:
+    if changes := find_differences(existing, plan, may_be_longer=extend and is_longer):
         advice = "Type the same settings to continue it, or another --output to start a new study."
         if is_longer and not extend and not find_differences(existing, plan, may_be_longer=True):
             advice = f"Add --extend to train its runs up to step {steps}, or another --output to start a new study."
@@ -261,8 +259,7 @@ def _continue_search(plan: StudyPlan, existing: StudyPlan) -> StudyPlan:
     """
     assert plan.search is not None
     assert existing.search is not None
-    changes = find_search_differences(existing.search, plan.search)
-    if changes:
+    if changes := find_search_differences(existing.search, plan.search):
         raise PlanError(
             f"{plan.folder} contains a search with other options:\n  " + "\n  ".join(changes) + "\n"
             "Type the same options to continue it, or another --output to start a new search."

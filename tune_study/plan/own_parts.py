@@ -172,8 +172,7 @@ def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:
 
     entries: the record in study.json of `folder`.
     """
-    missing_paths = [entry.path for entry in entries if find_registered_file(Path(entry.path).name) is None]
-    if missing_paths:
+    if missing_paths := [entry.path for entry in entries if find_registered_file(Path(entry.path).name) is None]:
         files = " and ".join(format_value(path, 1000) for path in missing_paths)
         options = " ".join(f"{CODE_OPTION} {format_value(path, 1000)}" for path in missing_paths)
         raise PlanError(

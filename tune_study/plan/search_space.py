@@ -41,8 +41,7 @@ def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str])
         dimensions = list(dict.fromkeys(dimension for text in texts for dimension in _parse(text, family)))
     space = tuple(_resolve(dimension, base_config, settings) for dimension in dimensions)
     names = [dimension.name for dimension in space]
-    duplicates = [name for number, name in enumerate(names) if name in names[:number]]
-    if duplicates:
+    if duplicates := [name for number, name in enumerate(names) if name in names[:number]]:
         raise PlanError(f"--vary has {format_value(duplicates[0])} twice: give it once.")
     _check_overlaps(space)
     for number, dimension in enumerate(space):

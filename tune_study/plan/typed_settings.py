@@ -30,8 +30,7 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
                 f"{','.join(value_groups)}, or names of arms; --dry-run with this --kl-type lists them in its column "
                 "`arm`."
             )
-    duplicates = [entry for number, entry in enumerate(entries) if entry in entries[:number]]
-    if duplicates:
+    if duplicates := [entry for number, entry in enumerate(entries) if entry in entries[:number]]:
         raise PlanError(f"{study.axis.option} has {format_value(duplicates[0])} twice: give each group once.")
     selected_values = {value for entry in entries for value in value_groups.get(entry, (entry,))}
     # In the order of the grid, whatever the order of typing.

@@ -85,7 +85,7 @@ def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: Epi
     print_line(console, LEGEND)
     print_line(console, "")
     for run in selected_runs:
-        episodes = _select_episodes(run, choice)
+        episodes = select_episodes(run, choice)
         print_line(console, f"Arm {run.arm}, seed {run.seed}: {_describe_selection(run, choice, episodes)}")
         for episode in episodes:
             print_line(console, "")
@@ -132,7 +132,7 @@ def _print_overview(console: Console, runs: Sequence[RunEpisodes], choice: Episo
     kind_options = ["--trained"] if choice.is_trained else []
     event = "in the last of these steps" if choice.is_trained else "at the last validation"
     # Of a run that has some of them, if there is one.
-    failing = next((run for run in runs if any(not episode.success for episode in _select_episodes(run, choice))), None)
+    failing = next((run for run in runs if any(not episode.success for episode in select_episodes(run, choice))), None)
     example = failing or next(run for run in runs if run.episodes)
     options = [*kind_options, "--arm", example.arm, "--seed", str(example.seed), *["--failed"] * bool(failing)]
     command = format_command("transcripts", location, *options)
@@ -152,7 +152,8 @@ def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[Run
     ]
 
 
-def _select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEpisode]:
+def select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEpisode]:
+    """The episodes of a run of the chosen step, or of the last one that has some, with the chosen success."""
     step = choice.step if choice.step is not None else max((episode.step for episode in run.episodes), default=None)
     return [episode for episode in run.episodes if episode.step == step and choice.success in (None, episode.success)]
 
