@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from search_spaces.declaration.study import Study
 from trainable.config.run_config import resolve_key
-from tune_study.commands.arguments.groups import VALUES_OPTION
+from tune_study.commands.arguments.parser import VALUES_OPTION
 from tune_study.commands.option_groups import LaunchOptions, RunOptions
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.host.console import make_console

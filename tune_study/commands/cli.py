@@ -27,8 +27,7 @@ from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.groups import Command, expand_groups
-from tune_study.commands.arguments.parser import StrictCommand, StrictGroup
+from tune_study.commands.arguments.parser import Command, StrictCommand, StrictGroup, expand_groups
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.option_groups import LaunchOptions, RunOptions, SearchOptions, StudyOptions, TypedAgain
 from tune_study.commands.preflight import list_choices, make_plans_that_fit, start_studies

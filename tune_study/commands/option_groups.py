@@ -9,7 +9,7 @@ from typer import Option
 
 from search_spaces import STUDIES
 from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.groups import make_axis_options
+from tune_study.commands.arguments.parser import make_axis_options
 from tune_study.commands.arguments.settings_file import merge_assignments
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.plan.errors import PlanError

@@ -16,7 +16,7 @@ from trainable.config.own_parts import PART_FORM, parse_part_name
 from trainable.config.run_config import ConfigError, list_field_names
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import STUDY_FILE
-from tune_study.commands.arguments.groups import VALUES_OPTION
+from tune_study.commands.arguments.parser import VALUES_OPTION
 from tune_study.commands.option_groups import RunOptions
 from tune_study.folder import locate
 from tune_study.folder.study_file import read_study

@@ -15,7 +15,7 @@ from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO, as_run_config
-from tune_study.commands.arguments.groups import expand_groups, make_axis_options
+from tune_study.commands.arguments.parser import expand_groups, make_axis_options
 from tune_study.commands.cli import app
 from tune_study.commands.option_groups import RunOptions
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
