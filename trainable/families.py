@@ -1,7 +1,7 @@
 """A family of studies: everything that is said of one kind of run, as one object, and the list of all families.
 
-What needs torch, pandas or Ray is named as "module:NAME" and imported where it is used (`pkgutil.resolve_name`), so that
-a plan, a report and a run each import only their own part.
+What needs torch, pandas or Ray is named as "module:NAME" and imported where it is used (`pkgutil.resolve_name`), so
+that a plan, a report and a run each import only their own part.
 """
 
 from collections.abc import Callable, Mapping

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from search_spaces.declaration.study import Study
 from trainable.config.run_config import resolve_key
-from trainable.families import Settings
-from tune_study.commands.run_options import VALUES_OPTION, RunOptions, plan_from_options
-from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
+from tune_study.commands.arguments.parser import VALUES_OPTION
+from tune_study.commands.option_groups import LaunchOptions, RunOptions
+from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.host.console import make_console
 from tune_study.host.gpus import detect_gpus
 from tune_study.plan.own_parts import load_typed_files
@@ -64,39 +64,24 @@ def run(
         >>> frames.trials[["arm", "status", "final_val_success"]]  # doctest: +SKIP
     """
     from analysis import load
-    from tune_study.commands.preflight import (
-        LaunchOptions,
-        PlacementChoices,
-        make_plans_that_fit,
-        names_adapters,
-        start_studies,
-    )
+    from tune_study.commands.preflight import PlacementChoices, make_plans_that_fit, names_adapters, start_studies
 
     check_study(study, "the call of tune_study.run")
     load_typed_files(code)
     visible_gpus = detect_gpus(os.environ)
-    folder = Path(os.path.abspath(output))
+    options = RunOptions(
+        env=env,
+        seeds=seeds,
+        assignments=[f"{name}={value}" for name, value in settings.items()],
+        output=Path(os.path.abspath(output)),
+        extend=extend,
+        axis_texts={VALUES_OPTION: None if values is None else ",".join(values)},
+    )
 
-    def make_plans(preset: str, reason: str, preset_settings: Settings) -> list[StudyPlan]:
-        options = RunOptions(
-            preset,
-            reason,
-            preset_settings,
-            option_values={},
-            axis_texts={VALUES_OPTION: None if values is None else ",".join(values)},
-            game=env,
-            include_zero=None,
-            strategy=None,
-            assignments=tuple(f"{name}={value}" for name, value in settings.items()),
-            seeds=seeds,
-            baseline_seeds=None,
-            until_resolved=False,
-            max_seeds=None,
-            smoke=False,
-        )
-        return [plan_from_options(study, options, folder, None, extend, real=True, source=describe_source(study))]
+    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
+        return [plan_from_options(study, preset, options, describe_source(study))]
 
-    launch_options = LaunchOptions(None, None, max_concurrent, "off", None, parse_skipped_statuses(DEFAULT_SKIPPED))
+    launch_options = LaunchOptions(max_concurrent=max_concurrent, wandb="off")
     fields = {resolve_key(name, study.family.config_class) for name in settings}
     choices = PlacementChoices(
         preset, has_adapters=names_adapters(fields), has_gpus=not _GPU_SETTINGS.isdisjoint(fields)

@@ -52,8 +52,7 @@ def find_removable_states(folder: Path) -> list[RemovableState]:
         if status is None or status.status not in ENDED_STATUSES or not path.exists():
             continue
         check_path(folder, path)
-        paths = tuple(_list_removable(study, folder / "runs" / run_id))
-        if paths:
+        if paths := tuple(_list_removable(study, folder / "runs" / run_id)):
             num_bytes = sum(map(count_folder_bytes, paths))
             states.append(RemovableState(run_id, status.status, paths, num_bytes))
     return states

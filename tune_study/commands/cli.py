@@ -11,31 +11,31 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from search_spaces import STUDIES, SUITES
-from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM
+from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM, format_command
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.config.setting_types import format_value
-from trainable.families import Settings
 from trainable.files.paths import UnsafePathError
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.parser import StrictCommand, StrictGroup
+from tune_study.commands.arguments.parser import Command, StrictCommand, StrictGroup, expand_groups
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
-from tune_study.commands.option_groups import Launch, StudyRequest, TypedAgain, add_axis_options, add_group
-from tune_study.commands.preflight import make_plans_that_fit, start_studies
-from tune_study.commands.requests import request_stop
-from tune_study.commands.run_options import VALUES_OPTION, find_studies, plan_from_options
+from tune_study.commands.option_groups import LaunchOptions, RunOptions, SearchOptions, StudyOptions, TypedAgain
+from tune_study.commands.preflight import list_choices, make_plans_that_fit, start_studies
+from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_line, show_warnings
 from tune_study.host.gpus import detect_gpus
+from tune_study.host.interrupt import make_interrupt
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import MisfitError, PlanError
@@ -58,20 +58,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-command = functools.partial(app.command, cls=StrictCommand)
-
-EXPLAIN_EXAMPLE = f"Example: {PROGRAM} explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1"
-TRANSCRIPTS_EXAMPLE = f"Example: {PROGRAM} transcripts results/kl_sweep_sokoban-tiny --arm 0 --seed 1 --failed"
-CONFIRM_EXAMPLE = f"Example: {PROGRAM} confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5"
-EXPORT_EXAMPLE = f"Example: {PROGRAM} export results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy"
-COMPARE_EXAMPLE = f"Example: {PROGRAM} compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny"
-REPLAY_EXAMPLE = f"Example: {PROGRAM} replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2"
-PROBE_EXAMPLE = f"Example: {PROGRAM} probe results/gradient_analysis_sokoban_sokoban-tiny --with-val"
-PLOT_EXAMPLE = f"Example: {PROGRAM} plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101"
-NEW_EXAMPLE = f"Example: {PROGRAM} new my-lr --vary actor.lr=1e-4,3e-4,1e-3"
-SEARCH_EXAMPLE = f"Example: {PROGRAM} search kl --preset stress --trials 24 --seeds 2 --output out"
-RUN_EXAMPLE = f"Example: {PROGRAM} run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
-
 
 def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
@@ -91,7 +77,7 @@ def main() -> None:
         raise SystemExit(finish_output(end.code if isinstance(end.code, int) else 0)) from None
 
 
-def report_errors(command: Callable[..., None]) -> Callable[..., None]:
+def report_errors(command: Command) -> Command:
     """Decorator: print invalid input as one paragraph on stderr and exit with code 2, or 3 if a study does not fit."""
 
     @functools.wraps(command)
@@ -112,17 +98,32 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
+def command(name: str, example: str) -> Callable[[Command], Command]:
+    """Decorator: make a function a command, which has an example at the end of its help and reports its errors."""
+
+    def add_command(function: Command) -> Command:
+        epilog = f"\b\nExample: {PROGRAM} {example}"
+        return app.command(name, cls=StrictCommand, epilog=epilog)(report_errors(expand_groups(function)))
+
+    return add_command
+
+
 @app.callback(invoke_without_command=True)
-def show_version(version: opt.Version = False) -> None:
+def show_version(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
     """Print the version if it was asked for."""
     if version:
         typer.echo(f"tune_study {metadata.version('tune-study')}")
         raise typer.Exit
 
 
-@command("list", epilog=f"\b\nExample: {PROGRAM} list")
-@report_errors
-def list_studies(study: opt.ListedStudy = None, as_json: opt.Json = False) -> None:
+@command("list", "list")
+def list_studies(
+    study: Annotated[
+        str | None,
+        Argument(metavar="STUDY", help="Name of the study; default: all.", autocompletion=opt.complete_study),
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON: an object with `studies` and `suites`.")] = False,
+) -> None:
     """List the studies with their questions; of STUDY, also axis and axis values; of a suite, its studies."""
     studies, suites = [*STUDIES.values()], SUITES
     suite = None if study is None else normalize_study_name(study)
@@ -138,18 +139,33 @@ def list_studies(study: opt.ListedStudy = None, as_json: opt.Json = False) -> No
         describe.print_study(make_console(), *studies)
 
 
-@command("settings", epilog=f"\b\nExample: {PROGRAM} settings --all | grep kl_")
-@report_errors
-def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False) -> None:
+@command("settings", "settings --all | grep kl_")
+def settings(
+    study: Annotated[
+        str,
+        Argument(
+            metavar="[STUDY|WORD]",
+            help="Name of the study; sandbox studies have different settings. Or a word, to look for settings of kl.",
+            autocompletion=opt.complete_study,
+        ),
+    ] = "kl",
+    list_all: Annotated[bool, Option("--all", help="List every setting, not only the most common ones.")] = False,
+) -> None:
     """List the most common settings of STUDY for --set, or all whose name or meaning has a WORD."""
     is_study = normalize_study_name(study) in STUDIES
     if is_study or not describe.print_matching_settings(make_console(), STUDIES["kl"], study):
         describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 
-@command("new", epilog=f"\b\n{NEW_EXAMPLE}")
-@report_errors
-def new(name: opt.NewStudyName, vary: opt.VariedSettings = None, to: opt.NewStudyFile = None) -> None:
+@command("new", "new my-lr --vary actor.lr=1e-4,3e-4,1e-3")
+def new(
+    name: Annotated[str, Argument(metavar="NAME", help="Name of the new study, like my-lr.")],
+    vary: Annotated[
+        list[str] | None,
+        Option("--vary", metavar="KEY=VALUES", help="A setting and its values, like actor.lr=1e-4,3e-4; repeatable."),
+    ] = None,
+    to: Annotated[Path | None, Option("--to", metavar="FILE", help="File to write; default: NAME.py here.")] = None,
+) -> None:
     """Write a Python file that declares a study of your own, and print the command that runs it."""
     from tune_study.plan.new_study import write_study_file
 
@@ -158,108 +174,42 @@ def new(name: opt.NewStudyName, vary: opt.VariedSettings = None, to: opt.NewStud
     print_line(make_console(), f"  {command}")
 
 
-@command("run", epilog=f"\b\n{RUN_EXAMPLE}")
-@report_errors
-@add_axis_options(STUDIES.values())
-@add_group("request", StudyRequest)
-@add_group("launch", Launch)
-def run(
-    study: opt.StudyName,
-    request: StudyRequest,
-    values: opt.Values = None,
-    *,
-    axes: Mapping[str, str | None],
-    baseline_seeds: opt.BaselineSeeds = None,
-    until_resolved: opt.UntilResolved = False,
-    max_seeds: opt.MaxSeeds = None,
-    launch: Launch,
-) -> None:
+@command("run", "run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out")
+def run(study: opt.StudyName, options: RunOptions, launch: LaunchOptions) -> None:
     """Run a study or a suite of studies, or continue it if the output folder already contains it."""
     visible_gpus = detect_gpus(os.environ)
-    launch_options = launch.make_options()
-    load_typed_files(request.code or [])
-    studies = find_studies(study, request.kl_type, request.accept_changed_file)
+    load_typed_files(options.code or [])
+    studies = find_studies(study, options.kl_type, options.accept_changed_file)
 
-    def make_plans(preset: str, reason: str, settings: Settings) -> list[StudyPlan]:
-        axis_texts = {VALUES_OPTION: values, **axes}
-        options = request.make_run_options(
-            preset, reason, axis_texts, baseline_seeds, until_resolved, max_seeds, settings
-        )
-        return [
-            plan_from_options(
-                chosen,
-                options,
-                _make_absolute(request.output),
-                request.storage,
-                request.extend,
-                real=not request.dry_run,
-                source=source,
-            )
-            for chosen, source in studies
-        ]
+    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
+        return [plan_from_options(chosen, preset, options, source) for chosen, source in studies]
 
-    choices = request.list_choices(launch_options)
-    plans = make_plans_that_fit(make_plans, choices, launch_options, visible_gpus)
-    raise typer.Exit(start_studies(plans, launch_options, visible_gpus, request.dry_run, make_console()))
+    plans = make_plans_that_fit(make_plans, list_choices(options, launch), launch, visible_gpus)
+    raise typer.Exit(start_studies(plans, launch, visible_gpus, options.dry_run, make_console()))
 
 
-@command("search", epilog=f"\b\n{SEARCH_EXAMPLE}")
-@report_errors
-@add_group("request", StudyRequest)
-@add_group("launch", Launch)
-def search(
-    study: opt.StudyName,
-    trials: opt.NumPoints,
-    vary: opt.SearchSpace = None,
-    objective: opt.Objectives = "success",
-    points_per_round: opt.PointsPerRound = 4,
-    search_seed: opt.SearchSeed = 0,
-    confirm_seeds: opt.ConfirmSeeds = 5,
-    asha: opt.Asha = None,
-    *,
-    request: StudyRequest,
-    launch: Launch,
-) -> None:
+@command("search", "search kl --preset stress --trials 24 --seeds 2 --output out")
+def search(study: opt.StudyName, search_options: SearchOptions, options: StudyOptions, launch: LaunchOptions) -> None:
     """Search the settings of STUDY for the best point at which no run collapses, and confirm it with fresh seeds."""
     visible_gpus = detect_gpus(os.environ)
-    launch_options = launch.make_options()
-    load_typed_files(request.code or [])
-    chosen, source = searching.find_study(study, request.kl_type, request.accept_changed_file)
-    options = searching.SearchOptions(
-        trials, tuple(vary or ()), objective, points_per_round, search_seed, confirm_seeds, asha
-    )
+    load_typed_files(options.code or [])
+    chosen, source = searching.find_study(study, options.kl_type, options.accept_changed_file)
 
-    def make_plans(preset: str, reason: str, settings: Settings) -> list[StudyPlan]:
-        run_options = request.make_run_options(preset, reason, {}, preset_settings=settings)
-        plan = searching.plan_search(
-            chosen,
-            options,
-            run_options,
-            _make_absolute(request.output),
-            request.storage,
-            request.extend,
-            real=not request.dry_run,
-            source=source,
-        )
-        return [plan]
+    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
+        return [searching.plan_search(chosen, preset, search_options, options, source)]
 
-    choices = request.list_choices(launch_options)
-    (plan,) = make_plans_that_fit(make_plans, choices, launch_options, visible_gpus)
-    console = make_console()
-    raise typer.Exit(searching.run_and_confirm(plan, launch_options, visible_gpus, request.dry_run, console))
+    (plan,) = make_plans_that_fit(make_plans, list_choices(options, launch), launch, visible_gpus)
+    raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, options.dry_run, make_console()))
 
 
-@command("resume", epilog=f"\b\nExample: {PROGRAM} resume results/kl_sweep_sokoban-tiny")
-@report_errors
-@add_group("typed_again", TypedAgain)
-@add_group("launch", Launch)
+@command("resume", "resume results/kl_sweep_sokoban-tiny")
 def resume(
     run: opt.RunLocation,
     gpus_per_exp: opt.GpusPerExp = None,
     dry_run: opt.DryRun = False,
     *,
     typed_again: TypedAgain,
-    launch: Launch,
+    launch: LaunchOptions,
 ) -> None:
     """Continue the study in RUN: finished runs are left unchanged, all others continue."""
     placement_overrides = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
@@ -269,55 +219,82 @@ def resume(
     if not is_uri(run):
         describe.print_missing_checkpoints(console, plan.folder, study_file.read_study(plan.folder))
     visible_gpus = detect_gpus(os.environ)
-    raise typer.Exit(searching.run_and_confirm(plan, launch.make_options(), visible_gpus, dry_run, console))
+    raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, dry_run, console))
 
 
-@command("confirm", epilog=f"\b\n{CONFIRM_EXAMPLE}")
-@report_errors
-@add_group("typed_again", TypedAgain)
-@add_group("launch", Launch)
+@command("confirm", "confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5")
 def confirm(
     run: opt.RunLocation,
-    arm: opt.ConfirmedArm,
-    baseline: opt.ComparedArm = None,
-    seeds: opt.FreshSeeds = DEFAULT_SEEDS,
+    arm: Annotated[str, Option("--arm", metavar="A", help="The arm whose result is confirmed.")],
+    baseline: Annotated[
+        str | None,
+        Option("--baseline", metavar="B", help="The arm to compare with; default: the baseline of the study."),
+    ] = None,
+    seeds: Annotated[
+        int, Option("--seeds", metavar="N", help="Number of fresh seeds for each of the two arms.")
+    ] = DEFAULT_SEEDS,
     extend: opt.Extend = False,
     dry_run: opt.DryRun = False,
     *,
     typed_again: TypedAgain,
-    launch: Launch,
+    launch: LaunchOptions,
 ) -> None:
     """Run one arm of RUN and the baseline again, with seeds that the study never used: that number is the result."""
     own_study = typed_again.load()
     plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend, typed_again.allowed)
     visible_gpus = detect_gpus(os.environ)
-    raise typer.Exit(start_studies([plan], launch.make_options(), visible_gpus, dry_run, make_console()))
+    raise typer.Exit(start_studies([plan], launch, visible_gpus, dry_run, make_console()))
 
 
-@command("stop", epilog=f"\b\nExample: {PROGRAM} stop results/kl_sweep_sokoban-tiny --arm 1")
-@report_errors
-def stop(run: opt.RunLocation, arm: opt.StoppedArm = None) -> None:
+@command("stop", "stop results/kl_sweep_sokoban-tiny --arm 1")
+def stop(
+    run: opt.RunLocation,
+    arm: Annotated[str | None, Option("--arm", metavar="A", help="Stop only the runs of this arm.")] = None,
+) -> None:
     """Ask the process that runs RUN to stop, or to stop the runs of one arm: steps are finished and saved."""
-    print_line(make_console(), request_stop(run, arm))
+    if is_uri(run):
+        raise PlanError(
+            f"`stop` needs the folder in which the study runs, and {format_value(run, 1000)} is in a storage: type "
+            "results/<run> on the machine where it was started."
+        )
+    folder = Path(run)
+    study = study_file.read_study(folder)
+    if not outputs.is_running(folder):
+        raise PlanError(
+            f"No process runs {format_value(folder, 1000)}: there is nothing to stop. "
+            f"`{format_command('status', folder)}` shows its runs."
+        )
+    interrupt = make_interrupt(folder)
+    path, what = interrupt.path, "The study stops"
+    if arm is not None:
+        arm = find_arm(arm, study.axis.values, study.axis.setting)
+        path, what = interrupt.get_arm_path(arm), f"The runs of arm {arm} stop"
+    try:
+        path.touch()
+    except OSError as error:
+        raise PlanError(f"{format_value(folder, 1000)} cannot be written ({error.strerror}).") from None
+    print_line(
+        make_console(),
+        f"{what} after the steps under way, which are saved. To continue: {format_command('resume', folder)}",
+    )
 
 
-@command("clean", epilog=f"\b\nExample: {PROGRAM} clean results/kl_sweep_sokoban-tiny --yes")
-@report_errors
-def clean(run: opt.RunLocation, yes: opt.Yes = False) -> None:
+@command("clean", "clean results/kl_sweep_sokoban-tiny --yes")
+def clean(
+    run: opt.RunLocation, yes: Annotated[bool, Option("--yes", help="Do not ask before anything is removed.")] = False
+) -> None:
     """Show the disk space that ended runs of RUN no longer need, and free it."""
     cleaning.clean(make_console(), run, yes)
 
 
-@command("status", epilog=f"\b\nExample: {PROGRAM} status results/kl_sweep_sokoban-tiny")
-@report_errors
+@command("status", "status results/kl_sweep_sokoban-tiny")
 def status(run: opt.RunLocation) -> None:
     """Show the progress of each run in RUN, and why ended runs ended."""
     with locate.open_for_reading(run) as (folder, is_running):
         describe.print_status(make_console(), folder, run, study_file.read_study(folder), is_running)
 
 
-@command("report", epilog=f"\b\nExample: {PROGRAM} report results/kl_sweep_sokoban-tiny")
-@report_errors
+@command("report", "report results/kl_sweep_sokoban-tiny")
 def report(run: opt.RunLocation) -> None:
     """Rebuild the tables and the report of RUN from its rows."""
     folder = _make_absolute(locate.fetch_for_writing(run))
@@ -328,8 +305,7 @@ def report(run: opt.RunLocation) -> None:
         raise typer.Exit(1)
 
 
-@command("explain", epilog=f"\b\n{EXPLAIN_EXAMPLE}")
-@report_errors
+@command("explain", "explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1")
 def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = None) -> None:
     """Tell what changed before the collapse in the runs of RUN that collapsed, or in one run."""
     from tune_study.commands.reading import explain as explanation
@@ -341,16 +317,23 @@ def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = 
         explanation.print_explanation(make_console(), folder, run, frames, ends, is_selected)
 
 
-@command("transcripts", epilog=f"\b\n{TRANSCRIPTS_EXAMPLE}")
-@report_errors
+@command("transcripts", "transcripts results/kl_sweep_sokoban-tiny --arm 0 --seed 1 --failed")
 def transcripts(
     run: opt.RunLocation,
     arm: opt.ReadArm = None,
     seed: opt.ReadSeed = None,
-    step: opt.ReadStep = None,
-    failed: opt.Failed = False,
-    solved: opt.Solved = False,
-    trained: opt.Trained = False,
+    step: Annotated[
+        int | None,
+        Option("--step", metavar="N", help="Episodes of the validation after step N; default: the last one."),
+    ] = None,
+    failed: Annotated[bool, Option("--failed", help="Only episodes without success.")] = False,
+    solved: Annotated[bool, Option("--solved", help="Only episodes with success.")] = False,
+    trained: Annotated[
+        bool,
+        Option(
+            "--trained", help="Episodes that were trained on, with their advantages (trainer.log_train_generations)."
+        ),
+    ] = False,
 ) -> None:
     """Print recorded episodes of RUN: what the policy saw, thought and answered, and its rewards."""
     from tune_study.commands.reading import transcripts as reading
@@ -364,9 +347,12 @@ def transcripts(
         reading.print_transcripts(make_console(), reading.read_run_episodes(folder, study), choice, run)
 
 
-@command("demo", epilog=f"\b\nExample: {PROGRAM} demo --output demo")
-@report_errors
-def demo(output: opt.DemoFolder = Path("demo")) -> None:
+@command("demo", "demo --output demo")
+def demo(
+    output: Annotated[
+        Path, Option("--output", "-o", metavar="DIR", help="The folder in which the recorded study is unpacked.")
+    ] = Path("demo"),
+) -> None:
     """Show a recorded study: its runs, verdicts, two episodes and its report. Nothing is trained."""
     from tune_study.commands.demo import show_demo
 
@@ -375,36 +361,56 @@ def demo(output: opt.DemoFolder = Path("demo")) -> None:
         raise typer.Exit(1)
 
 
-@command("watch", epilog=f"\b\nExample: {PROGRAM} watch results/kl_sweep_sokoban-tiny")
-@report_errors
-def watch(run: opt.RunLocation, port: opt.Port = 0) -> None:
+@command("watch", "watch results/kl_sweep_sokoban-tiny")
+def watch(
+    run: opt.RunLocation,
+    port: Annotated[
+        int, Option("--port", metavar="N", min=0, max=65535, help="Port on 127.0.0.1; default: a free one.")
+    ] = 0,
+) -> None:
     """Show the report of RUN in a browser on this machine while it runs; the page follows its rows."""
     from tune_study.commands.reading import watch as watching
 
     watching.watch(make_console(), run, port)
 
 
-@command("compare", epilog=f"\b\n{COMPARE_EXAMPLE}")
-@report_errors
-def compare(runs: opt.ComparedRuns, to: opt.ComparisonFile = Path("comparison.html")) -> None:
+@command("compare", "compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny")
+def compare(
+    runs: Annotated[
+        list[str],
+        Argument(metavar="RUN...", help="Folders results/<run> or URIs of two studies or more of one family."),
+    ],
+    to: Annotated[Path, Option("--to", metavar="FILE", help="Where the page is written.")] = Path("comparison.html"),
+) -> None:
     """Compare studies with the first one: which settings differ, and how the arms do that they have in common."""
     from tune_study.commands.reading import compare as comparing
 
     comparing.print_comparison(make_console(), comparing.read_comparison(runs), _make_absolute(to))
 
 
-@command("alarms", epilog=f"\b\nExample: {PROGRAM} alarms out --first-test-seed 3")
-@report_errors
-def alarms(folders: opt.StudyFolders, first_test_seed: opt.FirstTestSeed = 5) -> None:
+@command("alarms", "alarms out --first-test-seed 3")
+def alarms(
+    folders: Annotated[
+        list[Path],
+        Argument(metavar="FOLDER...", help="Output folders, or folders results/<run>, whose studies to read."),
+    ],
+    first_test_seed: Annotated[
+        int, Option("--first-test-seed", metavar="S", min=0, help="Choose alarms on lower seeds, score them from S on.")
+    ] = 5,
+) -> None:
     """Show which threshold on which symptom would have announced the collapses in FOLDER, and how often it is wrong."""
     from tune_study.commands.reading import alarms as recorded_alarms
 
     recorded_alarms.print_alarms(make_console(), recorded_alarms.read_studies(folders), first_test_seed)
 
 
-@command("replay-stoppers", epilog=f"\b\n{REPLAY_EXAMPLE}")
-@report_errors
-def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) -> None:
+@command("replay-stoppers", "replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2")
+def replay_stoppers(
+    run: opt.RunLocation,
+    assignments: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a threshold of early_stop; repeatable.")
+    ] = None,
+) -> None:
     """Apply the stop rules to the rows of RUN, and show when each would have fired and whether it would be right."""
     from tune_study.commands.reading import replay
 
@@ -412,17 +418,40 @@ def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) ->
         replay.print_replay(make_console(), replay.replay_folder(folder, assignments or []))
 
 
-@command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
-@report_errors
-@add_group("typed_again", TypedAgain)
+@command("probe", "probe results/gradient_analysis_sokoban_sokoban-tiny --with-val")
 def probe(
     run: opt.RunLocation,
     trial: opt.Trial = None,
-    algo: opt.ProbeAlgo = None,
-    checkpoint_step: opt.CheckpointStep = None,
-    checkpoint_root: opt.CheckpointRoot = None,
-    resume_from_path: opt.ResumeFromPath = None,
-    with_val: opt.WithVal = False,
+    algo: Annotated[
+        str | None, Option("--algo", metavar="NAME", help="Study gradient-analysis: choose the run of PPO or of GRPO.")
+    ] = None,
+    checkpoint_step: Annotated[
+        int | None,
+        Option(
+            "--checkpoint-step", "--checkpoint_step", metavar="N", help="Step of the checkpoint; default: the newest."
+        ),
+    ] = None,
+    checkpoint_root: Annotated[
+        Path | None,
+        Option(
+            "--checkpoint-root",
+            "--checkpoint_root",
+            metavar="DIR",
+            help="Folder that contains global_step_<N>; default: the run's.",
+        ),
+    ] = None,
+    resume_from_path: Annotated[
+        Path | None,
+        Option(
+            "--resume-from-path",
+            "--resume_from_path",
+            metavar="DIR",
+            help="Path of the checkpoint folder global_step_<N>.",
+        ),
+    ] = None,
+    with_val: Annotated[
+        bool, Option("--with-val", "--with_val", help="First validate the run, sampled and greedy.")
+    ] = False,
     ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None,
     log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None,
     gpus: opt.Gpus = None,
@@ -462,17 +491,26 @@ def probe(
         raise typer.Exit(1)
 
 
-@command("export", epilog=f"\b\n{EXPORT_EXAMPLE}")
-@report_errors
-@add_group("typed_again", TypedAgain)
+@command("export", "export results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy")
 def export(
     run: opt.RunLocation,
-    arm: opt.ExportedArm,
-    to: opt.ExportFolder,
-    seed: opt.ExportedSeed = None,
-    step: opt.ExportedStep = None,
-    adapters: opt.Adapters = False,
-    dtype: opt.ExportDtype = "auto",
+    arm: Annotated[str, Option("--arm", metavar="A", help="The arm whose policy is written.")],
+    to: Annotated[Path, Option("--to", metavar="DIR", help="The folder to write, new or empty.")],
+    seed: Annotated[
+        int | None, Option("--seed", metavar="S", help="Seed of the run; default: the smallest one.")
+    ] = None,
+    step: Annotated[
+        str | None,
+        Option(
+            "--step", metavar="N", help="Step of a checkpoint, or `best` (of a run with --keep-best); default: newest."
+        ),
+    ] = None,
+    adapters: Annotated[
+        bool, Option("--adapters", help="Write LoRA adapters alone; default: merged into the weights.")
+    ] = False,
+    dtype: Annotated[
+        str, Option("--dtype", metavar="TYPE", help="auto (that of the base model), float32, bfloat16 or float16.")
+    ] = "auto",
     *,
     typed_again: TypedAgain,
 ) -> None:
@@ -486,15 +524,29 @@ def export(
     exporting.export(make_console(), target, _make_absolute(to), dtype, keeps_adapters=adapters)
 
 
-@command("plot-gradients", epilog=f"\b\n{PLOT_EXAMPLE}")
-@report_errors
+@command("plot-gradients", "plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101")
 def plot_gradients(
     run: opt.RunLocation,
-    list_steps: opt.ListSteps = False,
-    steps: opt.AnalyzedSteps = None,
-    output_dir: opt.PlotDir = None,
+    list_steps: Annotated[
+        bool, Option("--list-steps", "--list_steps", help="List the analyses; plot nothing.")
+    ] = False,
+    steps: Annotated[
+        list[str] | None, Option("--step", metavar="N", help="Analyzed step, or a list like 1,51; repeatable.")
+    ] = None,
+    output_dir: Annotated[
+        Path | None,
+        Option(
+            "--output-dir",
+            "--output_dir",
+            metavar="DIR",
+            help="Folder for the figures; default: RUN/figures/gradients/<run>.",
+        ),
+    ] = None,
     trial: opt.Trial = None,
-    source: opt.Source = None,
+    source: Annotated[
+        str | None,
+        Option("--source", metavar="NAME", help="train (analyses during training) or probe (of a checkpoint)."),
+    ] = None,
 ) -> None:
     """Plot the gradient analyses of RUN: figures and numbers of each analyzed step."""
     folder = locate.fetch_for_writing(run)
@@ -508,8 +560,7 @@ def plot_gradients(
         plot_gradients.write_plots(make_console(), folder, frames, selections, output_dir)
 
 
-@command("doctor", epilog=f"\b\nExample: {PROGRAM} doctor --output out")
-@report_errors
+@command("doctor", "doctor --output out")
 def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
     """Check that this machine has everything a run needs, and say how to solve each problem."""
     from tune_study.commands.doctor import diagnose

@@ -60,7 +60,7 @@ def plan_confirmation(
     if compared is None:
         raise PlanError(
             f"The baseline {plan.study.baseline} is not among the arms of {format_value(plan.run)}: type --baseline "
-            f"with one of {_list_arms(plan)}."
+            f"with one of {', '.join(plan.values)}."
         )
     confirmed = find_arm(arm, plan.values, setting)
     if confirmed == compared:
@@ -100,10 +100,6 @@ def _make_folder(plan: StudyPlan, confirmed: str, compared: str | None) -> Path:
     if compared is not None and compared != plan.baseline:
         suffix += f"-against-{make_value_label(compared)}"
     return plan.folder.with_name(f"{plan.folder.name}-confirm-{suffix}")
-
-
-def _list_arms(plan: StudyPlan) -> str:
-    return ", ".join(plan.values)
 
 
 def _choose_seeds(

@@ -1,14 +1,24 @@
 """The command `demo`: the recorded study with its statuses, its verdicts, two episodes and its report."""
 
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
 from trainable.config.command_lines import format_command
+from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.study_record import StudyRecord, find_record
 from tune_study.commands.describe import print_status
-from tune_study.commands.reading.transcripts import LEGEND, RunEpisodes, print_episode, read_run_episodes
+from tune_study.commands.reading.transcripts import (
+    LEGEND,
+    EpisodeChoice,
+    RunEpisodes,
+    print_episode,
+    read_run_episodes,
+    select_episodes,
+)
 from tune_study.demo.archive import read_recorded_study, unpack
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
@@ -28,7 +38,11 @@ def show_demo(console: Console, output: Path) -> str:
             unpack(folder)
     except OSError as error:
         raise PlanError(f"--output {output} cannot be written ({error.strerror}): type another folder.") from None
-    if not _is_recorded(folder, study):
+    content = find_record(StudyRecord, folder)
+    # Another version may have recorded another study.
+    if content is None or any(
+        getattr(content, name) != getattr(study, name) for name in ("recorded", "run", "created_at")
+    ):
         raise PlanError(f"{folder} holds something else: type another folder, as in `demo --output elsewhere`.")
     print_line(
         console, "This study was recorded earlier and comes with tune_study. Nothing is trained now. It was run by:"
@@ -38,9 +52,7 @@ def show_demo(console: Console, output: Path) -> str:
     print_status(console, folder, str(folder), study, is_running=False)
     print_line(console, "")
     print_line(console, LEGEND)
-    for run, success, words in _choose_episodes(read_run_episodes(folder, study), study.baseline):
-        step = max(episode.step for episode in run.episodes)
-        episode = next(item for item in run.episodes if item.step == step and item.success == success)
+    for words, run, episode in _choose_episodes(read_run_episodes(folder, study), study.baseline):
         print_line(console, "")
         print_line(console, f"{words} of arm {run.arm}, seed {run.seed}:")
         print_episode(console, episode)
@@ -63,24 +75,13 @@ def show_demo(console: Console, output: Path) -> str:
     return problem
 
 
-def _is_recorded(folder: Path, study: StudyRecord) -> bool:
-    """Whether the folder holds this recorded study, and not one of another version."""
-    content = find_record(StudyRecord, folder)
-    return content is not None and all(
-        getattr(content, name) == getattr(study, name) for name in ("recorded", "run", "created_at")
-    )
-
-
-def _choose_episodes(runs: list[RunEpisodes], baseline: str) -> list[tuple[RunEpisodes, bool, str]]:
-    """A run of the baseline with a failed episode at its end, and one of another arm with a solved one."""
-
-    def find_run(is_baseline: bool, success: bool) -> RunEpisodes | None:
-        for run in runs:
-            last_step = max((episode.step for episode in run.episodes), default=0)
-            ends = [episode.success for episode in run.episodes if episode.step == last_step]
-            if (run.arm == baseline) == is_baseline and success in ends:
-                return run
-        return None
-
+def _choose_episodes(runs: list[RunEpisodes], baseline: str) -> Iterator[tuple[str, RunEpisodes, RecordedEpisode]]:
+    """The first failed episode at the end of a run of the baseline, and the first solved one at that of another arm."""
     choices = ((True, False, "A failed episode at the end"), (False, True, "A solved episode at the end"))
-    return [(run, success, words) for is_baseline, success, words in choices if (run := find_run(is_baseline, success))]
+    for is_baseline, success, words in choices:
+        arm_runs = [run for run in runs if (run.arm == baseline) == is_baseline]
+        episodes = (
+            (run, episode) for run in arm_runs for episode in select_episodes(run, EpisodeChoice(success=success))
+        )
+        for run, episode in itertools.islice(episodes, 1):
+            yield words, run, episode

@@ -126,17 +126,13 @@ def print_plan(
     if resource_plan.gpu_slots:
         print_memory(console, plan, resource_plan, memory, gpu_names)
     if plan.search is not None:
-        _print_points(console, plan)
+        # A setting whose condition a point does not meet has no value.
+        settings = list(dict.fromkeys(name for point in plan.points.values() for name in point))
+        points = [[arm, *(str(point.get(name, "")) for name in settings)] for arm, point in plan.points.items()]
+        print_table(console, ("point", *(name.rpartition(".")[2] for name in settings)), points)
     rows = [
-        [
-            spec.run_id,
-            spec.arm,
-            str(spec.seed),
-            str(spec.steps),
-            spec.log_path.as_posix(),
-            spec.checkpoint_dir.as_posix(),
-        ]
-        for spec in plan.runs
+        [run.run_id, run.arm, str(run.seed), str(run.steps), run.log_path.as_posix(), run.checkpoint_dir.as_posix()]
+        for run in plan.runs
     ]
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows, ("checkpoints", "log", "run"))
 
@@ -159,13 +155,6 @@ def _describe_search(plan: StudyPlan) -> list[str]:
             f"{2 * search.confirm_seeds} more runs"
         )
     return lines
-
-
-def _print_points(console: Console, plan: StudyPlan) -> None:
-    """The settings of the points of a search. A setting whose condition a point does not meet has no value."""
-    settings = list(dict.fromkeys(name for point in plan.points.values() for name in point))
-    rows = [[arm, *(str(point.get(name, "")) for name in settings)] for arm, point in plan.points.items()]
-    print_table(console, ("point", *(name.rpartition(".")[2] for name in settings)), rows)
 
 
 def _describe_game(plan: StudyPlan) -> list[str]:
@@ -223,6 +212,7 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
         " ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in resource_plan.bundles
     )
     values = format_values(plan.study, plan.values)
+    trial = "Each trial (all seeds of an arm)" if plan.study.family.has_batched_seeds else "Each run"
     lines = [
         f"Study {plan.study.name}: {plan.study.question.strip()}",
         f"Preset {plan.preset}: {plan.preset_reason}",
@@ -230,7 +220,7 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
         f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_format_seeds(plan)}",
         f"Steps per run: {trainer.total_training_steps}, validation "
         + (f"every {trainer.test_freq} steps" if trainer.test_freq > 0 else "after the last one only"),
-        f"{_describe_trial(plan)} reserves {reserved_resources}; "
+        f"{trial} reserves {reserved_resources}; "
         f"{resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs"
         + (" (--ray-num-cpus; the cores of this machine are not counted)" if resource_plan.gpu_slots else ""),
     ]
@@ -273,11 +263,6 @@ def _describe_aggregation(actor: ActorConfig) -> str:
             "tokens (actor.loss_agg_mode=token-mean-global does not depend on micro-batches)"
         )
     return mode
-
-
-def _describe_trial(plan: StudyPlan) -> str:
-    """The unit that reserves resources, a run or a trial of several runs, as the subject of a sentence."""
-    return "Each trial (all seeds of an arm)" if plan.study.family.has_batched_seeds else "Each run"
 
 
 def print_memory(

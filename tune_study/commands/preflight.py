@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import NamedTuple, cast
 
 from rich.console import Console
@@ -14,9 +13,10 @@ from search_spaces.declaration.presets import PRESETS
 from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
-from trainable.families import Settings
-from trainable.runs.study_record import ENDED_STATUSES, WandbMode, WandbTarget, check_wandb_project
+from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands import describe
+from tune_study.commands.option_groups import LaunchOptions, StudyOptions
+from tune_study.commands.run_options import ChosenPreset
 from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
@@ -37,25 +37,6 @@ from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, StudyPlan, check_level_seeds
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
-
-_NO_SETTINGS: Settings = MappingProxyType({})
-
-
-class LaunchOptions(NamedTuple):
-    """The options that say where and how to run.
-
-    Each attribute is the value of the option of the same name, None without the option. skipped_statuses: those of
-    --skip-statuses.
-    """
-
-    gpus: str | None
-    gpu_memory_gib: float | None
-    max_concurrent: int | None
-    wandb: str | None
-    address: str | None
-    skipped_statuses: tuple[str, ...] = ENDED_STATUSES
-    max_hours: float | None = None
-    wandb_project: str | None = None
 
 
 class PlacementChoices(NamedTuple):
@@ -111,7 +92,7 @@ def start_studies(
 
     def adapt_options(plan: StudyPlan) -> LaunchOptions:
         """The options for one study: in a suite, --gpus applies only to the studies that use GPUs."""
-        return options._replace(gpus=None) if uses_gpus and plan.model is None else options
+        return replace(options, gpus=None) if uses_gpus and plan.model is None else options
 
     with cluster.join_cluster(options.address) as nodes:
         if dry_run:
@@ -130,11 +111,14 @@ def start_studies(
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses, time_limit)
         # A study with a storage keeps nothing large on this disk.
         disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
-
-        def prepare_study(plan: StudyPlan) -> PreparedStudy:
-            return _prepare_study(plan, adapt_options(plan), visible_gpus, nodes)
-
-        return run_suite(plans, prepare_study, console, options.skipped_statuses, time_limit, is_local=nodes is None)
+        return run_suite(
+            plans,
+            lambda plan: _prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
+            console,
+            options.skipped_statuses,
+            time_limit,
+            is_local=nodes is None,
+        )
 
 
 def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
@@ -199,8 +183,26 @@ def names_adapters(settings: Iterable[str]) -> bool:
     return any("lora_rank" in name for name in settings)
 
 
+def list_choices(options: StudyOptions, launch_options: LaunchOptions) -> PlacementChoices:
+    """What was typed of the preset, of adapters (also rank 0 for none) and of GPUs."""
+    gpu_options = (
+        options.model,
+        options.gpus_per_exp,
+        options.gpu_memory_utilization,
+        launch_options.gpus,
+        launch_options.gpu_memory_gib,
+        launch_options.address,
+    )
+    return PlacementChoices(
+        options.preset,
+        has_adapters=names_adapters(assignment.partition("=")[0] for assignment in options.list_assignments()),
+        has_gpus=any(option is not None for option in gpu_options),
+        command=outputs.format_command_line(),
+    )
+
+
 def make_plans_that_fit(
-    make_plans: Callable[[str, str, Settings], list[StudyPlan]],
+    make_plans: Callable[[ChosenPreset], list[StudyPlan]],
     choices: PlacementChoices,
     options: LaunchOptions,
     visible_gpus: tuple[Gpu, ...],
@@ -210,28 +212,26 @@ def make_plans_that_fit(
     If the runs do not fit, they train adapters under a preset that has settings for them, unless the user has chosen.
     If they do not fit with adapters either, preset laptop takes the place of a preset that the user did not ask for, on
     GPUs that the user did not choose.
-
-    make_plans: function of the preset, its reason and further settings.
     """
     preset, reason = resources.choose_preset(choices.preset, visible_gpus)
-    plans = make_plans(preset, reason, _NO_SETTINGS)
+    plans = make_plans(ChosenPreset(preset, reason))
     if options.address is not None:  # this machine does not know the GPUs of a cluster
         return plans
     misfit, remedies = explain_misfit(plans, options, visible_gpus)
-    small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else _NO_SETTINGS
+    small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else None
     if not misfit or not small_settings:
         return plans
     if not choices.has_adapters:
         settings_text = ", ".join(f"{name}={value}" for name, value in small_settings.items())
         small_reason = f"{reason}; adapters instead of all weights ({settings_text}), which do not fit: {misfit}"
-        small_plans = make_plans(preset, small_reason, small_settings)
+        small_plans = make_plans(ChosenPreset(preset, small_reason, small_settings))
         if not explain_misfit(small_plans, options, visible_gpus)[0]:
             return small_plans
     if choices.preset is not None or choices.has_gpus:
         return plans
     fitting_command = " ".join(filter(None, [choices.command, f"--preset {preset}", *remedies[:1]]))
     advice = f"this would fit: {fitting_command}" if remedies else "no setting makes it fit"
-    return make_plans("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}", _NO_SETTINGS)
+    return make_plans(ChosenPreset("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}"))
 
 
 def explain_misfit(
@@ -345,7 +345,12 @@ def _estimate_requirements(
     nodes: tuple[Node, ...] | None,
     dry_run: bool,
 ) -> _Requirements:
-    resource_plan = _plan_resources(plan, options, visible_gpus, nodes, dry_run)
+    if nodes is not None and options.address is not None:
+        resource_plan = cluster.allocate_cluster(plan, options.address, nodes, options.gpus, options.max_concurrent)
+    else:
+        resource_plan = resources.preflight(
+            plan, options.gpus, visible_gpus, count_cpus(), options.max_concurrent, is_real=not dry_run
+        )
     notes = list(resource_plan.notes)
     if options.wandb == "off" and "wandb" in plan.base_config.trainer.logger:
         notes.append("trainer.logger names wandb, and has no effect with --wandb off.")
@@ -369,20 +374,6 @@ def _estimate_requirements(
 def _add_placement(resource_plan: ResourcePlan, memory: MemoryPlan) -> ResourcePlan:
     settings = {**resource_plan.placement_settings, **memory.placement_settings}
     return resource_plan._replace(placement_settings=settings)
-
-
-def _plan_resources(
-    plan: StudyPlan,
-    options: LaunchOptions,
-    visible_gpus: tuple[Gpu, ...],
-    nodes: tuple[Node, ...] | None,
-    dry_run: bool,
-) -> ResourcePlan:
-    """The resources that the study gets on the cluster, or on this machine."""
-    if nodes is not None and options.address is not None:
-        return cluster.allocate_cluster(plan, options.address, nodes, options.gpus, options.max_concurrent)
-    cores = count_cpus()
-    return resources.preflight(plan, options.gpus, visible_gpus, cores, options.max_concurrent, is_real=not dry_run)
 
 
 def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:

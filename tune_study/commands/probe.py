@@ -96,8 +96,7 @@ def _restore_trainer(target: RunCheckpoint, settings: ProbeSettings) -> PPOTrain
         check_model(path, os.environ)
     config = apply_overrides(target.spec.ppo_config, settings)
     check_sampler(config, os.environ)
-    disallowed_names = [name for name in settings if not name.startswith(ALLOWED_PREFIXES)]
-    if disallowed_names:
+    if disallowed_names := [name for name in settings if not name.startswith(ALLOWED_PREFIXES)]:
         raise PlanError(
             f"`{disallowed_names[0]}` cannot be set for a probe: the trainer would not match the checkpoint. "
             f"Allowed settings: env, filter, rollout, trainer, the actor's KL loss and entropy_coeff."
@@ -206,7 +205,9 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     ]
     # The table needs about 100 characters. On a narrower terminal its lines wrap, instead of losing columns.
     make_console(file=console.file, width=max(console.width, 100)).print(Group(*renderables))
-    _write_log(log_path, renderables)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(log_path) as temp_path, temp_path.open("w", encoding="utf-8") as file:
+        make_console(file=file, width=140).print(Group(*renderables))  # so wide that no line of a table wraps
     print_line(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log_path}")
     print_line(console, f"Figures: {format_command('plot-gradients', target.plan.folder, '--source', 'probe')}")
     print_line(console, f"To add them to the report: {format_command('report', target.plan.folder)}")
@@ -291,13 +292,6 @@ def _make_log_path(target: RunCheckpoint, with_val: bool, config: RunConfig) -> 
     active_terms = {"kl": config.actor.use_kl_loss, "entropy": config.actor.entropy_coeff != 0}
     term_label = "_and_".join(term for term, is_on in active_terms.items() if is_on) or "task_alone"
     return target.plan.output / "logs" / term_label.join(name.rsplit("kl_and_entropy", 1))
-
-
-def _write_log(path: Path, renderables: Sequence[Any]) -> None:
-    """Write the log, 140 characters wide, so that no line of the table wraps."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as temp_path, temp_path.open("w", encoding="utf-8") as file:
-        make_console(file=file, width=140).print(Group(*renderables))
 
 
 def _make_table(line: Mapping[str, Any]) -> Table:

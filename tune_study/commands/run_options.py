@@ -1,10 +1,11 @@
 """Turn the options of the command `run` into the plan of a study: its settings, its axis values and its folder."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from search_spaces import STUDIES, SUITES
@@ -15,6 +16,8 @@ from trainable.config.own_parts import PART_FORM, parse_part_name
 from trainable.config.run_config import ConfigError, list_field_names
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import STUDY_FILE
+from tune_study.commands.arguments.parser import VALUES_OPTION
+from tune_study.commands.option_groups import RunOptions
 from tune_study.folder import locate
 from tune_study.folder.study_file import read_study
 from tune_study.placement.model_files import make_absolute
@@ -26,66 +29,31 @@ from tune_study.plan.study_names import find_study, normalize_study_name
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
 from tune_study.plan.typed_settings import collect_overrides, expand_groups, parse_bool, parse_values
 
-VALUES_OPTION = "--values"
-"""The option for the values of any study's axis; some studies have a published one in addition."""
-
 OPTION_SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "--steps": ("trainer.total_training_steps",),
-    "--model": ("model.path",),
-    "--gpus-per-exp": ("trainer.n_gpus_per_node",),
-    "--ray-num-cpus": ("trainer.ray_num_cpus",),
-    "--gpu-memory-utilization": ("rollout.gpu_memory_utilization",),
-    "--save-freq": ("trainer.save_freq",),
-    "--keep-best": ("trainer.keep_best",),
-    "--ppo-micro-batch-size-per-gpu": (
-        "actor.ppo_micro_batch_size_per_gpu",
-        "critic.ppo_micro_batch_size_per_gpu",
-    ),
-    "--log-prob-micro-batch-size-per-gpu": (
+    "steps": ("trainer.total_training_steps",),
+    "model": ("model.path",),
+    "gpus_per_exp": ("trainer.n_gpus_per_node",),
+    "ray_num_cpus": ("trainer.ray_num_cpus",),
+    "gpu_memory_utilization": ("rollout.gpu_memory_utilization",),
+    "save_freq": ("trainer.save_freq",),
+    "keep_best": ("trainer.keep_best",),
+    "ppo_micro_batch_size_per_gpu": ("actor.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
+    "log_prob_micro_batch_size_per_gpu": (
         "rollout.log_prob_micro_batch_size_per_gpu",
         "rollout.ref_log_prob_micro_batch_size_per_gpu",
     ),
 }
-"""The settings that each option assigns, by option. An option for several settings is one of the published scripts."""
-
+"""The settings that each option assigns, by field of `StudyOptions`. One for several is of the published scripts."""
 
 DEFAULT_MAX_SEEDS = 20
 
 
-class RunOptions(NamedTuple):
-    """The options of `run` that say what to run; None for an option that was not typed.
+class ChosenPreset(NamedTuple):
+    """The preset of --preset or the default one, why it was chosen, and further settings of it."""
 
-    Attributes:
-        preset: --preset, or the default preset.
-        preset_reason: why this preset was chosen.
-        preset_settings: further settings of the preset.
-        option_values: the value of each option of OPTION_SETTINGS, by option.
-        axis_texts: the text of each option for the values of an axis, by option.
-        game: --env.
-        include_zero: text of --rollout_filter_include_zero.
-        strategy: text of --rollout_filter_strategy.
-        assignments: the `key=value` of each --set.
-        seeds: --seeds.
-        baseline_seeds: --baseline-seeds.
-        until_resolved: --until-resolved.
-        max_seeds: --max-seeds.
-        smoke: --smoke.
-    """
-
-    preset: str
-    preset_reason: str
-    preset_settings: Mapping[str, object]
-    option_values: Mapping[str, object]
-    axis_texts: Mapping[str, str | None]
-    game: str | None
-    include_zero: str | None
-    strategy: str | None
-    assignments: Iterable[str]
-    seeds: int | None
-    baseline_seeds: int | None
-    until_resolved: bool
-    max_seeds: int | None
-    smoke: bool
+    name: str
+    reason: str
+    settings: Mapping[str, object] = MappingProxyType({})
 
 
 def find_studies(
@@ -112,57 +80,58 @@ def find_studies(
 
 def plan_from_options(
     study: Study,
+    preset: ChosenPreset,
     options: RunOptions,
-    output: Path,
-    storage: str | None,
-    extend: bool,
-    real: bool,
     source: StudySource | None = None,
     complete: Callable[[StudyPlan], StudyPlan] = lambda plan: plan,
 ) -> StudyPlan:
     """Plan a study from its options, merged with the study that its folder may already contain.
 
+    A dry run does not access the storage.
+
     Args:
         study: the study.
+        preset: the preset, which takes the place of the one in `options`.
         options: what to run.
-        output: parent folder of results/, logs/ and model_saving/.
-        storage: text of --storage, None without the option.
-        extend: whether --extend was typed.
-        real: False for a dry run, which does not access the storage.
         source: the file that declares the study; None for a study of this package.
         complete: changes the plan before it is merged with the study in the folder.
 
     Raises PlanError or ConfigError if the study cannot be run.
     """
-    _check_preset(study, options.preset)
+    _check_preset(study, preset.name)
     values = parse_axis_values(study, options.axis_texts)
+    typed_values = _list_typed_values(options)
     option_settings = {
-        **_collect_option_settings(study, options.option_values),
-        **_collect_filter_settings(study, options),
+        **_collect_option_settings(study, typed_values),
+        **_collect_include_zero(study, options.rollout_filter_include_zero),
+        **_collect_strategy(study, options.rollout_filter_strategy),
     }
-    game_settings = _collect_game_settings(study, options)
+    game_settings = _collect_game_settings(study, options.env, preset.name)
     # Settings that were typed take precedence over those that come with the game.
     overrides = {
         **game_settings,
-        **_select_preset_settings(study, options),
-        **collect_overrides(study, option_settings, options.assignments),
+        **_select_preset_settings(study, preset),
+        **collect_overrides(study, option_settings, options.list_assignments()),
     }
-    if options.preset in study.family.presets:  # otherwise the plan refuses it
-        load_named_files(study, source.path if source else "", values, options.preset, overrides.values())
+    if preset.name in study.family.presets:  # otherwise the plan refuses it
+        load_named_files(study, source.path if source else "", values, preset.name, overrides.values())
     # The processes of runs have other working folders, in which a relative path would not be found.
     for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
         if overrides[setting] is not None:
             overrides[setting] = make_absolute(str(overrides[setting]))
     # Settings and seeds that were typed take precedence over those of --smoke.
     if options.smoke:
-        overrides = {**_get_smoke_settings(study), **overrides}
+        if not study.smoke_settings:
+            raise PlanError(f"--smoke does not belong to study {study.name}: type --steps N for a short run.")
+        overrides = {**study.smoke_settings, **overrides}
     n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
     try:
-        plan = _plan_with_torch_if_needed(study, options, overrides, values, n_seeds, output)
+        plan = _plan_with_torch_if_needed(study, preset, options, overrides, values, n_seeds)
     except ConfigError as error:
-        raise ConfigError(_name_typed_options(str(error), options.option_values)) from None
-    plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage), source=source)
-    plan = locate.merge_with_existing(complete(plan), extend, is_real=real)
+        raise ConfigError(_name_typed_options(str(error), typed_values)) from None
+    storage = None if options.storage is None else locate.parse_storage_uri(options.storage)
+    plan = complete(replace(plan, storage=storage, source=source))
+    plan = locate.merge_with_existing(plan, options.extend, is_real=not options.dry_run)
     if not options.until_resolved and options.max_seeds is not None:
         raise PlanError("--max-seeds belongs to --until-resolved: type both, or neither.")
     if not options.until_resolved and plan.max_seeds is None:
@@ -174,29 +143,39 @@ def plan_from_options(
     return set_max_seeds(plan, max_seeds, find_fewest_seeds(max(len(plan.values) - 1, 1)))
 
 
-def _name_typed_options(problem: str, option_values: Mapping[str, object]) -> str:
+def _list_typed_values(options: RunOptions) -> dict[str, object]:
+    """The values of the options of OPTION_SETTINGS that were typed, by field."""
+    values = {field: getattr(options, field) for field in OPTION_SETTINGS}
+    return {field: value for field, value in values.items() if value is not None and value is not False}
+
+
+def _format_option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _name_typed_options(problem: str, typed_values: Mapping[str, object]) -> str:
     """A problem of settings in the words that were typed: `--steps 0` instead of the setting that it stands for."""
-    for option, value in option_values.items():
-        if value is not None:
-            for name in OPTION_SETTINGS[option]:
-                problem = problem.replace(f"{name}={value}:", f"{option} {value}:")
+    for field, value in typed_values.items():
+        for name in OPTION_SETTINGS[field]:
+            problem = problem.replace(f"{name}={value}:", f"{_format_option(field)} {value}:")
     return problem
 
 
 def _plan_with_torch_if_needed(
     study: Study,
+    preset: ChosenPreset,
     options: RunOptions,
     overrides: Mapping[str, object],
     values: tuple[str, ...] | None,
     n_seeds: int | None,
-    output: Path,
 ) -> StudyPlan:
     """Plan a new study; if its preset uses compiled code, and that cannot run an arm, torch takes its place.
 
     A study that is in the folder already keeps the code with which it began, unless another was typed.
     """
-    preset, reason, baseline_seeds = options.preset, options.preset_reason, options.baseline_seeds
-    plan = make_plan(study, preset, reason, overrides, values, n_seeds, output, baseline_seeds)
+    name, reason, baseline_seeds = preset.name, preset.reason, options.baseline_seeds
+    output = Path(os.path.abspath(os.path.expanduser(options.output)))
+    plan = make_plan(study, name, reason, overrides, values, n_seeds, output, baseline_seeds)
     # Compiled code that was typed is used or refused.
     torch_settings = {name: value for name, value in TORCH_SETTINGS.items() if name not in overrides}
     if plan.model is None or not torch_settings:
@@ -209,7 +188,7 @@ def _plan_with_torch_if_needed(
         if not obstacle:
             return plan
         settings, reason = torch_settings, f"{reason}; torch instead of compiled code: {obstacle}"
-    return make_plan(study, preset, reason, {**overrides, **settings}, values, n_seeds, output, baseline_seeds)
+    return make_plan(study, name, reason, {**overrides, **settings}, values, n_seeds, output, baseline_seeds)
 
 
 def _check_preset(study: Study, preset: str) -> None:
@@ -225,74 +204,57 @@ def _check_preset(study: Study, preset: str) -> None:
         ) from None
 
 
-def _get_smoke_settings(study: Study) -> dict[str, object]:
-    """The settings of --smoke. Raise PlanError for a study that declares none."""
-    if not study.smoke_settings:
-        raise PlanError(f"--smoke does not belong to study {study.name}: type --steps N for a short run.")
-    return dict(study.smoke_settings)
-
-
-def _collect_option_settings(study: Study, option_values: Mapping[str, object]) -> dict[str, object]:
+def _collect_option_settings(study: Study, typed_values: Mapping[str, object]) -> dict[str, object]:
     """Settings from the typed options. Raise PlanError for an option whose setting the study does not have."""
     known_fields = list_field_names(study.family.config_class)
     option_settings: dict[str, object] = {}
-    for option, value in option_values.items():
-        if value is None:
-            continue
-        if not set(OPTION_SETTINGS[option]) <= set(known_fields):
+    for field, value in typed_values.items():
+        names = OPTION_SETTINGS[field]
+        if not set(names) <= set(known_fields):
             raise PlanError(
-                f"{option} does not belong to study {study.name}, which has no setting {OPTION_SETTINGS[option][0]}: "
+                f"{_format_option(field)} does not belong to study {study.name}, which has no setting {names[0]}: "
                 f"leave it out. `{format_command('settings', study.name, '--all')}` lists its settings."
             )
-        option_settings |= dict.fromkeys(OPTION_SETTINGS[option], value)
+        option_settings |= dict.fromkeys(names, value)
     return option_settings
 
 
-def _collect_game_settings(study: Study, options: RunOptions) -> dict[str, object]:
+def _collect_game_settings(study: Study, game: str | None, preset: str) -> dict[str, object]:
     """The settings that come with the game of --env. PlanError for a study or a game that does not have any."""
     games = study.family.games
-    if options.game is None:
+    if game is None:
         return {}
     if not games:
         raise PlanError(f"--env does not belong to study {study.name}, which plays no game: leave it out.")
-    is_own_game = parse_part_name(options.game) is not None
-    if options.game not in games and not is_own_game:
-        if options.game.endswith(".py"):
+    is_own_game = parse_part_name(game) is not None
+    if game not in games and not is_own_game:
+        if game.endswith(".py"):
             raise PlanError(
-                f"--env {format_value(options.game)} does not say which game of the file: type "
-                f"--env {format_value(options.game)}:NAME, with the name of a class."
+                f"--env {format_value(game)} does not say which game of the file: type "
+                f"--env {format_value(game)}:NAME, with the name of a class."
             )
-        nearest = get_close_matches(options.game.lower(), games, n=1)
+        nearest = get_close_matches(game.lower(), games, n=1)
         raise PlanError(
-            f"--env {format_value(options.game)} is not a game{f' (nearest: {nearest[0]})' if nearest else ''}: type "
+            f"--env {format_value(game)} is not a game{f' (nearest: {nearest[0]})' if nearest else ''}: type "
             f"one of {', '.join(games)}, or a game of yours as {PART_FORM}."
         )
-    if study.game and options.game != study.game:
+    if study.game and game != study.game:
         raise PlanError(
             f"--env does not belong to study {study.name}, whose arms are named after {study.game}: leave it out."
         )
     if is_own_game:
-        return {**load_game_settings(options.game), "env.name": options.game}
-    return study.family.make_game_settings(options.game, options.preset)
+        return {**load_game_settings(game), "env.name": game}
+    return study.family.make_game_settings(game, preset)
 
 
-def _select_preset_settings(study: Study, options: RunOptions) -> dict[str, object]:
+def _select_preset_settings(study: Study, preset: ChosenPreset) -> dict[str, object]:
     """The further settings of the preset that the study has, without those in which its arms differ."""
     known_fields = list_field_names(study.family.config_class)
     return {
         name: value
-        for name, value in options.preset_settings.items()
+        for name, value in preset.settings.items()
         if name in known_fields and name not in study.axis.swept_fields
     }
-
-
-def _collect_filter_settings(study: Study, options: RunOptions) -> dict[str, object]:
-    """Settings of the filter from their two options. The options are apart because few studies have them."""
-    filter_settings = {
-        "filter.rollout_filter_include_zero": _parse_include_zero(study, options.include_zero),
-        "filter.rollout_filter_strategy": _parse_strategy(study, options.strategy),
-    }
-    return {name: value for name, value in filter_settings.items() if value is not None}
 
 
 def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tuple[str, ...] | None:
@@ -314,29 +276,28 @@ def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tup
     return next((expand_groups(study, parse_values(text, option)) for option, text in typed_texts.items()), None)
 
 
-def _parse_include_zero(study: Study, text: str | None) -> bool | None:
-    """The value of --rollout_filter_include_zero. PlanError if the study has no filter, or if its axis sets this."""
-    option = "--rollout_filter_include_zero"
+def _collect_include_zero(study: Study, text: str | None) -> dict[str, object]:
+    """The setting of --rollout_filter_include_zero. PlanError if the study has no filter, or if its axis sets this."""
+    option, setting = "--rollout_filter_include_zero", "filter.rollout_filter_include_zero"
     if text is None:
-        return None
-    if "filter.rollout_filter_include_zero" not in list_field_names(study.family.config_class):
+        return {}
+    if setting not in list_field_names(study.family.config_class):
         raise PlanError(f"{option} does not belong to study {study.name}, which filters no groups: leave it out.")
     if not study.has_include_zero_option:
         raise PlanError(
             f"{option} does not belong to study {study.name}, whose axis sets it: type {study.axis.option} "
             f"(the value nofilter is the arm in which it is True)."
         )
-    return parse_bool(text, option)
+    return {setting: parse_bool(text, option)}
 
 
-def _parse_strategy(study: Study, text: str | None) -> str | None:
-    """The filter strategy that --rollout_filter_strategy names. PlanError if the study does not have this option."""
-    option = "--rollout_filter_strategy"
+def _collect_strategy(study: Study, text: str | None) -> dict[str, object]:
+    """The setting of --rollout_filter_strategy. PlanError if the study does not have this option."""
+    option, setting = "--rollout_filter_strategy", "filter.rollout_filter_strategy"
     if text is None:
-        return None
+        return {}
     # Other studies that filter groups fix the strategy, which only --set changes.
     if not study.strategy_aliases:
-        setting = "filter.rollout_filter_strategy"
         advice = (
             f"type --set {setting}=NAME" if setting in list_field_names(study.family.config_class) else "leave it out"
         )
@@ -345,4 +306,4 @@ def _parse_strategy(study: Study, text: str | None) -> str | None:
         raise PlanError(
             f"{option} {format_value(text)} is not a strategy: type one of {', '.join(study.strategy_aliases)}."
         )
-    return study.strategy_aliases[text]
+    return {setting: study.strategy_aliases[text]}

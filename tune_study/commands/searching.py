@@ -4,8 +4,6 @@ A search is a study whose arms are points. It is planned, run, killed and resume
 """
 
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 
@@ -15,8 +13,9 @@ from trainable.config.setting_types import format_value
 from trainable.files.schema import MAX_RUNS
 from trainable.runs.study_record import OBJECTIVES, Search
 from tune_study.commands.confirmation import find_confirmation, plan_confirmation
-from tune_study.commands.preflight import LaunchOptions, choose_wandb, start_studies
-from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
+from tune_study.commands.option_groups import LaunchOptions, RunOptions, SearchOptions, StudyOptions
+from tune_study.commands.preflight import choose_wandb, start_studies
+from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu
@@ -32,18 +31,6 @@ DEFAULT_SEEDS = 2
 """Seeds per point. One would choose the luckiest run; more would leave fewer points for the same time."""
 
 
-class SearchOptions(NamedTuple):
-    """The options of `search` that say what to look for; each attribute is the value of the option of its name."""
-
-    trials: int
-    vary: tuple[str, ...]
-    objective: str
-    points_per_round: int
-    search_seed: int
-    confirm_seeds: int
-    asha: int | None
-
-
 def find_study(name: str, kl_type: str | None, accepts_change: bool) -> tuple[Study, StudySource | None]:
     """The study `name`, see `find_studies`. PlanError for a suite, of which one study has to be chosen."""
     studies = find_studies(name, kl_type, accepts_change)
@@ -55,12 +42,9 @@ def find_study(name: str, kl_type: str | None, accepts_change: bool) -> tuple[St
 
 def plan_search(
     study: Study,
+    preset: ChosenPreset,
     options: SearchOptions,
-    run_options: RunOptions,
-    output: Path,
-    storage: str | None,
-    extend: bool,
-    real: bool,
+    study_options: StudyOptions,
     source: StudySource | None,
 ) -> StudyPlan:
     """The plan of a new search, or of the one in its folder; for the other arguments see `plan_from_options`.
@@ -82,13 +66,14 @@ def plan_search(
         )
     if options.confirm_seeds == 1:
         raise PlanError("--confirm-seeds 1 gives no interval: type --confirm-seeds 2 or more, or 0 for none.")
+    run_options = RunOptions(**vars(study_options))
     if run_options.seeds is None:
-        run_options = run_options._replace(seeds=DEFAULT_SEEDS)
+        run_options = replace(run_options, seeds=DEFAULT_SEEDS)
 
     def add_search(plan: StudyPlan) -> StudyPlan:
         """The plan of the default point with its search, whose space depends on the settings of the preset."""
         search = Search(
-            make_space(study.family, plan.base_config, options.vary),
+            make_space(study.family, plan.base_config, options.vary or ()),
             objectives,
             options.trials,
             options.points_per_round,
@@ -99,7 +84,7 @@ def plan_search(
         return replace(plan, search=search, points={DEFAULT_POINT: {}})
 
     point_study = make_point_study(study, {DEFAULT_POINT: {}})
-    plan = plan_from_options(point_study, run_options, output, storage, extend, real, source, add_search)
+    plan = plan_from_options(point_study, preset, run_options, source, add_search)
     return draw_first_points(plan) if len(plan.points) == 1 else plan
 
 
@@ -138,7 +123,7 @@ def run_and_confirm(
     confirmation = plan_confirmation(str(plan.folder), best, None, n_seeds, own_study, extend=False)
     print_line(console, f"Confirmation of {best} against {DEFAULT_POINT}, with seeds that the search never used")
     wandb = choose_wandb(options, plan)
-    options = options._replace(wandb=wandb.mode, wandb_project=wandb.project or None)
+    options = replace(options, wandb=wandb.mode, wandb_project=wandb.project or None)
     return max(exit_code, start_studies([confirmation], options, visible_gpus, dry_run, console, time_limit))
 
 

@@ -1,7 +1,6 @@
 """Run several studies one after another in one Ray instance, and write an index of them at the end."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -73,19 +72,6 @@ def run_suite(
     that fails does not end the suite. Raises FolderLockedError, with nothing written, while another suite runs in the
     output folder, since both would write its index.
     """
-    with outputs.lock_folder(plans[0].folder.parent, "a suite"):
-        return _run_locked_suite(plans, prepare_study, console, skipped_statuses, time_limit, is_local)
-
-
-def _run_locked_suite(
-    plans: Sequence[StudyPlan],
-    prepare_study: Callable[[StudyPlan], PreparedStudy],
-    console: Console,
-    skipped_statuses: Sequence[str],
-    time_limit: TimeLimit | None,
-    is_local: bool,
-) -> int:
-    """`run_suite` after the output folder is locked."""
     exit_code, n_started, is_indexed = 0, 0, False
 
     def finish_suite() -> None:
@@ -94,10 +80,17 @@ def _run_locked_suite(
         if n_started < len(plans):
             names = ", ".join(plan.study.name for plan in plans[n_started:])
             print_line(console, f"Not started: {names}. Type the same command again to continue.")
-        is_indexed = _write_index(plans[0].output, console)
+        try:
+            print_line(console, f"Index: {outputs.write_index(plans[0].output)}")
+            is_indexed = True
+        except (OSError, ValueError) as error:
+            print_error(f"The index of the studies in {plans[0].output} could not be written: {error}")
 
     is_refused = False
-    with LocalRay([plan.folder for plan in plans], console, is_local=is_local) as local_ray:
+    with (
+        outputs.lock_folder(plans[0].folder.parent, "a suite"),
+        LocalRay([plan.folder for plan in plans], console, is_local=is_local) as local_ray,
+    ):
         try:
             for plan in plans:
                 print_line(console, format_position(plans, n_started))
@@ -127,13 +120,3 @@ def _run_locked_suite(
 def format_position(plans: Sequence[StudyPlan], index: int) -> str:
     """Position and name of a study within its suite."""
     return f"Study {index + 1} of {len(plans)}: {plans[index].study.name}"
-
-
-def _write_index(output: Path, console: Console) -> bool:
-    """Write an index of all studies in the output folder; return False, and print why, if that failed."""
-    try:
-        print_line(console, f"Index: {outputs.write_index(output)}")
-    except (OSError, ValueError) as error:
-        print_error(f"The index of the studies in {output} could not be written: {error}")
-        return False
-    return True

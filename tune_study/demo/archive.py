@@ -9,7 +9,6 @@ import re
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -68,16 +67,12 @@ def read_recorded_study(archive: Path = ARCHIVE) -> StudyRecord:
 def _compress(contents: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz", preset=9) as tar:
-        for name, content in _sort_by_kind(contents):
+        # Files of one kind beside each other, which compresses them to less; study.json first, since it is read alone.
+        for name in sorted(contents, key=lambda name: (name != STUDY_FILE, name.rpartition("/")[2], name)):
             entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(content), 0o644
-            tar.addfile(entry, io.BytesIO(content))
+            entry.size, entry.mode = len(contents[name]), 0o644
+            tar.addfile(entry, io.BytesIO(contents[name]))
     return buffer.getvalue()
-
-
-def _sort_by_kind(contents: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
-    """Files of one kind beside each other, which compresses them to less; study.json first, since it is read alone."""
-    yield from sorted(contents.items(), key=lambda item: (item[0] != STUDY_FILE, item[0].rpartition("/")[2], item[0]))
 
 
 if __name__ == "__main__":

@@ -193,8 +193,18 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
     folder is read itself: the storage that it records is not contacted, and stderr says that it may be newer.
     """
     if is_uri(text):
-        with _fetch_copy(text) as (folder, is_running):
-            yield folder, is_running
+        from tune_study.folder import storage
+
+        _, name = _split_study_uri(text)
+        with tempfile.TemporaryDirectory() as temp_dir:
+            folder = Path(temp_dir) / "results" / name
+            storage.fetch_results(text, folder)
+            if not (folder / STUDY_FILE).exists():
+                raise PlanError(
+                    f"{format_value(text, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed "
+                    "it."
+                )
+            yield folder, storage.is_running(text)
         return
     folder = _check_local_path(text)
     study = read_study(folder)
@@ -208,22 +218,6 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
             f"<storage>/<run> in the place of the folder to read it."
         )
     yield folder, is_running
-
-
-@contextmanager
-def _fetch_copy(uri: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (a temporary copy of the study at `uri`, whether a driver is running it). PlanError if there is none."""
-    from tune_study.folder import storage
-
-    _, name = _split_study_uri(uri)
-    with tempfile.TemporaryDirectory() as temp_dir:
-        folder = Path(temp_dir) / "results" / name
-        storage.fetch_results(uri, folder)
-        if not (folder / STUDY_FILE).exists():
-            raise PlanError(
-                f"{format_value(uri, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
-            )
-        yield folder, storage.is_running(uri)
 
 
 def fetch_for_writing(text: str) -> Path:

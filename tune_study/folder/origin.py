@@ -123,8 +123,7 @@ def check_outside_values(plan: StudyPlan, study: Study, allowed: frozenset[str])
     named = list_plan_values(replace(plan, storage=None))  # of the storage, `find_usable_storage` decides
     if not named:
         return
-    foreign = named - allowed - _list_declared_values(study, plan.preset) - list_typed_before(plan.folder)
-    if foreign:
+    if foreign := named - allowed - _list_declared_values(study, plan.preset) - list_typed_before(plan.folder):
         values = ", ".join(format_value(value, 1000) for value in sorted(foreign))
         options = " ".join(f"--allow {quote_argument(format_value(value, 1000))}" for value in sorted(foreign))
         raise PlanError(

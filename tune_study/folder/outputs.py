@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from trainable.config.command_lines import PROGRAM, format_command
 from trainable.config.run_config import format_validation_error
 from trainable.files.json_values import DamageWarning
-from trainable.files.paths import UnsafePathError, check_tree, lock_file, open_regular
+from trainable.files.paths import UnsafePathError, check_tree, lock_file, open_regular, read_bytes, write_text
 from trainable.files.schema import SCHEMA
 from trainable.runs.history import RunHistory
 from trainable.runs.study_record import (
@@ -446,3 +447,29 @@ def write_report(folder: Path, *, with_pictures: bool = True) -> "tuple[Path, Co
 
     frames = load(folder, live=is_running(folder))
     return write_frames_report(frames, folder, with_pictures=with_pictures), conclude(frames)
+
+
+def write_search_store(plan: StudyPlan) -> Path:
+    """Write the points of a search that have ended as an Optuna study, and return the path of its storage.
+
+    optuna-dashboard opens the storage. It is made from the rows and never read here. Raises OSError if it cannot be
+    written.
+    """
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    from analysis.data.load import load  # imports pandas
+    from analysis.search.points import make_points
+    from analysis.search.trials import make_optuna_study
+
+    assert plan.search is not None
+    frames = load(plan.folder)
+    (family,) = frames.families
+    path = plan.folder / "optuna.journal"  # Optuna's journal format: lines of JSON
+    # Optuna puts a lock beside the file, so it writes in a folder of its own.
+    with tempfile.TemporaryDirectory() as temp_dir:
+        temp_path = Path(temp_dir) / path.name
+        storage = JournalStorage(JournalFileBackend(str(temp_path)))
+        make_optuna_study(plan.search, make_points(frames), family.is_higher_better, storage=storage, name=plan.run)
+        write_text(path, read_bytes(temp_path).decode())
+    return path

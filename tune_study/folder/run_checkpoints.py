@@ -90,7 +90,11 @@ def find_run_checkpoint(
         **dict(iter_checkpoints(plan.get_run_dir(spec.run_id) / STATE_FOLDER)),
         **dict(iter_checkpoints(plan.output / spec.checkpoint_dir)),
     }
-    stored_checkpoints = {} if plan.storage is None else _list_stored_checkpoints(plan, spec)
+    stored_checkpoints: dict[int, str] = {}
+    if plan.study_uri is not None:
+        from tune_study.folder import storage
+
+        stored_checkpoints = storage.list_checkpoints(plan.study_uri, spec, plan.get_trial_name(spec))
     steps = sorted({*local_checkpoints, *stored_checkpoints})
     # By default the newest checkpoint, whether it is rolling or saved, local or in the storage.
     if step is None and steps:
@@ -129,13 +133,6 @@ def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
         f"It saves one every {spec.config.trainer.save_freq} steps, in {checkpoint_dir}{state}. If they are elsewhere, "
         f"copy them there, or type --resume-from-path with the folder of one."
     )
-
-
-def _list_stored_checkpoints(plan: StudyPlan, spec: RunSpec) -> dict[int, str]:
-    """Checkpoints of a run in the study's storage: for each step, the folder there."""
-    from tune_study.folder import storage
-
-    return storage.list_checkpoints(plan.study_uri or "", spec, plan.get_trial_name(spec))
 
 
 def _fetch_checkpoint(plan: StudyPlan, spec: RunSpec, name: str) -> Path:

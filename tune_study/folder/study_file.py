@@ -152,12 +152,9 @@ def plan_from_folder(
         raise
     except PlanError as error:
         raise PlanError(f"{folder}/study.json: {error}") from None
-    except ValidationError as error:
-        raise PlanError(
-            f"{folder}/study.json cannot be read by this version: {format_validation_error(error)}"
-        ) from None
     except ValueError as error:
-        raise PlanError(f"{folder}/study.json cannot be read by this version: {error}") from None
+        problem = format_validation_error(error) if isinstance(error, ValidationError) else error
+        raise PlanError(f"{folder}/study.json cannot be read by this version: {problem}") from None
     check_outside_values(plan, declaration, allowed)
     return plan
 
@@ -187,8 +184,7 @@ def _find_declaration(folder: Path, record: StudyRecord, own_study: OwnStudy | N
 
 def check_unchanged(plan: StudyPlan) -> None:
     """Raise PlanError if the study's current declaration gives the runs in its folder other settings."""
-    changes = _find_changed_arms(plan)
-    if changes:
+    if changes := _find_changed_arms(plan):
         change_lines = "\n  ".join(changes)
         raise PlanError(
             f"The declaration of study `{plan.study.name}` has changed since {plan.folder} was started:\n  "
@@ -221,8 +217,7 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
     old_steps, steps = (version.base_config.trainer.total_training_steps for version in (existing, plan))
     # The rungs of a search, and the points after the first ones, follow from the steps.
     is_longer = old_steps < steps and plan.search is None
-    changes = find_differences(existing, plan, may_be_longer=extend and is_longer)
-    if changes:
+    if changes := find_differences(existing, plan, may_be_longer=extend and is_longer):
         advice = "Type the same settings to continue it, or another --output to start a new study."
         if is_longer and not extend and not find_differences(existing, plan, may_be_longer=True):
             advice = f"Add --extend to train its runs up to step {steps}, or another --output to start a new study."
@@ -264,8 +259,7 @@ def _continue_search(plan: StudyPlan, existing: StudyPlan) -> StudyPlan:
     """
     assert plan.search is not None
     assert existing.search is not None
-    changes = find_search_differences(existing.search, plan.search)
-    if changes:
+    if changes := find_search_differences(existing.search, plan.search):
         raise PlanError(
             f"{plan.folder} contains a search with other options:\n  " + "\n  ".join(changes) + "\n"
             "Type the same options to continue it, or another --output to start a new search."
@@ -304,11 +298,8 @@ def find_differences(existing: StudyPlan, plan: StudyPlan, *, may_be_longer: boo
 
     may_be_longer: whether another number of steps is no difference.
     """
-    changes = [
-        f"{name}: {old} -> {new}"
-        for name, old, new in (("stop_rules", ", ".join(existing.study.stop_rules), ", ".join(plan.study.stop_rules)),)
-        if old != new
-    ]
+    old_rules, new_rules = (", ".join(version.study.stop_rules) for version in (existing, plan))
+    changes = [f"stop_rules: {old_rules} -> {new_rules}"] if old_rules != new_rules else []
     changes += _find_changed_settings(existing.base_config, plan.base_config, may_be_longer)
     # Even with equal base settings the arms may differ, if the axis is declared otherwise by now.
     return changes or _find_changed_arms(plan, may_be_longer)

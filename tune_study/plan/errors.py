@@ -1,5 +1,8 @@
 """The errors of a study that cannot be run as requested."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class PlanError(ValueError):
     """A study cannot be run as requested. The message says what is wrong, what is allowed and what to type."""
@@ -7,3 +10,12 @@ class PlanError(ValueError):
 
 class MisfitError(PlanError):
     """A study needs more memory or disk space than there is. Commands then exit with code 3."""
+
+
+@contextmanager
+def as_plan_error(error_class: type[Exception]) -> Iterator[None]:
+    """Raise PlanError, with the same message, for an error of this class in the body."""
+    try:
+        yield
+    except error_class as error:
+        raise PlanError(str(error)) from None

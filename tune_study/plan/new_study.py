@@ -9,10 +9,11 @@ from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import make_grid_axis
 from search_spaces.language_model.family import PPO
 from trainable.config.command_lines import format_command
-from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, resolve_key
+from trainable.config.run_config import RunConfig, apply_overrides, resolve_key
 from trainable.config.setting_types import format_value
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import is_study_name
+from tune_study.plan.typed_settings import check_varied
 
 PRESETS = tuple(name for name, preset in PPO.presets.items() if not preset.variant_of)
 
@@ -59,20 +60,10 @@ def parse_factors(assignments: Sequence[str]) -> dict[str, tuple[str, ...]]:
             what = f"the value {format_value(duplicates[0])}" if duplicates else f"the setting {setting}"
             raise PlanError(f"--vary has {what} twice: give it once.")
         factors[setting] = values
-    _check_arms(factors)
-    return factors
-
-
-def _check_arms(factors: Mapping[str, Sequence[str]]) -> None:
-    """Raise ConfigError for values that cannot be used, with their setting."""
     base = apply_overrides(RunConfig(), PPO.presets["laptop"].settings)
-    for values in itertools.product(*factors.values()):
-        arm = dict(zip(factors, values, strict=True))
-        try:
-            apply_overrides(base, arm)
-        except ConfigError as error:
-            shown = " ".join(f"{setting}={format_value(value)}" for setting, value in arm.items())
-            raise ConfigError(f"--vary: {shown} cannot be used: {error}") from None
+    for arm in itertools.product(*factors.values()):
+        check_varied(base, dict(zip(factors, arm, strict=True)))
+    return factors
 
 
 def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:

@@ -4,6 +4,7 @@ Only files are opened that were typed: in an option, in a study file that was ty
 A results folder records the texts, for reading and for a comparison. A path in a folder is shown and never opened.
 """
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,17 +24,60 @@ from trainable.config.own_parts import (
 )
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import SourceFile
-from tune_study.plan.errors import PlanError
-from tune_study.plan.source_file import format_changes, read_source
+from tune_study.plan.errors import PlanError, as_plan_error
 
 GAME_SETTING = "env.name"
 CODE_OPTION = "--code"
 """The option with which files of parts are typed where no setting names them."""
 
+MAX_SOURCE_BYTES = 1_000_000
+MAX_DIFF_LINES = 40
+
+
+def read_source(path_text: str, purpose: str) -> str:
+    """The text of a Python file. Raise PlanError if it cannot be read, or is none.
+
+    purpose: what the file is for, after "type the path of a Python file".
+    """
+    path = Path(path_text).expanduser()
+    shown_path = format_value(path_text, 1000)
+    if not path.is_file():
+        raise PlanError(f"There is no file {shown_path}: type the path of a Python file {purpose}.")
+    try:
+        content = path.read_bytes()
+        if len(content) > MAX_SOURCE_BYTES:
+            raise PlanError(f"{shown_path} has more than {MAX_SOURCE_BYTES} bytes: type the path of a file {purpose}.")
+        return content.decode()
+    except UnicodeDecodeError:
+        raise PlanError(f"{shown_path} is not a text in UTF-8: type the path of a Python file.") from None
+    except OSError as error:
+        raise PlanError(f"{shown_path} cannot be read: {error.strerror}.") from None
+
+
+def format_changes(old_text: str, new_text: str) -> str:
+    """The lines in which a file differs from its text when a study was started, indented, for a message."""
+    lines = list(
+        difflib.unified_diff(
+            old_text.splitlines(), new_text.splitlines(), "when the study was started", "now", lineterm="", n=1
+        )
+    )
+    return "\n  ".join(lines[:MAX_DIFF_LINES] + ["..."] * (len(lines) > MAX_DIFF_LINES))
+
 
 def load_typed_files(paths: Iterable[str]) -> None:
     """Read and execute files that were typed. Raise PlanError if one cannot be used, or if two have the same name."""
-    _register([PartFile(path, read_source(path, "that has the parts of the study")) for path in dict.fromkeys(paths)])
+    files = [PartFile(path, read_source(path, "that has the parts of the study")) for path in dict.fromkeys(paths)]
+    files_by_name: dict[str, PartFile] = {}
+    for file in files:
+        other_file = files_by_name.setdefault(file.name, file)
+        if other_file.text != file.text:
+            raise PlanError(
+                f"{format_value(other_file.path, 1000)} and {format_value(file.path, 1000)} have the same name, which "
+                "is how runs tell their parts apart: rename one of them."
+            )
+    for file in files:
+        with as_plan_error(OwnPartError):
+            register_file(file)
 
 
 def load_named_files(
@@ -89,10 +133,8 @@ def load_game_settings(name: str) -> dict[str, object]:
     part = parse_part_name(name)
     assert part is not None
     load_typed_files([part.path])
-    try:
+    with as_plan_error(OwnPartError):
         game = get_part(part._replace(path=part.file_name).format())
-    except OwnPartError as error:
-        raise PlanError(str(error)) from None
     try:
         settings = getattr(game() if callable(game) else game, "settings", {})
     except Exception:  # the check of the game names the error
@@ -117,22 +159,6 @@ def _find_names(value: object) -> Iterator[PartName]:
         yield from (name for name in names if name is not None)
 
 
-def _register(files: Sequence[PartFile]) -> None:
-    files_by_name: dict[str, PartFile] = {}
-    for file in files:
-        other_file = files_by_name.setdefault(file.name, file)
-        if other_file.text != file.text:
-            raise PlanError(
-                f"{format_value(other_file.path, 1000)} and {format_value(file.path, 1000)} have the same name, which "
-                "is how runs tell their parts apart: rename one of them."
-            )
-    for file in files:
-        try:
-            register_file(file)
-        except OwnPartError as error:
-            raise PlanError(str(error)) from None
-
-
 def list_used_files(configs: Iterable[BaseRunConfig]) -> tuple[PartFile, ...]:
     """The files whose parts the configurations name, without repetition."""
     files = {(file.name, file.digest): file for config in configs for file in list_part_files(config)}
@@ -146,8 +172,7 @@ def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:
 
     entries: the record in study.json of `folder`.
     """
-    missing_paths = [entry.path for entry in entries if find_registered_file(Path(entry.path).name) is None]
-    if missing_paths:
+    if missing_paths := [entry.path for entry in entries if find_registered_file(Path(entry.path).name) is None]:
         files = " and ".join(format_value(path, 1000) for path in missing_paths)
         options = " ".join(f"{CODE_OPTION} {format_value(path, 1000)}" for path in missing_paths)
         raise PlanError(
@@ -181,7 +206,5 @@ def check_parts(configs: Sequence[BaseRunConfig]) -> None:
 
     # Games first: other parts are tried with them.
     for (setting, _, _), config in sorted(configs_by_part.items(), key=lambda entry: entry[0][0] != GAME_SETTING):
-        try:
+        with as_plan_error(OwnPartError):
             check_part(config, setting)
-        except OwnPartError as error:
-            raise PlanError(str(error)) from None

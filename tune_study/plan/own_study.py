@@ -17,9 +17,8 @@ from trainable.config.own_parts import OwnPartError, execute_text
 from trainable.config.setting_types import format_value
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.runs.study_record import SourceFile
-from tune_study.plan.errors import PlanError
-from tune_study.plan.own_parts import CODE_OPTION, load_typed_files
-from tune_study.plan.source_file import format_changes, read_source
+from tune_study.plan.errors import PlanError, as_plan_error
+from tune_study.plan.own_parts import CODE_OPTION, format_changes, load_typed_files, read_source
 
 NEW_COMMAND = format_command("new", "NAME", "--vary", "actor.lr=1e-4,3e-4")
 """An example of the command that writes the file of a study."""
@@ -74,10 +73,8 @@ def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
     path_text, variable = _split_path(typed)
     text = read_source(path_text, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    try:
+    with as_plan_error(OwnPartError):
         module = execute_text(text, path_text, f"own_study_{sha256[:16]}")
-    except OwnPartError as error:
-        raise PlanError(str(error)) from None
     study = getattr(module, variable, None)
     if not isinstance(study, Study):
         names = [name for name, value in vars(module).items() if isinstance(value, Study)]

@@ -169,7 +169,12 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
     configs = {spec.arm: spec.config for spec in plan.runs}
     lines: list[str] = []
     if plan.baseline is None and not plan.study.axis.value_groups and plan.confirms is None:
-        lines.append(_describe_missing_baseline(plan))
+        # With another base configuration the baseline may be no arm of the study.
+        is_arm = plan.baseline_name in plan.study.get_grid(plan.preset)
+        advice = f": type {plan.study.axis.option} {','.join((plan.baseline_name, *plan.values))}" if is_arm else ""
+        lines.append(
+            f"Remark: the baseline {plan.baseline_name} is not among the arms, so no arm is compared with it{advice}."
+        )
     for remark in resolve_name(plan.study.family.remarks) if plan.study.family.remarks else ():
         arms = [arm for arm, config in configs.items() if remark.applies(config)]
         if arms:
@@ -240,11 +245,3 @@ def _describe_equal_arms(plan: StudyPlan) -> Iterator[str]:
             f"{' and '.join(changes) + ' alone' if changes else 'no setting'}, so the rows will equal the baseline's."
             f"{reasons}"
         )
-
-
-def _describe_missing_baseline(plan: StudyPlan) -> str:
-    sentence = f"Remark: the baseline {plan.baseline_name} is not among the arms, so no arm is compared with it"
-    # With another base configuration the baseline may be no arm of the study.
-    if plan.baseline_name not in plan.study.get_grid(plan.preset):
-        return f"{sentence}."
-    return f"{sentence}: type {plan.study.axis.option} {','.join((plan.baseline_name, *plan.values))}."

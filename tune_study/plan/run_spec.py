@@ -10,29 +10,24 @@ from trainable.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run: one arm with one seed.
-
-    Attributes:
-        run_id: unique name of the run, which is also the name of its folder.
-        study_name: name of the study.
-        arm: value of the axis, as it was typed.
-        label: the arm as it appears in file names.
-        seed: the seed.
-        experiment_name: name of the arm's experiment, the same for all seeds.
-        config: all settings of the run.
-        log_path: path of the run's log, relative to the output folder.
-        checkpoint_dir: folder of the run's saved checkpoints, relative to the output folder.
-    """
+    """One run: one arm with one seed."""
 
     run_id: str
+    """Unique name of the run, which is also the name of its folder."""
     study_name: str
     arm: str
+    """Value of the axis, as it was typed."""
     label: str
+    """The arm as it appears in file names."""
     seed: int
     experiment_name: str
+    """Name of the arm's experiment, the same for all seeds."""
     config: BaseRunConfig
+    """All settings of the run."""
     log_path: Path
+    """Path of the run's log, relative to the output folder."""
     checkpoint_dir: Path
+    """Folder of the run's saved checkpoints, relative to the output folder."""
 
     @property
     def ppo_config(self) -> RunConfig:

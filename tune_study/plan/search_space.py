@@ -7,11 +7,12 @@ from typing import Any
 
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
+from trainable.config.run_config import resolve_key
 from trainable.config.setting_types import format_value
 from trainable.families import Family
 from trainable.runs.study_record import Dimension
 from tune_study.plan.errors import PlanError
+from tune_study.plan.typed_settings import can_apply, check_varied
 
 EXAMPLES = "--vary actor.lr=1e-5:1e-3:log, --vary algorithm.adv_estimator=gae,grpo"
 _SCALES = {"": None, "log": True, "linear": False}
@@ -40,13 +41,13 @@ def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str])
         dimensions = list(dict.fromkeys(dimension for text in texts for dimension in _parse(text, family)))
     space = tuple(_resolve(dimension, base_config, settings) for dimension in dimensions)
     names = [dimension.name for dimension in space]
-    duplicates = [name for number, name in enumerate(names) if name in names[:number]]
-    if duplicates:
+    if duplicates := [name for number, name in enumerate(names) if name in names[:number]]:
         raise PlanError(f"--vary has {format_value(duplicates[0])} twice: give it once.")
     _check_overlaps(space)
     for number, dimension in enumerate(space):
         _check_condition(dimension, space[:number])
-        _check_values(dimension, base_config)
+        for value in dimension.values or (f"{dimension.low:g}", f"{dimension.high:g}"):
+            check_varied(base_config, _make_point(dimension, value))
     return space
 
 
@@ -130,17 +131,10 @@ def _resolve(dimension: Dimension, base_config: BaseRunConfig, settings: Mapping
         value = settings[dimension.setting]
         return replace(dimension, low=dimension.low * value, high=dimension.high * value, is_relative=False)
     are_whole = dimension.low.is_integer() and dimension.high.is_integer()
-    is_integer = are_whole and not _takes(base_config, dimension, f"{dimension.low + 0.5:g}")
-    return replace(dimension, is_integer=is_integer and _takes(base_config, dimension, f"{dimension.low:g}"))
-
-
-def _takes(base_config: BaseRunConfig, dimension: Dimension, value: str) -> bool:
-    """Whether the setting of a dimension takes a value."""
-    try:
-        apply_overrides(base_config, _make_point(dimension, value))
-    except ConfigError:
-        return False
-    return True
+    is_integer = are_whole and not can_apply(base_config, _make_point(dimension, f"{dimension.low + 0.5:g}"))
+    return replace(
+        dimension, is_integer=is_integer and can_apply(base_config, _make_point(dimension, f"{dimension.low:g}"))
+    )
 
 
 def _make_point(dimension: Dimension, value: str) -> dict[str, str]:
@@ -171,14 +165,3 @@ def _check_overlaps(space: Sequence[Dimension]) -> None:
                     f"--vary has {format_value(dimension.setting)} twice, and a point could meet both: give it once, "
                     "or under conditions on different values of one setting."
                 )
-
-
-def _check_values(dimension: Dimension, base_config: BaseRunConfig) -> None:
-    """Raise ConfigError for an end or a value that the setting does not take."""
-    for value in dimension.values or (f"{dimension.low:g}", f"{dimension.high:g}"):
-        point = _make_point(dimension, value)
-        try:
-            apply_overrides(base_config, point)
-        except ConfigError as error:
-            shown = " ".join(f"{setting}={format_value(text)}" for setting, text in point.items())
-            raise ConfigError(f"--vary: {shown} cannot be used: {error}") from None

@@ -36,46 +36,42 @@ NO_WANDB = WandbTarget()
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """All runs of a study, and the paths of their files.
-
-    Attributes:
-        study: declaration of the study.
-        preset, preset_reason: the preset, and why it was chosen.
-        base_config: the settings that the arms share, before those of the axis.
-        values: axis values, as they were typed.
-        seeds: seeds of every arm.
-        extra_seeds: further seeds of single arms, by axis value: of the baseline, or of arms that a look left open.
-        max_seeds: seeds are added to open arms up to this number per arm; None for a study of fixed seeds.
-        source: the file in which the study is declared; None for a study of this package.
-        folder: the study's folder, which Tune uses as well: <output>/results/<run>, or wherever it was moved.
-        run: name of the study, and of its folder unless that was renamed.
-        runs: one entry per run, the first seed of all arms first.
-        storage: URI of the parent of the study's folder in a storage; None without a storage.
-        confirms: the study that this one confirms; None for a study of its own.
-        search: what the search looks for that adds the arms; None for a study whose arms are chosen beforehand.
-        points: the settings of each arm of a search or of its confirmation; empty for another study.
-        wandb: where this start of the study logs to W&B.
-        earlier_steps: the numbers of steps that the runs had before the study was made longer, ascending.
-    """
+    """All runs of a study, and the paths of their files."""
 
     study: Study
     preset: str
     preset_reason: str
+    """Why the preset was chosen."""
     base_config: BaseRunConfig
+    """The settings that the arms share, before those of the axis."""
     values: tuple[str, ...]
+    """Axis values, as they were typed."""
     seeds: tuple[int, ...]
+    """Seeds of every arm."""
     folder: Path
+    """The study's folder, which Tune uses as well: <output>/results/<run>, or wherever it was moved."""
     run: str
+    """Name of the study, and of its folder unless that was renamed."""
     runs: tuple[RunSpec, ...]
+    """One entry per run, the first seed of all arms first."""
     storage: str | None = None
+    """URI of the parent of the study's folder in a storage; None without a storage."""
     extra_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Further seeds of single arms, by axis value: of the baseline, or of arms that a look left open."""
     max_seeds: int | None = None
+    """Seeds are added to open arms up to this number per arm; None for a study of fixed seeds."""
     source: StudySource | None = None
+    """The file in which the study is declared; None for a study of this package."""
     confirms: ConfirmedStudy | None = None
+    """The study that this one confirms; None for a study of its own."""
     search: Search | None = None
+    """What the search looks for that adds the arms; None for a study whose arms are chosen beforehand."""
     points: Mapping[str, Settings] = field(default_factory=dict)
+    """The settings of each arm of a search or of its confirmation; empty for another study."""
     wandb: WandbTarget = NO_WANDB
+    """Where this start of the study logs to W&B."""
     earlier_steps: tuple[int, ...] = ()
+    """The numbers of steps that the runs had before the study was made longer, ascending."""
 
     @property
     def has_next_round(self) -> bool:
@@ -158,12 +154,12 @@ class StudyPlan:
     def baseline(self) -> str | None:
         """The value of the study's baseline, as it was typed; None if it is not among the values."""
         name = self.baseline_name
-        baseline_number = _parse_number(name)
+        number = _parse_number(name)
         # Numbers are compared by value: a baseline "0" is also found if it was typed as 0.0.
-        equal_values = [
-            value for value in self.values if value == name or _is_equal(_parse_number(value), baseline_number)
-        ]
-        return equal_values[0] if equal_values else None
+        equal_values = (
+            value for value in self.values if value == name or (number is not None and _parse_number(value) == number)
+        )
+        return next(equal_values, None)
 
     @property
     def baseline_name(self) -> str:
@@ -511,7 +507,3 @@ def _parse_number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _is_equal(left: float | None, right: float | None) -> bool:
-    return left is not None and left == right

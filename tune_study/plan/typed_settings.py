@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from search_spaces.declaration.study import Study
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
 from trainable.config.setting_types import format_value
@@ -29,8 +30,7 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
                 f"{','.join(value_groups)}, or names of arms; --dry-run with this --kl-type lists them in its column "
                 "`arm`."
             )
-    duplicates = [entry for number, entry in enumerate(entries) if entry in entries[:number]]
-    if duplicates:
+    if duplicates := [entry for number, entry in enumerate(entries) if entry in entries[:number]]:
         raise PlanError(f"{study.axis.option} has {format_value(duplicates[0])} twice: give each group once.")
     selected_values = {value for entry in entries for value in value_groups.get(entry, (entry,))}
     # In the order of the grid, whatever the order of typing.
@@ -100,7 +100,10 @@ def collect_overrides(
 def _refuse_grid(study: Study, name: str, text: str) -> None:
     """Raise PlanError for values with commas between them, of a setting that takes one of them but not the list."""
     texts = [part.strip() for part in text.split(",")]
-    if len(texts) > 1 and not _can_be(study, name, text) and all(_can_be(study, name, part) for part in texts):
+    if len(texts) == 1:
+        return
+    base = study.family.config_class.model_validate({})
+    if not can_apply(base, {name: text}) and all(can_apply(base, {name: value}) for value in texts):
         study_name = f"my-{name.rpartition('.')[2]}".replace("_", "-")
         command = format_command("new", study_name, "--vary", f"{name}={','.join(texts)}")
         raise PlanError(
@@ -109,13 +112,22 @@ def _refuse_grid(study: Study, name: str, text: str) -> None:
         )
 
 
-def _can_be(study: Study, name: str, text: str) -> bool:
-    """Whether `text` can be read as the value of a setting, if nothing else is changed."""
+def can_apply(base_config: BaseRunConfig, settings: Mapping[str, object]) -> bool:
+    """Whether a configuration takes these values of settings."""
     try:
-        apply_overrides(study.family.config_class.model_validate({}), {name: text})
+        apply_overrides(base_config, settings)
     except ConfigError:
         return False
     return True
+
+
+def check_varied(base_config: BaseRunConfig, settings: Mapping[str, object]) -> None:
+    """Raise ConfigError, which names them all, for settings of --vary that cannot be used together."""
+    try:
+        apply_overrides(base_config, settings)
+    except ConfigError as error:
+        shown = " ".join(f"{setting}={format_value(value)}" for setting, value in settings.items())
+        raise ConfigError(f"--vary: {shown} cannot be used: {error}") from None
 
 
 def format_values(study: Study, values: Sequence[str]) -> str:

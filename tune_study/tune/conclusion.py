@@ -12,7 +12,6 @@ from trainable.files.json_values import DamageWarning
 from trainable.runs.failures import NON_FINITE
 from trainable.runs.study_record import ENDED_STATUSES
 from tune_study.folder import outputs
-from tune_study.folder.search_store import write_search_store
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_error, print_line, show_phases
@@ -50,7 +49,7 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
         problems.append(f"The summary could not be written: {error}.")
     if plan.search is not None:
         try:
-            print_line(console, f"Optuna storage: {write_search_store(plan)}")
+            print_line(console, f"Optuna storage: {outputs.write_search_store(plan)}")
         except Exception as error:  # nothing reads the storage, so it must not end the search
             problems.append(f"The Optuna storage could not be written: {type(error).__name__}: {error}.")
     for status in statuses.list_all():

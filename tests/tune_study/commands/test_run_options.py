@@ -1,7 +1,9 @@
 """The options of `run` for studies of other families and for suites."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from typer import Typer
@@ -13,9 +15,10 @@ from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO, as_run_config
+from tune_study.commands.arguments.parser import expand_groups, make_axis_options
 from tune_study.commands.cli import app
-from tune_study.commands.option_groups import add_axis_options
-from tune_study.commands.run_options import RunOptions, plan_from_options
+from tune_study.commands.option_groups import RunOptions
+from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.plan.study_names import find_study
 
 
@@ -121,17 +124,19 @@ def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_flag_that_a_study_declares_is_an_option_of_the_command() -> None:
     app, calls = Typer(), []
+    studies = [make_rate_study("actor.lr", "--lr-values"), make_rate_study("actor.eps", "--values"), STUDIES["top-p"]]
 
-    @app.command()
-    @add_axis_options(
-        [make_rate_study("actor.lr", "--lr-values"), make_rate_study("actor.eps", "--values"), STUDIES["top-p"]]
-    )
-    def command(name: str, *, axes: Mapping[str, str | None], seeds: int = 1) -> None:
-        calls.append((name, axes, seeds))
+    @dataclass
+    class Axes:
+        texts: Annotated[Mapping[str, str | None], make_axis_options(studies)]
 
+    def command(name: str, axes: Axes, seeds: int = 1) -> None:
+        calls.append((name, axes.texts, seeds))
+
+    app.command()(expand_groups(command))
     for words in ("x --lr-values 1,2 --seeds 3", "x --lr_values 1,2 --seeds 3"):
         assert CliRunner().invoke(app, words.split()).exit_code == 0
-        assert calls.pop() == ("x", {"--lr-values": "1,2", "--rollout_filter_value": None}, 3)
+        assert calls.pop() == ("x", {"--values": None, "--lr-values": "1,2", "--rollout_filter_value": None}, 3)
     help_text = CliRunner().invoke(app, ["--help"]).stdout
     assert "Study rate: values of actor.lr, for example 1e-4,3e-4." in " ".join(help_text.replace("│", " ").split())
     assert CliRunner().invoke(app, ["x", "--arms", "1"]).exit_code == 2
@@ -168,14 +173,9 @@ def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkey
     (tmp_path / "digits").mkdir()
     (tmp_path / "lines.txt").touch()
     monkeypatch.chdir(tmp_path)
-    axes = {STUDIES["sandbox"].axis.option: None}
-    assignments = ("mnist_folder=digits", "text_file=lines.txt", "model_name=some/model")
-    run_options = RunOptions(
-        "laptop", "a test", {}, {}, axes, None, None, None, assignments, None, None, False, None, False
-    )
-    base_config = plan_from_options(
-        STUDIES["sandbox"], run_options, tmp_path / "out", None, False, real=False
-    ).base_config
+    assignments = ["mnist_folder=digits", "text_file=lines.txt", "model_name=some/model"]
+    options = RunOptions(assignments=assignments, output=tmp_path / "out", dry_run=True)
+    base_config = plan_from_options(STUDIES["sandbox"], ChosenPreset("laptop", "a test"), options).base_config
     assert isinstance(base_config, UpdateRuleConfig)
     assert (base_config.mnist_folder, base_config.text_file) == (str(tmp_path / "digits"), str(tmp_path / "lines.txt"))
     assert base_config.model_name == "some/model"
@@ -207,11 +207,8 @@ def test_every_study_is_found_by_either_spelling() -> None:
 @pytest.mark.parametrize("game", ["sokoban", "frozenlake", "mastermind", "countdown"])
 @pytest.mark.parametrize("preset", ["laptop", "stress", "paper"])
 def test_a_game_brings_its_settings_and_typed_ones_win(tmp_path: Path, game: str, preset: str) -> None:
-    axes = {STUDIES["kl"].axis.option: None}
-    options = RunOptions(
-        preset, "a test", {}, {}, axes, game, None, None, ("env.max_turn=3",), None, None, False, None, False
-    )
-    plan = plan_from_options(STUDIES["kl"], options, tmp_path / "out", None, False, real=False)
+    options = RunOptions(env=game, assignments=["env.max_turn=3"], output=tmp_path / "out", dry_run=True)
+    plan = plan_from_options(STUDIES["kl"], ChosenPreset(preset, "a test"), options)
     config = as_run_config(plan.base_config)
     assert (config.env.name, config.env.max_turn) == (game, 3)
     one_action = game in ("mastermind", "countdown")

@@ -14,9 +14,9 @@ from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
 from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
 from trainable.runs.study_record import StatusRecord, find_record
-from tune_study.commands.option_groups import StudyRequest
-from tune_study.commands.preflight import LaunchOptions
-from tune_study.commands.searching import SearchOptions, plan_search, run_and_confirm
+from tune_study.commands.option_groups import LaunchOptions, SearchOptions, StudyOptions
+from tune_study.commands.run_options import ChosenPreset
+from tune_study.commands.searching import plan_search, run_and_confirm
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.search import DEFAULT_POINT
 from tune_study.plan.study_plan import StudyPlan
@@ -25,7 +25,7 @@ from tune_study.tune.search import rounds
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-LAUNCH = LaunchOptions(None, None, 2, "off", None)
+LAUNCH = LaunchOptions(max_concurrent=2, wandb="off")
 RATE = ("lr=1e-4:1e-1",)
 
 
@@ -44,11 +44,10 @@ def make_search(
     confirm_seeds: int = 0,
     asha: int | None = None,
 ) -> StudyPlan:
-    request = StudyRequest(seeds=2, assignments=[f"{name}={value}" for name, value in settings.items()])
-    options = SearchOptions(trials, vary, "success", 2, 0, confirm_seeds, asha)
-    return plan_search(
-        study, options, request.make_run_options("laptop", "a test", {}), output, None, False, real=True, source=None
-    )
+    assignments = [f"{name}={value}" for name, value in settings.items()]
+    options = SearchOptions(trials, list(vary), points_per_round=2, confirm_seeds=confirm_seeds, asha=asha)
+    study_options = StudyOptions(seeds=2, assignments=assignments, output=output)
+    return plan_search(study, ChosenPreset("laptop", "a test"), options, study_options, source=None)
 
 
 def make_toy_search(output: Path, trials: int, confirm_seeds: int = 0) -> StudyPlan:

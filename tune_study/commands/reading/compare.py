@@ -15,7 +15,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from tune_study.folder import locate
 from tune_study.host.console import print_line, print_table
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, as_plan_error
 
 LABELS = string.ascii_uppercase
 """A study is called A, B, ... in the order in which it was typed: two studies may share a name."""
@@ -40,14 +40,10 @@ def read_comparison(runs: Sequence[str]) -> Comparison:
                 raise PlanError(
                     f"{format_value(first, 1000)} and {format_value(run, 1000)} are one study: type two of them."
                 )
-            try:
+            with as_plan_error(ValueError):
                 studies[label] = load(folder, live=is_running)
-            except ValueError as error:
-                raise PlanError(str(error)) from None
-    try:
+    with as_plan_error(ValueError):
         return compare(studies, folders)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
 
 
 def print_comparison(console: Console, comparison: Comparison, path: Path) -> None:

@@ -22,7 +22,7 @@ from trainable.config.setting_types import format_value
 from trainable.runs.episode_lines import RecordedEpisode
 from tune_study.commands.reading.transcripts import print_episode
 from tune_study.host.console import print_line, print_table
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.study_names import find_arm
 
 _TOO_SHORT = f"No change can be resolved in fewer than {MIN_POINTS} steps."
@@ -30,10 +30,8 @@ _TOO_SHORT = f"No change can be resolved in fewer than {MIN_POINTS} steps."
 
 def read_frames(folder: Path, is_running: bool) -> StudyFrames:
     """Frames of the study in results/<run>. Raise PlanError if it trains no language model, or if a file is damaged."""
-    try:
+    with as_plan_error(ValueError):
         frames = load(folder, live=is_running)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
     if not frames.is_fine_tuning:
         raise PlanError(
             f"{format_value(folder, 1000)} fine-tuned no language model: the symptoms of `explain` are those of "
@@ -104,7 +102,12 @@ def print_explanation(
     print_line(console, "")
     _print_order(console, symptoms.summarize_order(onsets))
     print_line(console, "")
-    _print_runs(console, ends, onsets)
+    first_labels = onsets[onsets["is_first"] & onsets["is_collapse"]].set_index("run_id")["label"].to_dict()
+    rows = [
+        [run["arm"], str(run["seed"]), _describe_end(run), first_labels.get(run["run_id"], "-")]
+        for run in to_records(ends)
+    ]
+    print_table(console, ("arm", "seed", "end", "changed first"), rows)
     example = to_records(collapsed_ends.head(1))[0]
     command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
     print_line(console, f"One run: {command}")
@@ -139,15 +142,6 @@ def _format_order_cells(row: dict[str, Any]) -> list[str]:
         *(str(row[name]) for name in ("earlier", "later", "undecided")),
         "-" if np.isnan(row["lead"]) else f"{row['lead']:g}{interval}",
     ]
-
-
-def _print_runs(console: Console, ends: pd.DataFrame, onsets: pd.DataFrame) -> None:
-    first_labels = onsets[onsets["is_first"] & onsets["is_collapse"]].set_index("run_id")["label"].to_dict()
-    rows = [
-        [run["arm"], str(run["seed"]), _describe_end(run), first_labels.get(run["run_id"], "-")]
-        for run in to_records(ends)
-    ]
-    print_table(console, ("arm", "seed", "end", "changed first"), rows)
 
 
 def _describe_end(run: dict[str, Any]) -> str:
@@ -213,13 +207,11 @@ def choose_episodes(
     by_key = {(episode.level, episode.step): episode for episode in episodes}
     levels = list(dict.fromkeys(episode.level for episode in episodes))
     levels = [level for level in levels if all((level, step) in by_key for step in chosen_steps)]
-
-    def shows_change(level: int) -> bool:
-        return by_key[level, chosen_steps[0]].success and not by_key[level, chosen_steps[-1]].success
-
     if not levels:
         return []
-    level = next(filter(shows_change, levels), levels[0])
+    first, last = chosen_steps[0], chosen_steps[-1]
+    changed_levels = [level for level in levels if by_key[level, first].success and not by_key[level, last].success]
+    level = (changed_levels or levels)[0]
     return [by_key[level, step] for step in chosen_steps]
 
 

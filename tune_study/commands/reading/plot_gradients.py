@@ -16,7 +16,7 @@ from trainable.config.command_lines import format_command, quote_argument
 from trainable.config.setting_types import format_value
 from trainable.files.paths import make_folder
 from tune_study.host.console import print_line, print_table
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.typed_settings import parse_values
 
 FIGURE_DIR = Path("figures") / "gradients"
@@ -32,10 +32,8 @@ class StepSelection(NamedTuple):
 
 def read_analyses(folder: Path) -> StudyFrames:
     """Frames of the study in results/<run>. Raise PlanError if it has no gradient analysis, or if a file is damaged."""
-    try:
+    with as_plan_error(ValueError):
         frames = load(folder)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
     # Toy studies measure gradients during training, as columns of the rows, and have no analyses to plot.
     if not frames.is_fine_tuning:
         raise PlanError(

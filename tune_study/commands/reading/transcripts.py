@@ -85,7 +85,7 @@ def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: Epi
     print_line(console, LEGEND)
     print_line(console, "")
     for run in selected_runs:
-        episodes = _select_episodes(run, choice)
+        episodes = select_episodes(run, choice)
         print_line(console, f"Arm {run.arm}, seed {run.seed}: {_describe_selection(run, choice, episodes)}")
         for episode in episodes:
             print_line(console, "")
@@ -111,17 +111,12 @@ def _refuse(runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -
 
 def print_episode(console: Console, episode: RecordedEpisode) -> None:
     """Print what the policy saw (|) and said (>) in each turn."""
-    end = f"{episode.stop_reason}, score {episode.score:.3g}"
-    print_line(console, f"{_describe_origin(episode)}: {end}")
+    origin = f"Level {episode.level} after step {episode.step}"
+    if episode.is_trained:
+        origin = f"Level {episode.level}, rollout {episode.rollout}, trained in step {episode.step}"
+    print_line(console, f"{origin}: {episode.stop_reason}, score {episode.score:.3g}")
     for line in format_turns(episode):
         print_line(console, f"  {line}")
-
-
-def _describe_origin(episode: RecordedEpisode) -> str:
-    """`Level 7 after step 60`, or `Level 7, rollout 2, trained in step 60`."""
-    if not episode.is_trained:
-        return f"Level {episode.level} after step {episode.step}"
-    return f"Level {episode.level}, rollout {episode.rollout}, trained in step {episode.step}"
 
 
 def _print_overview(console: Console, runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -> None:
@@ -137,17 +132,11 @@ def _print_overview(console: Console, runs: Sequence[RunEpisodes], choice: Episo
     kind_options = ["--trained"] if choice.is_trained else []
     event = "in the last of these steps" if choice.is_trained else "at the last validation"
     # Of a run that has some of them, if there is one.
-    failing = next((run for run in runs if any(not episode.success for episode in _select_last(run))), None)
+    failing = next((run for run in runs if any(not episode.success for episode in select_episodes(run, choice))), None)
     example = failing or next(run for run in runs if run.episodes)
     options = [*kind_options, "--arm", example.arm, "--seed", str(example.seed), *["--failed"] * bool(failing)]
     command = format_command("transcripts", location, *options)
     print_line(console, f"To read those {'that failed ' if failing else ''}{event} of a run: {command}")
-
-
-def _select_last(run: RunEpisodes) -> list[RecordedEpisode]:
-    """The episodes of the last step in which some were recorded."""
-    last_step = max((episode.step for episode in run.episodes), default=None)
-    return [episode for episode in run.episodes if episode.step == last_step]
 
 
 def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[RunEpisodes]:
@@ -163,7 +152,8 @@ def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[Run
     ]
 
 
-def _select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEpisode]:
+def select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEpisode]:
+    """The episodes of a run of the chosen step, or of the last one that has some, with the chosen success."""
     step = choice.step if choice.step is not None else max((episode.step for episode in run.episodes), default=None)
     return [episode for episode in run.episodes if episode.step == step and choice.success in (None, episode.success)]
 

@@ -22,7 +22,7 @@ from trainable.files.json_values import DamageWarning
 from trainable.runs.run_files import METRICS_FILE
 from tune_study.folder import locate, outputs
 from tune_study.host.console import print_line
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.storage_uri import is_uri
 
 HOST = "127.0.0.1"
@@ -121,10 +121,8 @@ class LiveReport:
             # could be read.
             signature = self._make_signature()
             warnings.simplefilter("always", DamageWarning)
-            try:
+            with as_plan_error(ValueError):
                 frames = load(folder, live=is_running)
-            except ValueError as error:
-                raise PlanError(str(error)) from None
             problems = [str(warning.message) for warning in caught if warning.category is DamageWarning]
             family = FAMILIES.get(frames.studies[0].family, PPO)
             metric = (family.progress_columns[0].column, family.progress_columns[0].name)
@@ -155,7 +153,9 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
         if secrets.compare_digest(query.get("token", [""])[0].encode(), token.encode()):
             cookie = f"{cookie_name}={token}; HttpOnly; SameSite=Strict; Path=/"
             return Answer("303 See Other", "", (("Location", "/"), ("Set-Cookie", cookie)))
-        if not secrets.compare_digest(_read_cookie(environ, cookie_name).encode(), token.encode()):
+        # The standard library's SimpleCookie takes quadratic time for a text of backslashes.
+        match = re.search(rf"(?:^|;) *{cookie_name}=([\w-]*)", environ.get("HTTP_COOKIE", ""))
+        if not secrets.compare_digest(("" if match is None else match[1]).encode(), token.encode()):
             return Answer("403 Forbidden", "Open the whole address that the command printed, with its token.")
         return Answer("200 OK", render(None if "pause" in query else REFRESH_SECONDS))
 
@@ -166,12 +166,6 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
         return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
 
     return app
-
-
-def _read_cookie(environ: dict[str, Any], name: str) -> str:
-    # The standard library's SimpleCookie takes quadratic time for a text of backslashes.
-    match = re.search(rf"(?:^|;) *{name}=([\w-]*)", environ.get("HTTP_COOKIE", ""))
-    return "" if match is None else match[1]
 
 
 def make_server(render: Callable[[int | None], str], token: str, listener: socket.socket) -> Any:
