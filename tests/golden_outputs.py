@@ -16,7 +16,7 @@ import pandas as pd
 from click.testing import Result
 from typer.testing import CliRunner
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes import grid_folders, sandbox_folders
 from tune_study.commands.cli import app
 from tune_study.demo.archive import read_recorded_study, unpack

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.update_rules.config.rules import RULES
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from trainable.config.command_lines import PROGRAM
 
@@ -439,7 +439,9 @@ def test_a_class_has_a_name_of_its_own() -> None:
     ("statement", "absent"),
     [
         ("import analysis", ("torch", "ray", "transformers", "scipy.stats", "scipy.optimize")),
-        ("import search_spaces", ("torch", "ray", "transformers")),
+        ("import search_spaces.catalog", ("torch", "ray", "transformers")),
+        # A sandbox can be imported before the studies are listed.
+        ("import sandboxes.toys.study", ("torch", "ray", "transformers", "pandas")),
         ("import tune_study.commands.cli", ("torch", "ray", "transformers", "matplotlib", "pandas")),
         ("import trainable.ppo.trainer", ("ray", "transformers", "vllm", "deepspeed", "peft")),
         # What a study's driver imports.

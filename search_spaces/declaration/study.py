@@ -195,7 +195,7 @@ class NameTemplates:
 class Study:
     """A question and everything needed to run it; data only.
 
-    Example: a sweep over the learning rate. Only `search_spaces/__init__.py` has to import it::
+    Example: a sweep over the learning rate. Only `search_spaces/catalog.py` has to import it::
 
         STUDY = Study(
             name="lr",

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.attack.cells import Cell, Kind, NotPossibleError, Workshop, make_kind
 from tests.attack.children import ChildError, call_in_child
 from tests.attack.sample_study import Answer, run_command

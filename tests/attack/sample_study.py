@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import analysis
 from analysis.data.episodes import read_episodes
 from analysis.data.frames import StudyFrames
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.attack.children import call_in_child
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import RunFailedError

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Study
 from trainable import language_model
 from trainable.config.run_config import RunConfig

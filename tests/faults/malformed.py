@@ -18,7 +18,7 @@ from hypothesis import seed as seed_examples
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from search_spaces import FAMILIES, STUDIES, SUITES
+from search_spaces.catalog import FAMILIES, STUDIES, SUITES
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.lines import chain_lines
 from tests.fakes.run_folders import FakeRun, FakeStudy
 from tests.fakes.run_folders import write_study as write_fake_study

@@ -7,7 +7,7 @@ import pytest
 
 from analysis.data.frames import FRAME_NAMES, diff_frames
 from analysis.data.load import read_study
-from search_spaces import FAMILIES
+from search_spaces.catalog import FAMILIES
 from tests.fakes.lines import chain_lines
 from tests.faults import malformed, malformed_folders
 from tests.faults.malformed import assert_refused, check_any_line, check_line, check_settings

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.smoke import SMOKE_STUDY
 from tune_study.folder.outputs import write_study

@@ -8,7 +8,7 @@ import pytest
 
 from analysis.data.contrasts import read_contrasts
 from sandboxes.update_rules.studies.age_not_capacity import solve_decay
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study, make_value_label
 from search_spaces.language_model import kl

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
-from search_spaces import FAMILIES
+from search_spaces.catalog import FAMILIES
 from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from search_spaces import STUDIES, SUITES
+from search_spaces.catalog import STUDIES, SUITES
 from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM, format_command
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic import BaseModel
 from rich.console import Console
 
-from search_spaces import FAMILIES
+from search_spaces.catalog import FAMILIES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS

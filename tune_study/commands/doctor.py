@@ -21,7 +21,7 @@ import psutil
 from rich.console import Console
 from rich.filesize import decimal
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.declaration.presets import PRESETS
 from trainable.backend.gpus import make_bundles
 from trainable.config.command_lines import quote_argument

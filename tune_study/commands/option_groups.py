@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tune_study.commands.arguments import options as opt
 from tune_study.commands.arguments.parser import make_axis_options
 from tune_study.commands.arguments.settings_file import merge_assignments

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from search_spaces import FAMILIES, STUDIES
+from search_spaces.catalog import FAMILIES, STUDIES
 from search_spaces.declaration.study import Study
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from search_spaces import STUDIES, SUITES
+from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import make_grid_axis
 from search_spaces.language_model.family import PPO
 from trainable.config.command_lines import format_command

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pkgutil import resolve_name
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from trainable.config.aliases import flatten_settings
 from trainable.families import Remark
 from tune_study.plan.study_plan import StudyPlan, make_base_config

@@ -4,7 +4,7 @@ import difflib
 import os
 from collections.abc import Collection
 
-from search_spaces import STUDIES, SUITES
+from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Study
 from trainable.config.aliases import shorten_setting
 from trainable.config.command_lines import format_command

@@ -19,20 +19,17 @@ from sandboxes.trees.repl.launcher import START_SECONDS, ConfinedChild, Launcher
 
 
 class ReplLimits(NamedTuple):
-    """What a REPL may use. Beyond any of these, its process is killed and its variables are lost.
-
-    Attributes:
-        seconds: CPU time of one execution, which does not depend on what else the machine does. It is that of the
-            process, and what this one needs to read its replies and queries, without the episodes of the children.
-        memory_bytes: address space of the process.
-        message_bytes: size of one reply. A longer output is cut.
-        wall_factor: an execution that sleeps ends after so many times `seconds`.
-    """
+    """What a REPL may use. Beyond any of these, its process is killed and its variables are lost."""
 
     seconds: float = 30.0
+    """CPU time of one execution, which does not depend on what else the machine does. It is that of the process, and
+    what this one needs to read its replies and queries, without the episodes of the children."""
     memory_bytes: int = 512 * 2**20
+    """Address space of the process."""
     message_bytes: int = 4 * 2**20
+    """Size of one reply. A longer output is cut."""
     wall_factor: float = 30.0
+    """An execution that sleeps ends after so many times `seconds`."""
 
 
 _ADDRESS = re.compile(r"0x(?:(?<= at 0x)[0-9a-f]{6,}|(?<=\b0x)[0-9a-f]{12})\b")

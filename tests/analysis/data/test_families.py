@@ -19,7 +19,7 @@ from analysis.data.summaries import LATE_EVALUATIONS, compute_late_mean
 from analysis.sweep.series import make_curves
 from sandboxes.update_rules import records as sandbox
 from sandboxes.update_rules.read import summarize_run
-from search_spaces import FAMILIES
+from search_spaces.catalog import FAMILIES
 from tests.fakes import run_folders
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, write_sandbox

@@ -9,7 +9,7 @@ import pytest
 from analysis.data import compare, replicates
 from analysis.data.load import read_study
 from analysis.data.replicates import Replicates, find_recorded_values, make_replicates, read_replicates
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tune_study.folder.outputs import make_study_record
 from tune_study.plan.study_plan import make_plan

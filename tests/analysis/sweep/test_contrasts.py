@@ -28,7 +28,7 @@ from analysis.sweep.contrasts import (
 from analysis.sweep.tables import summarize_arms
 from sandboxes.toys.report import plots as sandbox_plots
 from sandboxes.update_rules.records import TRIAL_COLUMNS
-from search_spaces import FAMILIES
+from search_spaces.catalog import FAMILIES
 from tests.fakes import run_folders as language_model
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox

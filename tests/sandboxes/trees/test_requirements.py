@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from sandboxes.trees.repl import process
 from sandboxes.trees.requirements import check_papers, describe_repl_memory, explain_repl_shortage
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from trainable.config.run_config import ConfigError
 from tune_study.commands.cli import app
 from tune_study.host import machine_checks

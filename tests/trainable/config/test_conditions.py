@@ -23,7 +23,7 @@ from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.training.make import make_trainer as make_update_rule_trainer
 from sandboxes.vector_rewards.algorithm import make_trainer as make_vector_reward_trainer
 from sandboxes.vector_rewards.settings import VectorRewardConfig
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import drop_times
 from tests.sandboxes.update_rules.tabular import train_to_next_rows

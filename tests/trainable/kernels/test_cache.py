@@ -10,7 +10,7 @@ import pytest
 TRAIN = """
 import sys
 from pathlib import Path
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.trainable.config.test_conditions import train
 from tune_study.plan.study_plan import make_plan
 

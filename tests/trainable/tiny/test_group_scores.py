@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.language_model.family import PPO
 from trainable.config.own_parts import PartFile, register_file
 from trainable.config.run_config import RunConfig

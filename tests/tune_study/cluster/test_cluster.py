@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import can_hide_folder, start_faked_cluster
 from trainable.config.run_config import apply_overrides

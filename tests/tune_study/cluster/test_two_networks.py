@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.s3_server import _ENVIRONMENT as CREDENTIALS
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.test_cluster import CPU_SETTINGS, ROOT

@@ -16,7 +16,7 @@ import search_spaces
 import tune_study
 from analysis import load
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from search_spaces import STUDIES, SUITES
+from search_spaces.catalog import STUDIES, SUITES
 from tests.fakes.lines import append_record
 from tests.fakes.trainer import make_study
 from trainable.config.run_config import RunConfig, list_field_names

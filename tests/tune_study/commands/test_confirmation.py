@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from analysis.sweep.findings import describe_confirmation
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.tune_study.commands.test_cli import read_files, type_in
 from tune_study.commands.confirmation import plan_confirmation
 from tune_study.folder import outputs

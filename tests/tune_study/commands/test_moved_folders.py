@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import analysis
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from trainable.config.command_lines import PROGRAM
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, write_record

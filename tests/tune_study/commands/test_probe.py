@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import analysis
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.declaration.presets import PRESETS
 from tests.fakes.forked_python import run_python
 from trainable.config.run_config import RunConfig, apply_overrides

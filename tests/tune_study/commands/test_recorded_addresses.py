@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.tune_study.commands.test_cli import type_in
 from trainable.files.json_values import read_object, write_object
 from tune_study.commands.probe import restore

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import search_spaces
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from search_spaces import STUDIES, SUITES
+from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO, as_run_config

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tune_study.commands import preflight, suites
 from tune_study.commands.option_groups import LaunchOptions
 from tune_study.folder import outputs

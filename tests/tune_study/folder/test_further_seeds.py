@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from analysis.data.compare import has_added_seeds
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.study_record import StatusRecord, StudyRecord, read_record

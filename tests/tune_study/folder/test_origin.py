@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from search_spaces import FAMILIES, STUDIES
+from search_spaces.catalog import FAMILIES, STUDIES
 from tests.tune_study.commands.test_cli import type_in, write_started_study
 from trainable.config.run_config import list_outside_settings
 from trainable.config.setting_types import Outside

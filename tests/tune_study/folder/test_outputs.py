@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
 from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.files.json_values import read_object, write_object

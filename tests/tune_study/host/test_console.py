@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from trainable.files import step_phase
 from trainable.files.json_values import DamageWarning
 from tune_study.commands.describe import make_settings_rows, print_settings

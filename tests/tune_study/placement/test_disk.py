@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import make_quiet_trainer

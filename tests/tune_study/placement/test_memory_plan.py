@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from trainable.config.run_config import apply_overrides
 from tune_study.host.gpus import Gpu
 from tune_study.placement import memory, memory_advice

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from trainable.backend.gpus import make_bundles
 from trainable.config.run_config import ConfigError
 from tune_study.host.gpus import Gpu, detect_gpus, parse_gpu_listing, select_visible

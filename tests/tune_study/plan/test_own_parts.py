@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO, as_run_config
 from tests.trainable.test_part_checks import SAVED_TEXTS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from analysis.sweep import findings
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study, make_grid_axis
 from search_spaces.language_model.family import PPO, as_run_config
 from trainable.runs.study_record import StudyRecord, read_record, write_record

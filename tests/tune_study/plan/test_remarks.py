@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from sandboxes.distillation.settings import REMARKS as DISTILLATION_REMARKS
 from sandboxes.update_rules.remarks import REMARKS as UPDATE_RULE_REMARKS
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO
 from tests.strategies.examples import thin_out

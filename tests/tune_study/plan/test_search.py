@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.language_model.family import PPO
 from tests.fakes.run_folders import make_study_record
 from trainable.config.run_config import ConfigError, apply_overrides

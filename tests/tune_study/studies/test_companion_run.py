@@ -6,7 +6,7 @@ import pytest
 
 import analysis
 from analysis.report.pages import write_report
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.tune_study.studies.test_sandbox_run import run_study
 from trainable.families import get_family, load
 from tune_study.plan.study_plan import make_plan

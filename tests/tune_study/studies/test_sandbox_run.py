@@ -18,7 +18,7 @@ from rich.console import Console
 
 from analysis.data.load import load
 from sandboxes.update_rules.family import make_sandbox_study
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows

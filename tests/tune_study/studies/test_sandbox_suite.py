@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from search_spaces import STUDIES, SUITES
+from search_spaces.catalog import STUDIES, SUITES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

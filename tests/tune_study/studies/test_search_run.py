@@ -10,7 +10,7 @@ from rich.console import Console
 
 from analysis.data.load import load
 from analysis.search.points import CENSORED_POINT, COMPLETE, make_points
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Study
 from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
 from trainable.runs.study_record import StatusRecord, find_record

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import StatusRecord, find_record

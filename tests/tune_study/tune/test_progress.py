@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.language_model.family import PPO
 from trainable.files.step_phase import write_phase
 from tune_study.host.console import print_table

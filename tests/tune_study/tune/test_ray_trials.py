@@ -10,7 +10,7 @@ import pytest
 from ray import tune
 
 from sandboxes.update_rules.trial import UpdateRules
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trials import FEW_LEVELS, drop_times, make_trial_config, start_trial
 from trainable.config.run_config import ConfigError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from trainable.runs.study_record import StatusRecord
 from trainable.trial import PPO
 from tune_study.host.interrupt import make_interrupt

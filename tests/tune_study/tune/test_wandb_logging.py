@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from wandb.sdk.lib import wbauth
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeAnalysis
 from tests.fakes.wandb_files import read_wandb_files
@@ -142,7 +142,7 @@ def test_a_study_that_is_made_longer_continues_its_runs(tmp_path: Path) -> None:
 def test_ray_is_not_imported_before_its_environment_is_prepared() -> None:
     # Ray reads whether it may listen to other machines when it is imported.
     code = (
-        "import sys; from pathlib import Path; from search_spaces import STUDIES\n"
+        "import sys; from pathlib import Path; from search_spaces.catalog import STUDIES\n"
         "from tune_study.plan.study_plan import WandbTarget, make_plan\n"
         "from dataclasses import replace; from tune_study.tune.run import _make_wandb_log\n"
         "plan = make_plan(STUDIES['kl'], 'laptop', 'a test', {}, ('0',), 1, Path('out'))\n"

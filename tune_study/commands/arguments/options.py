@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from search_spaces import STUDIES, SUITES
+from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.games import GAMES
 

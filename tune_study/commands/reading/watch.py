@@ -16,7 +16,7 @@ from rich.console import Console
 
 from analysis.data.load import load
 from analysis.report.live import LivePage
-from search_spaces import FAMILIES
+from search_spaces.catalog import FAMILIES
 from search_spaces.language_model.family import PPO
 from trainable.files.json_values import DamageWarning
 from trainable.runs.run_files import METRICS_FILE

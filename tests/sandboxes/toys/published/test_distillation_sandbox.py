@@ -8,7 +8,7 @@ from sandboxes.distillation.records import TRIAL_COLUMNS
 from sandboxes.distillation.settings import DistillationConfig
 from sandboxes.toys.published.cells import MEAN_ALONE, NO_EXPECTATION, NOT_DISTINGUISHABLE, PER_SEED
 from sandboxes.toys.published.distillation_sandbox import CELLS, STUDY_SETTINGS, make_conditions
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.printed_tables import read_printed_tables
 from trainable.config.run_config import apply_overrides
 

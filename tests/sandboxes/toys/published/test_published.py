@@ -18,7 +18,7 @@ from sandboxes.toys.published.cells import (
 from sandboxes.toys.published.update_rule_sandbox import CELLS, STUDY_SETTINGS, make_conditions
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.printed_tables import read_printed_tables
 from trainable.config.run_config import apply_overrides
 

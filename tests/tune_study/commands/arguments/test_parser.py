@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from search_spaces import STUDIES, SUITES
+from search_spaces.catalog import STUDIES, SUITES
 from tests.tune_study.commands.test_cli import Answer, type_in
 from trainable.config.aliases import SYNONYMS
 from trainable.config.run_config import list_field_names

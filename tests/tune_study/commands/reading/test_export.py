@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.tune_study.commands.test_cli import read_files, type_in
 from trainable.export.policy import load_trained_policy
 from trainable.models.interface import PassSettings

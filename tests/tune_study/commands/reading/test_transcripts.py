@@ -7,7 +7,7 @@ import pytest
 
 from analysis import load
 from analysis.report.pages import render_page
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
 from tests.tune_study.commands.reading.test_explain import make_episode

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.language_model.family import PPO
 from tests.fakes.lines import append_record
 from trainable.runs.run_files import METRICS_FILE

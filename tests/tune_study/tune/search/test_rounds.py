@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from analysis.search.points import COMPLETE
-from search_spaces import STUDIES
+from search_spaces.catalog import STUDIES
 from search_spaces.language_model.family import PPO
 from tune_study.plan.errors import PlanError
 from tune_study.plan.search import DEFAULT_POINT, FIRST_POINTS, Search, make_point_study

@@ -1,0 +1,53 @@
+"""All studies, suites and families, by name."""
+
+import importlib
+from itertools import chain
+
+from search_spaces.declaration.study import Study
+from search_spaces.language_model import (
+    collapse_gradients,
+    distill,
+    entropy,
+    filter_under_noise,
+    gradient_analysis,
+    grpo_entropy_sokoban,
+    kl,
+    learning_rate,
+    mismatch,
+    smoke,
+    top_p,
+)
+from trainable.families import FAMILIES as FAMILY_NAMES
+from trainable.families import Family, get_family
+
+_SANDBOXES = ("update_rules.studies", "distillation.studies", "vector_rewards.study", "pedagogy.study", "trees.study")
+"""The modules below `sandboxes` that declare studies (STUDIES) and parts of suites (SUITES)."""
+_SANDBOX_MODULES = [importlib.import_module(f"sandboxes.{name}") for name in _SANDBOXES]
+
+STUDIES: dict[str, Study] = {
+    study.name: study
+    for study in (
+        kl.STUDY,
+        entropy.STUDY,
+        top_p.STUDY,
+        gradient_analysis.STUDY,
+        learning_rate.STUDY,
+        collapse_gradients.STUDY,
+        filter_under_noise.STUDY,
+        mismatch.STUDY,
+        distill.STUDY,
+        grpo_entropy_sokoban.STUDY,
+        smoke.SMOKE_STUDY,
+        smoke.SMOKE_ALL_STUDY,
+        *chain.from_iterable(module.STUDIES for module in _SANDBOX_MODULES),
+    )
+}
+
+
+SUITES: dict[str, tuple[str, ...]] = {}
+"""The studies of each suite, which `run` trains one after another, by the name of the suite."""
+for _name, _studies in chain.from_iterable(module.SUITES.items() for module in _SANDBOX_MODULES):
+    SUITES[_name] = (*SUITES.get(_name, ()), *_studies)
+
+FAMILIES: dict[str, Family] = {name: get_family(name) for name in FAMILY_NAMES}
+"""The families, by the name that study.json stores."""
