@@ -53,6 +53,7 @@ from trainable.config.setting_types import (
     Positive,
     PowerOfTwo,
     Precision,
+    PromptStyle,
     check_episodes,
 )
 
@@ -74,7 +75,7 @@ class ModelConfig(Section):
         "Qwen/Qwen2.5-3B",
         description="Hugging Face id, folder, or a shipped policy: sokoban-tiny, frozenlake-tiny, mastermind-tiny",
     )
-    prompt_style: Literal["full", "compact"] = Field(
+    prompt_style: PromptStyle = Field(
         "full", description="the published prompt, or a compact one for the shipped model"
     )
     chat_format: Literal["auto", "chatml"] = Field(

@@ -1,16 +1,15 @@
 """The interface between a game and everything that plays it: levels, texts, rules, and what is known of a level."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from trainable.config.setting_types import PromptStyle
+
 State = Any
 """What an environment remembers of one episode. Only the environment looks into it."""
-
-PromptStyle = Literal["full", "compact"]
-"""full: a prompt in plain language, for any language model. compact: the few words that a shipped tiny policy knows."""
 
 FIRST_TEST_SEED = 900_000_000
 """Test levels have seeds from here on; no level of another set has one."""

@@ -11,8 +11,10 @@ invalid turn is dropped, and role headers are trained).
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+from trainable.config.setting_types import PromptStyle
 from trainable.envs.chat import CHATML, ChatFormat
 from trainable.envs.environment import Environment, State
 
@@ -78,22 +80,12 @@ class PromptTemplate:
 
 
 def make_prompt_template(
-    environment: Environment[Any], style: str, max_actions: int, chat: ChatFormat = CHATML
+    environment: Environment[Any], style: PromptStyle, max_actions: int, chat: ChatFormat = CHATML
 ) -> PromptTemplate:
-    """The prompts of a game in a style, `full` or `compact`, and a chat format; ValueError for another style."""
-    if style == "compact":
-        system = environment.title
-    elif style == "full":
-        system = environment.format_instructions(max_actions)
-    else:
-        raise ValueError(f"There is no prompt style `{style}`: choose full or compact.")
-
-    def format_turn(observation: Observation) -> str:
-        return (
-            _format_compact_turn(environment, observation)
-            if style == "compact"
-            else _format_full_turn(environment, observation)
-        )
+    """The prompts of a game in a style and a chat format."""
+    is_compact = style == "compact"
+    system = environment.title if is_compact else environment.format_instructions(max_actions)
+    format_turn = partial(_format_compact_turn if is_compact else _format_full_turn, environment)
 
     return PromptTemplate(
         lambda observation: chat.format_first_turn(system, format_turn(observation)) + START_OF_THOUGHT,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from trainable.envs.environment import PromptStyle
+from trainable.config.setting_types import PromptStyle
 
 Role = Literal["root", "child"]
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainable.envs.environment import FIRST_TEST_SEED, Measure, PromptStyle, TurnLimits, TurnOutcome
+from trainable.config.setting_types import PromptStyle
+from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits, TurnOutcome
 from trainable.envs.level_sets import find_test_levels
 from trainable.envs.prompts import format_action_rules, format_board
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainable.envs.environment import FIRST_TEST_SEED, Measure, PromptStyle, TurnLimits, TurnOutcome
+from trainable.config.setting_types import PromptStyle
+from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits, TurnOutcome
 
 COLORS = "ABCDEFGH"
 """The letters of the colors; a game uses the first ones."""

@@ -7,7 +7,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from trainable.envs.environment import Measure, PromptStyle, TurnLimits, TurnOutcome
+from trainable.config.setting_types import PromptStyle
+from trainable.envs.environment import Measure, TurnLimits, TurnOutcome
 from trainable.envs.prompts import format_action_rules, format_board
 from trainable.envs.sokoban.board import BOXES, DIRECTIONS, PLAYERS, TARGETS, Action, Cells, Tile, step
 from trainable.envs.sokoban.generate import SokobanLevel, generate_levels
