@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-import search_spaces
+import search_spaces.catalog
 import tune_study
 from analysis import load
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
@@ -801,7 +801,7 @@ def test_an_interpreter_without_the_packages_says_what_to_type() -> None:
 @pytest.mark.slow  # test_docs.py and test_end_to_end.py do the same with other studies
 @pytest.mark.usefixtures("ray_session")
 def test_a_study_from_the_command_to_the_frames(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(search_spaces.STUDIES, "kl", make_study("Fake"))
+    monkeypatch.setitem(search_spaces.catalog.STUDIES, "kl", make_study("Fake"))
     line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1 --output out"
     first_answer = type_in(line)
     assert first_answer.code == 0, first_answer.err

@@ -9,7 +9,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-import search_spaces
+import search_spaces.catalog
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Axis, Study
@@ -108,7 +108,7 @@ def make_rate_study(setting: str, option: str) -> Study:
 
 @pytest.mark.parametrize("option", ["--values", "--lr-values"])
 def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    monkeypatch.setitem(search_spaces.STUDIES, "rate", make_rate_study("actor.lr", option))
+    monkeypatch.setitem(search_spaces.catalog.STUDIES, "rate", make_rate_study("actor.lr", option))
     code, output, error = dry_run(tmp_path, "rate", "--preset", "laptop", "--seeds", "1")
     assert (code, error) == (0, "")
     assert "2 runs: actor.lr in 1e-4,3e-4" in output

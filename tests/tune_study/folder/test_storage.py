@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import search_spaces
+import search_spaces.catalog
 from tests.fakes.lines import append_record
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
 from tests.tune_study.plan.test_storage_uri import SECRET_PLACES
@@ -41,7 +41,7 @@ FAKE = make_study("Fake")
 @pytest.fixture(autouse=True)
 def _shipped_study(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the study of these tests as a shipped one, because a folder cannot name a Trainable."""
-    monkeypatch.setitem(search_spaces.STUDIES, "kl", FAKE)
+    monkeypatch.setitem(search_spaces.catalog.STUDIES, "kl", FAKE)
 
 
 @pytest.fixture(params=["s3", "path"])

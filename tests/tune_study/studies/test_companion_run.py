@@ -1,6 +1,7 @@
 """A study of distillation with real Ray and the real trainer, from the plan to the tables and the report."""
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -8,7 +9,7 @@ import analysis
 from analysis.report.pages import write_report
 from search_spaces.catalog import STUDIES
 from tests.tune_study.studies.test_sandbox_run import run_study
-from trainable.families import get_family, load
+from trainable.families import get_family
 from tune_study.plan.study_plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -49,8 +50,8 @@ def test_the_variance_of_a_run_is_that_of_its_batches() -> None:
         {"step": step, "gradient_projection": value, "gradient_norm": 2.0 + step}
         for step, value in enumerate(projections)
     ]
-    summary = load(get_family("gradient_variance").summarize)([*rows, {"step": 4}], None)
+    summary = resolve_name(get_family("gradient_variance").summarize)([*rows, {"step": 4}], None)
     assert 10 ** summary["log10_gradient_variance"] == pytest.approx(variance(projections))
     assert summary["mean_gradient_norm"] == pytest.approx(3.5)
     assert summary["steps_done"] == 4
-    assert "log10_gradient_variance" not in load(get_family("gradient_variance").summarize)(rows[:1], None)
+    assert "log10_gradient_variance" not in resolve_name(get_family("gradient_variance").summarize)(rows[:1], None)
