@@ -305,14 +305,12 @@ class FilterConfig(Section):
     @model_validator(mode="after")
     def _check_filter_value(self) -> "FilterConfig":
         value, strategy = self.rollout_filter_value, self.rollout_filter_strategy
-        if self.strategy.takes_any_value:
-            return self
         if self.strategy.counts_groups:
             if value < 1 or value != int(value):
                 raise ValueError(
                     f"rollout_filter_value={value}: must be a whole number of groups (1, 2, 3, ...) for {strategy}"
                 )
-        elif value > 1:
+        elif value > 1 and not self.strategy.takes_any_value:
             raise ValueError(
                 f"rollout_filter_value={value}: must be in (0, 1] for {strategy} "
                 "(try --set filter.rollout_filter_value=0.9)"

@@ -99,13 +99,8 @@ SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Short names of types of numbers, as other trainers and hardware call them."""
 
 
-def _expand_dtype(value: object) -> object:
-    """The full name of a type of numbers; other values unchanged, so that pydantic refuses them."""
-    return SHORT_DTYPES.get(value, value) if isinstance(value, str) else value
-
-
-FullDtypeName = BeforeValidator(_expand_dtype)
-"""Marks a setting that also takes the short name of a type."""
+FullDtypeName = BeforeValidator(lambda value: SHORT_DTYPES.get(value, value) if isinstance(value, str) else value)
+"""Marks a setting that also takes the short name of a type. Pydantic refuses other values."""
 Precision = Annotated[Literal["float32", "bfloat16", "float16"], FullDtypeName]
 GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1, le=MAX_LEVELS)]
 
@@ -139,12 +134,10 @@ def _parse_layers(value: object) -> object:
 LoraTargets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_parse_layers)]
 
 
-def _parse_null(value: object) -> object:
-    """Convert the words `null` and `None` to None, since a command line has only text."""
-    return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
-
-
-ParseNull = BeforeValidator(_parse_null)
+ParseNull = BeforeValidator(
+    lambda value: None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
+)
+"""Converts the words `null` and `None` to None, since a command line has only text."""
 
 
 LocalPath = Annotated[

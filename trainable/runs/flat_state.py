@@ -76,11 +76,11 @@ def compute_flat_shapes(stateful: nn.Module | torch.optim.Optimizer) -> dict[str
     if isinstance(stateful, nn.Module):
         return {key: value.shape for key, value in flatten_state(stateful).items()}
     parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
-    shapes: dict[str, torch.Size] = {}
-    for parameter_index, parameter in enumerate(parameters):
-        moments = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
-        shapes |= {f"{parameter_index}/{name}": shape for name, shape in moments.items()}
-    return shapes
+    return {
+        f"{parameter_index}/{name}": shape
+        for parameter_index, parameter in enumerate(parameters)
+        for name, shape in (("exp_avg", parameter.shape), ("exp_avg_sq", parameter.shape), ("step", torch.Size([])))
+    }
 
 
 def check_shapes(name: str, expected: Mapping[str, torch.Size], actual: Mapping[str, torch.Size]) -> None:

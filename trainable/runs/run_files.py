@@ -103,9 +103,9 @@ class RunLines:
 
     def is_intact_up_to(self, row_end: LineEnd) -> bool:
         """Whether the rows up to `row_end` are those that were written, and all lines that they vouch for are there."""
-        if not self.files[METRICS_FILE].contains(row_end):
-            return False
-        return all(self.files[name].contains(end) for name, end in self.get_ends(row_end).items())
+        return self.files[METRICS_FILE].contains(row_end) and all(
+            self.files[name].contains(end) for name, end in self.get_ends(row_end).items()
+        )
 
     def find_damage(self) -> list[str]:
         """Every file with damaged or missing lines, in words.

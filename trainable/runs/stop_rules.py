@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from trainable.config.alarm_rule import BASELINE_STEPS, AlarmRule, parse_alarm_rule
-from trainable.config.own_parts import get_part, parse_part_name
+from trainable.config.own_parts import get_part
 from trainable.config.sections import EarlyStopConfig
 from trainable.runs.run_files import select_rows
 
@@ -171,9 +171,7 @@ def find_alarm(steps: Iterable[float], values: Iterable[float | None], rule: Ala
 
 def detect_alarm(history: History, settings: EarlyStopConfig) -> StopDecision | None:
     """The decision of the setting early_stop.alarm, or None; see `find_alarm`."""
-    if not settings.alarm:
-        return None
-    return find_alarm(history.steps, history.alarm, parse_alarm_rule(settings.alarm))
+    return find_alarm(history.steps, history.alarm, parse_alarm_rule(settings.alarm)) if settings.alarm else None
 
 
 StopRule = Callable[[History, EarlyStopConfig], StopDecision | None]
@@ -204,11 +202,9 @@ def evaluate_own_rules(rows: Sequence[Row], names: Iterable[str]) -> StopDecisio
     """
     for name in names:
         answer = get_part(name)(rows)
-        part = parse_part_name(name)
-        assert part is not None  # the setting accepts nothing else
-        rule = part._replace(digest="").format()
         if answer is None:
             continue
+        rule = name.partition("#")[0]  # without the digest
         numbers = tuple(map(parse_finite, answer)) if isinstance(answer, tuple | list) else ()
         value, threshold = numbers if len(numbers) == 2 else (None, None)
         if value is None or threshold is None:
@@ -231,6 +227,5 @@ def evaluate_stop_rules(
     if unknown_rules:
         raise ValueError(f"Unknown stop rule `{unknown_rules[0]}`: choose from {', '.join(RULES)}.")
     history = History.for_rules(rows, settings)
-    decisions = [RULES[name](history, settings) for name in RULES if name in rules]
-    fired = (decision for decision in decisions if decision is not None)
-    return min(fired, key=lambda decision: decision.step, default=None)  # at equal steps `min` keeps the first one
+    decisions = filter(None, (rule(history, settings) for name, rule in RULES.items() if name in rules))
+    return min(decisions, key=lambda decision: decision.step, default=None)  # at equal steps `min` keeps the first one
