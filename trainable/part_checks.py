@@ -146,9 +146,11 @@ def _check_reward(trial: PartTrial, reward: Any, config: RunConfig) -> None:
     signature = f"{trial.name}(level, turns)"
     environment = trial.call("the game", make_environment, config.env)
     (level,) = environment.make_levels(_SEEDS[:1])
+    words = _list_example_words(environment.format_instructions(config.env.max_actions_per_traj))
+    actions = [action for word in words if (action := environment.read_action(word)) is not None]
     turns = [
         PlayedTurn("text without tags", (), 0.0, False),
-        PlayedTurn("a</think><answer>b</answer>", _read_example(environment, config), 1.0, True),
+        PlayedTurn("a</think><answer>b</answer>", tuple(actions[:1]), 1.0, True),
     ]
     rewards = trial.call(signature, reward, level, turns)
     try:
@@ -262,13 +264,6 @@ def _list_example_words(instructions: str) -> list[str]:
     """The words of the answers in the instructions of a game."""
     examples = re.findall(r"<answer>(.*?)</answer>", instructions, re.DOTALL)
     return [word.strip() for example in examples for word in example.split(ACTION_SEPARATOR)]
-
-
-def _read_example(environment: Environment[Any], config: RunConfig) -> tuple[str, ...]:
-    """The first action of the example in the instructions of a game, as a turn of one action; no action without one."""
-    words = _list_example_words(environment.format_instructions(config.env.max_actions_per_traj))
-    actions = (environment.read_action(word) for word in words)
-    return tuple(action for action in actions if action is not None)[:1]
 
 
 def _check_words(trial: PartTrial, title: str, texts: Sequence[str], config: RunConfig) -> None:

@@ -190,22 +190,15 @@ def _read_checksums(path: Path) -> dict[str, str]:
     """
     try:
         checksums: dict[str, str] = parse_json(read_bytes(path))
-        names = _list_tensors_files(set(checksums) - {VALUES_FILE})
-        return {name: checksums[name] for name in (*names, VALUES_FILE)}
+        names = set(checksums) - {VALUES_FILE}
+        count = len(names)
+        numbered_names = {f"state-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)}
+        # A name from a folder of unknown origin is therefore never a path to somewhere else.
+        if not names or names not in ({TENSORS_FILE}, numbered_names):
+            raise ValueError("it does not name the files of a checkpoint")
+        return {name: checksums[name] for name in (*sorted(names), VALUES_FILE)}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
-
-
-def _list_tensors_files(names: set[str]) -> list[str]:
-    """The names in their order. Raise ValueError unless they are those of all files with tensors of one checkpoint.
-
-    A name from a folder of unknown origin is therefore never a path to somewhere else.
-    """
-    count = len(names)
-    numbered_names = {f"state-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)}
-    if not names or names not in ({TENSORS_FILE}, numbered_names):
-        raise ValueError("it does not name the files of a checkpoint")
-    return sorted(names)
 
 
 def write_rolling_checkpoint(

@@ -217,10 +217,9 @@ class Run:
             try:
                 tensors, values = read_checkpoint(path)
                 self._validate_checkpoint(step, values)
+                return TrainerState(tensors, values)
             except (CheckpointError, ValueError) as error:
                 notify(f"{path} is not used: {error}")
-                continue
-            return TrainerState(tensors, values)
         raise CheckpointError(f"{self.run_dir} has no usable checkpoint after step {step}.")
 
     def _validate_checkpoint(self, step: int, values: Mapping[str, Any]) -> None:

@@ -174,14 +174,13 @@ def detect_alarm(history: History, settings: EarlyStopConfig) -> StopDecision | 
     return find_alarm(history.steps, history.alarm, parse_alarm_rule(settings.alarm)) if settings.alarm else None
 
 
-StopRule = Callable[[History, EarlyStopConfig], StopDecision | None]
 ALARM = "alarm"
 """The rule of the setting early_stop.alarm. It applies in every study, and fires only where the setting is set."""
 
 # If two rules fire at the same step, the first one here is reported. The order is that of the events in a step: the
 # rewards are measured, then groups are filtered, then the policy is validated. The alarm comes last, so that it changes
 # no decision of the published rules.
-RULES: dict[str, StopRule] = {
+RULES: dict[str, Callable[[History, EarlyStopConfig], StopDecision | None]] = {
     "reward_variance_collapse": detect_reward_variance_collapse,
     "empty_filtered_steps": detect_empty_filtered_steps,
     "low_validation_success": detect_low_validation_success,
