@@ -481,9 +481,7 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
         )
     nearest = _find_nearest_keys(key, fields, aliases)
     section = key.split(".")[0]
-    section_fields = (
-        [name for name in fields if name.startswith(section + ".")] if section in config_type.model_fields else []
-    )
+    section_fields = [name for name in fields if name.startswith(section + ".")]
     hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
     hint += f" The section has: {', '.join(section_fields)}." if section_fields else ""
     raise ConfigError(

@@ -152,7 +152,7 @@ def call_with_retry(
                 is_waiting = True
             # The deadline may have passed since it was checked, and `sleep` refuses negative numbers.
             time.sleep(min(_RETRY_INTERVAL_S, max(0.0, deadline - time.monotonic())))
-            continue
-        if is_waiting:
-            notify("disk space is available again")
-        return result
+        else:
+            if is_waiting:
+                notify("disk space is available again")
+            return result

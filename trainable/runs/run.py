@@ -162,11 +162,10 @@ class Run:
         damage = self._lines.find_damage()
         for problem in damage:
             notify(f"{self.run_id}: {problem}")
-        if damage:
+        if damage or not self.is_over:
             return False
-        if not self.is_over or self.failure:  # a run that failed is complete without a final checkpoint
-            return self.is_over
-        if not self.keeps_final_state and self.settings.trainer.save_freq <= 0:
+        # A run that failed is complete without a final checkpoint.
+        if self.failure or not (self.keeps_final_state or self.settings.trainer.save_freq > 0):
             return True
         try:
             self.load_checkpoint(self.rows[-1]["step"], notify)
@@ -231,6 +230,8 @@ class Run:
         if values.get("step") != step:
             raise ValueError(f"its name says step {step}, but it contains step {values.get('step')}.")
         row_end = parse_end(values.get("row_end"))
+        if row_end is None:
+            raise ValueError("the ends of the files are missing or malformed.")
         if not self._lines.is_intact_up_to(row_end):
             raise ValueError(f"rows or evaluations up to step {step} are damaged or missing.")
         self._checkpoint_ends[step] = row_end

@@ -110,14 +110,10 @@ def detect_low_validation_success(history: History, settings: EarlyStopConfig) -
     resets the count. Source: the published code. The validation before training has its own column and does not count.
     A step without a measured val_success is not a validation, so it neither counts nor resets the count.
     """
-    low_successes: list[float] = []
-    for step, success in zip(history.steps, history.val_success, strict=True):
-        if success is None:
-            continue
-        low_successes = [*low_successes, success] if success < settings.success_threshold else []
-        if len(low_successes) == settings.success_patience:
-            return StopDecision("low_validation_success", max(low_successes), settings.success_threshold, step)
-    return None
+    threshold, patience = settings.success_threshold, settings.success_patience
+    rule = AlarmRule("val_success", threshold, is_relative=False, is_upper=False, window=patience)
+    decision = find_alarm(history.steps, history.val_success, rule)
+    return None if decision is None else decision._replace(rule="low_validation_success")
 
 
 def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> StopDecision | None:
