@@ -26,8 +26,6 @@ from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import STEP_COLUMNS, make_empty_row
 from trainable.runs.stop_rules import evaluate_own_rules
 
-_DOCS = {"env.name": "docs/add_an_environment.md"}
-"""The page with an example of a part, by setting; docs/add_a_part.md for the others."""
 MAX_MEASURE_LENGTH = 60
 
 _SEEDS = (1, 2, 3)
@@ -44,9 +42,10 @@ class PartTrial:
     def fail(self, problem: str) -> OwnPartError:
         """The error to raise for a problem, which is a clause such as "step() returned None"."""
         name = self.value.partition("#")[0]
+        page = "docs/add_an_environment.md" if self.setting == "env.name" else "docs/add_a_part.md"
         return OwnPartError(
             f"{self.setting}={format_value(name, 1000)} cannot be used: {problem}. Correct "
-            f"{format_value(self.file.path, 1000)}; {_DOCS.get(self.setting, 'docs/add_a_part.md')} has an example."
+            f"{format_value(self.file.path, 1000)}; {page} has an example."
         )
 
     def call(self, signature: str, function: Callable[..., Any], *arguments: Any) -> Any:

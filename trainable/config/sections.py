@@ -618,13 +618,9 @@ class TrainerConfig(BaseTrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_analysis_episodes(self) -> Self:
+    def _check_analysis_and_devices(self) -> Self:
         groups, size = self.gradient_analysis_env_groups, self.gradient_analysis_group_size
         check_episodes("gradient_analysis_env_groups", groups or 1, "gradient_analysis_group_size", size or 1)
-        return self
-
-    @model_validator(mode="after")
-    def _check_devices(self) -> Self:
         if self.num_threads not in (None, 1) and self.n_gpus_per_node == 0:
             raise ValueError(
                 f"num_threads={self.num_threads}: needs a GPU; runs on the CPU have one thread each, so that a seed "

@@ -157,7 +157,10 @@ class TrainingLoop:
             Path(run_entry["checkpoint_dir"]),
             settings,
             identity,
-            write=self._write_with_retry,
+            # Wait while the disk is full, unless the study is being interrupted.
+            write=lambda operation: call_with_retry(
+                operation, self.settings.trainer.disk_patience, self.notes.append, self._is_interrupted
+            ),
             best_column=self.family.best_column if getattr(self.settings.trainer, "keep_best", False) else "",
             keeps_last=getattr(self.settings.trainer, "keep_last", True),
             allows_other_settings=self._allows_other_settings,
@@ -361,10 +364,6 @@ class TrainingLoop:
         failures = {run.run_id: run.failure for run in self.runs.values() if run.failure}
         full_rows = {run_id: {**self.family.make_empty_row(self.settings), **row} for run_id, row in rows.items()}
         return StepReport(full_rows, failures, max(steps, default=0), len(steps), self.is_over, note, is_saved)
-
-    def _write_with_retry(self, operation: Callable[[], None]) -> None:
-        """Write, waiting while the disk is full unless the study is being interrupted."""
-        call_with_retry(operation, self.settings.trainer.disk_patience, self.notes.append, self._is_interrupted)
 
     def _is_interrupted(self) -> bool:
         return any(path.exists() for path in self._interrupt_paths)
