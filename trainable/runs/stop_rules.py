@@ -45,21 +45,18 @@ class History(NamedTuple):
     alarm: tuple[float | None, ...] = ()
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Row], alarm_column: str = "") -> "History":
-        """The history of `rows`, which are in the order in which they were written.
+    def from_rows(cls, rows: Iterable[Row], settings: EarlyStopConfig) -> "History":
+        """The columns that the rules with these `settings` read, of rows in the order in which they were written.
 
         Of a run that went back to an earlier checkpoint no step counts twice, see `run_files.select_lines`. A value
         that is missing, None, NaN, infinite or not a number becomes None. A row without an integer step is skipped.
         """
         rows = select_rows(rows)
-        columns = {name: name for name in HISTORY_COLUMNS} | ({"alarm": alarm_column} if alarm_column else {})
+        columns = {name: name for name in HISTORY_COLUMNS}
+        if settings.alarm:
+            columns["alarm"] = parse_alarm_rule(settings.alarm).column
         series = {name: tuple(parse_finite(row.get(column)) for row in rows) for name, column in columns.items()}
         return cls(tuple(row["step"] for row in rows), **series)
-
-    @classmethod
-    def for_rules(cls, rows: Iterable[Row], settings: EarlyStopConfig) -> "History":
-        """The history of `rows` with all that the rules with these `settings` read."""
-        return cls.from_rows(rows, parse_alarm_rule(settings.alarm).column if settings.alarm else "")
 
 
 HISTORY_COLUMNS = ("reward_std", "groups_kept", "val_success")
@@ -221,6 +218,6 @@ def evaluate_stop_rules(
     unknown_rules = [rule for rule in rules if rule not in RULES]
     if unknown_rules:
         raise ValueError(f"Unknown stop rule `{unknown_rules[0]}`: choose from {', '.join(RULES)}.")
-    history = History.for_rules(rows, settings)
+    history = History.from_rows(rows, settings)
     decisions = filter(None, (rule(history, settings) for name, rule in RULES.items() if name in rules))
     return min(decisions, key=lambda decision: decision.step, default=None)  # at equal steps `min` keeps the first one
