@@ -59,10 +59,6 @@ class Preset:
     """Further settings for GPUs on which the runs do not fit without them. They change results."""
 
 
-def build_own_model(config: object) -> None:
-    """No path of a model: the run builds its own."""
-
-
 class DisplayColumn(NamedTuple):
     """A column that is shown while a run trains."""
 
@@ -141,7 +137,7 @@ class Family:
     """How columns may begin that are no `step_columns`, the measures of a game of the user."""
 
     # What a run needs.
-    get_model_path: Callable[[Any], str | None] = build_own_model
+    get_model_path: Callable[[Any], str | None] = lambda config: None
     """Function of a configuration that returns the path or hub id of the model that a run loads and trains, or None if
     the run builds its own model."""
     estimate_bytes: Callable[[Any, int], tuple[int, int]] | None = None

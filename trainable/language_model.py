@@ -75,8 +75,9 @@ def _decide(rows: Sequence[Row], config: RunConfig, rules: Sequence[str]) -> Sto
     return decision or evaluate_own_rules(rows, config.trainer.own_stop_rules)
 
 
-def _make_empty_row(config: RunConfig) -> Row:
-    return make_empty_row(all_quantities=config.collapse_detection.all_quantities)
-
-
-TRAINER = TrainerFamily(_make_ppo_trainer, _decide, _make_empty_row, "val_success")
+TRAINER = TrainerFamily(
+    _make_ppo_trainer,
+    _decide,
+    lambda config: make_empty_row(all_quantities=config.collapse_detection.all_quantities),
+    "val_success",
+)

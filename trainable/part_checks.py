@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +26,6 @@ from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import STEP_COLUMNS, make_empty_row
 from trainable.runs.stop_rules import evaluate_own_rules
 
-_DOCS = {"env.name": "docs/add_an_environment.md"}
-"""The page with an example of a part, by setting; docs/add_a_part.md for the others."""
 MAX_MEASURE_LENGTH = 60
 
 _SEEDS = (1, 2, 3)
@@ -44,9 +42,10 @@ class PartTrial:
     def fail(self, problem: str) -> OwnPartError:
         """The error to raise for a problem, which is a clause such as "step() returned None"."""
         name = self.value.partition("#")[0]
+        page = "docs/add_an_environment.md" if self.setting == "env.name" else "docs/add_a_part.md"
         return OwnPartError(
             f"{self.setting}={format_value(name, 1000)} cannot be used: {problem}. Correct "
-            f"{format_value(self.file.path, 1000)}; {_DOCS.get(self.setting, 'docs/add_a_part.md')} has an example."
+            f"{format_value(self.file.path, 1000)}; {page} has an example."
         )
 
     def call(self, signature: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -146,9 +145,11 @@ def _check_reward(trial: PartTrial, reward: Any, config: RunConfig) -> None:
     signature = f"{trial.name}(level, turns)"
     environment = trial.call("the game", make_environment, config.env)
     (level,) = environment.make_levels(_SEEDS[:1])
+    words = _list_example_words(environment.format_instructions(config.env.max_actions_per_traj))
+    actions = [action for word in words if (action := environment.read_action(word)) is not None]
     turns = [
         PlayedTurn("text without tags", (), 0.0, False),
-        PlayedTurn("a</think><answer>b</answer>", _read_example(environment, config), 1.0, True),
+        PlayedTurn("a</think><answer>b</answer>", tuple(actions[:1]), 1.0, True),
     ]
     rewards = trial.call(signature, reward, level, turns)
     try:
@@ -179,22 +180,23 @@ _METHODS = (
 
 
 def _check_game(trial: PartTrial, part: Any, config: RunConfig) -> None:
-    game = trial.call(f"{trial.name}()", make_environment, config.env)
+    environment: Environment[Any] = trial.call(f"{trial.name}()", make_environment, config.env)
     attribute_types = {"name": str, "title": str, "has_held_out_levels": bool, "measures": Mapping}
     for name, attribute_type in attribute_types.items():
-        if not isinstance(getattr(game, name, None), attribute_type):
+        if not isinstance(getattr(environment, name, None), attribute_type):
             raise trial.fail(f"its attribute {name} is not a {attribute_type.__name__}")
-    missing_methods = [name for name in _METHODS if not callable(getattr(game, name, None))]
+    missing_methods = [name for name in _METHODS if not callable(getattr(environment, name, None))]
     if missing_methods:
         raise trial.fail(f"it has no method {missing_methods[0]}")
-    environment = cast(Environment[Any], game)
     levels = _check_levels(trial, environment)
     actions = _check_texts(trial, environment, levels, config)
     _check_steps(trial, environment, levels, actions, config)
     limits = get_turn_limits(config.env)
     for name in ("compute_chance", "compute_best"):
         shares = trial.call(f"{name}(levels, limits)", getattr(environment, name), levels, limits)
-        if shares is not None and not _is_share_array(shares, len(levels)):
+        array = np.zeros(len(levels)) if shares is None else np.asarray(shares)
+        is_valid = array.shape == (len(levels),) and array.dtype.kind == "f"
+        if not is_valid or not bool(((array >= 0) & (array <= 1)).all()):
             raise trial.fail(f"{name}() returned neither None nor an array of {len(levels)} numbers in [0, 1]")
     column_names = {column.name for column in STEP_COLUMNS}
     for name, measure in environment.measures.items():
@@ -208,14 +210,9 @@ def _check_game(trial: PartTrial, part: Any, config: RunConfig) -> None:
             raise trial.fail(f"measures[{name!r}]() returned {_describe(number)}, and a number is needed")
 
 
-def _is_share_array(shares: Any, count: int) -> bool:
-    array = np.asarray(shares)
-    return array.shape == (count,) and array.dtype.kind == "f" and bool(((array >= 0) & (array <= 1)).all())
-
-
 def _check_levels(trial: PartTrial, environment: Environment[Any]) -> Sequence[Level]:
     """Three levels, made by the environment."""
-    levels = trial.call("make_levels(seeds)", environment.make_levels, _SEEDS)
+    levels: Sequence[Level] = trial.call("make_levels(seeds)", environment.make_levels, _SEEDS)
     test_levels = trial.call("make_test_levels(2)", environment.make_test_levels, 2)
     for name, made, count in (("make_levels", levels, len(_SEEDS)), ("make_test_levels", test_levels, 2)):
         if not isinstance(made, Sequence) or len(made) != count:
@@ -230,7 +227,7 @@ def _check_levels(trial: PartTrial, environment: Environment[Any]) -> Sequence[L
     again = trial.call("make_levels(seeds)", environment.make_levels, _SEEDS[::-1])
     if [level.key for level in again][::-1] != [level.key for level in levels]:
         raise trial.fail("make_levels() returned another level for a seed when it was called again")
-    return cast(Sequence[Level], levels)
+    return levels
 
 
 def _check_texts(
@@ -266,13 +263,6 @@ def _list_example_words(instructions: str) -> list[str]:
     """The words of the answers in the instructions of a game."""
     examples = re.findall(r"<answer>(.*?)</answer>", instructions, re.DOTALL)
     return [word.strip() for example in examples for word in example.split(ACTION_SEPARATOR)]
-
-
-def _read_example(environment: Environment[Any], config: RunConfig) -> tuple[str, ...]:
-    """The first action of the example in the instructions of a game, as a turn of one action; no action without one."""
-    words = _list_example_words(environment.format_instructions(config.env.max_actions_per_traj))
-    actions = (environment.read_action(word) for word in words)
-    return tuple(action for action in actions if action is not None)[:1]
 
 
 def _check_words(trial: PartTrial, title: str, texts: Sequence[str], config: RunConfig) -> None:

@@ -24,11 +24,11 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides,
 from trainable.files.json_values import read_object, write_object
 from trainable.files.paths import check_tree
 from trainable.files.run_marks import MARK_ENV
-from trainable.files.schema import is_run_id
 from trainable.runs.failures import NON_FINITE, CheckpointError, Failure, RunFailedError, classify_failure
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.records import carry_values, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, list_states, read_rows
+from trainable.runs.study_record import is_run_id
 
 if TYPE_CHECKING:
     from trainable.ppo.trainer import PPOTrainer
@@ -105,12 +105,6 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     training: "TrainingLoop | None" = None
 
     @classmethod
-    def read_settings(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a configuration, under their own names and without the seed. Raise ConfigError if unknown."""
-        settings = {key: value for key, value in config.items() if key not in (RUN_KEY, SEED_KEY, TRIAL_INDEX)}
-        return {resolve_key(key, cls.config_class): value for key, value in flatten_settings(settings).items()}
-
-    @classmethod
     def make_config(cls, config: Mapping[str, Any]) -> BaseRunConfig:
         """The checked settings of a configuration. Raise ConfigError for one that cannot be trained."""
         options = config.get(RUN_KEY, {})
@@ -118,7 +112,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             raise ConfigError(f"`{RUN_KEY}` has no key `{unknown[0]}`: choose from {', '.join(_RUN_OPTIONS)}.")
         for name, text in options.get("code", {}).items():
             register_file(PartFile(name, text))
-        return apply_overrides(cls.config_class.model_validate({}), cls.read_settings(config))
+        settings = {key: value for key, value in config.items() if key not in (RUN_KEY, SEED_KEY, TRIAL_INDEX)}
+        fields = {resolve_key(key, cls.config_class): value for key, value in flatten_settings(settings).items()}
+        return apply_overrides(cls.config_class.model_validate({}), fields)
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
@@ -154,11 +150,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             raise ConfigError(
                 "Repeater repeats a trial with other seeds, and a list of seeds has its own: type one seed."
             )
-        own_runs = (
-            [{"run_id": f"{self.trial_id}-s{number}", "seed": int(number)} for number in seed]
-            if self._has_seed_list
-            else [{"run_id": self.trial_id, "seed": seed}]
-        )
+        own_runs = [{"run_id": self.trial_id, "seed": seed}]
+        if self._has_seed_list:
+            own_runs = [{"run_id": f"{self.trial_id}-s{number}", "seed": int(number)} for number in seed]
         runs = self._options.get("runs", own_runs)
         if [run["seed"] for run in runs] != [run["seed"] for run in own_runs]:
             raise ConfigError(f"The seeds of `{RUN_KEY}` / `runs` are not those of `{SEED_KEY}`.")
@@ -215,8 +209,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             except CheckpointError as error:
                 notes.append(f"{uri} is not used: {error}")
         if self.training is None:
-            is_restored = self._is_restored
-            self.training = TrainingLoop(family, settings, self._runs, self._options, is_restored, is_restored)
+            self.training = TrainingLoop(
+                family, settings, self._runs, self._options, self._is_restored, self._is_restored
+            )
         self.training.notes[:0] = notes
         if not self._has_seed_list:
             (run,) = self.training.runs.values()

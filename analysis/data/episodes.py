@@ -14,10 +14,9 @@ from analysis.data.schemas import FLOAT, TEXT, Row
 from trainable.files.control_characters import escape_controls
 from trainable.files.json_values import DamageWarning
 from trainable.files.paths import check_path
-from trainable.files.schema import is_run_id
 from trainable.runs.episode_lines import RecordedChild, RecordedEpisode, RecordedTurn
 from trainable.runs.run_files import EPISODES_FILE, RunLines, select_lines
-from trainable.runs.study_record import StudyRecord
+from trainable.runs.study_record import StudyRecord, is_run_id
 
 
 def read_episodes(run_dir: Path) -> list[RecordedEpisode]:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from trainable.config.command_lines import format_command
 from trainable.files.paths import atomic_write, read_bytes
-from trainable.files.schema import SCHEMA
+from trainable.runs.study_record import SCHEMA
 
 MAX_TABLE_BYTES = 2**30
 """Memory that a table may take. The levels of a hundred runs with 40 evaluations of 512 levels take about a third."""

@@ -17,9 +17,8 @@ from search_spaces.declaration import presets
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
-from trainable.files.schema import SCHEMA
 from trainable.runs.records import STEP_COLUMNS
-from trainable.runs.study_record import StudyRecord
+from trainable.runs.study_record import SCHEMA, StudyRecord
 
 UNSETTLED_STATUSES = ("", "running", "waiting")
 

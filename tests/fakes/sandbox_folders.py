@@ -15,7 +15,7 @@ from sandboxes.update_rules.records import STEP_COLUMNS
 from tests.fakes.run_folders import UNSETTLED_STATUSES, make_stop_columns
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
-from trainable.files.schema import SCHEMA
+from trainable.runs.study_record import SCHEMA
 
 UNIFORM_STOP = ("uniform_groups", 10.0, 10.0)
 GROUPED_SETTINGS: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}

@@ -8,12 +8,13 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from trainable.config.alarm_rule import parse_alarm_rule
 from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS, flatten_settings
@@ -125,23 +126,18 @@ class RunConfig(BaseRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_model_conflicts(self) -> "RunConfig":
-        return _raise_conflict(self, _find_model_conflicts(self))
-
-    @model_validator(mode="after")
-    def _check_target_policy(self) -> "RunConfig":
-        # tpo is the only such loss, so the messages name it.
-        conflicts = _find_target_policy_conflicts(self) if self.actor.loss.needs_whole_groups else []
-        return _raise_conflict(self, conflicts, "actor.policy_loss=tpo ")
-
-    @model_validator(mode="after")
-    def _check_trees(self) -> "RunConfig":
-        conflicts = _find_tree_conflicts(self) if self.env.kind.has_trees else []
-        return _raise_conflict(self, conflicts, f"env.name={self.env.name} ")
-
-    @model_validator(mode="after")
-    def _check_batch_conflicts(self) -> "RunConfig":
-        return _raise_conflict(self, _find_batch_conflicts(self))
+    def _check_conflicts(self) -> "RunConfig":
+        for prefix, conflicts in (
+            ("", _find_model_conflicts(self)),
+            # tpo is the only such loss, so the messages name it.
+            ("actor.policy_loss=tpo ", _find_target_policy_conflicts(self)),
+            (f"env.name={self.env.name} ", _find_tree_conflicts(self)),
+            ("", _find_batch_conflicts(self)),
+        ):
+            for is_conflict, message in conflicts:
+                if is_conflict:
+                    raise ValueError(prefix + message)
+        return self
 
     @model_validator(mode="after")
     def _check_alarm(self) -> "RunConfig":
@@ -274,33 +270,28 @@ class RunConfig(BaseRunConfig):
         return settings
 
 
-def _raise_conflict(config: RunConfig, conflicts: Iterable[tuple[bool, str]], prefix: str = "") -> RunConfig:
-    """`config`; ValueError for the first of its conflicts. conflicts: whether it has each, and the message."""
-    for is_conflict, message in conflicts:
-        if is_conflict:
-            raise ValueError(prefix + message)
-    return config
-
-
 def _find_model_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     """For each conflict of the model with its training, whether `config` has it, and the message."""
     model, trainer = config.model, config.trainer
-    shared_trunk = (
-        "critic.shared_trunk=True has one update for policy and critic, so the critic cannot start first: set "
-        "trainer.critic_warmup=0"
-    )
-    adapters = "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2"
-    frozen_weights = (
-        "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64"
-    )
-    four_bits = (
-        "model.load_in_4bit works with updates in torch alone: set trainer.strategy=torch and trainer.n_gpus_per_node=1"
-    )
     return [
-        (config.critic.shared_trunk and trainer.critic_warmup > 1, shared_trunk),  # 0 and 1 both mean: no warmup
-        (bool(model.lora_rank) and trainer.zero_stage == 3, adapters),
-        (model.load_in_4bit and not model.lora_rank, frozen_weights),
-        (model.load_in_4bit and trainer.uses_deepspeed, four_bits),
+        (
+            config.critic.shared_trunk and trainer.critic_warmup > 1,  # 0 and 1 both mean: no warmup
+            "critic.shared_trunk=True has one update for policy and critic, so the critic cannot start first: set "
+            "trainer.critic_warmup=0",
+        ),
+        (
+            bool(model.lora_rank) and trainer.zero_stage == 3,
+            "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2",
+        ),
+        (
+            model.load_in_4bit and not model.lora_rank,
+            "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64",
+        ),
+        (
+            model.load_in_4bit and trainer.uses_deepspeed,
+            "model.load_in_4bit works with updates in torch alone: set trainer.strategy=torch and "
+            "trainer.n_gpus_per_node=1",
+        ),
     ]
 
 
@@ -308,137 +299,158 @@ def _find_batch_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     """For each conflict of the numbers of a step with other settings, whether `config` has it, and the message."""
     kl_ctrl, batch_size, groups = config.algorithm.kl_ctrl, config.max_batch_size, config.env.env_groups
     steps, metric = config.trainer.total_training_steps, config.filter.rollout_filter_metric
-    levels = (
-        f"env.env_groups={groups} takes {groups * steps} training levels in {steps} steps, and a run has {MAX_LEVELS}: "
-        f"set env.env_groups={max(1, MAX_LEVELS // steps)} or fewer, or fewer trainer.total_training_steps"
-    )
-    episodes = (
-        f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size}: the batch of a step is filled up with copies "
-        f"to a common multiple of mini-batch and env.env_groups={groups}, which would be {batch_size} sequences, and "
-        f"{MAX_EPISODES} are the maximum: set actor.ppo_mini_batch_size={groups}, or a multiple of that"
-    )
-    engine_logprobs = (
-        "rollout.recompute_logprobs=False trains from the log-probs of the engine, so importance weights have nothing "
-        "to correct: set actor.tis_imp_ratio_cap=null, or rollout.recompute_logprobs=true"
-    )
-    entropies = (
-        "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
-        f"filter.rollout_filter_metric={metric} is made of them: set another metric, or rollout.recompute_logprobs=true"
-    )
-    horizon = (
-        f"algorithm.kl_ctrl.horizon={kl_ctrl.horizon}: must be above 0.2 times the {batch_size} sequences of a step, "
-        f"or the adaptive coefficient could become 0 or negative: set algorithm.kl_ctrl.horizon={10 * batch_size}, or "
-        f"another value above {0.2 * batch_size:g}"
-    )
-    float16 = (
-        "model.dtype=float16: its losses are scaled only where torch updates, on one GPU per run: set "
-        "trainer.n_gpus_per_node=1 and trainer.strategy=torch, or model.dtype=bfloat16"
-    )
-    trains_from_engine, has_entropies = config.rollout.trains_from_engine_logprobs, config.rollout.has_entropies
     has_adaptive_kl = config.algorithm.use_kl_in_reward and kl_ctrl.type == "adaptive"
     return [
-        # The seeds of a run's training levels are a block of this length (`envs/level_sets.py`).
-        (groups * steps > MAX_LEVELS, levels),
-        (batch_size > MAX_EPISODES, episodes),
-        (trains_from_engine and config.actor.tis_imp_ratio_cap is not None, engine_logprobs),
-        (not has_entropies and FILTER_METRICS[metric].reads_entropies, entropies),
-        # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2. Below
-        # this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
-        (has_adaptive_kl and kl_ctrl.horizon <= 0.2 * batch_size, horizon),
-        (config.model.dtype == "float16" and config.trainer.uses_deepspeed, float16),
+        (
+            # The seeds of a run's training levels are a block of this length (`envs/level_sets.py`).
+            groups * steps > MAX_LEVELS,
+            f"env.env_groups={groups} takes {groups * steps} training levels in {steps} steps, and a run has "
+            f"{MAX_LEVELS}: set env.env_groups={max(1, MAX_LEVELS // steps)} or fewer, or fewer "
+            "trainer.total_training_steps",
+        ),
+        (
+            batch_size > MAX_EPISODES,
+            f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size}: the batch of a step is filled up with "
+            f"copies to a common multiple of mini-batch and env.env_groups={groups}, which would be {batch_size} "
+            f"sequences, and {MAX_EPISODES} are the maximum: set actor.ppo_mini_batch_size={groups}, or a multiple of "
+            "that",
+        ),
+        (
+            config.rollout.trains_from_engine_logprobs and config.actor.tis_imp_ratio_cap is not None,
+            "rollout.recompute_logprobs=False trains from the log-probs of the engine, so importance weights have "
+            "nothing to correct: set actor.tis_imp_ratio_cap=null, or rollout.recompute_logprobs=true",
+        ),
+        (
+            not config.rollout.has_entropies and FILTER_METRICS[metric].reads_entropies,
+            "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
+            f"filter.rollout_filter_metric={metric} is made of them: set another metric, or "
+            "rollout.recompute_logprobs=true",
+        ),
+        (
+            # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2.
+            # Below this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
+            has_adaptive_kl and kl_ctrl.horizon <= 0.2 * batch_size,
+            f"algorithm.kl_ctrl.horizon={kl_ctrl.horizon}: must be above 0.2 times the {batch_size} sequences of a "
+            "step, or the adaptive coefficient could become 0 or negative: set "
+            f"algorithm.kl_ctrl.horizon={10 * batch_size}, or another value above {0.2 * batch_size:g}",
+        ),
+        (
+            config.model.dtype == "float16" and config.trainer.uses_deepspeed,
+            "model.dtype=float16: its losses are scaled only where torch updates, on one GPU per run: set "
+            "trainer.n_gpus_per_node=1 and trainer.strategy=torch, or model.dtype=bfloat16",
+        ),
     ]
 
 
 def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     """For each conflict with actor.policy_loss=tpo, whether `config` has it and how the message continues."""
+    if not config.actor.loss.needs_whole_groups:
+        return []
     actor, algorithm, trainer, group_size = config.actor, config.algorithm, config.trainer, config.env.group_size
     mini_batch_size = actor.ppo_mini_batch_size
     # The size that the message suggests: a mini-batch consists of whole groups and of whole micro-batches.
     valid_multiple = math.lcm(group_size, actor.ppo_micro_batch_size_per_gpu)
-    wrong_size = (
-        f"is a loss of whole groups, and actor.ppo_mini_batch_size={mini_batch_size} is not a multiple of "
-        f"env.group_size={group_size}: set actor.ppo_mini_batch_size={valid_multiple}, or a multiple of that"
-    )
-    estimator = "fits the skill of each rollout in its group: set algorithm.adv_estimator=group_skill"
-    scaling = "fits skills, which do not scale the loss: set actor.filter_loss_scaling=none"
-    zero_advantage = "still pulls towards the old policy when all skills are 0: set algorithm.zero_task_advantage=false"
-    importance_weights = (
-        "weights sequences, while truncated importance weights are per token: set actor.tis_imp_ratio_cap=null"
-    )
-    engine_logprobs = (
-        "sums log-probs over whole rollouts, and with them the mismatch of the engine: set "
-        "rollout.recompute_logprobs=true"
-    )
-    sharded_weights = "runs the policy on each rank alone before each optimizer step: set trainer.zero_stage=2"
-    gradient_analysis = (
-        "couples the rollouts of a group, while gradient analysis sums the gradients of single rollouts: set "
-        "trainer.gradient_analysis_mode=false"
-    )
     return [
         (group_size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
-        (not algorithm.estimator.is_skill, estimator),
-        (mini_batch_size % group_size != 0, wrong_size),
-        (actor.filter_loss_scaling != "none", scaling),
-        (algorithm.zero_task_advantage, zero_advantage),
-        (actor.tis_imp_ratio_cap is not None, importance_weights),
-        (config.rollout.trains_from_engine_logprobs, engine_logprobs),
-        (trainer.zero_stage == 3, sharded_weights),
-        (trainer.gradient_analysis_mode, gradient_analysis),
+        (
+            not algorithm.estimator.is_skill,
+            "fits the skill of each rollout in its group: set algorithm.adv_estimator=group_skill",
+        ),
+        (
+            mini_batch_size % group_size != 0,
+            f"is a loss of whole groups, and actor.ppo_mini_batch_size={mini_batch_size} is not a multiple of "
+            f"env.group_size={group_size}: set actor.ppo_mini_batch_size={valid_multiple}, or a multiple of that",
+        ),
+        (
+            actor.filter_loss_scaling != "none",
+            "fits skills, which do not scale the loss: set actor.filter_loss_scaling=none",
+        ),
+        (
+            algorithm.zero_task_advantage,
+            "still pulls towards the old policy when all skills are 0: set algorithm.zero_task_advantage=false",
+        ),
+        (
+            actor.tis_imp_ratio_cap is not None,
+            "weights sequences, while truncated importance weights are per token: set actor.tis_imp_ratio_cap=null",
+        ),
+        (
+            config.rollout.trains_from_engine_logprobs,
+            "sums log-probs over whole rollouts, and with them the mismatch of the engine: set "
+            "rollout.recompute_logprobs=true",
+        ),
+        (
+            trainer.zero_stage == 3,
+            "runs the policy on each rank alone before each optimizer step: set trainer.zero_stage=2",
+        ),
+        (
+            trainer.gradient_analysis_mode,
+            "couples the rollouts of a group, while gradient analysis sums the gradients of single rollouts: set "
+            "trainer.gradient_analysis_mode=false",
+        ),
     ]
 
 
 def _find_tree_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     """For each conflict with trees of rollouts, whether `config` has it and how the message continues."""
+    if not config.env.kind.has_trees:
+        return []
     algorithm, detection = config.algorithm, config.collapse_detection
-    estimator = "credits a tree by the score of its root in its group: set algorithm.adv_estimator=grpo"
-    policy_loss = "weights the loss of single tokens: set actor.policy_loss=ppo_clip"
-    kl_in_reward = "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false"
-    importance_weights = "weights tokens itself: set actor.tis_imp_ratio_cap=null"
-    gradient_analysis = (
-        "trains trees, of which there is no gradient analysis: set trainer.gradient_analysis_mode=false (their runs "
-        "cannot be probed, either)"
-    )
-    thoughts = (
-        "has no thoughts in tags, which the collapse diagnosis reads: set collapse_detection.first_turn_enabled=false "
-        "and collapse_detection.multi_turn_enabled=false"
-    )
-    several_gpus = "executes code in the process of its run: set trainer.n_gpus_per_node=1 or less"
     return [
         (config.env.group_size < 2, "compares the trees of a question: set env.group_size=2 or more"),
-        (not algorithm.estimator.credits_trees, estimator),
-        (config.actor.loss.needs_whole_groups, policy_loss),
-        (algorithm.use_kl_in_reward, kl_in_reward),
-        (config.actor.tis_imp_ratio_cap is not None, importance_weights),
-        (config.trainer.gradient_analysis_mode, gradient_analysis),
-        (detection.first_turn_enabled or detection.multi_turn_enabled, thoughts),
+        (
+            not algorithm.estimator.credits_trees,
+            "credits a tree by the score of its root in its group: set algorithm.adv_estimator=grpo",
+        ),
+        (
+            config.actor.loss.needs_whole_groups,
+            "weights the loss of single tokens: set actor.policy_loss=ppo_clip",
+        ),
+        (
+            algorithm.use_kl_in_reward,
+            "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false",
+        ),
+        (config.actor.tis_imp_ratio_cap is not None, "weights tokens itself: set actor.tis_imp_ratio_cap=null"),
+        (
+            config.trainer.gradient_analysis_mode,
+            "trains trees, of which there is no gradient analysis: set trainer.gradient_analysis_mode=false (their "
+            "runs cannot be probed, either)",
+        ),
+        (
+            detection.first_turn_enabled or detection.multi_turn_enabled,
+            "has no thoughts in tags, which the collapse diagnosis reads: set "
+            "collapse_detection.first_turn_enabled=false and collapse_detection.multi_turn_enabled=false",
+        ),
         (config.env.reward != GAME_REWARD, "has a reward of its own: set env.reward=game"),
-        (config.trainer.n_gpus_per_node > 1, several_gpus),
+        (
+            config.trainer.n_gpus_per_node > 1,
+            "executes code in the process of its run: set trainer.n_gpus_per_node=1 or less",
+        ),
     ]
 
 
-@cache
-def list_field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> tuple[str, ...]:
-    """All dotted keys that `apply_overrides` accepts, in the order of their declaration."""
-    names: list[str] = []
+def iter_fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Each setting of a section, in the order of their declaration: its dotted name and its field."""
     for name, field in section.model_fields.items():
-        field_type = field.annotation
-        if isinstance(field_type, type) and issubclass(field_type, BaseModel):
-            names += list_field_names(field_type, f"{prefix}{name}.")
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from iter_fields(field.annotation, f"{prefix}{name}.")
         else:
-            names.append(prefix + name)
-    return tuple(names)
+            yield prefix + name, field
+
+
+@cache
+def list_field_names(section: type[BaseModel] = RunConfig) -> tuple[str, ...]:
+    """All dotted keys that `apply_overrides` accepts, in the order of their declaration."""
+    return tuple(name for name, _ in iter_fields(section))
 
 
 @cache
 def list_outside_settings(section: type[BaseModel], *kinds: OutsideKind) -> tuple[str, ...]:
     """The dotted settings that name something outside of a study's folder; with `kinds`, those of these kinds alone."""
-    names: list[str] = []
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            names += (f"{name}.{inner}" for inner in list_outside_settings(field.annotation, *kinds))
-        elif any(isinstance(mark, Outside) and (not kinds or mark.kind in kinds) for mark in field.metadata):
-            names.append(name)
-    return tuple(names)
+    return tuple(
+        name
+        for name, field in iter_fields(section)
+        if any(isinstance(mark, Outside) and (not kinds or mark.kind in kinds) for mark in field.metadata)
+    )
 
 
 def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
@@ -469,9 +481,7 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
         )
     nearest = _find_nearest_keys(key, fields, aliases)
     section = key.split(".")[0]
-    section_fields = (
-        [name for name in fields if name.startswith(section + ".")] if section in config_type.model_fields else []
-    )
+    section_fields = [name for name in fields if name.startswith(section + ".")]
     hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
     hint += f" The section has: {', '.join(section_fields)}." if section_fields else ""
     raise ConfigError(

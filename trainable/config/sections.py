@@ -306,14 +306,12 @@ class FilterConfig(Section):
     @model_validator(mode="after")
     def _check_filter_value(self) -> "FilterConfig":
         value, strategy = self.rollout_filter_value, self.rollout_filter_strategy
-        if self.strategy.takes_any_value:
-            return self
         if self.strategy.counts_groups:
             if value < 1 or value != int(value):
                 raise ValueError(
                     f"rollout_filter_value={value}: must be a whole number of groups (1, 2, 3, ...) for {strategy}"
                 )
-        elif value > 1:
+        elif value > 1 and not self.strategy.takes_any_value:
             raise ValueError(
                 f"rollout_filter_value={value}: must be in (0, 1] for {strategy} "
                 "(try --set filter.rollout_filter_value=0.9)"
@@ -621,13 +619,9 @@ class TrainerConfig(BaseTrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_analysis_episodes(self) -> Self:
+    def _check_analysis_and_devices(self) -> Self:
         groups, size = self.gradient_analysis_env_groups, self.gradient_analysis_group_size
         check_episodes("gradient_analysis_env_groups", groups or 1, "gradient_analysis_group_size", size or 1)
-        return self
-
-    @model_validator(mode="after")
-    def _check_devices(self) -> Self:
         if self.num_threads not in (None, 1) and self.n_gpus_per_node == 0:
             raise ValueError(
                 f"num_threads={self.num_threads}: needs a GPU; runs on the CPU have one thread each, so that a seed "

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -190,22 +190,15 @@ def _read_checksums(path: Path) -> dict[str, str]:
     """
     try:
         checksums: dict[str, str] = parse_json(read_bytes(path))
-        names = _list_tensors_files(set(checksums) - {VALUES_FILE})
-        return {name: checksums[name] for name in (*names, VALUES_FILE)}
+        names = set(checksums) - {VALUES_FILE}
+        count = len(names)
+        numbered_names = {f"state-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)}
+        # A name from a folder of unknown origin is therefore never a path to somewhere else.
+        if not names or names not in ({TENSORS_FILE}, numbered_names):
+            raise ValueError("it does not name the files of a checkpoint")
+        return {name: checksums[name] for name in (*sorted(names), VALUES_FILE)}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
-
-
-def _list_tensors_files(names: set[str]) -> list[str]:
-    """The names in their order. Raise ValueError unless they are those of all files with tensors of one checkpoint.
-
-    A name from a folder of unknown origin is therefore never a path to somewhere else.
-    """
-    count = len(names)
-    numbered_names = {f"state-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)}
-    if not names or names not in ({TENSORS_FILE}, numbered_names):
-        raise ValueError("it does not name the files of a checkpoint")
-    return sorted(names)
 
 
 def write_rolling_checkpoint(
@@ -225,28 +218,22 @@ def write_rolling_checkpoint(
     """
     check_path(folder.parent, folder)
     write_checkpoint(folder / f"step_{step}", tensors, values)
-    # Only now: if writing failed, the checkpoints that the run can continue from must still exist.
-    for path in list(folder.iterdir()):
-        checkpoint_step = _parse_step(path.name)
-        # A checkpoint of a later step shows that the run went back. It belongs to the abandoned attempt, and the next
-        # start would take it for the newest.
-        is_stale = checkpoint_step is not None and checkpoint_step > step
-        if is_stale or _PARTIAL_CHECKPOINT.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-    for old_step, path in list(iter_checkpoints(folder))[max_to_keep:]:
-        if old_step != best_step:
-            shutil.rmtree(path, ignore_errors=True)
+    # Only now: if writing failed, the checkpoints that the run can continue from must still exist. A checkpoint of a
+    # later step shows that the run went back, and the next start would take it for the newest.
+    steps = (_parse_step(path.name) for path in folder.iterdir())
+    newest_steps = sorted(number for number in steps if number is not None and number <= step)[-max_to_keep:]
+    remove_checkpoints(folder, {*newest_steps, best_step})
 
 
-def remove_checkpoints(folder: Path, kept_step: int | None) -> None:
-    """Remove the checkpoints in `folder`, whether complete or not, except that after `kept_step` if it is not None.
+def remove_checkpoints(folder: Path, wanted_steps: Set[int | None]) -> None:
+    """Remove the checkpoints in `folder`, whether complete or not, except the complete ones after `wanted_steps`.
 
     Nothing else in `folder` is removed. Raises UnsafePathError if `folder` is a symbolic link.
     """
     check_path(folder.parent, folder)
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         step = _parse_step(path.name)
-        if _PARTIAL_CHECKPOINT.fullmatch(path.name) or (step is not None and step != kept_step):
+        if _PARTIAL_CHECKPOINT.fullmatch(path.name) or (step is not None and step not in wanted_steps):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,7 +1,6 @@
 """Episodes as a run records them: the texts of a few, one line of EPISODES_FILE per episode."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_ANSWER_CHARS = 2_000
@@ -45,7 +44,7 @@ class RecordedChild(NamedTuple):
 
     def to_dict(self) -> dict[str, object]:
         """The child as JSON, without the fields that are None."""
-        fields = {**self._asdict(), "turns": _list_turns(self.turns)}
+        fields = {**self._asdict(), "turns": [turn.to_dict() for turn in self.turns]}
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -84,10 +83,6 @@ class RecordedEpisode(NamedTuple):
 
     def to_line(self) -> dict[str, object]:
         """The record for episodes.jsonl."""
-        children = [child.to_dict() for child in self.children]
-        line = {**self._asdict(), "turns": _list_turns(self.turns), "children": children or None}
+        turns = [turn.to_dict() for turn in self.turns]
+        line = {**self._asdict(), "turns": turns, "children": [child.to_dict() for child in self.children] or None}
         return {name: value for name, value in line.items() if value is not None}
-
-
-def _list_turns(turns: Sequence[RecordedTurn]) -> list[dict[str, object]]:
-    return [turn.to_dict() for turn in turns]

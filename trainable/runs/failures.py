@@ -102,8 +102,7 @@ def _classify_kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
     # Before the test for transient errors: torch's OutOfMemoryError is a RuntimeError.
     if is_out_of_memory(error):
         return "out of memory", has_rows
-    is_storage_error = isinstance(error, OSError) and error.errno in (*_DISK_FULL_ERRNOS, *_ACCESS_ERRNOS)
-    if is_storage_error:
+    if isinstance(error, OSError) and error.errno in (*_DISK_FULL_ERRNOS, *_ACCESS_ERRNOS):
         return "storage", False
     # Settings are checked before the first row, with ValueErrors. After it, a ValueError is an error of the code.
     if isinstance(error, ValueError) and not has_rows:
@@ -142,9 +141,8 @@ def call_with_retry(
         try:
             result = operation()
         except OSError as error:
-            if not is_disk_full(error):
-                raise
-            if should_stop():  # a user who presses Ctrl-C during a wait does not want to see the end of it
+            # A user who presses Ctrl-C during a wait does not want to see the end of it.
+            if not is_disk_full(error) or should_stop():
                 raise
             if time.monotonic() >= deadline:
                 error.add_note(f"Disk still full after {patience:g} s (trainer.disk_patience).")
@@ -154,7 +152,7 @@ def call_with_retry(
                 is_waiting = True
             # The deadline may have passed since it was checked, and `sleep` refuses negative numbers.
             time.sleep(min(_RETRY_INTERVAL_S, max(0.0, deadline - time.monotonic())))
-            continue
-        if is_waiting:
-            notify("disk space is available again")
-        return result
+        else:
+            if is_waiting:
+                notify("disk space is available again")
+            return result

@@ -57,9 +57,11 @@ def load_flat_state(stateful: nn.Module | torch.optim.Optimizer, tensors: Mappin
     if isinstance(stateful, nn.Module):
         # `load_state_dict` requires every name. The flat state lacks frozen weights and buffers, which keep their
         # values, and has only the first name of a tied tensor.
-        tensors = {**stateful.state_dict(), **tensors}
-        tied_tensors = {name: tensors[first] for name, first in _map_tied_names(stateful).items() if first != name}
-        stateful.load_state_dict({**tensors, **tied_tensors})
+        tensors, first_names = {**stateful.state_dict(), **tensors}, dict[int, str]()
+        # `keep_vars` returns the parameters themselves; without it, tied tensors would be different objects.
+        for name, parameter in stateful.state_dict(keep_vars=True).items():
+            tensors[name] = tensors[first_names.setdefault(id(parameter), name)]
+        stateful.load_state_dict(tensors)
         return
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -76,11 +78,11 @@ def compute_flat_shapes(stateful: nn.Module | torch.optim.Optimizer) -> dict[str
     if isinstance(stateful, nn.Module):
         return {key: value.shape for key, value in flatten_state(stateful).items()}
     parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
-    shapes: dict[str, torch.Size] = {}
-    for parameter_index, parameter in enumerate(parameters):
-        moments = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
-        shapes |= {f"{parameter_index}/{name}": shape for name, shape in moments.items()}
-    return shapes
+    return {
+        f"{parameter_index}/{name}": shape
+        for parameter_index, parameter in enumerate(parameters)
+        for name, shape in (("exp_avg", parameter.shape), ("exp_avg_sq", parameter.shape), ("step", torch.Size([])))
+    }
 
 
 def check_shapes(name: str, expected: Mapping[str, torch.Size], actual: Mapping[str, torch.Size]) -> None:
@@ -95,14 +97,3 @@ def check_shapes(name: str, expected: Mapping[str, torch.Size], actual: Mapping[
             f"{len(mismatched_keys)} tensors do not match; the first is {name}/{key}: expected {expected_shape}, "
             f"got {actual_shape}"
         )
-
-
-def _map_tied_names(module: nn.Module) -> dict[str, str]:
-    """For each name in a module's state, the first name of the same tensor.
-
-    `keep_vars` returns the parameters themselves; without it, tied tensors would be different objects.
-    """
-    first_name_by_id: dict[int, str] = {}
-    return {
-        name: first_name_by_id.setdefault(id(value), name) for name, value in module.state_dict(keep_vars=True).items()
-    }

@@ -46,47 +46,32 @@ class RunHistory(NamedTuple):
 
         total_steps: planned training steps; None if they are not known. is_live: whether a driver runs the study.
         Without one, no run is waiting or running, whatever its status.json says.
+
+        Without a recorded status, the rows alone say how the run ended. A run that is recorded as ended while rows are
+        damaged or missing is interrupted: it is then never shown as whole, and `resume` trains it again.
         """
         lines, notes = RunLines.read(run_dir), list[str]()
         rows, damage = lines.list_rows(), lines.find_damage()
-        recorded: StatusRecord | None = None
+        status: StatusRecord | None = None
         try:
-            recorded = read_record(StatusRecord, run_dir)
+            status = read_record(StatusRecord, run_dir)
         except (FileNotFoundError, NotADirectoryError):  # the run has not started
             pass
         except (DamagedFileError, UnsafePathError) as error:  # the rows are the source of everything in it
             notes.append(f"{error}.")
-        status = resolve_status(recorded, run_dir.name, rows, damage, total_steps, is_live=is_live)
+        if status is None:
+            status = StatusRecord(run_dir.name, "never_ran", NOT_STARTED)
+            if rows or damage:
+                status = make_final_status(status, rows, total_steps)
+        if contradiction := find_contradiction(status.status, rows, total_steps, damage):
+            status = StatusRecord(
+                run_dir.name, "interrupted", contradiction, trial_id=status.trial_id, started_at=status.started_at
+            )
+        elif not is_live:
+            status = settle_status(status, GONE, rows)
+        if status.status == "never_ran" and not status.reason:
+            status = replace(status, reason=NOT_STARTED)
         return cls(rows, lines, damage, notes, status)
-
-
-def resolve_status(
-    recorded: StatusRecord | None,
-    run_id: str,
-    rows: Sequence[Row],
-    damage: Sequence[str],
-    total_steps: int | None,
-    *,
-    is_live: bool = False,
-) -> StatusRecord:
-    """How a run stands by its recorded status and its rows; see `RunHistory.read`.
-
-    Without a recorded status, the rows alone say how the run ended. A run that is recorded as ended while rows are
-    damaged or missing is interrupted: it is then never shown as whole, and `resume` trains it again.
-    """
-    status = recorded
-    if status is None:
-        status = StatusRecord(run_id, "never_ran", NOT_STARTED)
-        if not rows and not damage:
-            return status
-        status = make_final_status(status, rows, total_steps)
-    if contradiction := find_contradiction(status.status, rows, total_steps, damage):
-        return StatusRecord(
-            run_id, "interrupted", contradiction, trial_id=status.trial_id, started_at=status.started_at
-        )
-    if not is_live:
-        status = settle_status(status, GONE, rows)
-    return replace(status, reason=NOT_STARTED) if status.status == "never_ran" and not status.reason else status
 
 
 def settle_status(status: StatusRecord, reason: str, rows: Sequence[Row]) -> StatusRecord:

@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from torch import Tensor
 
@@ -31,6 +31,8 @@ from trainable.runs.run_files import (
     find_best_step,
     parse_end,
 )
+
+T = TypeVar("T")
 
 Row = dict[str, Any]
 """Columns and their values: one line of a JSON Lines file."""
@@ -124,19 +126,21 @@ class Run:
         """
         for file_name, records in lines.items():
             for record in records:
-                self._append(file_name, record)
+                self._extend_file(file_name, append_line, record)
         # Leaving out None shortens a row: most steps have no validation, no diagnosis and no gradient analysis.
         full_row = {name: value for name, value in {**self.identity, **row}.items() if value is not None}
         # The row vouches for the lines of the other files: where they end now is part of it.
         ends = {name: list(end) for name, end in self._ends.items() if end.line_count and name != METRICS_FILE}
-        self._append(METRICS_FILE, {**full_row, ENDS_KEY: ends} if ends else full_row)
+        self._extend_file(METRICS_FILE, append_line, {**full_row, ENDS_KEY: ends} if ends else full_row)
         self.rows.append(full_row)
 
-    def _append(self, file_name: str, record: Mapping[str, Any]) -> None:
-        def append() -> None:
-            self._ends[file_name] = append_line(self.run_dir / file_name, record, self._ends[file_name])
+    def _extend_file(self, file_name: str, extend: Callable[[Path, T, LineEnd], LineEnd], content: T) -> None:
+        """Call `extend`, which is `append_line` or `abandon_lines`, for the file as it ends now."""
 
-        self._write(append)
+        def write() -> None:
+            self._ends[file_name] = extend(self.run_dir / file_name, content, self._ends[file_name])
+
+        self._write(write)
 
     def is_final_row(self, row: Mapping[str, Any]) -> bool:
         """Whether `row` is the last of the run: all steps are trained, a stop rule fired, or the run failed."""
@@ -158,11 +162,10 @@ class Run:
         damage = self._lines.find_damage()
         for problem in damage:
             notify(f"{self.run_id}: {problem}")
-        if damage:
+        if damage or not self.is_over:
             return False
-        if not self.is_over or self.failure:  # a run that failed is complete without a final checkpoint
-            return self.is_over
-        if not self.keeps_final_state and self.settings.trainer.save_freq <= 0:
+        # A run that failed is complete without a final checkpoint.
+        if self.failure or not (self.keeps_final_state or self.settings.trainer.save_freq > 0):
             return True
         try:
             self.load_checkpoint(self.rows[-1]["step"], notify)
@@ -185,14 +188,8 @@ class Run:
             ends = self._lines.get_ends(self._checkpoint_ends.get(step, LineEnd()))
             for name, end in self._ends.items():
                 if end.line_count:
-                    self._abandon_lines(name, ends[name])
+                    self._extend_file(name, abandon_lines, ends[name])
         self.rows = [row for row in self.rows if row["step"] < step + self.settings.first_row_step]
-
-    def _abandon_lines(self, file_name: str, end: LineEnd) -> None:
-        def append() -> None:
-            self._ends[file_name] = abandon_lines(self.run_dir / file_name, end, self._ends[file_name])
-
-        self._write(append)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -219,10 +216,9 @@ class Run:
             try:
                 tensors, values = read_checkpoint(path)
                 self._validate_checkpoint(step, values)
+                return TrainerState(tensors, values)
             except (CheckpointError, ValueError) as error:
                 notify(f"{path} is not used: {error}")
-                continue
-            return TrainerState(tensors, values)
         raise CheckpointError(f"{self.run_dir} has no usable checkpoint after step {step}.")
 
     def _validate_checkpoint(self, step: int, values: Mapping[str, Any]) -> None:
@@ -234,6 +230,8 @@ class Run:
         if values.get("step") != step:
             raise ValueError(f"its name says step {step}, but it contains step {values.get('step')}.")
         row_end = parse_end(values.get("row_end"))
+        if row_end is None:
+            raise ValueError("the ends of the files are missing or malformed.")
         if not self._lines.is_intact_up_to(row_end):
             raise ValueError(f"rows or evaluations up to step {step} are damaged or missing.")
         self._checkpoint_ends[step] = row_end
@@ -254,7 +252,7 @@ class Run:
         A run that failed keeps what it has.
         """
         if not (self.failure or self.keeps_final_state):
-            remove_checkpoints(self.run_dir / STATE_FOLDER, self.best_step)
+            remove_checkpoints(self.run_dir / STATE_FOLDER, {self.best_step})
 
     def copy_to(self, folder: Path) -> None:
         """Copy what a process on another node needs to continue: the lines, and the newest and the best state."""

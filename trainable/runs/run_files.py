@@ -103,9 +103,9 @@ class RunLines:
 
     def is_intact_up_to(self, row_end: LineEnd) -> bool:
         """Whether the rows up to `row_end` are those that were written, and all lines that they vouch for are there."""
-        if not self.files[METRICS_FILE].contains(row_end):
-            return False
-        return all(self.files[name].contains(end) for name, end in self.get_ends(row_end).items())
+        return self.files[METRICS_FILE].contains(row_end) and all(
+            self.files[name].contains(end) for name, end in self.get_ends(row_end).items()
+        )
 
     def find_damage(self) -> list[str]:
         """Every file with damaged or missing lines, in words.
@@ -130,24 +130,18 @@ _NO_SUCH_END = LineEnd(-1)
 """An end that no file contains."""
 
 
-def parse_end(value: object) -> LineEnd:
-    """A LineEnd from JSON, where it is a list. Raise ValueError for anything else, which no run writes."""
+def parse_end(value: object) -> LineEnd | None:
+    """A LineEnd from JSON, where it is a list; None for anything else, which no run writes."""
     if isinstance(value, list) and len(value) == 2 and type(value[0]) is int and isinstance(value[1], str):
         return LineEnd(*value)
-    raise ValueError("the ends of the files are missing or malformed.")
+    return None
 
 
 def _parse_ends(record: Mapping[str, Any]) -> dict[str, LineEnd]:
     """The ends of the other files that a row names; an end that no run writes counts as not reached."""
     ends = record.get(ENDS_KEY)
-    parsed_ends: dict[str, LineEnd] = {}
-    for name, end in ends.items() if isinstance(ends, dict) else ():
-        if name in LINE_FILES:
-            try:
-                parsed_ends[name] = parse_end(end)
-            except ValueError:
-                parsed_ends[name] = _NO_SUCH_END
-    return parsed_ends
+    entries = ends.items() if isinstance(ends, dict) else ()
+    return {name: parse_end(end) or _NO_SUCH_END for name, end in entries if name in LINE_FILES}
 
 
 def read_rows(path: Path) -> list[Row]:

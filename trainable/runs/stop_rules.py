@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from trainable.config.alarm_rule import BASELINE_STEPS, AlarmRule, parse_alarm_rule
-from trainable.config.own_parts import get_part, parse_part_name
+from trainable.config.own_parts import get_part
 from trainable.config.sections import EarlyStopConfig
 from trainable.runs.run_files import select_rows
 
@@ -45,21 +45,18 @@ class History(NamedTuple):
     alarm: tuple[float | None, ...] = ()
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Row], alarm_column: str = "") -> "History":
-        """The history of `rows`, which are in the order in which they were written.
+    def from_rows(cls, rows: Iterable[Row], settings: EarlyStopConfig) -> "History":
+        """The columns that the rules with these `settings` read, of rows in the order in which they were written.
 
         Of a run that went back to an earlier checkpoint no step counts twice, see `run_files.select_lines`. A value
         that is missing, None, NaN, infinite or not a number becomes None. A row without an integer step is skipped.
         """
         rows = select_rows(rows)
-        columns = {name: name for name in HISTORY_COLUMNS} | ({"alarm": alarm_column} if alarm_column else {})
+        columns = {name: name for name in HISTORY_COLUMNS}
+        if settings.alarm:
+            columns["alarm"] = parse_alarm_rule(settings.alarm).column
         series = {name: tuple(parse_finite(row.get(column)) for row in rows) for name, column in columns.items()}
         return cls(tuple(row["step"] for row in rows), **series)
-
-    @classmethod
-    def for_rules(cls, rows: Iterable[Row], settings: EarlyStopConfig) -> "History":
-        """The history of `rows` with all that the rules with these `settings` read."""
-        return cls.from_rows(rows, parse_alarm_rule(settings.alarm).column if settings.alarm else "")
 
 
 HISTORY_COLUMNS = ("reward_std", "groups_kept", "val_success")
@@ -110,14 +107,10 @@ def detect_low_validation_success(history: History, settings: EarlyStopConfig) -
     resets the count. Source: the published code. The validation before training has its own column and does not count.
     A step without a measured val_success is not a validation, so it neither counts nor resets the count.
     """
-    low_successes: list[float] = []
-    for step, success in zip(history.steps, history.val_success, strict=True):
-        if success is None:
-            continue
-        low_successes = [*low_successes, success] if success < settings.success_threshold else []
-        if len(low_successes) == settings.success_patience:
-            return StopDecision("low_validation_success", max(low_successes), settings.success_threshold, step)
-    return None
+    threshold, patience = settings.success_threshold, settings.success_patience
+    rule = AlarmRule("val_success", threshold, is_relative=False, is_upper=False, window=patience)
+    decision = find_alarm(history.steps, history.val_success, rule)
+    return None if decision is None else decision._replace(rule="low_validation_success")
 
 
 def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> StopDecision | None:
@@ -171,19 +164,16 @@ def find_alarm(steps: Iterable[float], values: Iterable[float | None], rule: Ala
 
 def detect_alarm(history: History, settings: EarlyStopConfig) -> StopDecision | None:
     """The decision of the setting early_stop.alarm, or None; see `find_alarm`."""
-    if not settings.alarm:
-        return None
-    return find_alarm(history.steps, history.alarm, parse_alarm_rule(settings.alarm))
+    return find_alarm(history.steps, history.alarm, parse_alarm_rule(settings.alarm)) if settings.alarm else None
 
 
-StopRule = Callable[[History, EarlyStopConfig], StopDecision | None]
 ALARM = "alarm"
 """The rule of the setting early_stop.alarm. It applies in every study, and fires only where the setting is set."""
 
 # If two rules fire at the same step, the first one here is reported. The order is that of the events in a step: the
 # rewards are measured, then groups are filtered, then the policy is validated. The alarm comes last, so that it changes
 # no decision of the published rules.
-RULES: dict[str, StopRule] = {
+RULES: dict[str, Callable[[History, EarlyStopConfig], StopDecision | None]] = {
     "reward_variance_collapse": detect_reward_variance_collapse,
     "empty_filtered_steps": detect_empty_filtered_steps,
     "low_validation_success": detect_low_validation_success,
@@ -204,11 +194,9 @@ def evaluate_own_rules(rows: Sequence[Row], names: Iterable[str]) -> StopDecisio
     """
     for name in names:
         answer = get_part(name)(rows)
-        part = parse_part_name(name)
-        assert part is not None  # the setting accepts nothing else
-        rule = part._replace(digest="").format()
         if answer is None:
             continue
+        rule = name.partition("#")[0]  # without the digest
         numbers = tuple(map(parse_finite, answer)) if isinstance(answer, tuple | list) else ()
         value, threshold = numbers if len(numbers) == 2 else (None, None)
         if value is None or threshold is None:
@@ -230,7 +218,6 @@ def evaluate_stop_rules(
     unknown_rules = [rule for rule in rules if rule not in RULES]
     if unknown_rules:
         raise ValueError(f"Unknown stop rule `{unknown_rules[0]}`: choose from {', '.join(RULES)}.")
-    history = History.for_rules(rows, settings)
-    decisions = [RULES[name](history, settings) for name in RULES if name in rules]
-    fired = (decision for decision in decisions if decision is not None)
-    return min(fired, key=lambda decision: decision.step, default=None)  # at equal steps `min` keeps the first one
+    history = History.from_rows(rows, settings)
+    decisions = filter(None, (rule(history, settings) for name, rule in RULES.items() if name in rules))
+    return min(decisions, key=lambda decision: decision.step, default=None)  # at equal steps `min` keeps the first one

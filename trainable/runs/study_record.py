@@ -20,10 +20,19 @@ from trainable.config.run_config import format_validation_error
 from trainable.config.setting_types import format_value, require
 from trainable.files.control_characters import is_printable
 from trainable.files.json_values import DamagedFileError, read_json, read_object, write_object
-from trainable.files.schema import MAX_RUNS, find_schema_problem, is_run_id
 from trainable.runs.records import STATUSES
 
 STUDY_FILE, RUN_FILE, STATUS_FILE = "study.json", "run.json", "status.json"
+
+SCHEMA = 2
+"""By this number a version recognizes files that it cannot read. It increases when a file changes so that an earlier
+version cannot read it."""
+
+MAX_RUNS = 10_000
+"""Runs that a study may have. More would exceed what Ray Tune schedules, and what can be read at once."""
+
+_MAX_NAME_BYTES = 255
+"""Bytes that the name of a folder may have."""
 
 CENSORED = "censored"
 """The status of a run that a search stopped, or did not start, because others did better. Its rows end like those of an
@@ -44,6 +53,28 @@ Count = Annotated[int, Field(ge=0, le=2**31)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 Seeds = Annotated[tuple[Count, ...], Field(max_length=MAX_RUNS)]
 Arms = Annotated[tuple[Text, ...], Field(max_length=MAX_RUNS)]
+
+
+def is_run_id(text: str) -> bool:
+    """Whether `text` can be a run_id, which names a folder. Plans and readers of study.json ask this function.
+
+    It has no slash and no leading dot, so that it cannot name a folder outside the study's, and is printable.
+    """
+    is_name = text != "" and not text.startswith(".") and "/" not in text and is_printable(text)
+    return is_name and len(text.encode()) <= _MAX_NAME_BYTES
+
+
+def find_schema_problem(folder: object, schema: object) -> str:
+    """Why this version cannot read the folder of a study; empty if it can.
+
+    folder: results/<run>, as it was typed. schema: that of its study.json.
+    """
+    if schema == SCHEMA:
+        return ""
+    return (
+        f"{folder} has files of schema {schema!r}, and this version reads schema {SCHEMA}. Read them with the version "
+        f"that wrote them (`versions` and `git` in study.json), or run the study again with another --output"
+    )
 
 
 def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:

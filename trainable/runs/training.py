@@ -40,35 +40,28 @@ class Trainer(Protocol):
     @property
     def seeds(self) -> Sequence[int]:
         """The seeds of the runs that continue."""
-        ...
 
     @property
     def step_index(self) -> int:
         """Number of steps trained so far."""
-        ...
 
     def step(self, before_update: Callable[[], None]) -> StepResult:
         """Train one step. before_update: called before the step changes a tensor that `get_state` has returned."""
-        ...
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
         """The final `row` of a run with the columns of the final evaluation added, and the lines of that evaluation."""
-        ...
 
     def get_state(self, seed: int) -> TrainerState:
         """Everything that the run needs to continue. For a run that is over, this is its last state."""
-        ...
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
         """Continue from these states, one per seed, all after the same step.
 
         Raises ValueError if a state does not fit. The trainer is then unchanged, so that older states can be tried.
         """
-        ...
 
     def close(self) -> None:
         """Release resources other than memory: engines and other processes."""
-        ...
 
 
 def do_nothing() -> None:
@@ -158,13 +151,16 @@ class TrainingLoop:
 
     def _make_run(self, run_entry: Mapping[str, Any], identity: Mapping[str, Any]) -> Run:
         settings = apply_overrides(self.settings, {"seed": run_entry["seed"]})
-        run_folders = Path(run_entry["run_dir"]), Path(run_entry["checkpoint_dir"])
         return Run(
             run_entry["run_id"],
-            *run_folders,
+            Path(run_entry["run_dir"]),
+            Path(run_entry["checkpoint_dir"]),
             settings,
             identity,
-            write=self._write_with_retry,
+            # Wait while the disk is full, unless the study is being interrupted.
+            write=lambda operation: call_with_retry(
+                operation, self.settings.trainer.disk_patience, self.notes.append, self._is_interrupted
+            ),
             best_column=self.family.best_column if getattr(self.settings.trainer, "keep_best", False) else "",
             keeps_last=getattr(self.settings.trainer, "keep_last", True),
             allows_other_settings=self._allows_other_settings,
@@ -304,11 +300,10 @@ class TrainingLoop:
                 state = trainer.get_state(seed)
                 run.prepare_checkpoint(state, is_rolling=run.keeps_final_state, is_permanent=is_saved)()
             run.remove_unwanted_state()
-        open_runs = {seed: self.runs[seed] for seed in trainer.seeds if not self.runs[seed].is_over}
         writes = [
-            run.prepare_checkpoint(trainer.get_state(seed), is_rolling=is_due, is_permanent=is_permanent)
-            for seed, run in open_runs.items()
-            if is_due or is_permanent
+            run.prepare_checkpoint(trainer.get_state(run.seed), is_rolling=is_due, is_permanent=is_permanent)
+            for run in (self.runs[seed] for seed in trainer.seeds)
+            if not run.is_over and (is_due or is_permanent)
         ]
         # An interrupted study ends with this step, and waits for it.
         is_waiting = bool(ended_seeds or result.failures) or self._is_interrupted()
@@ -369,10 +364,6 @@ class TrainingLoop:
         failures = {run.run_id: run.failure for run in self.runs.values() if run.failure}
         full_rows = {run_id: {**self.family.make_empty_row(self.settings), **row} for run_id, row in rows.items()}
         return StepReport(full_rows, failures, max(steps, default=0), len(steps), self.is_over, note, is_saved)
-
-    def _write_with_retry(self, operation: Callable[[], None]) -> None:
-        """Write, waiting while the disk is full unless the study is being interrupted."""
-        call_with_retry(operation, self.settings.trainer.disk_patience, self.notes.append, self._is_interrupted)
 
     def _is_interrupted(self) -> bool:
         return any(path.exists() for path in self._interrupt_paths)

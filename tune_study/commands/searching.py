@@ -10,8 +10,7 @@ from rich.console import Console
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
-from trainable.files.schema import MAX_RUNS
-from trainable.runs.study_record import OBJECTIVES, Search
+from trainable.runs.study_record import MAX_RUNS, OBJECTIVES, Search
 from tune_study.commands.confirmation import find_confirmation, plan_confirmation
 from tune_study.commands.option_groups import LaunchOptions, RunOptions, SearchOptions, StudyOptions
 from tune_study.commands.preflight import choose_wandb, start_studies

@@ -13,9 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from trainable.files.json_values import format_object
-from trainable.files.schema import SCHEMA
 from trainable.runs.run_files import EPISODES_FILE, LEVELS_FILE, METRICS_FILE
-from trainable.runs.study_record import RUN_FILE, STATUS_FILE, STUDY_FILE, StudyRecord, read_record
+from trainable.runs.study_record import RUN_FILE, SCHEMA, STATUS_FILE, STUDY_FILE, StudyRecord, read_record
 from tune_study.plan.errors import PlanError
 
 ARCHIVE = Path(__file__).with_name("recorded_study.tar.xz")

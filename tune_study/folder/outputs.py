@@ -19,10 +19,10 @@ from trainable.config.command_lines import PROGRAM, format_command
 from trainable.config.run_config import format_validation_error
 from trainable.files.json_values import DamageWarning
 from trainable.files.paths import UnsafePathError, check_tree, lock_file, open_regular, read_bytes, write_text
-from trainable.files.schema import SCHEMA
 from trainable.runs.history import RunHistory
 from trainable.runs.study_record import (
     ENDED_STATUSES,
+    SCHEMA,
     AxisRecord,
     DeclaredContrast,
     Git,

@@ -15,8 +15,7 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides,
 from trainable.config.setting_types import format_value
 from trainable.families import Settings
 from trainable.files.control_characters import is_printable
-from trainable.files.schema import MAX_RUNS, is_run_id
-from trainable.runs.study_record import MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget
+from trainable.runs.study_record import MAX_RUNS, MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget, is_run_id
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import list_used_files
 from tune_study.plan.own_study import StudySource, list_resume_options

@@ -21,7 +21,6 @@ from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_stud
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.json_values import DamageWarning, read_object, write_object
 from trainable.files.paths import UnsafePathError
-from trainable.files.schema import MAX_RUNS, SCHEMA
 from trainable.runs.records import (
     ROW_COLUMNS,
     STEP_COLUMNS,
@@ -30,6 +29,7 @@ from trainable.runs.records import (
     TRIAL_LAST_VALUES,
 )
 from trainable.runs.run_files import ENDS_KEY
+from trainable.runs.study_record import MAX_RUNS, SCHEMA
 from tune_study.folder.outputs import lock_folder, write_tables
 
 SHORT = FakeStudy(total_steps=3, test_freq=2, levels=10)

@@ -11,7 +11,7 @@ import pytest
 
 from analysis.data import tables
 from analysis.data.tables import add_checksum, get_damage, read_table, write_table
-from trainable.files.schema import SCHEMA
+from trainable.runs.study_record import SCHEMA
 
 
 def write_arrow_table(table: pa.Table, path: Path) -> None:

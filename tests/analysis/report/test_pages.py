@@ -30,7 +30,7 @@ from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.files.json_values import write_object
-from trainable.files.schema import SCHEMA
+from trainable.runs.study_record import SCHEMA
 
 STOP = ("low_validation_success", 0.002, 0.01)
 STOPPED_RUN = FakeRun("0.3", status="early_stopped", steps=45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP)

@@ -152,7 +152,7 @@ def test_an_unknown_rule_is_refused() -> None:
 def test_a_repeated_step_replaces_and_drops_what_came_after() -> None:
     rows = make_rows([2.0, 1.0, 0.5, 0.25])
     repeated_rows = [{"step": 2, "reward_std": 3.0, "groups_kept": 4, "val_success": 0.1}]
-    assert History.from_rows(rows + repeated_rows) == History((1, 2), (2.0, 3.0), (8, 4), (None, 0.1))
+    assert History.from_rows(rows + repeated_rows, SETTINGS) == History((1, 2), (2.0, 3.0), (8, 4), (None, 0.1))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_odd_values_are_not_measured(value: object) -> None:
         {"step": value, "reward_std": 1.0},
         {"step": 1, "reward_std": value, "groups_kept": value},
     ]
-    assert History.from_rows(rows) == History((1,), (None,), (None,), (None,))
+    assert History.from_rows(rows, SETTINGS) == History((1,), (None,), (None,), (None,))
     assert evaluate_stop_rules([*rows, {}], SETTINGS) is None
 
 

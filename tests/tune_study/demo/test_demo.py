@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 import analysis
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_values import read_object, write_object
-from trainable.files.schema import SCHEMA
+from trainable.runs.study_record import SCHEMA
 from tune_study.commands.cli import app
 from tune_study.demo import archive
 from tune_study.plan.errors import PlanError

@@ -171,7 +171,7 @@ def replay_rules(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm,
     The outcome is `unknown` if the run ended at or before the first validation after the alarm, or if neither success
     was measured.
     """
-    history = History.for_rules(rows, settings)
+    history = History.from_rows(rows, settings)
     base_successes = (parse_finite(row.get("base_val_success")) for row in rows)
     base_success = next((success for success in base_successes if success is not None), None)
     alarms = []

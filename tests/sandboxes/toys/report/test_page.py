@@ -18,7 +18,7 @@ from tests.analysis.report.test_pages import Page, parse_page
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 from trainable.files.json_values import write_object
-from trainable.files.schema import SCHEMA
+from trainable.runs.study_record import SCHEMA
 
 DG, TPO = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29)
 SMALL = FakeStudy("some-study", total_steps=40)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainable.files.schema import is_run_id
+from trainable.runs.study_record import is_run_id
 
 
 @pytest.mark.parametrize("text", ["kl-0", "sokoban_kl_sweep_nofilter_0.1-café", "a" * 100])
