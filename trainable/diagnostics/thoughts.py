@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainable.models.codec import Codec
+from trainable.ppo.evaluation import number_classes
 from trainable.rollout.episode import Episode
 
 END_OF_THOUGHT = "</think>"
@@ -148,6 +149,5 @@ def _make_pairs(
 ) -> ThoughtPairs:
     # Prompts can be equal, because levels repeat and turns are drawn with replacement. Retrieving an equal prompt
     # counts as correct.
-    class_of: dict[bytes, int] = {}
-    classes = [class_of.setdefault(prompt.tobytes(), len(class_of)) for prompt in prompts]
+    classes = number_classes([prompt.tobytes() for prompt in prompts])
     return ThoughtPairs(tuple(prompts), tuple(thoughts), own_columns, np.array(classes, dtype=np.int64))

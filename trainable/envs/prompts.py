@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trainable.envs.chat import CHATML, ChatFormat
-from trainable.envs.environment import Environment, State
+from trainable.envs.environment import Environment, PromptStyle, State
 
 END_OF_MESSAGE = CHATML.end_marker
 START_OF_THOUGHT = "<think>"
@@ -78,7 +78,7 @@ class PromptTemplate:
 
 
 def make_prompt_template(
-    environment: Environment[Any], style: str, max_actions: int, chat: ChatFormat = CHATML
+    environment: Environment[Any], style: PromptStyle, max_actions: int, chat: ChatFormat = CHATML
 ) -> PromptTemplate:
     """The prompts of a game in a style, `full` or `compact`, and a chat format; ValueError for another style."""
     if style == "compact":
@@ -89,10 +89,15 @@ def make_prompt_template(
         raise ValueError(f"There is no prompt style `{style}`: choose full or compact.")
 
     def format_turn(observation: Observation) -> str:
+        state = environment.format_state(observation.state, style)
+        if style == "compact":
+            return f"{format_turn_header(observation.turn)}{state}\n{format_actions_left(observation.actions_left)}"
+        warning = "Your last answer held no valid action; the state has not changed.\n"
         return (
-            _format_compact_turn(environment, observation)
-            if style == "compact"
-            else _format_full_turn(environment, observation)
+            f"\nTurn {observation.turn}:\nState:\n{state}\n{warning if observation.last_invalid else ''}"
+            f"You have {observation.actions_left} actions left. Always output: "
+            "<think> [Your thoughts] </think> <answer> [your answer] </answer> with no extra text. "
+            "Strictly follow this format. Max response length: 120 words (tokens).\n"
         )
 
     return PromptTemplate(
@@ -137,16 +142,6 @@ def format_action_rules(names: Sequence[str], max_actions: int) -> str:
     )
 
 
-def _format_full_turn(environment: Environment[Any], observation: Observation) -> str:
-    warning = "Your last answer held no valid action; the state has not changed.\n" if observation.last_invalid else ""
-    return (
-        f"\nTurn {observation.turn}:\nState:\n{environment.format_state(observation.state, 'full')}\n{warning}"
-        f"You have {observation.actions_left} actions left. Always output: "
-        "<think> [Your thoughts] </think> <answer> [your answer] </answer> with no extra text. "
-        "Strictly follow this format. Max response length: 120 words (tokens).\n"
-    )
-
-
 def format_turn_header(turn: int) -> str:
     """The header of a turn in the compact style."""
     return f"Turn {turn}:\nState:\n"
@@ -155,11 +150,6 @@ def format_turn_header(turn: int) -> str:
 def format_actions_left(actions_left: int) -> str:
     """The last line of a turn in the compact style."""
     return f"{actions_left} actions left\n"
-
-
-def _format_compact_turn(environment: Environment[Any], observation: Observation) -> str:
-    state = environment.format_state(observation.state, "compact")
-    return f"{format_turn_header(observation.turn)}{state}\n{format_actions_left(observation.actions_left)}"
 
 
 def format_reply(thought: str, actions: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Shape
 from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
 from trainable.models.lora import get_base_weights, iter_hub_weights
-from trainable.rollout.batch import Batch, collate
+from trainable.rollout.batch import collate
 from trainable.rollout.copy_sampler import CopySampler, compute_row_logprobs
 from trainable.rollout.episode import Episode
 from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_step_kv_bytes
@@ -219,9 +219,7 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
     # rollout.gpu_memory_utilization is a fraction of the trial's share of a GPU, and vLLM's setting is a fraction of
     # the full GPU. A trial with several GPUs has one engine per GPU; 0 GPUs is a CPU, which has no such share.
     gpu_fraction = min(1.0, config.trainer.n_gpus_per_node or 1.0)
-    cache_bytes = None
-    if rollout.gpu_memory_utilization is None:
-        cache_bytes = _compute_cache_bytes(config, policy.model.shape, context_length)
+    has_fraction = rollout.gpu_memory_utilization is not None
     return VllmSampler(
         policy.folder,
         EngineSettings(
@@ -229,7 +227,7 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
             config.model.dtype,
             context_length,
             gpu_fraction * (rollout.gpu_memory_utilization or STARTING_UTILIZATION),
-            cache_bytes,
+            None if has_fraction else _compute_cache_bytes(config, policy.model.shape, context_length),
             enforce_eager=rollout.enforce_eager,
             enable_sleep_mode=rollout.free_cache_engine,
             head_dtype=config.model.head_dtype,
@@ -242,16 +240,14 @@ def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -
 
     At least one conversation of `context_length` tokens: with less, vLLM does not start.
     """
-    dtype_bytes = getattr(torch, config.model.dtype).itemsize
+    dtype_bytes, ranks = getattr(torch, config.model.dtype).itemsize, max(1, int(config.trainer.n_gpus_per_node))
+    cache_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, ranks)
     if config.rollout.kv_cache_gib is not None:
         cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
-    else:
-        ranks = max(1, int(config.trainer.n_gpus_per_node))
-        cache_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, ranks)
     return max(cache_bytes, compute_conversation_kv_bytes(shape, dtype_bytes, context_length))
 
 
-def _compare(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, step: int) -> LogprobMismatch:
+def _compare(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: int) -> LogprobMismatch:
     """The mismatch of log-probs (N,) of the same tokens. NonFiniteError if one is not finite."""
     check_logprobs(trainer_logprobs, engine_logprobs, step)
     return measure_mismatch(trainer_logprobs, engine_logprobs)
@@ -313,7 +309,7 @@ def recompute_logprobs(
     """
     if not episodes:  # a rank without levels
         return []
-    batch = Batch(*(tensor.to(device) for tensor in collate(episodes)))
+    batch = collate(episodes).to(device)
     logprobs, entropies = torch.zeros_like(batch.logprobs), torch.zeros_like(batch.logprobs)
     lengths = batch.lengths.cpu()
     passes = split_by_tokens(lengths, micro_batch_size * int(lengths.max()), model.model.needs_padding)
