@@ -116,11 +116,10 @@ def diagnose_episodes(
         if measurement is not None:
             # Computing all quantities from the scores takes milliseconds. Some are left out to keep the rows short.
             quantities, next_averages[sample.name] = measurement
-            logged_quantities = {
-                key: value for key, value in quantities.items() if settings.all_quantities or key not in _EXTRA_NAMES
-            }
             row |= {
-                f"collapse_{sample.name}_{key.replace('@', '_at_')}": value for key, value in logged_quantities.items()
+                f"collapse_{sample.name}_{key.replace('@', '_at_')}": value
+                for key, value in quantities.items()
+                if settings.all_quantities or key not in _EXTRA_NAMES
             }
         row[sample.seconds_column] = time.perf_counter() - start
     return Diagnosis(row, next_averages)

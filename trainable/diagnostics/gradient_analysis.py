@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from trainable.algo.filters import compute_group_scores
-from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.diagnostics.collapse import diagnose_step
 from trainable.diagnostics.gradient_probe import ProbeResult, probe_gradients
@@ -91,7 +90,13 @@ def _make_line(
     context_columns: Row,
 ) -> Row:
     """The line of one batch: prefilter, rows and groups. context_columns: columns that are equal in all of its rows."""
-    terms = _describe_terms(trainer.config)
+    actor = trainer.config.actor
+    # Form and coefficient of each component of the loss.
+    terms: dict[str, Row] = {
+        "task": {"form": trainer.config.algorithm.adv_estimator, "coefficient": 1.0},
+        "entropy": {"coefficient": actor.entropy_coeff},
+        "kl": {"form": actor.kl_loss_type, "coefficient": actor.kl_loss_coef},
+    }
     if not episodes:
         counts = {"sample_count": 0, "group_count": 0, "adjusted_batch_size": 0, "empty_after_filter": 1}
         empty_row = {"bucket": "all", "component": "task", **context_columns, **terms["task"], **counts}
@@ -99,24 +104,10 @@ def _make_line(
     rng = make_rng(trainer.config.seed, "gradient_duplicates", trainer.step_index, int(prefilter))
     prepared = trainer.prepare_batch(episodes, groups_kept, int(context_columns["source_env_groups"]), rng)
     result = _probe_batch(trainer, prepared, reward_stds)
-    context_columns = {
-        **context_columns,
-        "adjusted_batch_size": len(prepared.batch.lengths),
-        "form": None,
-        "coefficient": None,
-    }
+    size = len(prepared.batch.lengths)
+    context_columns = {**context_columns, "adjusted_batch_size": size, "form": None, "coefficient": None}
     rows = [_replace_nonfinite({**row, **context_columns, **terms.get(row["component"], {})}) for row in result.rows]
     return {"prefilter": prefilter, "rows": rows, "groups": result.groups}
-
-
-def _describe_terms(config: RunConfig) -> dict[str, Row]:
-    """Form and coefficient of each component of the loss."""
-    actor = config.actor
-    return {
-        "task": {"form": config.algorithm.adv_estimator, "coefficient": 1.0},
-        "entropy": {"coefficient": actor.entropy_coeff},
-        "kl": {"form": actor.kl_loss_type, "coefficient": actor.kl_loss_coef},
-    }
 
 
 def _roll_out_batch(trainer: PPOTrainer, num_groups: int, group_size: int) -> list[Episode]:

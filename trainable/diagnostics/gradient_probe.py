@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from trainable.algo.batching import order_length_stratified
-from trainable.algo.buckets import assign_fixed_buckets, assign_quantile_buckets
 from trainable.algo.gradient_signal import (
+    assign_fixed_buckets,
+    assign_quantile_buckets,
     compute_component_cosines,
     compute_fold_gram,
     compute_published_norm,
@@ -254,12 +255,8 @@ class _Probe:
             bucket_norm = compute_published_norm(
                 torch.tensor(values), sequences, tokens, mini_batch_size, micro_batch_size
             )
-            published_rows[name] = {
-                "norm": bucket_norm.norm,
-                "norm_per_sample": bucket_norm.per_sample,
-                "norm_per_token": bucket_norm.per_token,
-                "loss": losses[name] / num_micro_batches,
-            }
+            published_rows[name] = dict(zip(("norm", "norm_per_sample", "norm_per_token"), bucket_norm, strict=True))
+            published_rows[name]["loss"] = losses[name] / num_micro_batches
         return published_rows
 
     def _measure_mini_batch(self, index: Tensor) -> dict[str, tuple[float, float]]:
@@ -323,11 +320,9 @@ class _Probe:
 
         Full gradients are summed in float32, to save memory. Sketches are small, so they are summed in float64.
         """
-        settings = self.update.settings
-        is_active = {"task": True, "entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss}
-        names = tuple(
-            name for name, is_on in {**is_active, "value": self.update.value_head is not None}.items() if is_on
-        )
+        settings, has_value = self.update.settings, self.update.value_head is not None
+        is_active = {"entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss, "value": has_value}
+        names = ("task", *(name for name, is_on in is_active.items() if is_on))
         shapes = (
             [parameter.shape for parameter in self._parameters]
             if self.sketch_size is None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainable.algo.batching import split_by_tokens
-from trainable.algo.vocabulary import compute_token_statistics
+from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hidden
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
@@ -27,11 +27,10 @@ from trainable.models.interface import LanguageModel, Shape
 from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
 from trainable.models.lora import get_base_weights, iter_hub_weights
 from trainable.rollout.batch import collate
-from trainable.rollout.copy_sampler import CopySampler, compute_row_logprobs
 from trainable.rollout.episode import Episode
 from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_step_kv_bytes
 from trainable.rollout.logprob_mismatch import LogprobMismatch, check_logprobs, check_mismatch, measure_mismatch
-from trainable.rollout.sampler import Sampler
+from trainable.rollout.sampler import Conversation, RowStreams, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 
 if TYPE_CHECKING:
@@ -111,6 +110,48 @@ class SyncedSampler(Sampler, Protocol):
         """Free all memory."""
 
 
+class CopySampler:
+    """Samples from `copy`, which has the policy's weights only after `update_weights`.
+
+    With it, an engine that computes other log-probs than the trainer can be studied on any machine.
+
+    Args:
+        copy: the policy's model, loaded again.
+        sampler: a sampler of `copy.model`.
+    """
+
+    def __init__(self, copy: Policy, sampler: Sampler) -> None:
+        self.model, self.sampler = copy.model, sampler
+        self.is_sleeping = False
+
+    def start_conversation(
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+    ) -> Conversation:
+        """Start a conversation with the copy (see `Sampler.start_conversation`)."""
+        return self.sampler.start_conversation(prompts, group_size, params, rng)
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the policy's weights.
+
+        weights: every tensor under its name on the hub. Raises KeyError for an unknown name.
+        """
+        own_weights = {self.model.to_hub_name(name): weight for name, weight in self.model.state_dict().items()}
+        for name, weight in weights:
+            own_weights[name].copy_(weight)
+
+    def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1."""
+        device = self.model.model.embed_tokens.weight.device
+        return [compute_row_logprobs(self.model, torch.tensor([ids], device=device)).cpu().numpy() for ids in token_ids]
+
+    def sleep(self) -> None:
+        """Do nothing: the copy stays where it is."""
+
+    def close(self) -> None:
+        """Do nothing: there is no engine to end."""
+
+
 class SyncedEngine(Engine):
     """Samples with a sampler that has its own copy of the weights, in the process of the trainer.
 
@@ -185,6 +226,17 @@ class SyncedEngine(Engine):
     def close(self) -> None:
         """End the sampler and free its memory."""
         self.sampler.close()
+
+
+@torch.no_grad()
+def compute_row_logprobs(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """Log-probs (T - 1,) of `tokens` (1, T) at temperature 1; the first token has none, since nothing precedes it."""
+    flat_positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+    logprobs: Tensor = model.lm_head(
+        model.model.compute_hidden_states(tokens, flat_positions),
+        partial(logprobs_from_hidden, tokens=tokens[0, 1:], temperature=1.0, chunk_elements=CHUNK_ELEMENTS),
+    )
+    return logprobs
 
 
 def iter_noisy_weights(model: LanguageModel, noise: float, rng: np.random.Generator) -> Iterator[tuple[str, Tensor]]:

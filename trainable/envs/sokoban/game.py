@@ -39,15 +39,7 @@ ACTION_NAMES: dict[Action, str] = {action: action.name.capitalize() for action i
 
 _ACTIONS_BY_NAME = {name: action for action, name in ACTION_NAMES.items()}
 _NAMES_BY_WORD = {name.lower(): name for name in ACTION_NAMES.values()}
-_MEANINGS = {
-    Tile.WALL: "wall",
-    Tile.FLOOR: "empty",
-    Tile.TARGET: "target",
-    Tile.BOX_ON_TARGET: "box on target",
-    Tile.BOX: "box",
-    Tile.PLAYER: "player",
-    Tile.PLAYER_ON_TARGET: "player on target",
-}
+_MEANINGS = {tile: tile.name.lower().replace("_", " ") for tile in Tile} | {Tile.FLOOR: "empty"}
 
 
 @dataclass(frozen=True)
