@@ -61,12 +61,11 @@ def assign_quantile_buckets(scores: Tensor, max_buckets: int = 6) -> Tensor:
     return (ranks // max(1, num_groups // max(1, num_buckets))).clamp(max=max(0, num_buckets - 1))
 
 
-def assign_fixed_buckets(scores: Tensor, edges: tuple[float, ...] = FIXED_EDGES) -> Tensor:
-    """Bucket (P,) of each group between fixed edges: [−∞, e_1), [e_1, e_2), …, [e_n, ∞).
+def assign_fixed_buckets(scores: Tensor) -> Tensor:
+    """Bucket (P,) of each group between the `FIXED_EDGES`: [−∞, 1), [1, 2), …, [5, ∞).
 
     Args:
         scores: (P,) score of each group.
-        edges: ascending.
 
     Returns:
         (P,) int64 from 0; a bucket may be empty.
@@ -77,7 +76,7 @@ def assign_fixed_buckets(scores: Tensor, edges: tuple[float, ...] = FIXED_EDGES)
 
     Source: published code (RAGEN `split_into_buckets`, mode fixed_rv).  Degenerate: no group gives an empty result.
     """
-    return torch.bucketize(scores, torch.tensor(edges, dtype=scores.dtype), right=True)
+    return torch.bucketize(scores, torch.tensor(FIXED_EDGES, dtype=scores.dtype), right=True)
 
 
 def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -> Tensor:

@@ -61,18 +61,13 @@ def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
 def _make_turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:
     reply_positions = np.flatnonzero(episode.mask & (episode.turns == turn))
     reply = episode.tokens[reply_positions]
-    return Turn(
-        episode.tokens[: reply_positions[0]], _extract_thought(reply, [pieces[token] for token in reply.tolist()])
-    )
-
-
-def _extract_thought(reply: Tokens, pieces: Sequence[str]) -> Tokens:
-    """The tokens of the thought in a reply (N,) whose tokens have the texts `pieces`."""
-    thought_end = "".join(pieces).find(END_OF_THOUGHT)
+    texts = [pieces[token] for token in reply.tolist()]
+    thought_end = "".join(texts).find(END_OF_THOUGHT)
     # `find` gives -1 for a thought that is not closed. No token ends at or before -1, so the thought has no tokens.
-    is_inside = np.cumsum([len(piece) for piece in pieces]) <= thought_end
-    thought_positions = np.flatnonzero(is_inside & [bool(piece.strip()) for piece in pieces])
-    return reply[thought_positions[0] : thought_positions[-1] + 1] if len(thought_positions) else reply[:0]
+    is_inside = np.cumsum([len(text) for text in texts]) <= thought_end
+    thought_positions = np.flatnonzero(is_inside & [bool(text.strip()) for text in texts])
+    thought = reply[thought_positions[0] : thought_positions[-1] + 1] if len(thought_positions) else reply[:0]
+    return Turn(episode.tokens[: reply_positions[0]], thought)
 
 
 def compute_thought_coverage(turns: Sequence[Sequence[Turn]]) -> dict[str, float]:

@@ -159,7 +159,6 @@ def update_critic(
         meter.tokens += len(values)
         return compute_value_loss(values, inputs, settings.cliprange_value, meter)
 
-    needs_padding = critic.model.needs_padding
     return _run_optimizer_steps(
         backend,
         batch,
@@ -170,7 +169,7 @@ def update_critic(
         compute_loss,
         meter,
         norm_column="critic_grad_norm",
-        needs_padding=needs_padding,
+        needs_padding=critic.model.needs_padding,
     )
 
 
@@ -277,18 +276,17 @@ class ActorUpdate:
                 self.make_tpo_targets(batch, targets, rows, meter) if settings.loss.needs_pass_before_step else targets
             )
 
-        mode, needs_padding = settings.loss_agg_mode, self.model.model.needs_padding
         return _run_optimizer_steps(
             self.backend,
             batch,
             get_targets,
             order,
             settings,
-            mode,
+            settings.loss_agg_mode,
             compute_loss,
             meter,
             norm_column="actor_grad_norm",
-            needs_padding=needs_padding,
+            needs_padding=self.model.model.needs_padding,
             takes_all=targets.loss_weights is not None,
         )
 
