@@ -39,17 +39,13 @@ def analyze_gradients(
     trainer.gradient_analysis_group_size are set. Otherwise it consists of the step's own `episodes`. In both cases,
     values and advantages are computed again with the current critic.
 
-    Args:
-        trainer: the trainer whose policy is analyzed, with its critic and its settings.
-        episodes: the step's own episodes.
-        source: `train`, or `probe` if a command analyzes a checkpoint of a run.
-        overrides: settings of a probe that differ from those of the run, as text.
+    source: `train`, or `probe` if a command analyzes a checkpoint of a run. overrides: settings of a probe that differ
+    from those of the run, as text.
 
-    Returns:
-        The lines for gradients.jsonl: one for the batch before the filter (if trainer.gradient_analysis_log_prefilter
-        is on), then one for the batch after it. Each has step, source, prefilter, rows (`records.GRADIENT_COLUMNS`) and
-        groups (bucket, group, reward_std). If the filter kept nothing, the line after it has no groups and a single
-        row, in which `empty_after_filter` is 1.
+    Returns the lines for gradients.jsonl: one for the batch before the filter (if
+    trainer.gradient_analysis_log_prefilter is on), then one for the batch after it. Each has step, source, prefilter,
+    rows (`records.GRADIENT_COLUMNS`) and groups (bucket, group, reward_std). If the filter kept nothing, the line after
+    it has no groups and a single row, in which `empty_after_filter` is 1.
     """
     config = trainer.config
     num_groups, group_size = config.trainer.gradient_analysis_env_groups, config.trainer.gradient_analysis_group_size

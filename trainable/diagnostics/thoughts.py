@@ -93,11 +93,8 @@ def sample_first_turn_pairs(
     The rows are up to `num_samples` of the episodes whose first turn is valid, drawn without replacement. There is one
     column per group, in the order of the groups' numbers.
 
-    Args:
-        turns: the turns of each episode, in order.
-        groups: group of each episode; the episodes of a group have the same opening.
-        num_samples: the largest number of rows.
-        rng: draws the episodes. It is not used if at most `num_samples` episodes are valid.
+    turns: of each episode, in order. groups: of each episode; the episodes of a group have the same opening. rng: not
+    used if at most `num_samples` episodes are valid.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid first turn gives no rows and no columns.
     """
@@ -117,12 +114,7 @@ def sample_trajectory_pairs(
     """Thoughts of all turns, to be scored after each other's prompts: one row and one column per draw.
 
     There are min(num_samples, number of valid turns) draws. Each draws an episode and then one of its valid turns, both
-    uniformly and with replacement. A draw of an episode without a valid turn gives no row.
-
-    Args:
-        turns: by episode, then by turn.
-        num_samples: draws at most.
-        rng: draws episodes and turns.
+    uniformly and with replacement. A draw of an episode without a valid turn gives no row. turns: by episode.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid turn gives no rows and no columns.
     """

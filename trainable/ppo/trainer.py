@@ -362,12 +362,9 @@ class PPOTrainer:
     ) -> PreparedBatch:
         """Make a batch of episodes with values, reference log-probs and advantages.
 
-        Args:
-            episodes: the episodes of the groups that the filter kept.
-            groups_kept: number of these groups.
-            num_groups: number of groups before the filter. actor.filter_loss_scaling depends on the fraction kept.
-            rng: draws the episodes that are copied to fill the last mini-batch.
-            timer: measures the phases; None if their times are not reported.
+        episodes: those of the `groups_kept` groups that the filter kept, of `num_groups` before it;
+        actor.filter_loss_scaling depends on the fraction kept. rng: draws the episodes that are copied to fill the last
+        mini-batch. timer: measures the phases; None if their times are not reported.
         """
         config, timer = self.config, timer or PhaseTimer(self.device)
         # The numbers are those of the algorithm in the docstring of `step`.

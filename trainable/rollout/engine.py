@@ -113,11 +113,8 @@ class SyncedSampler(Sampler, Protocol):
 class CopySampler:
     """Samples from `copy`, which has the policy's weights only after `update_weights`.
 
-    With it, an engine that computes other log-probs than the trainer can be studied on any machine.
-
-    Args:
-        copy: the policy's model, loaded again.
-        sampler: a sampler of `copy.model`.
+    With it, an engine that computes other log-probs than the trainer can be studied on any machine. copy: the policy's
+    model, loaded again. sampler: a sampler of `copy.model`.
     """
 
     def __init__(self, copy: Policy, sampler: Sampler) -> None:
@@ -155,13 +152,8 @@ class CopySampler:
 class SyncedEngine(Engine):
     """Samples with a sampler that has its own copy of the weights, in the process of the trainer.
 
-    Args:
-        sampler: the sampler, with the weights of the untrained policy.
-        config: the run's settings.
-        policy: the policy.
-        device: the device of trainer and sampler.
-        prompt: token ids of the fixed prompt, whose log-probs are compared after each weight sync.
-        gather_weights: makes the trainer's weights readable.
+    sampler: has the weights of the untrained policy at first. device: that of trainer and sampler. prompt: token ids of
+    the fixed prompt, whose log-probs are compared after each weight sync.
     """
 
     sampler: SyncedSampler
