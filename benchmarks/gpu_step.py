@@ -271,7 +271,7 @@ def main() -> None:
     turn_lengths = TURN_LENGTHS[args.shape]._replace(reply=args.tokens or TURN_LENGTHS[args.shape].reply)
     networks = make_networks(make_shape(args.shape), device, getattr(torch, dtype), not args.keep_activations)
     episodes = make_episodes(args.episodes, turn_lengths, networks.policy.shape.vocab_size)
-    batch = Batch(*(tensor.to(device) for tensor in collate(episodes)))
+    batch = collate(episodes).to(device)
     phases = {} if args.skip_rollout else {"rollout_stand_in": make_rollout_phase(networks.policy, episodes)}
     phases |= {"collapse": make_collapse_phase(networks.policy, episodes), **make_training_phases(networks, batch)}
     # Not timed: the first run selects kernels and allocates the optimizer's moments.

@@ -213,7 +213,7 @@ def make_published_case(device: torch.device) -> Case:
     model: nn.Module = make_networks(make_shape("0.5b"), device, torch.bfloat16, recompute=False).policy
     assert isinstance(model, Qwen2)
     episodes = make_episodes(128, TURN_LENGTHS["0.5b"], model.shape.vocab_size)
-    return Case(model, Batch(*(tensor.to(device) for tensor in collate(episodes))))
+    return Case(model, collate(episodes).to(device))
 
 
 def main() -> None:

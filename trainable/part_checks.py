@@ -17,10 +17,9 @@ from trainable.config.own_parts import OwnPartError, PartFile, describe_error, g
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.sections import EnvConfig
 from trainable.config.setting_types import format_value
-from trainable.envs.chat import CHATML
 from trainable.envs.environment import FIRST_TEST_SEED, Environment, Level, PlayedTurn, TurnOutcome
 from trainable.envs.games.make import get_turn_limits, make_environment
-from trainable.envs.prompts import ACTION_SEPARATOR
+from trainable.envs.prompts import ACTION_SEPARATOR, CHATML
 from trainable.families import list_families
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import STEP_COLUMNS, make_empty_row

@@ -24,10 +24,9 @@ from sandboxes.trees.repl.texts import (
     format_output,
     format_task,
 )
-from trainable.envs.chat import CHATML
 from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_demonstration_levels
-from trainable.envs.prompts import END_OF_MESSAGE
+from trainable.envs.prompts import CHATML, END_OF_MESSAGE
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.tiny.dialogues import Habits, Segment
 from trainable.tiny.recipe import Recipe, Stage, make_tiny_shape

@@ -14,7 +14,7 @@ from sandboxes.trees.repl.questions import Question
 from sandboxes.trees.repl.session import Outcome, ReplSession, RolloutAnswer, TreeLimits, TurnObservation
 from sandboxes.trees.repl.texts import Role, format_instructions, format_observation, format_task
 from trainable.config.setting_types import PromptStyle
-from trainable.envs.chat import ChatFormat
+from trainable.envs.prompts import ChatFormat
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.rollout.sampler import Sampler, SamplingParams

@@ -1,9 +1,9 @@
 """Estimate how much of a gradient is signal: unbiased squared norm, noise and components, from folds of the prompts.
 
-The norm of a sampled gradient is biased upwards, E|G|² = |E G|² + noise, so a bucket without any signal still shows a
-gradient. A bucket is therefore split into folds by prompt. Prompts are independent, so in products between different
-folds the noise averages out. Whitened advantages couple prompts weakly, through one mean and std over the batch; the
-estimates treat these two as fixed.
+Groups of rollouts are assigned to buckets by their reward spread. The norm of a sampled gradient is biased upwards,
+E|G|² = |E G|² + noise, so a bucket without any signal still shows a gradient. A bucket is therefore split into folds by
+prompt. Prompts are independent, so in products between different folds the noise averages out. Whitened advantages
+couple prompts weakly, through one mean and std over the batch; the estimates treat these two as fixed.
 
 Shapes: K folds, C components (task, entropy, KL). x_{k,c} is the mean gradient of component c in fold k, and the
 bucket's mean gradient is G_c = Σ_k w_k x_{k,c} with w_k = n_k / Σ n. n_k, the `counts`, is what fold k adds to the
@@ -28,6 +28,55 @@ ROUNDING_TOLERANCE = 1e-12
 float32, with relative errors of 6e-8, whose square is 4e-15."""
 CHUNK_ENTRIES = 2**24
 """Entries that are sketched at once; their random numbers and float64 copies take a few hundred megabytes."""
+FIXED_EDGES = (1.0, 2.0, 3.0, 4.0, 5.0)
+"""Of buckets by reward spread, in units of the reward; published (RAGEN)."""
+
+
+def assign_quantile_buckets(scores: Tensor, max_buckets: int = 6) -> Tensor:
+    """Bucket (P,) of each group, equally many groups per bucket from the smallest score up; the last takes the rest.
+
+        n = min(max_buckets, P),  size = floor(P / n),  bucket of rank r = min(floor(r / size), n − 1)
+
+    Args:
+        scores: (P,) score of each group, such as its reward std; equal scores rank by index.
+        max_buckets: number of buckets at most.
+
+    Returns:
+        (P,) int64 from 0.
+
+    Example:
+        >>> assign_quantile_buckets(torch.tensor([0.3, 0.1, 0.2, 0.4]), max_buckets=2).tolist()
+        [1, 0, 0, 1]
+
+    Source: published code (RAGEN `split_into_buckets`, mode quantile).  Degenerate: no group gives an empty result.
+    """
+    if max_buckets < 1:
+        raise ValueError(f"max_buckets is {max_buckets}; it must be at least 1, such as 6.")
+    num_groups = len(scores)
+    num_buckets = min(max_buckets, num_groups)
+    # The inverse of the sorting permutation.
+    ranks = torch.empty(num_groups, dtype=torch.long)
+    ranks[torch.sort(scores, stable=True).indices] = torch.arange(num_groups)
+    # Each max() is for a batch without groups, where a division or a clamp would fail.
+    return (ranks // max(1, num_groups // max(1, num_buckets))).clamp(max=max(0, num_buckets - 1))
+
+
+def assign_fixed_buckets(scores: Tensor) -> Tensor:
+    """Bucket (P,) of each group between the `FIXED_EDGES`: [−∞, 1), [1, 2), …, [5, ∞).
+
+    Args:
+        scores: (P,) score of each group.
+
+    Returns:
+        (P,) int64 from 0; a bucket may be empty.
+
+    Example:
+        >>> assign_fixed_buckets(torch.tensor([0.5, 1.0, 7.0])).tolist()
+        [0, 1, 5]
+
+    Source: published code (RAGEN `split_into_buckets`, mode fixed_rv).  Degenerate: no group gives an empty result.
+    """
+    return torch.bucketize(scores, torch.tensor(FIXED_EDGES, dtype=scores.dtype), right=True)
 
 
 def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -> Tensor:

@@ -5,7 +5,7 @@ thoughts of first turns and the first prompts of their groups. `trajectory` has 
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ from trainable.config.seeds import make_rng
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.diagnostics.thoughts import (
     ThoughtPairs,
-    Turn,
     compute_thought_coverage,
     read_turns,
     sample_first_turn_pairs,
@@ -110,17 +109,26 @@ def diagnose_episodes(
     row, next_averages = compute_thought_coverage(turns), dict(averages)
     if not settings.first_turn_enabled:  # published: first turns are counted only if their sample is on
         row = {name: value for name, value in row.items() if not name.startswith("collapse_first_turn_")}
-    for sample in _draw_samples(turns, [episode.group for episode in episodes], settings, rng):
+    # Both generators are spawned in any case: the numbers of one sample do not depend on whether the other is on.
+    first_rng, trajectory_rng = rng.spawn(2)
+    samples: list[_Sample] = []
+    if settings.first_turn_enabled:
+        groups = [episode.group for episode in episodes]
+        pairs = sample_first_turn_pairs(turns, groups, settings.num_samples, first_rng)
+        samples.append(_Sample("first_turn", "seconds_collapse_first_turn", pairs, first_rng))
+    if settings.multi_turn_enabled:
+        pairs = sample_trajectory_pairs(turns, settings.num_samples, trajectory_rng)
+        samples.append(_Sample("trajectory", "seconds_collapse_multi_turn", pairs, trajectory_rng))
+    for sample in samples:
         start = time.perf_counter()
         measurement = _compute_quantities(model, sample, averages.get(sample.name), world)
         if measurement is not None:
             # Computing all quantities from the scores takes milliseconds. Some are left out to keep the rows short.
             quantities, next_averages[sample.name] = measurement
-            logged_quantities = {
-                key: value for key, value in quantities.items() if settings.all_quantities or key not in _EXTRA_NAMES
-            }
             row |= {
-                f"collapse_{sample.name}_{key.replace('@', '_at_')}": value for key, value in logged_quantities.items()
+                f"collapse_{sample.name}_{key.replace('@', '_at_')}": value
+                for key, value in quantities.items()
+                if settings.all_quantities or key not in _EXTRA_NAMES
             }
         row[sample.seconds_column] = time.perf_counter() - start
     return Diagnosis(row, next_averages)
@@ -147,20 +155,6 @@ def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[st
         )
     trainer.collapse_averages = diagnosis.averages
     return diagnosis.row
-
-
-def _draw_samples(
-    turns: Sequence[Sequence[Turn]], groups: Sequence[int], settings: CollapseDetectionConfig, rng: np.random.Generator
-) -> Iterator[_Sample]:
-    """Draw the samples that are on."""
-    # Both generators are spawned in any case: the numbers of one sample do not depend on whether the other is on.
-    first_rng, trajectory_rng = rng.spawn(2)
-    if settings.first_turn_enabled:
-        pairs = sample_first_turn_pairs(turns, groups, settings.num_samples, first_rng)
-        yield _Sample("first_turn", "seconds_collapse_first_turn", pairs, first_rng)
-    if settings.multi_turn_enabled:
-        pairs = sample_trajectory_pairs(turns, settings.num_samples, trajectory_rng)
-        yield _Sample("trajectory", "seconds_collapse_multi_turn", pairs, trajectory_rng)
 
 
 def _compute_quantities(

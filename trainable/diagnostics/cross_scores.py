@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainable.algo.batching import split_by_tokens
 from trainable.backend.world import SINGLE_PROCESS, World
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.models.interface import LanguageModel
@@ -85,7 +86,10 @@ def compute_cross_scores(
     with torch.inference_mode():
         # A pass has one row per prompt, as long as the prompt when it is read and as the tree when that is scored.
         longest_tree = max(len(tree.run_tokens) for tree in trees)
-        for batch in _make_batches([max(len(prompt), longest_tree) for prompt in unique_prompts], max_tokens, world):
+        lengths = torch.tensor([max(len(prompt), longest_tree) for prompt in unique_prompts], device="cpu")
+        local_rows = torch.argsort(lengths, stable=True)[world.rank :: world.size]
+        for index in split_by_tokens(lengths[local_rows], max_tokens, needs_padding=True):
+            batch = local_rows[index].tolist()
             logprob_sums[:, batch] = _score_after_prompts(
                 model, [unique_prompts[number] for number in batch], trees, len(unique_thoughts)
             )
@@ -99,18 +103,6 @@ def _deduplicate(sequences: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ..
     index_of: dict[tuple[int, ...], int] = {}
     indices = [index_of.setdefault(tuple(np.asarray(tokens).tolist()), len(index_of)) for tokens in sequences]
     return list(index_of), indices
-
-
-def _make_batches(lengths: Sequence[int], max_tokens: int, world: World) -> Iterator[list[int]]:
-    """Batches of this rank's rows, in order of their lengths, so that there is little padding."""
-    batch: list[int] = []
-    for number in np.argsort(lengths, kind="stable")[world.rank :: world.size].tolist():
-        if batch and (len(batch) + 1) * lengths[number] > max_tokens:
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:  # a rank may have no rows
-        yield batch
 
 
 def _make_trees(thoughts: Sequence[tuple[int, ...]], max_tokens: int, device: torch.device) -> Iterator[ThoughtTree]:

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from trainable.algo.filters import compute_group_scores
-from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.diagnostics.collapse import diagnose_step
 from trainable.diagnostics.gradient_probe import ProbeResult, probe_gradients
@@ -40,17 +39,13 @@ def analyze_gradients(
     trainer.gradient_analysis_group_size are set. Otherwise it consists of the step's own `episodes`. In both cases,
     values and advantages are computed again with the current critic.
 
-    Args:
-        trainer: the trainer whose policy is analyzed, with its critic and its settings.
-        episodes: the step's own episodes.
-        source: `train`, or `probe` if a command analyzes a checkpoint of a run.
-        overrides: settings of a probe that differ from those of the run, as text.
+    source: `train`, or `probe` if a command analyzes a checkpoint of a run. overrides: settings of a probe that differ
+    from those of the run, as text.
 
-    Returns:
-        The lines for gradients.jsonl: one for the batch before the filter (if trainer.gradient_analysis_log_prefilter
-        is on), then one for the batch after it. Each has step, source, prefilter, rows (`records.GRADIENT_COLUMNS`) and
-        groups (bucket, group, reward_std). If the filter kept nothing, the line after it has no groups and a single
-        row, in which `empty_after_filter` is 1.
+    Returns the lines for gradients.jsonl: one for the batch before the filter (if
+    trainer.gradient_analysis_log_prefilter is on), then one for the batch after it. Each has step, source, prefilter,
+    rows (`records.GRADIENT_COLUMNS`) and groups (bucket, group, reward_std). If the filter kept nothing, the line after
+    it has no groups and a single row, in which `empty_after_filter` is 1.
     """
     config = trainer.config
     num_groups, group_size = config.trainer.gradient_analysis_env_groups, config.trainer.gradient_analysis_group_size
@@ -91,7 +86,13 @@ def _make_line(
     context_columns: Row,
 ) -> Row:
     """The line of one batch: prefilter, rows and groups. context_columns: columns that are equal in all of its rows."""
-    terms = _describe_terms(trainer.config)
+    actor = trainer.config.actor
+    # Form and coefficient of each component of the loss.
+    terms: dict[str, Row] = {
+        "task": {"form": trainer.config.algorithm.adv_estimator, "coefficient": 1.0},
+        "entropy": {"coefficient": actor.entropy_coeff},
+        "kl": {"form": actor.kl_loss_type, "coefficient": actor.kl_loss_coef},
+    }
     if not episodes:
         counts = {"sample_count": 0, "group_count": 0, "adjusted_batch_size": 0, "empty_after_filter": 1}
         empty_row = {"bucket": "all", "component": "task", **context_columns, **terms["task"], **counts}
@@ -99,24 +100,10 @@ def _make_line(
     rng = make_rng(trainer.config.seed, "gradient_duplicates", trainer.step_index, int(prefilter))
     prepared = trainer.prepare_batch(episodes, groups_kept, int(context_columns["source_env_groups"]), rng)
     result = _probe_batch(trainer, prepared, reward_stds)
-    context_columns = {
-        **context_columns,
-        "adjusted_batch_size": len(prepared.batch.lengths),
-        "form": None,
-        "coefficient": None,
-    }
+    size = len(prepared.batch.lengths)
+    context_columns = {**context_columns, "adjusted_batch_size": size, "form": None, "coefficient": None}
     rows = [_replace_nonfinite({**row, **context_columns, **terms.get(row["component"], {})}) for row in result.rows]
     return {"prefilter": prefilter, "rows": rows, "groups": result.groups}
-
-
-def _describe_terms(config: RunConfig) -> dict[str, Row]:
-    """Form and coefficient of each component of the loss."""
-    actor = config.actor
-    return {
-        "task": {"form": config.algorithm.adv_estimator, "coefficient": 1.0},
-        "entropy": {"coefficient": actor.entropy_coeff},
-        "kl": {"form": actor.kl_loss_type, "coefficient": actor.kl_loss_coef},
-    }
 
 
 def _roll_out_batch(trainer: PPOTrainer, num_groups: int, group_size: int) -> list[Episode]:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from trainable.algo.batching import order_length_stratified
-from trainable.algo.buckets import assign_fixed_buckets, assign_quantile_buckets
 from trainable.algo.gradient_signal import (
+    assign_fixed_buckets,
+    assign_quantile_buckets,
     compute_component_cosines,
     compute_fold_gram,
     compute_published_norm,
@@ -188,7 +189,14 @@ class _Probe:
 
     def make_rows(self, bucket: str, episode_indices: Tensor, sums: _FoldSums, stds: Tensor) -> list[Row]:
         """The rows of one bucket. episode_indices: (N,), its episodes in the order in which mini-batches take them."""
-        common_columns = self._count_members(episode_indices, stds) | {
+        common_columns = {
+            "sample_count": len(episode_indices),
+            "sample_pct": 100 * len(episode_indices) / len(self.batch.lengths),
+            "token_count": int(self.batch.mask[episode_indices].sum()),
+            "group_count": len(stds),
+            "reward_std_mean": float(stds.mean()),
+            "reward_std_min": float(stds.min()),
+            "reward_std_max": float(stds.max()),
             "bucket": bucket,
             "weight": float(sums.counts.sum() / self._compute_divisors().sum()),
         }
@@ -215,17 +223,6 @@ class _Probe:
             name for name in sums.components if signal_rows[name]["mean_norm"] <= min_norm * abs(factors.get(name, 1.0))
         ]
         return [*rounded_names, "total"] if len(rounded_names) == len(sums.components) else rounded_names
-
-    def _count_members(self, episode_indices: Tensor, stds: Tensor) -> Row:
-        return {
-            "sample_count": len(episode_indices),
-            "sample_pct": 100 * len(episode_indices) / len(self.batch.lengths),
-            "token_count": int(self.batch.mask[episode_indices].sum()),
-            "group_count": len(stds),
-            "reward_std_mean": float(stds.mean()),
-            "reward_std_min": float(stds.min()),
-            "reward_std_max": float(stds.max()),
-        }
 
     # ------------------------------------------------------------------ the published measure
 
@@ -258,27 +255,16 @@ class _Probe:
             bucket_norm = compute_published_norm(
                 torch.tensor(values), sequences, tokens, mini_batch_size, micro_batch_size
             )
-            published_rows[name] = {
-                "norm": bucket_norm.norm,
-                "norm_per_sample": bucket_norm.per_sample,
-                "norm_per_token": bucket_norm.per_token,
-                "loss": losses[name] / num_micro_batches,
-            }
+            published_rows[name] = dict(zip(("norm", "norm_per_sample", "norm_per_token"), bucket_norm, strict=True))
+            published_rows[name]["loss"] = losses[name] / num_micro_batches
         return published_rows
 
     def _measure_mini_batch(self, index: Tensor) -> dict[str, tuple[float, float]]:
         """Gradient norm and value of each term of one mini-batch's loss."""
-        settings, padded_length = self.update.settings, self.batch.tokens.shape[1]
-        micro_batch_size = settings.ppo_micro_batch_size_per_gpu
-        needs_padding = self.update.model.model.needs_padding
+        mode, micro_batch_size = self.update.settings.loss_agg_mode, self.update.settings.ppo_micro_batch_size_per_gpu
+        padded_length, needs_padding = self.batch.tokens.shape[1], self.update.model.model.needs_padding
         pass_inputs = make_passes(
-            self.batch,
-            self.targets,
-            index,
-            settings.loss_agg_mode,
-            micro_batch_size,
-            padded_length,
-            needs_padding=needs_padding,
+            self.batch, self.targets, index, mode, micro_batch_size, padded_length, needs_padding=needs_padding
         )
         gradient_sums: ComponentGradients = {}
         losses: dict[str, float] = {}
@@ -334,11 +320,9 @@ class _Probe:
 
         Full gradients are summed in float32, to save memory. Sketches are small, so they are summed in float64.
         """
-        settings = self.update.settings
-        is_active = {"task": True, "entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss}
-        names = tuple(
-            name for name, is_on in {**is_active, "value": self.update.value_head is not None}.items() if is_on
-        )
+        settings, has_value = self.update.settings, self.update.value_head is not None
+        is_active = {"entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss, "value": has_value}
+        names = ("task", *(name for name, is_on in is_active.items() if is_on))
         shapes = (
             [parameter.shape for parameter in self._parameters]
             if self.sketch_size is None
@@ -410,31 +394,14 @@ def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
         signal = estimate_gradient_signal(gram[:, number, :, number], counts)
         # The share of the total in itself is 1, unless the update has no signal and shares of it do not exist.
         total_fraction = 1.0 if bool(signal_fractions.fraction.isfinite().all()) else None
-        fraction_columns: Row = {
-            "share": 1.0,
-            "signal_share": total_fraction,
-            "signal_share_low": total_fraction,
-            "signal_share_high": total_fraction,
-        }
-        if name != "total":
-            # In the order of the columns in `fraction_columns`.
-            component_values = (
-                update_fractions,
-                signal_fractions.fraction,
-                signal_fractions.low,
-                signal_fractions.high,
-            )
-            fraction_columns = {
-                column: float(values[number]) for column, values in zip(fraction_columns, component_values, strict=True)
-            }
+        fractions = (
+            (1.0, total_fraction, total_fraction, total_fraction)
+            if name == "total"
+            else [float(values[number]) for values in (update_fractions, *signal_fractions[1:])]
+        )
         rows[name] = {
-            "mean_norm": signal.norm,
-            "signal": signal.signal,
-            "noise": signal.noise,
-            "snr": signal.snr,
-            "snr_low": signal.low,
-            "snr_high": signal.high,
-            **fraction_columns,
+            **dict(zip(("mean_norm", "signal", "noise", "snr", "snr_low", "snr_high"), signal, strict=True)),
+            **dict(zip(("share", "signal_share", "signal_share_low", "signal_share_high"), fractions, strict=True)),
             "fold_count": len(counts),
             **{
                 f"cosine_{other}": float(cosines[number, names.index(other)]) if other in names else None

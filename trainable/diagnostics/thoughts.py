@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainable.models.codec import Codec
+from trainable.ppo.evaluation import number_classes
 from trainable.rollout.episode import Episode
 
 END_OF_THOUGHT = "</think>"
@@ -60,18 +61,13 @@ def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
 def _make_turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:
     reply_positions = np.flatnonzero(episode.mask & (episode.turns == turn))
     reply = episode.tokens[reply_positions]
-    return Turn(
-        episode.tokens[: reply_positions[0]], _extract_thought(reply, [pieces[token] for token in reply.tolist()])
-    )
-
-
-def _extract_thought(reply: Tokens, pieces: Sequence[str]) -> Tokens:
-    """The tokens of the thought in a reply (N,) whose tokens have the texts `pieces`."""
-    thought_end = "".join(pieces).find(END_OF_THOUGHT)
+    texts = [pieces[token] for token in reply.tolist()]
+    thought_end = "".join(texts).find(END_OF_THOUGHT)
     # `find` gives -1 for a thought that is not closed. No token ends at or before -1, so the thought has no tokens.
-    is_inside = np.cumsum([len(piece) for piece in pieces]) <= thought_end
-    thought_positions = np.flatnonzero(is_inside & [bool(piece.strip()) for piece in pieces])
-    return reply[thought_positions[0] : thought_positions[-1] + 1] if len(thought_positions) else reply[:0]
+    is_inside = np.cumsum([len(text) for text in texts]) <= thought_end
+    thought_positions = np.flatnonzero(is_inside & [bool(text.strip()) for text in texts])
+    thought = reply[thought_positions[0] : thought_positions[-1] + 1] if len(thought_positions) else reply[:0]
+    return Turn(episode.tokens[: reply_positions[0]], thought)
 
 
 def compute_thought_coverage(turns: Sequence[Sequence[Turn]]) -> dict[str, float]:
@@ -97,11 +93,8 @@ def sample_first_turn_pairs(
     The rows are up to `num_samples` of the episodes whose first turn is valid, drawn without replacement. There is one
     column per group, in the order of the groups' numbers.
 
-    Args:
-        turns: the turns of each episode, in order.
-        groups: group of each episode; the episodes of a group have the same opening.
-        num_samples: the largest number of rows.
-        rng: draws the episodes. It is not used if at most `num_samples` episodes are valid.
+    turns: of each episode, in order. groups: of each episode; the episodes of a group have the same opening. rng: not
+    used if at most `num_samples` episodes are valid.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid first turn gives no rows and no columns.
     """
@@ -121,12 +114,7 @@ def sample_trajectory_pairs(
     """Thoughts of all turns, to be scored after each other's prompts: one row and one column per draw.
 
     There are min(num_samples, number of valid turns) draws. Each draws an episode and then one of its valid turns, both
-    uniformly and with replacement. A draw of an episode without a valid turn gives no row.
-
-    Args:
-        turns: by episode, then by turn.
-        num_samples: draws at most.
-        rng: draws episodes and turns.
+    uniformly and with replacement. A draw of an episode without a valid turn gives no row. turns: by episode.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid turn gives no rows and no columns.
     """
@@ -148,6 +136,5 @@ def _make_pairs(
 ) -> ThoughtPairs:
     # Prompts can be equal, because levels repeat and turns are drawn with replacement. Retrieving an equal prompt
     # counts as correct.
-    class_of: dict[bytes, int] = {}
-    classes = [class_of.setdefault(prompt.tobytes(), len(class_of)) for prompt in prompts]
+    classes = number_classes([prompt.tobytes() for prompt in prompts])
     return ThoughtPairs(tuple(prompts), tuple(thoughts), own_columns, np.array(classes, dtype=np.int64))

@@ -8,7 +8,7 @@ import torch
 from trainable.models.codec import Codec
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
-from trainable.rollout.batch import Batch, collate
+from trainable.rollout.batch import collate
 from trainable.rollout.episode import Episode
 
 
@@ -40,7 +40,7 @@ def format_transcript(episode: Episode, codec: Codec) -> str:
 
 def score_tokens(trainer: PPOTrainer, episodes: Sequence[Episode]) -> list[list[ScoredToken]]:
     """The sampled tokens of each episode, scored by the trainer's policy and critic. The trainer is not changed."""
-    batch = Batch(*(tensor.to(trainer.device) for tensor in collate(episodes)))
+    batch = collate(episodes).to(trainer.device)
     rows_per_pass = trainer.config.rollout.log_prob_micro_batch_size_per_gpu
     logprob_function = TokenFunction.for_logprobs(trainer.model, trainer.config.rollout.temperature)
     logprobs = compute_at_trained_tokens(batch, rows_per_pass, logprob_function).cpu()

@@ -16,17 +16,18 @@ FIRST_TEST_SEED = 900_000_000
 
 
 class Level(Protocol):
-    """One problem of a game: a board, a code, an equation.
-
-    seed: the seed that was asked for. key: equal for two levels if one is a symmetric twin of the other, such as a
-    mirrored board. Twins are one cluster in confidence intervals, and never in training and test at once.
-    """
+    """One problem of a game: a board, a code, an equation."""
 
     @property
-    def seed(self) -> int: ...  # noqa: D102
+    def seed(self) -> int:
+        """The seed that was asked for."""
 
     @property
-    def key(self) -> bytes: ...  # noqa: D102
+    def key(self) -> bytes:
+        """Equal for two levels if one is a symmetric twin of the other, such as a mirrored board.
+
+        Twins are one cluster in confidence intervals, and never in training and test at once.
+        """
 
 
 L = TypeVar("L", bound=Level)
@@ -83,46 +84,41 @@ RewardFunction = Callable[[Any, Sequence[PlayedTurn]], Sequence[float]]
 
 
 class LevelSource(Protocol[L]):
-    """The levels of a game of type L, and what is known of them.
-
-    Attributes:
-        name: name of the game in rows, reports and file names.
-        title: name of the game in sentences; it is the whole system message of the compact style.
-        has_held_out_levels: whether there are so many levels that the test levels can be kept out of training. If not,
-            all sets draw from the same few levels.
-        measures: functions of an episode, by the name of the column that has their mean, without `train_` or `val_`.
-    """
+    """The levels of a game of type L, and what is known of them."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str:
+        """Name of the game in rows, reports and file names."""
 
     @property
-    def title(self) -> str: ...  # noqa: D102
+    def title(self) -> str:
+        """Name of the game in sentences; it is the whole system message of the compact style."""
 
     @property
-    def has_held_out_levels(self) -> bool: ...  # noqa: D102
+    def has_held_out_levels(self) -> bool:
+        """Whether there are so many levels that the test levels can be kept out of training.
+
+        If not, all sets draw from the same few levels.
+        """
 
     @property
-    def measures(self) -> Mapping[str, Measure]: ...  # noqa: D102
+    def measures(self) -> Mapping[str, Measure]:
+        """Functions of an episode, by the name of the column that has their mean, without `train_` or `val_`."""
 
     def make_levels(self, seeds: Sequence[int]) -> Sequence[L]:
         """The level of each seed. It depends on the seed and on the settings of the game only."""
-        ...
 
     def make_test_levels(self, count: int) -> Sequence[L]:
         """The first `count` test levels, in a fixed order; their seeds are at least `FIRST_TEST_SEED`."""
-        ...
 
     def compute_chance(self, levels: Sequence[L], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
         """For each level, the probability that uniformly random actions succeed within `limits`; None if unknown."""
-        ...
 
     def compute_best(self, levels: Sequence[L], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
         """For each level, the largest probability of success of any policy within `limits`; None if unknown.
 
         The policy sees what the prompts show, and chooses all actions of a turn before it sees what they do.
         """
-        ...
 
 
 class Environment(LevelSource[L], Protocol[L]):
@@ -134,7 +130,6 @@ class Environment(LevelSource[L], Protocol[L]):
 
     def start(self, levels: Sequence[L]) -> list[State]:
         """The state of an episode before its first turn, for each level."""
-        ...
 
     def step(
         self, states: Sequence[State], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
@@ -147,16 +142,12 @@ class Environment(LevelSource[L], Protocol[L]):
             luck: float64 (B, A) uniform random numbers from [0, 1), one per action. They are the only source of chance:
                 a deterministic game ignores them.
         """
-        ...
 
     def read_action(self, word: str) -> str | None:
         """The action that a word of an answer names, in its canonical spelling; None if it names none."""
-        ...
 
     def format_instructions(self, max_actions: int) -> str:
         """The system message of the full style: the game, its symbols, its actions, and an example of an answer."""
-        ...
 
     def format_state(self, state: State, style: PromptStyle) -> str:
         """What the policy sees of a state, as lines without a newline at the end."""
-        ...

@@ -14,8 +14,8 @@ validation the same seeds is refused. Levels are compared up to symmetry
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from itertools import count as counting
-from itertools import islice
 from typing import Any, NamedTuple
 
 from trainable.config.run_config import RunConfig
@@ -96,16 +96,8 @@ def make_demonstration_levels(environment: LevelSource[L], count: int, first_ind
     if environment.has_held_out_levels:
         held_out_levels = [*make_validation_levels(environment), *environment.make_test_levels(TEST_LEVELS)]
         held_out_keys = collect_level_keys(held_out_levels)
-    levels = list(
-        islice(
-            (
-                level
-                for level in _iter_levels(environment.make_levels, FIRST_DEMONSTRATION_SEED + first_index)
-                if level.key not in held_out_keys
-            ),
-            count,
-        )
-    )
+    candidates = _iter_levels(environment.make_levels, FIRST_DEMONSTRATION_SEED + first_index)
+    levels = list(islice((level for level in candidates if level.key not in held_out_keys), count))
     if levels and levels[-1].seed >= FIRST_TEST_SEED:
         raise ValueError(f"{count} demonstration levels from {first_index} on reach the test seeds; ask for fewer")
     return levels
@@ -134,7 +126,7 @@ def make_run_levels(environment: LevelSource[Any], config: RunConfig) -> RunLeve
         make_training_levels(environment, config.seed, step, env.env_groups, env.seed_train, excluded_keys)
         for step in range(1, config.trainer.total_training_steps + 1)
     ]
-    training_keys = collect_level_keys(level for levels in training for level in levels)
+    training_keys = collect_level_keys(chain.from_iterable(training))
     return RunLevels(training, validation, test_set, [level.key not in training_keys for level in validation])
 
 

@@ -1,4 +1,4 @@
-"""Prompts of a game in two styles, and the parser of replies.
+"""Prompts of a game in two styles, the chat formats that they are written in, and the parser of replies.
 
 The text between messages comes from the model's chat format. The text of a turn ends with the forced start of the
 reply, `<think>`. Only tokens that the model sampled are trained; all other text is context.
@@ -11,12 +11,50 @@ invalid turn is dropped, and role headers are trained).
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from trainable.config.setting_types import PromptStyle
-from trainable.envs.chat import CHATML, ChatFormat
 from trainable.envs.environment import Environment, State
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """The text between the contents of messages, for conversations that grow turn by turn.
+
+    system_prefix: before the system message. first_user_prefix: from the system message to the first user message.
+    reply_prefix: from a user message to the reply. end_marker: ends a reply; it is one token, which the model samples.
+    next_user_prefix: from the end marker to the next user message. strips_content: whether blanks at both ends of
+    contents are stripped.
+    """
+
+    system_prefix: str
+    first_user_prefix: str
+    reply_prefix: str
+    end_marker: str
+    next_user_prefix: str
+    strips_content: bool = False
+
+    def format_first_turn(self, system: str, user: str) -> str:
+        """The conversation up to its first reply."""
+        opening = f"{self.system_prefix}{self._format_content(system)}{self.first_user_prefix}"
+        return f"{opening}{self._format_content(user)}{self.reply_prefix}"
+
+    def format_next_turn(self, user: str) -> str:
+        """The text between the end of a reply and the next reply."""
+        return f"{self.next_user_prefix}{self._format_content(user)}{self.reply_prefix}"
+
+    def _format_content(self, text: str) -> str:
+        return text.strip() if self.strips_content else text
+
+
+CHATML = ChatFormat(
+    system_prefix="<|im_start|>system\n",
+    first_user_prefix="<|im_end|>\n<|im_start|>user\n",
+    reply_prefix="<|im_end|>\n<|im_start|>assistant\n",
+    end_marker="<|im_end|>",
+    next_user_prefix="\n<|im_start|>user\n",
+)
+"""The format that Qwen models expect; also used for models without a chat template."""
 
 END_OF_MESSAGE = CHATML.end_marker
 START_OF_THOUGHT = "<think>"
@@ -85,7 +123,18 @@ def make_prompt_template(
     """The prompts of a game in a style and a chat format."""
     is_compact = style == "compact"
     system = environment.title if is_compact else environment.format_instructions(max_actions)
-    format_turn = partial(_format_compact_turn if is_compact else _format_full_turn, environment)
+
+    def format_turn(observation: Observation) -> str:
+        state = environment.format_state(observation.state, style)
+        if is_compact:
+            return f"{format_turn_header(observation.turn)}{state}\n{format_actions_left(observation.actions_left)}"
+        warning = "Your last answer held no valid action; the state has not changed.\n"
+        return (
+            f"\nTurn {observation.turn}:\nState:\n{state}\n{warning if observation.last_invalid else ''}"
+            f"You have {observation.actions_left} actions left. Always output: "
+            "<think> [Your thoughts] </think> <answer> [your answer] </answer> with no extra text. "
+            "Strictly follow this format. Max response length: 120 words (tokens).\n"
+        )
 
     return PromptTemplate(
         lambda observation: chat.format_first_turn(system, format_turn(observation)) + START_OF_THOUGHT,
@@ -129,16 +178,6 @@ def format_action_rules(names: Sequence[str], max_actions: int) -> str:
     )
 
 
-def _format_full_turn(environment: Environment[Any], observation: Observation) -> str:
-    warning = "Your last answer held no valid action; the state has not changed.\n" if observation.last_invalid else ""
-    return (
-        f"\nTurn {observation.turn}:\nState:\n{environment.format_state(observation.state, 'full')}\n{warning}"
-        f"You have {observation.actions_left} actions left. Always output: "
-        "<think> [Your thoughts] </think> <answer> [your answer] </answer> with no extra text. "
-        "Strictly follow this format. Max response length: 120 words (tokens).\n"
-    )
-
-
 def format_turn_header(turn: int) -> str:
     """The header of a turn in the compact style."""
     return f"Turn {turn}:\nState:\n"
@@ -147,11 +186,6 @@ def format_turn_header(turn: int) -> str:
 def format_actions_left(actions_left: int) -> str:
     """The last line of a turn in the compact style."""
     return f"{actions_left} actions left\n"
-
-
-def _format_compact_turn(environment: Environment[Any], observation: Observation) -> str:
-    state = environment.format_state(observation.state, "compact")
-    return f"{format_turn_header(observation.turn)}{state}\n{format_actions_left(observation.actions_left)}"
 
 
 def format_reply(thought: str, actions: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from trainable.envs.chat import CHATML, ChatFormat
+from trainable.envs.prompts import CHATML, ChatFormat
 
 Messages = Sequence[Mapping[str, str]]
 SYSTEM_MARK, REPLY_MARK = "what-the-system-says", "<think>what-it-thinks</think><answer>what-it-answers</answer>"

@@ -20,7 +20,7 @@ from trainable.config.command_lines import quote_argument
 from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
 from trainable.config.model_limits import is_plain_qwen2
 from trainable.config.sections import ModelConfig
-from trainable.envs.chat import CHATML, ChatFormat
+from trainable.envs.prompts import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
 from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel, PassSettings, Trunk, ValueModel

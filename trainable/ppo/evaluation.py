@@ -199,10 +199,8 @@ def make_evaluation_key(config: RunConfig, weights: Mapping[str, Tensor], refere
     policy will be trained has no influence, except on the weights of turns that are recorded with an episode of a tree,
     so all arms of a study over losses have the same key.
 
-    Args:
-        config: the run's configuration.
-        weights: the policy's tensors by name, on the CPU.
-        reference: fingerprint of a reference with weights of its own; None without one. The KL to it may be measured.
+    weights: the policy's tensors by name, on the CPU. reference: fingerprint of a reference with weights of its own, to
+    which the KL may be measured; None without one.
     """
     settings = pin_parts(config).model_dump(mode="json", include={"seed", "env", "model", "rollout"})
     # Without a reference of its own the policy is the reference, and there is no KL to measure.

@@ -22,14 +22,11 @@ def record_episode(
     settings: AlgorithmConfig | None = None,
     advantages: Sequence[NumbersPerTurn] | None = None,
 ) -> RecordedEpisode:
-    """The texts of an episode, decoded from its very tokens.
+    """The texts of an episode and its children, decoded from their very tokens.
 
-    Args:
-        episode: the episode, with its children.
-        step: training steps before the validation, or the step that trained on the episode.
-        codec: decodes its tokens.
-        settings: in a game of trees, how the turns of a tree are weighted; None in other games.
-        advantages: of an episode that was trained on, the advantage of each turn of each of its rollouts.
+    step: training steps before the validation, or the step that trained on the episode. settings: in a game of trees,
+    how the turns of a tree are weighted; None in other games. advantages: of an episode that was trained on, the
+    advantage of each turn of each of its rollouts.
     """
     nothing: NumbersPerTurn = [None] * max(len(rollout.texts) for rollout in episode.rollouts)
     weights = _compute_turn_weights(episode, settings) if settings else [nothing] * len(episode.rollouts)
@@ -65,15 +62,8 @@ def record_trained_episodes(
 ) -> list[RecordedEpisode]:
     """The first `count` of the episodes that a step trains on, with the mean advantage of the tokens of each turn.
 
-    Args:
-        episodes: those that the filter has kept. `prepared` begins with them, in this order.
-        prepared: their batch, with its advantages.
-        count: number of episodes to record.
-        step: the training step.
-        codec: decodes their tokens.
-        settings: in a game of trees, how the turns of a tree are weighted; None in other games.
-
-    A rollout that is not in the batch, such as a child that is not trained, has no advantages.
+    episodes: those that the filter has kept; `prepared` begins with them, in this order. step, settings: see
+    `record_episode`. A rollout that is not in the batch, such as a child that is not trained, has no advantages.
     """
     recorded_episodes, numbers = [], dict[int, int]()
     for place, episode in enumerate(episodes[:count]):

@@ -5,7 +5,7 @@ them with the fields here. A field is None if it was not measured in the step.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 Number = float | int | None
 
@@ -115,19 +115,14 @@ class FinalEvaluation:
             "seconds_total": self.seconds,
             "cpu_seconds_step": self.cpu_seconds,
         }
-        measured_columns = {
-            item.name: getattr(self, item.name) for item in fields(self) if item.name not in _COST_FIELDS
-        }
         # `seconds_validation` is None if the last step had no validation.
         return {
             **row,
-            **measured_columns,
+            "val_greedy_success": self.val_greedy_success,
+            "test_success": self.test_success,
+            "test_greedy_success": self.test_greedy_success,
             **{name: (row.get(name) or 0.0) + seconds for name, seconds in added_seconds.items()},
         }
-
-
-_COST_FIELDS = ("seconds", "cpu_seconds")
-"""Fields of `FinalEvaluation` that are no columns: they are added to columns that the row already has."""
 
 
 @dataclass(frozen=True)

@@ -44,15 +44,11 @@ def make_targets(
 ) -> Targets:
     """Compute advantages and returns of a batch: KL penalty, estimator, whitening, then scaling (published order).
 
-    Args:
-        batch: the episodes.
-        values: (B, T) of the critic, which gae needs; None without a critic.
-        ref_logprobs: (B, T) of the reference; None without one.
-        settings: the estimator and the KL penalty. zero_task_advantage sets the advantages to 0, but not the returns.
-        kl_coef: coefficient of the KL penalty in the reward, read only with use_kl_in_reward.
-        filter_scale: factor of actor.filter_loss_scaling. It is applied after whitening, which would cancel it.
-        has_trees: whether the episodes are trees, of which every rollout has the advantage of its root, and the weights
-            of settings.tree_weighting.
+    values: (B, T) of the critic, which gae needs; None without a critic. ref_logprobs: (B, T) of the reference; None
+    without one. settings: zero_task_advantage sets the advantages to 0, but not the returns. kl_coef: coefficient of
+    the KL penalty in the reward, read only with use_kl_in_reward. filter_scale: factor of actor.filter_loss_scaling,
+    applied after whitening, which would cancel it. has_trees: whether the episodes are trees, of which every rollout
+    has the advantage of its root, and the weights of settings.tree_weighting.
     """
     # As published: GAE over turns needs the reward of each turn, everything else the score at the last sampled token.
     rewards = batch.rewards if settings.bi_level_gae else place_episode_scores(batch)

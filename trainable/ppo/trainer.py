@@ -362,12 +362,9 @@ class PPOTrainer:
     ) -> PreparedBatch:
         """Make a batch of episodes with values, reference log-probs and advantages.
 
-        Args:
-            episodes: the episodes of the groups that the filter kept.
-            groups_kept: number of these groups.
-            num_groups: number of groups before the filter. actor.filter_loss_scaling depends on the fraction kept.
-            rng: draws the episodes that are copied to fill the last mini-batch.
-            timer: measures the phases; None if their times are not reported.
+        episodes: those of the `groups_kept` groups that the filter kept, of `num_groups` before it;
+        actor.filter_loss_scaling depends on the fraction kept. rng: draws the episodes that are copied to fill the last
+        mini-batch. timer: measures the phases; None if their times are not reported.
         """
         config, timer = self.config, timer or PhaseTimer(self.device)
         # The numbers are those of the algorithm in the docstring of `step`.
@@ -393,31 +390,20 @@ class PPOTrainer:
         return PreparedBatch(batch, targets, make_update_order(batch, config.actor.loss.needs_whole_groups))
 
     def _update_critic(self, prepared: PreparedBatch, timer: PhaseTimer) -> Meter:
-        backend, config = self.backends["critic"], self.config
+        backend, mode = self.backends["critic"], self.config.actor.loss_agg_mode
         critic = cast(ValueModel, backend.networks["critic"])
         with timer.measure("update_critic"):
-            return update_critic(
-                critic,
-                backend,
-                prepared.batch,
-                prepared.targets,
-                prepared.order,
-                config.critic,
-                config.actor.loss_agg_mode,
-            )
+            return update_critic(critic, backend, *prepared, self.config.critic, mode)
 
     def _analyze_gradients(self, episodes: list[Episode], timer: PhaseTimer) -> list[Row]:
         # Ranks analyze different mini-batches, so they make different numbers of passes: all weights are needed.
-        with (
-            self.backends["actor"].gather_weights(),
-            self._load_reference_for_loss(),
-            timer.measure("gradient_analysis"),
-        ):
+        actor = self.backends["actor"]
+        with actor.gather_weights(), self._load_reference_for_loss(), timer.measure("gradient_analysis"):
             return self.diagnostics.gradients(self, episodes)
 
     def _update_policy(self, prepared: PreparedBatch, timer: PhaseTimer) -> Meter:
         with timer.measure("update_actor"), self._load_reference_for_loss():
-            return self.make_actor_update().run(prepared.batch, prepared.targets, prepared.order)
+            return self.make_actor_update().run(*prepared)
 
     def _end_update(
         self,
@@ -475,8 +461,7 @@ class PPOTrainer:
             episodes = [episode._replace(children=()) for episode in episodes]
         generator = torch.Generator().manual_seed(int(rng.integers(2**62)))  # a seed that fits a signed 64-bit integer
         index = adjust_copy(len(episodes), self.config.compute_batch_multiple(num_groups), generator)
-        batch = collate([episodes[number] for number in index.tolist()])
-        return Batch(*(tensor.to(self.device) for tensor in batch))
+        return collate([episodes[number] for number in index.tolist()]).to(self.device)
 
     def compute_values(self, batch: Batch) -> Tensor | None:
         """Values (B, T) of the critic at the trained tokens, without gradients; None without a critic."""
@@ -594,7 +579,7 @@ class PPOTrainer:
         )
         kl = None
         if measures_kl:
-            batch = Batch(*(tensor.to(self.device) for tensor in collate(episodes)))
+            batch = collate(episodes).to(self.device)
             kl = estimate_mean_kl(batch, self._compute_reference_logprobs(batch, temperature))
         recorded_levels = self.config.trainer.log_val_generations if is_sampled_validation else 0
         return evaluation._replace(

@@ -88,15 +88,9 @@ def make_passes(
     All ranks get the same number of passes, so that they can gather sharded weights together. The last passes of a rank
     may have no trained token.
 
-    Args:
-        batch: all episodes of the step.
-        targets: targets of the episodes in `batch`.
-        rows: (N,) indices of the episodes in the mini-batch.
-        mode: how losses are aggregated, one of `LOSS_AGG_MODES`.
-        micro_batch_size: number of consecutive `rows` in a micro-batch.
-        padded_length: tokens of the longest episode of `batch`, the divisor of seq-mean-token-sum-norm.
-        world: the ranks of the run.
-        needs_padding: see `split_by_tokens`.
+    batch: all episodes of the step. rows: (N,) indices of those in the mini-batch. mode: how losses are aggregated, one
+    of `LOSS_AGG_MODES`. micro_batch_size: number of consecutive `rows` in a micro-batch. padded_length: tokens of the
+    longest episode of `batch`, the divisor of seq-mean-token-sum-norm. needs_padding: see `split_by_tokens`.
     """
     # Before the mini-batch is sharded: a micro-batch may have rows on several ranks, which add up to its loss.
     if targets.loss_weights is None:
@@ -159,7 +153,6 @@ def update_critic(
         meter.tokens += len(values)
         return compute_value_loss(values, inputs, settings.cliprange_value, meter)
 
-    needs_padding = critic.model.needs_padding
     return _run_optimizer_steps(
         backend,
         batch,
@@ -170,7 +163,7 @@ def update_critic(
         compute_loss,
         meter,
         norm_column="critic_grad_norm",
-        needs_padding=needs_padding,
+        needs_padding=critic.model.needs_padding,
     )
 
 
@@ -189,23 +182,12 @@ def _run_optimizer_steps(
 ) -> Meter:
     """Make an optimizer step for each mini-batch of `order` (B,), accumulating gradients over its passes.
 
-    Args:
-        backend: executes the backward passes and the optimizer steps.
-        batch: all episodes of the step.
-        get_targets: function of the rows (n,) of a mini-batch that returns targets for the complete batch. Only those
-            rows of the targets are read. The function is called just before the step on that mini-batch, because the
-            targets of tpo depend on the current weights.
-        order: (B,) the order in which episodes are split into mini-batches.
-        settings: sizes of mini-batches and micro-batches, and the number of epochs.
-        mode: how losses are aggregated, one of `LOSS_AGG_MODES`.
-        compute_loss: the loss of one pass.
-        meter: collects the terms that `compute_loss` and the optimizer record.
-        norm_column: column of the gradient norm.
-        needs_padding: whether the model needs rows padded to one length (see `split_by_tokens`).
-        takes_all: whether all episodes are one mini-batch.
-
-    Returns:
-        The meter, summed over all ranks.
+    get_targets: function of the rows (n,) of a mini-batch that returns targets for the complete batch, of which only
+    those rows are read. It is called just before the step on that mini-batch, because the targets of tpo depend on the
+    current weights. mode: how losses are aggregated, one of `LOSS_AGG_MODES`. compute_loss: the loss of one pass.
+    meter: collects the terms that `compute_loss` and the optimizer record; it is returned, summed over all ranks.
+    norm_column: that of the gradient norm. needs_padding: see `split_by_tokens`. takes_all: whether all episodes are
+    one mini-batch.
     """
     # The length of the batch, not of the mini-batch: seq-mean-token-sum-norm divides all mini-batches by one length.
     micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
@@ -277,18 +259,17 @@ class ActorUpdate:
                 self.make_tpo_targets(batch, targets, rows, meter) if settings.loss.needs_pass_before_step else targets
             )
 
-        mode, needs_padding = settings.loss_agg_mode, self.model.model.needs_padding
         return _run_optimizer_steps(
             self.backend,
             batch,
             get_targets,
             order,
             settings,
-            mode,
+            settings.loss_agg_mode,
             compute_loss,
             meter,
             norm_column="actor_grad_norm",
-            needs_padding=needs_padding,
+            needs_padding=self.model.model.needs_padding,
             takes_all=targets.loss_weights is not None,
         )
 

@@ -40,6 +40,10 @@ class Batch(NamedTuple):
         longest = int(self.lengths[index].max())
         return Batch(*(tensor[index][:, :longest] if tensor.dim() == 2 else tensor[index] for tensor in self))
 
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on `device`."""
+        return Batch(*(tensor.to(device) for tensor in self))
+
     def find_prediction_positions(self) -> Tensor:
         """Flat positions (N,) in B * T from which trained tokens are predicted: the token before each of them.
 

@@ -23,7 +23,6 @@ from trainable.models.qwen2 import Qwen2, compute_rotary_halves
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.sampler import (
     Conversation,
-    LockStepTurns,
     RowStreams,
     SampledReply,
     SamplingParams,
@@ -70,7 +69,7 @@ def _find_obstacle(model: LanguageModel) -> str:
     return find_size_obstacle(shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size)
 
 
-class CompiledConversation:
+class CompiledConversation(Conversation):
     """Rows in lock-step, each with its own number of tokens in the cache.
 
     lengths: (R,) tokens of each row in the cache. pending_tokens: (R,) the last token of each row's reply, which no
@@ -104,10 +103,6 @@ class CompiledConversation:
         self.lengths, self.hidden = self.lengths.repeat(group_size), hidden.repeat(group_size, axis=0)
         if group_size > 1:
             self._grow_cache(slots, group_size)
-
-    def take_turns(self) -> LockStepTurns:
-        """The turns of all rows, which wait for one another (see `Conversation.take_turns`)."""
-        return LockStepTurns(self)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`)."""

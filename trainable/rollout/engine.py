@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainable.algo.batching import split_by_tokens
-from trainable.algo.vocabulary import compute_token_statistics
+from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hidden
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
@@ -26,12 +26,11 @@ from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Shape
 from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
 from trainable.models.lora import get_base_weights, iter_hub_weights
-from trainable.rollout.batch import Batch, collate
-from trainable.rollout.copy_sampler import CopySampler, compute_row_logprobs
+from trainable.rollout.batch import collate
 from trainable.rollout.episode import Episode
 from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_step_kv_bytes
 from trainable.rollout.logprob_mismatch import LogprobMismatch, check_logprobs, check_mismatch, measure_mismatch
-from trainable.rollout.sampler import Sampler
+from trainable.rollout.sampler import Conversation, RowStreams, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 
 if TYPE_CHECKING:
@@ -111,16 +110,50 @@ class SyncedSampler(Sampler, Protocol):
         """Free all memory."""
 
 
+class CopySampler:
+    """Samples from `copy`, which has the policy's weights only after `update_weights`.
+
+    With it, an engine that computes other log-probs than the trainer can be studied on any machine. copy: the policy's
+    model, loaded again. sampler: a sampler of `copy.model`.
+    """
+
+    def __init__(self, copy: Policy, sampler: Sampler) -> None:
+        self.model, self.sampler = copy.model, sampler
+        self.is_sleeping = False
+
+    def start_conversation(
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+    ) -> Conversation:
+        """Start a conversation with the copy (see `Sampler.start_conversation`)."""
+        return self.sampler.start_conversation(prompts, group_size, params, rng)
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the policy's weights.
+
+        weights: every tensor under its name on the hub. Raises KeyError for an unknown name.
+        """
+        own_weights = {self.model.to_hub_name(name): weight for name, weight in self.model.state_dict().items()}
+        for name, weight in weights:
+            own_weights[name].copy_(weight)
+
+    def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1."""
+        device = self.model.model.embed_tokens.weight.device
+        return [compute_row_logprobs(self.model, torch.tensor([ids], device=device)).cpu().numpy() for ids in token_ids]
+
+    def sleep(self) -> None:
+        """Do nothing: the copy stays where it is."""
+
+    def close(self) -> None:
+        """Do nothing: there is no engine to end."""
+
+
 class SyncedEngine(Engine):
     """Samples with a sampler that has its own copy of the weights, in the process of the trainer.
 
-    Args:
-        sampler: the sampler, with the weights of the untrained policy.
-        config: the run's settings.
-        policy: the policy.
-        device: the device of trainer and sampler.
-        prompt: token ids of the fixed prompt, whose log-probs are compared after each weight sync.
-        gather_weights: makes the trainer's weights readable.
+    sampler: has the weights of the untrained policy at first. device: that of trainer and sampler. prompt: token ids of
+    the fixed prompt, whose log-probs are compared after each weight sync.
     """
 
     sampler: SyncedSampler
@@ -187,6 +220,17 @@ class SyncedEngine(Engine):
         self.sampler.close()
 
 
+@torch.no_grad()
+def compute_row_logprobs(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """Log-probs (T - 1,) of `tokens` (1, T) at temperature 1; the first token has none, since nothing precedes it."""
+    flat_positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+    logprobs: Tensor = model.lm_head(
+        model.model.compute_hidden_states(tokens, flat_positions),
+        partial(logprobs_from_hidden, tokens=tokens[0, 1:], temperature=1.0, chunk_elements=CHUNK_ELEMENTS),
+    )
+    return logprobs
+
+
 def iter_noisy_weights(model: LanguageModel, noise: float, rng: np.random.Generator) -> Iterator[tuple[str, Tensor]]:
     """The weights of `iter_hub_weights`, every entry multiplied by 1 + noise * e with e from a standard normal.
 
@@ -219,9 +263,7 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
     # rollout.gpu_memory_utilization is a fraction of the trial's share of a GPU, and vLLM's setting is a fraction of
     # the full GPU. A trial with several GPUs has one engine per GPU; 0 GPUs is a CPU, which has no such share.
     gpu_fraction = min(1.0, config.trainer.n_gpus_per_node or 1.0)
-    cache_bytes = None
-    if rollout.gpu_memory_utilization is None:
-        cache_bytes = _compute_cache_bytes(config, policy.model.shape, context_length)
+    has_fraction = rollout.gpu_memory_utilization is not None
     return VllmSampler(
         policy.folder,
         EngineSettings(
@@ -229,7 +271,7 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
             config.model.dtype,
             context_length,
             gpu_fraction * (rollout.gpu_memory_utilization or STARTING_UTILIZATION),
-            cache_bytes,
+            None if has_fraction else _compute_cache_bytes(config, policy.model.shape, context_length),
             enforce_eager=rollout.enforce_eager,
             enable_sleep_mode=rollout.free_cache_engine,
             head_dtype=config.model.head_dtype,
@@ -242,16 +284,14 @@ def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -
 
     At least one conversation of `context_length` tokens: with less, vLLM does not start.
     """
-    dtype_bytes = getattr(torch, config.model.dtype).itemsize
+    dtype_bytes, ranks = getattr(torch, config.model.dtype).itemsize, max(1, int(config.trainer.n_gpus_per_node))
+    cache_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, ranks)
     if config.rollout.kv_cache_gib is not None:
         cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
-    else:
-        ranks = max(1, int(config.trainer.n_gpus_per_node))
-        cache_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, ranks)
     return max(cache_bytes, compute_conversation_kv_bytes(shape, dtype_bytes, context_length))
 
 
-def _compare(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, step: int) -> LogprobMismatch:
+def _compare(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: int) -> LogprobMismatch:
     """The mismatch of log-probs (N,) of the same tokens. NonFiniteError if one is not finite."""
     check_logprobs(trainer_logprobs, engine_logprobs, step)
     return measure_mismatch(trainer_logprobs, engine_logprobs)
@@ -313,7 +353,7 @@ def recompute_logprobs(
     """
     if not episodes:  # a rank without levels
         return []
-    batch = Batch(*(tensor.to(device) for tensor in collate(episodes)))
+    batch = collate(episodes).to(device)
     logprobs, entropies = torch.zeros_like(batch.logprobs), torch.zeros_like(batch.logprobs)
     lengths = batch.lengths.cpu()
     passes = split_by_tokens(lengths, micro_batch_size * int(lengths.max()), model.model.needs_padding)

@@ -34,8 +34,8 @@ class EpisodeLimits:
 class _EpisodeState:
     """An episode in progress.
 
-    rewards (of the game, without penalties), turn_actions, turn_validity: one entry per turn. last_reward,
-    last_invalid: the outcome of the last turn, which the next observation shows.
+    rewards, turn_actions, turn_validity: one entry per turn. Rewards are those of the game, without the format penalty,
+    which the model is not shown.
     """
 
     level: Level
@@ -48,8 +48,6 @@ class _EpisodeState:
     done: bool = False
     success: bool = False
     out_of_context: bool = False
-    last_reward: float = 0.0  # of the environment, without the format penalty, which the model is not shown
-    last_invalid: bool = False
 
     @property
     def actions(self) -> int:
@@ -143,7 +141,6 @@ def _apply_replies(
         state.transcript.append_reply(reply, text)
         state.turn_validity.append(not parsed_reply.invalid)
         state.rewards.append(reward)
-        state.last_reward, state.last_invalid = float(reward), parsed_reply.invalid
 
 
 def _play_turn(
@@ -160,11 +157,8 @@ def _play_turn(
     ]
     outcome = environment.step([state.state for state in states], actions, luck)
     for row, state in enumerate(states):
-        state.state, state.done, state.success = (
-            outcome.states[row],
-            bool(outcome.done[row]),
-            bool(outcome.success[row]),
-        )
+        state.state = outcome.states[row]
+        state.done, state.success = bool(outcome.done[row]), bool(outcome.success[row])
         # What is not executed comes last: the actions after the end of the level.
         state.turn_actions.append(actions[row][: int(outcome.action_counts[row])])
     return outcome.rewards
@@ -189,12 +183,11 @@ def _append_observations(
     texts = []
     for row in live_rows:
         state = states[row]
-        actions_left = limits.max_actions - state.actions
+        actions_left, last_reward = limits.max_actions - state.actions, float(state.rewards[-1])
+        is_invalid = not state.turn_validity[-1]
         text = template.format_next_turn(
             # Turns are counted from 0 here, and from 1 in the text of an observation.
-            Observation(
-                state.transcript.num_turns + 1, state.state, actions_left, state.last_reward, state.last_invalid
-            )
+            Observation(state.transcript.num_turns + 1, state.state, actions_left, last_reward, is_invalid)
         )
         texts.append(text if state.transcript.is_closed else template.end_marker + text)
     next_rows, new_tokens = [], []

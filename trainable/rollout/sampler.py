@@ -62,7 +62,8 @@ class Conversation(Protocol):
     """Rows that take turns with the environment; a row is one episode with its own history."""
 
     def take_turns(self) -> Turns:
-        """The turns of all rows. They are not mixed with calls of `sample_replies`."""
+        """The turns of all rows, which wait for one another. They are not mixed with calls of `sample_replies`."""
+        return LockStepTurns(self)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to each of `rows`, and sample a reply for each.

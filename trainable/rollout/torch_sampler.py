@@ -10,7 +10,6 @@ from torch import Tensor
 from trainable.models.interface import LanguageModel
 from trainable.rollout.sampler import (
     Conversation,
-    LockStepTurns,
     RowStreams,
     SampledReply,
     SamplingParams,
@@ -48,7 +47,7 @@ class _TurnBuffers(NamedTuple):
     lengths: Tensor
 
 
-class TorchConversation:
+class TorchConversation(Conversation):
     """Rows in lock-step in one cache. Live rows come first, so that passes can leave out the finished ones.
 
     A place is an index into the cache. `rows` has the row of the conversation at each place, and `pending_tokens` the
@@ -76,10 +75,6 @@ class TorchConversation:
             self.hidden = self._extend(prompts)
             # The cache had one row per prompt up to here; now each is repeated for its group.
             self._select_places(torch.arange(len(prompts), device=self.device).repeat_interleave(group_size))
-
-    def take_turns(self) -> LockStepTurns:
-        """The turns of all rows, which wait for one another (see `Conversation.take_turns`)."""
-        return LockStepTurns(self)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`)."""

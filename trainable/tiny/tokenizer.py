@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from trainable.envs.chat import CHATML
 from trainable.envs.environment import TurnLimits
 from trainable.envs.prompts import (
     ACTION_SEPARATOR,
+    CHATML,
     END_OF_MESSAGE,
     START_OF_THOUGHT,
     format_actions_left,

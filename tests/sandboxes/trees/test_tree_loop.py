@@ -18,7 +18,7 @@ from sandboxes.trees.tree_loop import (
     TreeTexts,
     roll_out_trees,
 )
-from trainable.envs.chat import CHATML
+from trainable.envs.prompts import CHATML
 from trainable.models.codec import Codec
 from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainable.algo.buckets import assign_fixed_buckets, assign_quantile_buckets
+from trainable.algo.gradient_signal import assign_fixed_buckets, assign_quantile_buckets
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from tests.fakes.hub_models import (
     make_byte_tokenizer,
     write_tokenizer_config,
 )
-from trainable.envs.chat import CHATML, ChatFormat
 from trainable.envs.level_sets import make_validation_levels
-from trainable.envs.prompts import Observation, make_prompt_template
+from trainable.envs.prompts import CHATML, ChatFormat, Observation, make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
 from trainable.models.chat_template import read_chat_format
 from trainable.models.load import make_codec

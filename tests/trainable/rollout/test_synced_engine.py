@@ -19,8 +19,7 @@ from trainable.models.lora import iter_hub_weights
 from trainable.ppo.evaluation import summarize_batch
 from trainable.ppo.phases import PhaseTimer
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.copy_sampler import CopySampler
-from trainable.rollout.engine import SyncedEngine, iter_noisy_weights
+from trainable.rollout.engine import CopySampler, SyncedEngine, iter_noisy_weights
 from trainable.rollout.logprob_mismatch import EngineMismatchError
 
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1}

@@ -13,7 +13,8 @@ from typing import NamedTuple
 MAX_LENGTH = 200
 """Characters of an expression. A longer text is no expression, so that parsing is quick and nesting is bounded."""
 
-_TOKEN = re.compile(r"\s*(?:([0-9]{1,9})(?![0-9])|([-+*/()]))")
+_TEXT = re.compile(r"(?:\s*(?:[0-9]{1,9}(?![0-9])|[-+*/()]))*\s*")
+_TOKEN = re.compile(r"[0-9]+|[-+*/()]")
 
 
 class Expression(NamedTuple):
@@ -35,31 +36,16 @@ def parse_expression(text: str) -> Expression | None:
         >>> parse_expression("(1 + 2) * 3").value
         Fraction(9, 1)
     """
-    tokens = _split_tokens(text)
-    if not tokens:
+    tokens = _TOKEN.findall(text)
+    if not tokens or len(text) > MAX_LENGTH or not _TEXT.fullmatch(text):
         return None
     parser = _Parser(tokens)
     try:
         value = parser.read_sum()
     except _SyntaxError:
         return None
-    if parser.position != len(tokens):
-        return None
     numbers = tuple(int(token) for token in tokens if token.isdigit())
-    return Expression("".join(tokens), numbers, value)
-
-
-def _split_tokens(text: str) -> list[str] | None:
-    if len(text) > MAX_LENGTH:
-        return None
-    tokens, position, text = [], 0, text.rstrip()
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            return None
-        tokens.append(match[1] or match[2])
-        position = match.end()
-    return tokens
+    return Expression("".join(tokens), numbers, value) if parser.position == len(tokens) else None
 
 
 class _SyntaxError(Exception):

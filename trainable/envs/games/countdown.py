@@ -1,10 +1,10 @@
 """Countdown: combine all numbers to the target, in one turn; the rewards of RAGEN, with a parser instead of `eval`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,9 +50,9 @@ class Countdown:
 
     count: int = 4
     max_number: int = 99
-    name: str = field(default="countdown", init=False)
-    title: str = field(default="Countdown", init=False)
-    measures: Mapping[str, Measure] = field(default_factory=lambda: MappingProxyType({}), init=False)
+    name = "countdown"
+    title = "Countdown"
+    measures: ClassVar[Mapping[str, Measure]] = MappingProxyType({})
 
     @property
     def has_held_out_levels(self) -> bool:

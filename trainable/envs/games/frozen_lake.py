@@ -7,10 +7,10 @@ group includes them.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,9 +66,9 @@ class FrozenLake:
     """Probability of moving in the intended direction; each perpendicular direction has half of the rest."""
     observation_format: str = "grid_coord"
     """How the full style shows a map: grid, coord or grid_coord."""
-    name: str = field(default="frozenlake", init=False)
-    title: str = field(default="FrozenLake", init=False)
-    measures: Mapping[str, Measure] = field(default_factory=lambda: MappingProxyType({}), init=False)
+    name = "frozenlake"
+    title = "FrozenLake"
+    measures: ClassVar[Mapping[str, Measure]] = MappingProxyType({})
 
     @property
     def has_held_out_levels(self) -> bool:
@@ -94,8 +94,7 @@ class FrozenLake:
         """Walk; the random number of an action says whether it slips, and to which side (see `_find_slips`)."""
         moves = make_moves(self.size)
         tiles = np.stack([state.tiles.reshape(-1) for state in states])
-        players = np.array([state.player for state in states])
-        rows = np.arange(len(states))
+        players, rows = np.array([state.player for state in states]), np.arange(len(states))
         done, success = np.zeros(len(states), dtype=bool), np.zeros(len(states), dtype=bool)
         rewards, action_counts = np.zeros(len(states)), np.zeros(len(states), dtype=np.int64)
         for number in range(max(map(len, actions), default=0)):
@@ -107,9 +106,10 @@ class FrozenLake:
             players = np.where(moving, moves[players, turned], players)
             action_counts += moving
             reached = tiles[rows, players]
-            rewards += moving & (reached == GOAL)
-            success |= moving & (reached == GOAL)
-            done |= moving & ((reached == GOAL) | (reached == HOLE))
+            is_at_goal = moving & (reached == GOAL)
+            rewards += is_at_goal
+            success |= is_at_goal
+            done |= is_at_goal | (moving & (reached == HOLE))
         next_states = [LakeState(state.tiles, int(player)) for state, player in zip(states, players, strict=True)]
         return TurnOutcome(next_states, rewards, action_counts, done, success)
 
@@ -206,7 +206,7 @@ def compute_distances(tiles: Tiles) -> list[int]:
 
     A cell without such a path, or with a hole, has N * N, which is more than any path has.
     """
-    flat_tiles, neighbors = tiles.reshape(-1).tolist(), _list_neighbors(len(tiles))
+    flat_tiles, neighbors = tiles.reshape(-1).tolist(), make_moves(len(tiles)).tolist()
     distances = [len(flat_tiles)] * len(flat_tiles)
     frontier, distance = {flat_tiles.index(GOAL)}, 0
     while frontier:
@@ -220,11 +220,6 @@ def compute_distances(tiles: Tiles) -> list[int]:
             if flat_tiles[neighbor] != HOLE and distances[neighbor] == len(flat_tiles)
         }
     return distances
-
-
-@lru_cache(maxsize=8)
-def _list_neighbors(size: int) -> list[list[int]]:
-    return make_moves(size).tolist()
 
 
 @lru_cache(maxsize=8)

@@ -41,10 +41,7 @@ def make_level_source(env: EnvConfig) -> LevelSource[Any]:
 
 def make_reward_function(env: EnvConfig) -> RewardFunction | None:
     """The function that replaces the rewards of the game, if `env` selects one; None for the rewards of the game."""
-    if env.reward == GAME_REWARD:
-        return None
-    function: RewardFunction = get_part(env.reward)
-    return function
+    return None if env.reward == GAME_REWARD else get_part(env.reward)
 
 
 def get_turn_limits(env: EnvConfig) -> TurnLimits:

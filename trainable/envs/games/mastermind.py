@@ -7,10 +7,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,30 @@ class GuessState(NamedTuple):
     last_guess: str = ""
 
 
+def compare_codes(code: str, guess: str) -> tuple[int, int]:
+    """How many letters of a guess are at the right place, and how many others are in the code at another place.
+
+    Example:
+        >>> compare_codes("AAB", "ABA")
+        (1, 2)
+    """
+    exact = sum(left == right for left, right in zip(code, guess, strict=True))
+    return exact, (Counter(code) & Counter(guess)).total() - exact
+
+
+def compute_consistent_share(level: Secret, guesses: Sequence[str]) -> float:
+    """Share of the guesses after the first that could be the code after all answers before them; NaN without any.
+
+    A policy that ignores the answers has a small share. One that uses them all has a share of 1.
+    """
+    answers = [(guess, compare_codes(level.code, guess)) for guess in guesses]
+    is_consistent = [
+        all(compare_codes(guess, earlier) == answer for earlier, answer in answers[:number])
+        for number, guess in enumerate(guesses)
+    ]
+    return float(np.mean(is_consistent[1:])) if len(guesses) > 1 else math.nan
+
+
 @dataclass(frozen=True)
 class Mastermind:
     """Mastermind with `positions` letters out of `colors` letters.
@@ -57,12 +81,10 @@ class Mastermind:
 
     positions: int = 3
     colors: int = 4
-    name: str = field(default="mastermind", init=False)
-    title: str = field(default="Mastermind", init=False)
-    has_held_out_levels: bool = field(default=False, init=False)
-    measures: Mapping[str, Measure] = field(
-        default_factory=lambda: MappingProxyType({"consistent_guesses": compute_consistent_share}), init=False
-    )
+    name = "mastermind"
+    title = "Mastermind"
+    has_held_out_levels = False
+    measures: ClassVar[Mapping[str, Measure]] = MappingProxyType({"consistent_guesses": compute_consistent_share})
 
     def make_levels(self, seeds: Sequence[int]) -> list[Secret]:
         """A uniformly random code for each seed."""
@@ -139,33 +161,9 @@ class Mastermind:
         return "".join(COLORS[number] for number in rng.integers(self.colors, size=self.positions))
 
 
-def compare_codes(code: str, guess: str) -> tuple[int, int]:
-    """How many letters of a guess are at the right place, and how many others are in the code at another place.
-
-    Example:
-        >>> compare_codes("AAB", "ABA")
-        (1, 2)
-    """
-    exact = sum(left == right for left, right in zip(code, guess, strict=True))
-    return exact, (Counter(code) & Counter(guess)).total() - exact
-
-
 def list_codes(positions: int, colors: int) -> list[str]:
     """All codes, in alphabetical order."""
     return ["".join(letters) for letters in itertools.product(COLORS[:colors], repeat=positions)]
-
-
-def compute_consistent_share(level: Secret, guesses: Sequence[str]) -> float:
-    """Share of the guesses after the first that could be the code after all answers before them; NaN without any.
-
-    A policy that ignores the answers has a small share. One that uses them all has a share of 1.
-    """
-    answers = [(guess, compare_codes(level.code, guess)) for guess in guesses]
-    is_consistent = [
-        all(compare_codes(guess, earlier) == answer for earlier, answer in answers[:number])
-        for number, guess in enumerate(guesses)
-    ]
-    return float(np.mean(is_consistent[1:])) if len(guesses) > 1 else math.nan
 
 
 @cache

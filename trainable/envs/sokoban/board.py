@@ -84,7 +84,12 @@ def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
     Source: published code (rules and rewards). B = 0 gives empty arrays.
     """
     batch, _, cols = cells.shape
-    _check_actions(actions, batch)
+    if actions.shape != (batch,):
+        raise ValueError(f"actions of shape {actions.shape} for {batch} boards; pass one action per board: ({batch},)")
+    if batch and not (actions.min() >= 0 and actions.max() <= _LAST_ACTION):
+        raise ValueError(
+            f"actions from {actions.min()} to {actions.max()}; the codes are 0 to {_LAST_ACTION} (`Action`)"
+        )
     next_cells: Cells = np.array(cells, dtype=np.int8, order="C")
     flat = next_cells.reshape(-1)
     player = np.flatnonzero(flat >= _PLAYER)
@@ -127,15 +132,6 @@ def check_board(cells: Cells) -> None:
     boxes, targets = (np.count_nonzero(np.isin(cells, tiles)) for tiles in (BOXES, TARGETS))
     if boxes != targets:
         raise ValueError(f"{boxes} boxes and {targets} targets on the board; put as many boxes as targets")
-
-
-def _check_actions(actions: npt.NDArray[np.integer], batch: int) -> None:
-    if actions.shape != (batch,):
-        raise ValueError(f"actions of shape {actions.shape} for {batch} boards; pass one action per board: ({batch},)")
-    if batch and not (actions.min() >= 0 and actions.max() <= _LAST_ACTION):
-        raise ValueError(
-            f"actions from {actions.min()} to {actions.max()}; the codes are 0 to {_LAST_ACTION} (`Action`)"
-        )
 
 
 @lru_cache(maxsize=16)

@@ -1,8 +1,9 @@
 """Sokoban as an environment: the published levels, rules, rewards and prompts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,15 +40,7 @@ ACTION_NAMES: dict[Action, str] = {action: action.name.capitalize() for action i
 
 _ACTIONS_BY_NAME = {name: action for action, name in ACTION_NAMES.items()}
 _NAMES_BY_WORD = {name.lower(): name for name in ACTION_NAMES.values()}
-_MEANINGS = {
-    Tile.WALL: "wall",
-    Tile.FLOOR: "empty",
-    Tile.TARGET: "target",
-    Tile.BOX_ON_TARGET: "box on target",
-    Tile.BOX: "box",
-    Tile.PLAYER: "player",
-    Tile.PLAYER_ON_TARGET: "player on target",
-}
+_MEANINGS = {tile: tile.name.lower().replace("_", " ") for tile in Tile} | {Tile.FLOOR: "empty"}
 
 
 @dataclass(frozen=True)
@@ -58,10 +51,10 @@ class Sokoban:
     """
 
     observation_format: str = "grid_coord"
-    name: str = field(default="sokoban", init=False)
-    title: str = field(default="Sokoban", init=False)
-    has_held_out_levels: bool = field(default=True, init=False)
-    measures: Mapping[str, Measure] = field(default_factory=lambda: MappingProxyType({}), init=False)
+    name = "sokoban"
+    title = "Sokoban"
+    has_held_out_levels = True
+    measures: ClassVar[Mapping[str, Measure]] = MappingProxyType({})
 
     def make_levels(self, seeds: Sequence[int]) -> list[SokobanLevel]:
         """The published level of each seed."""

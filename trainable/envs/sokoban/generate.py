@@ -242,13 +242,6 @@ def _make_grid(rows: int, cols: int) -> _Grid:
         tuple(cell_at.get((row + row_step, col + col_step)) for row_step, col_step in _PULL_DIRECTIONS)
         for row, col in coordinates
     )
-    stamps = tuple(
-        tuple(
-            sum(1 << cell_at[(row + i, col + j)] for i, j in stamp if (row + i, col + j) in cell_at)
-            for stamp in _STAMPS
-        )
-        for row, col in coordinates
-    )
     return _Grid(
         rows=rows,
         cols=cols,
@@ -256,7 +249,13 @@ def _make_grid(rows: int, cols: int) -> _Grid:
         coordinates=coordinates,
         board_cells=tuple(row * cols + col for row, col in coordinates),
         neighbors=tuple(tuple(cell for cell in around if cell is not None) for around in steps),
-        stamps=stamps,
+        stamps=tuple(
+            tuple(
+                sum(1 << cell_at[(row + i, col + j)] for i, j in stamp if (row + i, col + j) in cell_at)
+                for stamp in _STAMPS
+            )
+            for row, col in coordinates
+        ),
         pulls=_make_pull_table(steps),
     )
 

@@ -23,22 +23,19 @@ def make_test_levels(count: int = TEST_LEVELS) -> list[SokobanLevel]:
     return generate_levels(seeds[:count])
 
 
-def format_seeds_file() -> str:
-    """The content of the shipped file of test seeds: JSON, one seed per line."""
-    description = "Seeds of the test levels; made by: python -m trainable.envs.sokoban.held_out --write"
-    levels = find_test_levels(generate_levels)
-    assert levels is not None  # Sokoban has enough levels
-    return json.dumps({"about": description, "seeds": [level.seed for level in levels]}, indent=0) + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the file of test seeds, or with --write write it into the package."""
     parser = argparse.ArgumentParser(prog="python -m trainable.envs.sokoban.held_out", description=main.__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {TEST_SEEDS_FILE.name} into the package")
-    if parser.parse_args(arguments).write:
-        TEST_SEEDS_FILE.write_text(format_seeds_file(), encoding="utf-8")
+    writes_file = parser.parse_args(arguments).write
+    about = "Seeds of the test levels; made by: python -m trainable.envs.sokoban.held_out --write"
+    levels = find_test_levels(generate_levels)
+    assert levels is not None  # Sokoban has enough levels
+    text = json.dumps({"about": about, "seeds": [level.seed for level in levels]}, indent=0) + "\n"
+    if writes_file:
+        TEST_SEEDS_FILE.write_text(text, encoding="utf-8")
     else:
-        sys.stdout.write(format_seeds_file())
+        sys.stdout.write(text)
 
 
 if __name__ == "__main__":
