@@ -33,7 +33,7 @@ def make_trainer(policy: TinyPolicy, folder: Path, **overrides: object) -> PPOTr
     settings = {
         **LAPTOP_OVERRIDES,
         "model.path": str(folder),
-        "env.name": policy.environment.name,
+        "env.name": policy.source.name,
         "env.max_turn": policy.limits.turns,
         "env.max_actions_per_turn": policy.limits.actions_per_turn,
         "env.max_actions_per_traj": policy.limits.actions,

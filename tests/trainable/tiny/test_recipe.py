@@ -155,7 +155,7 @@ def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
     policy = TURN_POLICIES[name]
     settings = {
         **command.LAPTOP_OVERRIDES,
-        "env.name": policy.environment.name,
+        "env.name": policy.source.name,
         "env.max_turn": policy.limits.turns,
         "env.max_actions_per_turn": policy.limits.actions_per_turn,
         "env.max_actions_per_traj": policy.limits.actions,
@@ -166,7 +166,7 @@ def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
     levels = trainer.val_levels
     chance, best = (
         float(np.mean(compute(levels, policy.limits)))
-        for compute in (policy.environment.compute_chance, policy.environment.compute_best)
+        for compute in (policy.source.compute_chance, policy.source.compute_best)
     )
     sampled, greedy = (trainer.evaluate("val", mode).success for mode in ("sampled", "greedy"))
     assert chance + 0.05 < sampled < greedy - 0.05
