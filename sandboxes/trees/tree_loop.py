@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sandboxes.trees.repl.process import Context, Query, ReplLimits
+from sandboxes.trees.repl.process import Query, ReplLimits
 from sandboxes.trees.repl.questions import Question
 from sandboxes.trees.repl.session import Outcome, ReplSession, RolloutAnswer, TreeLimits, TurnObservation
 from sandboxes.trees.repl.texts import Role, format_instructions, format_observation, format_task
@@ -82,17 +82,28 @@ class Tree(NamedTuple):
     children: tuple[Rollout, ...]
 
 
-@dataclass(eq=False)
-class _Player:
-    """A rollout in progress.
+class _Task(NamedTuple):
+    """What a rollout begins with.
 
-    stream: the generator from which its children get theirs. children: those that are finished.
+    parent_turn: of a child; -1 for a root. stream: all of its random numbers, and those of its children.
     """
 
-    session: ReplSession
     prompt: str
+    papers: Mapping[str, str]
     parent_turn: int
     stream: np.random.Generator
+
+    @property
+    def role(self) -> Role:
+        return "root" if self.parent_turn < 0 else "child"
+
+
+@dataclass(eq=False)
+class _Player:
+    """A rollout in progress. children: those that are finished."""
+
+    task: _Task
+    session: ReplSession
     transcript: Transcript = field(default_factory=Transcript)
     observations: list[str] = field(default_factory=list)
     validity: list[bool] = field(default_factory=list)
@@ -109,23 +120,10 @@ class _Player:
             tuple(self.observations),
             tuple(self.validity),
             self.answer,
-            self.prompt,
-            self.parent_turn,
+            self.task.prompt,
+            self.task.parent_turn,
             self.out_of_context,
         )
-
-
-class _Task(NamedTuple):
-    """What a rollout begins with. parent_turn: of a child; -1 for a root. stream: all of its random numbers."""
-
-    prompt: str
-    papers: Mapping[str, str]
-    parent_turn: int
-    stream: np.random.Generator
-
-    @property
-    def role(self) -> Role:
-        return "root" if self.parent_turn < 0 else "child"
 
 
 class _Streams:
@@ -172,7 +170,9 @@ def roll_out_trees(
         for group, question in enumerate(questions)
         for number in range(group_size)
     ]
-    size = _count_open_roots(settings.tree)
+    # As many roots at once as have all files that they need, each with the children of a call.
+    files_per_root = FILES_PER_PROCESS * (1 + min(settings.tree.children_per_call, settings.tree.children))
+    size = max((_allow_open_files() - SPARE_FILES) // files_per_root, 1)
     with ThreadPoolExecutor(MAX_THREADS) as pool:
         for start in range(0, len(tasks), size):
             with ExitStack() as stack:
@@ -182,12 +182,6 @@ def roll_out_trees(
                 for number, root in enumerate(roots, start=start)
             ]
     return trees
-
-
-def _count_open_roots(limits: TreeLimits) -> int:
-    """How many roots may be open at once, each with the children of a call, so that no file is missing."""
-    per_root = FILES_PER_PROCESS * (1 + min(limits.children_per_call, limits.children))
-    return max((_allow_open_files() - SPARE_FILES) // per_root, 1)
 
 
 def _allow_open_files() -> int:
@@ -201,14 +195,8 @@ def _allow_open_files() -> int:
     return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
 
 
-def encode_first_turn(
-    prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits
-) -> list[int]:
-    """The tokens of a rollout's conversation up to its first reply."""
-    return texts.codec.encode([_format_first_turn(prompt, papers, role, texts, limits)])[0]
-
-
-def _format_first_turn(prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits) -> str:
+def format_first_turn(prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits) -> str:
+    """A rollout's conversation up to its first reply."""
     system = format_instructions(role, limits.turns, texts.style)
     task = _hide_markers(format_task(prompt, papers, texts.style), texts)
     return texts.chat.format_first_turn(system, task)
@@ -245,7 +233,7 @@ class _TreeLoop:
         """The first prompts of rollouts."""
         limits = self.settings.tree
         return self.texts.codec.encode(
-            [_format_first_turn(task.prompt, task.papers, task.role, self.texts, limits) for task in tasks]
+            [format_first_turn(task.prompt, task.papers, task.role, self.texts, limits) for task in tasks]
         )
 
     def _fits(self, prompt: Sequence[int]) -> bool:
@@ -253,10 +241,7 @@ class _TreeLoop:
 
     def _make_players(self, tasks: Sequence[_Task], prompts: Sequence[Sequence[int]]) -> list[_Player]:
         """Rollouts before their first turns. prompts: the first one of each."""
-        players = [
-            _Player(session, task.prompt, task.parent_turn, task.stream)
-            for task, session in zip(tasks, self.pool.map(self._start_session, tasks), strict=True)
-        ]
+        players = list(map(_Player, tasks, self.pool.map(self._start_session, tasks)))
         for player, prompt in zip(players, prompts, strict=True):
             player.transcript.append_prompt(prompt)
         return players
@@ -271,7 +256,7 @@ class _TreeLoop:
         if not players:
             return
         prompts = [player.transcript.tokens[0].tolist() for player in players]
-        streams = _Streams([player.stream for player in players])
+        streams = _Streams([player.task.stream for player in players])
         conversation = self.sampler.start_conversation(prompts, 1, self.params, streams)
         rows = list(range(len(players)))
         new_tokens: list[list[int]] = [[] for _ in rows]
@@ -283,7 +268,10 @@ class _TreeLoop:
             for player, reply, text in zip(active, replies, texts, strict=True):
                 player.transcript.append_reply(reply, text)
             for player, outcome in zip(active, self._read_replies(active, texts), strict=True):
-                _record(player, outcome)
+                if isinstance(outcome, RolloutAnswer):
+                    player.answer = outcome.text
+                player.observations.append(outcome.text if isinstance(outcome, TurnObservation) else "")
+                player.validity.append(isinstance(outcome, RolloutAnswer) or outcome.is_valid)
             rows, new_tokens = self._continue(players, rows)
             for player in set(active) - {players[row] for row in rows}:
                 player.session.close()
@@ -303,10 +291,12 @@ class _TreeLoop:
         """The children that a query asks, or why there are none."""
         assert isinstance(query, Query)
         turn = player.transcript.num_turns - 1
-        tasks = [
-            _Task(prompt, _make_papers(context, player.session.papers), turn, player.stream.spawn(1)[0])
-            for prompt, context in zip(query.prompts, query.contexts, strict=True)
-        ]
+        tasks = []
+        for prompt, context in zip(query.prompts, query.contexts, strict=True):
+            # A text alone has the id `context`; without a context, a child sees the texts of its root.
+            papers = {"context": context} if isinstance(context, str) else context
+            stream = player.task.stream.spawn(1)[0]
+            tasks.append(_Task(prompt, player.session.papers if papers is None else papers, turn, stream))
         problem = f"a question and its reply may have at most {self.settings.context_length} tokens"
         num_chars = [len(task.prompt) + sum(map(len, task.papers)) for task in tasks]
         if max(num_chars) > CHARS_PER_TOKEN * self.settings.context_length:
@@ -342,22 +332,8 @@ class _TreeLoop:
         return next_rows, new_tokens
 
 
-def _record(player: _Player, outcome: TurnObservation | RolloutAnswer) -> None:
-    if isinstance(outcome, RolloutAnswer):
-        player.answer = outcome.text
-    player.observations.append(outcome.text if isinstance(outcome, TurnObservation) else "")
-    player.validity.append(isinstance(outcome, RolloutAnswer) or outcome.is_valid)
-
-
 def _reply_to_query(player: _Player, children: Sequence[_Player] | str) -> Outcome:
     if isinstance(children, str):
         return player.session.refuse(children)
     player.children.extend(children)
     return player.session.give_answers([child.answer or "" for child in children])
-
-
-def _make_papers(context: Context, papers: Mapping[str, str]) -> Mapping[str, str]:
-    """The texts that a child sees: those that it is given, or those of its root. A text alone has the id `context`."""
-    if context is None:
-        return papers
-    return {"context": context} if isinstance(context, str) else context

@@ -23,23 +23,21 @@ _BULLET = re.compile(r"^(?:[-*•]|\d+[.)])\s+")
 
 
 class CharScore(NamedTuple):
-    """How well an answer covers the evidence.
+    """How well an answer covers the evidence. f1, precision and recall are over characters of the papers.
 
-    Attributes:
-        score: the reward, from 0 to 1: f1 less the cost of too many passages.
-        f1, precision, recall: over characters of the papers; 0 where the answer or the evidence marks none.
-        num_predictions: passages that the answer quotes.
-        copy_rate: fraction of them that stand in the papers word for word; NaN without a passage.
-
-    An answer of more than 251 passages scores 0 whatever they mark, so they are not looked up.
+    They are 0 where the answer or the evidence marks none. An answer of more than 251 passages scores 0 whatever they
+    mark, so they are not looked up.
     """
 
     score: float
+    """The reward, from 0 to 1: f1 less the cost of too many passages."""
     f1: float
     precision: float
     recall: float
     num_predictions: int
+    """Passages that the answer quotes."""
     copy_rate: float
+    """Fraction of them that stand in the papers word for word; NaN without a passage."""
 
 
 def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[str]) -> CharScore:
@@ -102,7 +100,10 @@ def parse_predictions(answer: str) -> tuple[str, ...]:
     if not passages:
         lines = (_BULLET.sub("", line.strip()) for line in text.splitlines())
         passages = [line for line in lines if len(line) >= _MIN_LINE_LENGTH]
-    return _drop_repetitions(passages)
+    by_words: dict[str, str] = {}
+    for passage in passages:
+        by_words.setdefault(" ".join(passage.lower().split()), passage)
+    return tuple(passage for words, passage in by_words.items() if words)
 
 
 def _unwrap(text: str, wrapping: re.Pattern[str]) -> str:
@@ -138,10 +139,3 @@ def _list_texts(value: object) -> Iterator[str]:
             yield from _list_texts(item)
     elif isinstance(value, set):  # in an order that does not depend on hashes
         yield from sorted(item.strip() for item in value if isinstance(item, str))
-
-
-def _drop_repetitions(passages: Iterable[str]) -> tuple[str, ...]:
-    by_words: dict[str, str] = {}
-    for passage in passages:
-        by_words.setdefault(" ".join(passage.lower().split()), passage)
-    return tuple(passage for words, passage in by_words.items() if words)

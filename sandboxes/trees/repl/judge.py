@@ -58,12 +58,6 @@ class Judge:
     408, 409, 429 and those from 500 on, a reply that is no valid grade) is tried again up to five times, after waits
     that double from 2 to at most 30 seconds; every other status ends at once. Redirects are not followed.
 
-    Attributes:
-        url: of the API, without /chat/completions, such as https://api.openai.com/v1 or http://127.0.0.1:8000/v1.
-        model: the name of the model there.
-        key_variable: the environment variable with the key. It is read for each request and stands in no file.
-        sleep: waits so many seconds.
-
     Example:
         >>> judge = Judge("http://127.0.0.1:8000/v1", "my-judge")
         >>> judge.score("Who?", "Ada", ["Ada Lovelace"])  # doctest: +SKIP
@@ -73,8 +67,11 @@ class Judge:
     """
 
     url: str
+    """Of the API, without /chat/completions, such as https://api.openai.com/v1 or http://127.0.0.1:8000/v1."""
     model: str
+    """The name of the model there."""
     key_variable: str = "OPENAI_API_KEY"
+    """The environment variable with the key. It is read for each request and stands in no file."""
     sleep: Callable[[float], None] = time.sleep
 
     def find_obstacle(self) -> str:

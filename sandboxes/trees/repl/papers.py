@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -42,16 +42,26 @@ class PaperLevel:
         return hashlib.sha256(repr((self.question.text, dict(self.question.papers))).encode()).digest()
 
 
-def count_children(level: PaperLevel, actions: Sequence[str]) -> float:
-    """Children that the tree asked."""
-    return float(list(actions).count(QUERY_ACTION))
+class _Papers:
+    """What the levels of the game have in common, wherever their questions come from."""
 
+    name: str = "papers"
+    title: str = "Papers"
+    has_held_out_levels: bool = True
+    measures: Mapping[str, Measure] = MappingProxyType(
+        {"children": lambda level, actions: float(list(actions).count(QUERY_ACTION))}
+    )
+    """children: how many of them the tree asked."""
 
-MEASURES: Mapping[str, Measure] = MappingProxyType({"children": count_children})
+    def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
+        """Not known: random text is no code."""
+        return None
+
+    compute_best = compute_chance
 
 
 @dataclass(frozen=True)
-class GeneratedPapers:
+class GeneratedPapers(_Papers):
     """Generated questions (see `generated.make_question`); every seed is a question of its own.
 
     num_papers, num_sentences: sizes of a question.
@@ -59,10 +69,6 @@ class GeneratedPapers:
 
     num_papers: int
     num_sentences: int
-    name: str = field(default="papers", init=False)
-    title: str = field(default="Papers", init=False)
-    has_held_out_levels: bool = field(default=True, init=False)
-    measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES, init=False, hash=False)
 
     def make_levels(self, seeds: Sequence[int]) -> list[PaperLevel]:
         """A question for each seed."""
@@ -71,12 +77,6 @@ class GeneratedPapers:
     def make_test_levels(self, count: int) -> list[PaperLevel]:
         """The first `count` test questions: all different and in no published set."""
         return list(_find_test_questions(self, count))
-
-    def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """Not known: random text is no code."""
-        return None
-
-    compute_best = compute_chance
 
 
 @lru_cache(maxsize=4)
@@ -88,7 +88,7 @@ def _find_test_questions(papers: GeneratedPapers, count: int) -> tuple[PaperLeve
 
 
 @dataclass(frozen=True)
-class FilePapers:
+class FilePapers(_Papers):
     """The questions of a file, each once however often it stands there.
 
     A tenth of the rows, in a fixed random order, are the test questions. A seed draws one of the others, so training
@@ -96,10 +96,6 @@ class FilePapers:
     """
 
     questions: tuple[Question, ...]
-    name: str = field(default="papers", init=False)
-    title: str = field(default="Papers", init=False)
-    has_held_out_levels: bool = field(default=True, init=False)
-    measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES, init=False)
 
     def __post_init__(self) -> None:
         count = len(self._levels)
@@ -134,12 +130,6 @@ class FilePapers:
             PaperLevel(FIRST_TEST_SEED + number, self._levels[place].question)
             for number, place in enumerate(places[:count])
         ]
-
-    def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """Not known: random text is no code."""
-        return None
-
-    compute_best = compute_chance
 
 
 def make_papers(settings: PapersConfig) -> GeneratedPapers | FilePapers:

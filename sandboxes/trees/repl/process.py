@@ -166,7 +166,8 @@ class ReplProcess:
             self._cpu_left = self._wall_left = START_SECONDS
             reply = self._ask({"kind": "start", "context": self._context, "may_query": self._may_query}, {"ready"})
             if isinstance(reply, str):
-                problem = _read_rest(self._process.stderr) or f"a process did not start in {START_SECONDS:g} seconds"
+                last_line = _read_now(self._process.stderr).decode("utf-8", "replace").strip().rpartition("\n")[2]
+                problem = last_line or f"a process did not start in {START_SECONDS:g} seconds"
                 raise ConfinementError(f"No code can be confined here: {problem}")
             self._stop()
         except BaseException:
@@ -203,7 +204,7 @@ class ReplProcess:
         assert process is not None
         clock = _Clock(process, self._cpu_left, self._wall_left)
         try:
-            if _has_content(process.stdout):  # nobody asked it
+            if _read_now(process.stdout):  # nobody asked it
                 return "RuntimeError: an earlier execution sent what is no message and was ended."
             process.send_signal(signal.SIGCONT)
             self._token = secrets.token_hex(16)
@@ -235,20 +236,12 @@ class ReplProcess:
         return f"TimeoutError: the execution took more than {self._limits.seconds:g} seconds and was ended."
 
 
-def _read_rest(stream: int) -> str:
-    """The last line that a stream has now; empty if it has none."""
+def _read_now(stream: int) -> bytes:
+    """What a stream has to read now; empty if it has nothing."""
     try:
-        return os.read(stream, 65536).decode("utf-8", "replace").strip().rpartition("\n")[2]
+        return os.read(stream, 65536)
     except BlockingIOError:
-        return ""
-
-
-def _has_content(stream: int) -> bool:
-    """Whether a stream has something to read now."""
-    try:
-        return bool(os.read(stream, 1))
-    except BlockingIOError:
-        return False
+        return b""
 
 
 class _Clock:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sandboxes.trees.repl.char_f1 import compute_char_f1
 from sandboxes.trees.repl.generated import make_question
-from sandboxes.trees.repl.papers import FilePapers, GeneratedPapers, count_children, make_papers
+from sandboxes.trees.repl.papers import FilePapers, GeneratedPapers, make_papers
 from sandboxes.trees.repl.questions import Question, QuestionFileError
 from tests.strategies.algo import examples
 from trainable.config.games import PapersConfig
@@ -88,6 +88,7 @@ def test_the_setting_selects_a_file(tmp_path: Path) -> None:
 
 
 def test_children_are_counted_by_their_action() -> None:
-    (level,) = GeneratedPapers(3, 4).make_levels([0])
-    assert count_children(level, ["run", "ask", "ask", "run"]) == 2
-    assert count_children(level, []) == 0
+    source = GeneratedPapers(3, 4)
+    (level,) = source.make_levels([0])
+    assert source.measures["children"](level, ["run", "ask", "ask", "run"]) == 2
+    assert source.measures["children"](level, []) == 0
