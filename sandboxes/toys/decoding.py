@@ -25,11 +25,8 @@ class Completions(NamedTuple):
     log_probs: Tensor
 
 
-class _Cache(NamedTuple):
-    """Keys and values of one block, [E, B, heads, slots, d / heads] each."""
-
-    keys: Tensor
-    values: Tensor
+_Cache = tuple[Tensor, Tensor]
+"""Keys and values of one block, [E, B, heads, slots, d / heads] each."""
 
 
 @torch.no_grad()
@@ -57,7 +54,7 @@ def generate_completions(
     rows, channels = prompts.shape[1] * samples_per_prompt, shape.d_model // shape.num_heads
     size = (len(prompts), rows, shape.num_heads, num_slots, channels)
     new_empty = folded_weights.token_embeddings.new_empty
-    caches = [_Cache(new_empty(size), new_empty(size)) for _ in folded_weights.blocks]
+    caches = [(new_empty(size), new_empty(size)) for _ in folded_weights.blocks]
     last_hidden = _prefill(
         models, folded_weights, embed_tokens(folded_weights, prompts, start_position=0), caches, samples_per_prompt
     )
@@ -105,11 +102,11 @@ def _prefill(
 ) -> Tensor:
     """Fill the caches with the prompts; returns hidden states [E, P S, 1, d] of their last tokens after all blocks."""
     length = hidden.shape[2]
-    for layer, (block, cache) in enumerate(zip(folded_weights.blocks, caches, strict=True)):
+    for layer, (block, (cached_keys, cached_values)) in enumerate(zip(folded_weights.blocks, caches, strict=True)):
         normed_hidden = layer_norm(hidden)
         keys, values = compute_keys_values(block, normed_hidden, models.shape.num_heads)
-        cache.keys[..., :length, :] = keys.repeat_interleave(samples_per_prompt, dim=1)
-        cache.values[..., :length, :] = values.repeat_interleave(samples_per_prompt, dim=1)
+        cached_keys[..., :length, :] = keys.repeat_interleave(samples_per_prompt, dim=1)
+        cached_values[..., :length, :] = values.repeat_interleave(samples_per_prompt, dim=1)
         # After the last block, only the last position is needed.
         num_queries = 1 if layer == len(caches) - 1 else length
         hidden = apply_block(block, hidden[:, :, -num_queries:], normed_hidden[:, :, -num_queries:], keys, values)
@@ -121,11 +118,10 @@ def _decode_step(
 ) -> Tensor:
     """Read tokens [E, B, 1] at `position` and fill the caches; returns hidden states [E, B, 1, d] after all blocks."""
     hidden = embed_tokens(folded_weights, tokens, position)
-    for block, cache in zip(folded_weights.blocks, caches, strict=True):
+    for block, (keys, values) in zip(folded_weights.blocks, caches, strict=True):
         normed_hidden = layer_norm(hidden)
-        cache.keys[..., position : position + 1, :], cache.values[..., position : position + 1, :] = (
-            compute_keys_values(block, normed_hidden, models.shape.num_heads)
+        keys[..., position : position + 1, :], values[..., position : position + 1, :] = compute_keys_values(
+            block, normed_hidden, models.shape.num_heads
         )
-        past_keys_values = (cache.keys[..., : position + 1, :], cache.values[..., : position + 1, :])
-        hidden = apply_block(block, hidden, normed_hidden, *past_keys_values)
+        hidden = apply_block(block, hidden, normed_hidden, keys[..., : position + 1, :], values[..., : position + 1, :])
     return hidden

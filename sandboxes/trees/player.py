@@ -112,8 +112,8 @@ def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length:
 def make_score(papers: PapersConfig) -> ScoreAnswer:
     """The reward of a final answer, as env.papers.score says. JudgeError if a judge is wanted and none can be asked."""
     if papers.score == "char_f1":
-        return lambda question, answer: compute_char_f1(answer, question.papers, question.evidence).score
+        return lambda question, answer: compute_char_f1(answer, question.papers, question.evidence)
     judge = make_judge(papers)
     if obstacle := judge.find_obstacle():
         raise JudgeError(obstacle)
-    return lambda question, answer: judge.score(question.text, answer, question.evidence).score
+    return lambda question, answer: judge.score(question.text, answer, question.evidence)

@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,28 +22,11 @@ _QUOTE = re.compile(r"\"([^\"\n]+)\"|“([^“”\n]+)”|(?<!\w)'([^'\n]+)'(?!\
 _BULLET = re.compile(r"^(?:[-*•]|\d+[.)])\s+")
 
 
-class CharScore(NamedTuple):
-    """How well an answer covers the evidence. f1, precision and recall are over characters of the papers.
+def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[str]) -> float:
+    """The reward of an answer, from 0 to 1: its F1 in characters of the papers, less the cost of too many passages.
 
-    They are 0 where the answer or the evidence marks none. An answer of more than 251 passages scores 0 whatever they
-    mark, so they are not looked up.
-    """
-
-    score: float
-    """The reward, from 0 to 1: f1 less the cost of too many passages."""
-    f1: float
-    precision: float
-    recall: float
-    num_predictions: int
-    """Passages that the answer quotes."""
-    copy_rate: float
-    """Fraction of them that stand in the papers word for word; NaN without a passage."""
-
-
-def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[str]) -> CharScore:
-    """Score an answer against the evidence.
-
-    Each passage of either marks its first exact occurrence in the papers. A passage that does not occur marks nothing.
+    Each passage of the answer and of the evidence marks its first exact occurrence in the papers. A passage that does
+    not occur marks nothing. An answer of more than 251 passages scores 0 whatever they mark.
 
     Args:
         answer: a final answer, see `parse_predictions`.
@@ -51,22 +34,19 @@ def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[s
         evidence: the passages that answer the question.
 
     Example:
-        >>> compute_char_f1("['one two']", {"a": "one two three"}, ["two three"]).f1  # 3 characters of 7 and of 9
+        >>> compute_char_f1("['one two']", {"a": "one two three"}, ["two three"])  # 3 characters of 7 and of 9
         0.375
 
     Source: rlm_grpo of deepakvijaykee/rl-experiments.
     """
     predictions = parse_predictions(answer)
     cost = EXTRA_PREDICTION_COST * max(0, len(predictions) - MAX_FREE_PREDICTIONS) / MAX_FREE_PREDICTIONS
-    if cost >= 1:  # whatever they mark, and looking up a million of them would take minutes
-        return CharScore(0.0, 0.0, 0.0, 0.0, len(predictions), float("nan"))
+    if cost >= 1:  # looking up a million of them would take minutes
+        return 0.0
     text = "\n\n".join(papers.values())
     marks, gold_marks = _mark(text, predictions), _mark(text, evidence)
     both, marked, gold = (int(chars.sum()) for chars in (marks & gold_marks, marks, gold_marks))
-    precision, recall = both / max(marked, 1), both / max(gold, 1)
-    f1 = 2 * both / max(marked + gold, 1)
-    copy_rate = sum(passage in text for passage in predictions) / len(predictions) if predictions else float("nan")
-    return CharScore(min(max(f1 - cost, 0.0), 1.0), f1, precision, recall, len(predictions), copy_rate)
+    return min(max(2 * both / max(marked + gold, 1) - cost, 0.0), 1.0)
 
 
 def _mark(text: str, passages: Iterable[str]) -> npt.NDArray[np.bool_]:

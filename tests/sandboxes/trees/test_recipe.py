@@ -70,7 +70,7 @@ def test_the_programs_of_a_root_score_as_they_should() -> None:
             with ReplSession(question.papers, TreeLimits(), is_root=True) as session:
                 outcome = session.read(f"```repl\nFINAL({code})\n```")
                 assert isinstance(outcome, RolloutAnswer)
-                scores.append(compute_char_f1(outcome.text, question.papers, question.evidence).score)
+                scores.append(compute_char_f1(outcome.text, question.papers, question.evidence))
         assert scores[0] == 1
         assert 0.3 < scores[1] <= 1
         with ReplSession(question.papers, TreeLimits(), is_root=True) as session:

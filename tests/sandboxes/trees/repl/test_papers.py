@@ -28,9 +28,9 @@ def test_the_evidence_of_a_generated_question_is_known(seed: int, num_papers: in
     assert sorted(question.evidence) == sorted(line for line in lines if line.startswith(f"The {thing} "))
     assert len(set(question.evidence)) == len(question.evidence)
     # The evidence alone is worth 1; every sentence that has the word is worth no more.
-    assert compute_char_f1(repr(list(question.evidence)), question.papers, question.evidence).score == 1
+    assert compute_char_f1(repr(list(question.evidence)), question.papers, question.evidence) == 1
     loose = [line for line in lines if thing in line]
-    score = compute_char_f1(repr(loose), question.papers, question.evidence).score
+    score = compute_char_f1(repr(loose), question.papers, question.evidence)
     assert (score < 1) == (len(loose) > len(question.evidence))
 
 
