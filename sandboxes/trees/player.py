@@ -46,21 +46,20 @@ class TreePlayer:
         """See `Player.roll_out`. There is no chance but that of the sampler."""
         levels, group_size = request.levels, request.group_size
         questions, streams = [level.question for level in levels], request.rng.spawn(len(levels) * group_size)
-        trees = roll_out_trees(
+        roots = roll_out_trees(
             questions, group_size, request.sampler, self.texts, self.settings, request.params, streams
         )
-        return [self._make_episode(tree.root, levels[tree.group], tree.group, tree.children) for tree in trees]
+        groups = [number // group_size for number in range(len(roots))]
+        return [self._make_episode(root, levels[group], group) for root, group in zip(roots, groups, strict=True)]
 
-    def _make_episode(
-        self, rollout: Rollout, level: PaperLevel, group: int, children: Sequence[Rollout] = ()
-    ) -> Episode:
+    def _make_episode(self, rollout: Rollout, level: PaperLevel, group: int) -> Episode:
         """The episode of a root, or of a child. A child has no reward of its own: the tree has one, at its root."""
-        is_root, score, rewards = rollout.parent_turn < 0, 0.0, [0.0] * len(rollout.texts)
-        if is_root:
+        score, rewards = 0.0, [0.0] * len(rollout.validity)
+        if rollout.role == "root":
             score = self.score_answer(level.question, rollout.answer or "")
             rewards = [self.format_penalty * (not is_valid) for is_valid in rollout.validity]
             rewards[-1] += score
-        asked = [child.parent_turn for child in children]
+        asked = [child.parent_turn for child in rollout.children]
         actions = tuple(
             (CODE_ACTION,) * is_valid + (QUERY_ACTION,) * asked.count(turn)
             for turn, is_valid in enumerate(rollout.validity)
@@ -68,16 +67,16 @@ class TreePlayer:
         return Episode(
             level_seed=level.seed,
             group=group,
-            **rollout.arrays._asdict(),
+            **rollout.transcript.make_arrays()._asdict(),
             turn_rewards=tuple(rewards),
             turn_actions=actions,
-            turn_validity=rollout.validity,
+            turn_validity=tuple(rollout.validity),
             stop_reason=_find_stop_reason(rollout, score),
-            texts=rollout.texts,
-            children=tuple(self._make_episode(child, level, group) for child in children),
+            texts=tuple(rollout.transcript.texts),
+            children=tuple(self._make_episode(child, level, group) for child in rollout.children),
             parent_turn=rollout.parent_turn,
             answer=rollout.answer,
-            evidence=level.question.evidence if is_root else (),
+            evidence=level.question.evidence if rollout.role == "root" else (),
         )
 
 

@@ -60,7 +60,7 @@ class ReplSession:
         is_root: bool,
         process_limits: ReplLimits | None = None,
     ) -> None:
-        self.papers, self.limits, self.num_children = dict(papers), limits, 0
+        self.limits, self.num_children = limits, 0
         self._process = ReplProcess(papers, may_query=is_root, limits=process_limits)
 
     def __enter__(self) -> "ReplSession":

@@ -99,6 +99,7 @@ def trainer() -> PPOTrainer:
 @pytest.mark.long
 def test_the_shipped_policy_writes_blocks_and_its_rewards_vary(trainer: PPOTrainer) -> None:
     episodes = trainer.roll_out(trainer.val_levels[:8], 16, "sampling")
+    assert [episode.group for episode in episodes] == [group for group in range(8) for _ in range(16)]
     validity = [valid for episode in episodes for valid in episode.turn_validity]
     assert np.mean(validity) > 0.8
     stds = compute_group_scores("reward_std", reshape_by_group([episode.score for episode in episodes], 16))
