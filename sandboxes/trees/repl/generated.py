@@ -5,27 +5,9 @@ import numpy as np
 from sandboxes.trees.repl.questions import Question
 
 THINGS = (
-    "bridge",
-    "canal",
-    "castle",
-    "church",
-    "factory",
-    "garden",
-    "harbor",
-    "hotel",
-    "library",
-    "market",
-    "mill",
-    "museum",
-    "palace",
-    "school",
-    "station",
-    "temple",
-    "theater",
-    "tower",
-    "tunnel",
-    "wall",
-)
+    "bridge", "canal", "castle", "church", "factory", "garden", "harbor", "hotel", "library", "market",
+    "mill", "museum", "palace", "school", "station", "temple", "theater", "tower", "tunnel", "wall",
+)  # fmt: skip
 PROPERTIES = ("deep", "high", "long", "wide")
 MIN_NUMBER, MAX_NUMBER = 10, 99
 

@@ -169,21 +169,16 @@ class ReplProcess:
                 last_line = _read_now(self._process.stderr).decode("utf-8", "replace").strip().rpartition("\n")[2]
                 problem = last_line or f"a process did not start in {START_SECONDS:g} seconds"
                 raise ConfinementError(f"No code can be confined here: {problem}")
-            self._stop()
+            self._process.send_signal(signal.SIGSTOP)
         except BaseException:
             self.close()
             raise
 
-    def _stop(self) -> None:
-        """Stop the process until it is spoken to: code that has replied in its own way would go on."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGSTOP)
-
     def _exchange(self, message: dict[str, Any]) -> Execution | Query:
         self._open_prompts = 0
         reply = self._ask(message, {"query", "result"} if self._may_query else {"result"})
+        assert self._process is not None
         if isinstance(reply, str):
-            assert self._process is not None
             launcher_has_ended = self._process.launcher.has_ended
             self.close()
             if launcher_has_ended:  # then this is not the doing of the code
@@ -191,7 +186,8 @@ class ReplProcess:
             with suppress(ConfinementError, OSError):  # the next execution tries again
                 self._start()
             return Execution("", f"{reply} All variables are lost.", None, is_lost=True)
-        self._stop()
+        # Until it is spoken to: code that has replied in its own way would go on.
+        self._process.send_signal(signal.SIGSTOP)
         if reply["kind"] == "query":
             self._open_prompts = len(reply["prompts"])
             return Query(tuple(map(_clean, reply["prompts"])), tuple(map(_clean_context, reply["contexts"])))

@@ -9,7 +9,6 @@ import torch
 from tests.fakes.scripted import make_hub_twin
 from tests.strategies.examples import thin_out
 from trainable.config.constants import SHIPPED_MODELS
-from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import parse_reply
@@ -153,16 +152,7 @@ def test_the_shipped_models_are_of_the_recipes_in_the_code(name: str) -> None:
 def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
     """Sampled it is above chance and below greedy, and both are below the best policy."""
     policy = TURN_POLICIES[name]
-    settings = {
-        **command.LAPTOP_OVERRIDES,
-        "env.name": policy.source.name,
-        "env.max_turn": policy.limits.turns,
-        "env.max_actions_per_turn": policy.limits.actions_per_turn,
-        "env.max_actions_per_traj": policy.limits.actions,
-        "rollout.response_length": policy.response_length,
-        "model.path": name,
-    }
-    trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
+    trainer = PPOTrainer(command.make_config(name, policy))
     levels = trainer.val_levels
     chance, best = (
         float(np.mean(compute(levels, policy.limits)))
