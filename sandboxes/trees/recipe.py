@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sandboxes.trees.repl.generated import PROPERTIES, THINGS
-from sandboxes.trees.repl.papers import GeneratedPapers, PaperLevel
+from sandboxes.trees.repl.papers import PROPERTIES, THINGS, GeneratedPapers, PaperLevel
 from sandboxes.trees.repl.session import TreeLimits
 from sandboxes.trees.repl.texts import (
     BLOCK_START,

@@ -190,9 +190,8 @@ class ReplProcess:
         self._process.send_signal(signal.SIGSTOP)
         if reply["kind"] == "query":
             self._open_prompts = len(reply["prompts"])
-            return Query(tuple(map(_clean, reply["prompts"])), tuple(map(_clean_context, reply["contexts"])))
-        final = reply["final"]
-        return Execution(_clean(reply["stdout"]), _clean(reply["stderr"]), None if final is None else _clean(final))
+            return Query(tuple(map(_clean, reply["prompts"])), tuple(map(_clean, reply["contexts"])))
+        return Execution(_clean(reply["stdout"]), _clean(reply["stderr"]), _clean(reply["final"]))
 
     def _ask(self, message: dict[str, Any], kinds: Container[str]) -> dict[str, Any] | str:
         """The reply to a message, of one of these kinds, or what was wrong with it, as a sentence."""
@@ -275,18 +274,15 @@ def _write(stream: int, text: bytes, clock: _Clock) -> bool:
     return True
 
 
-def _clean(text: str) -> str:
-    """Text without halves of surrogate pairs, which no file and no tokenizer takes, and without addresses in memory.
+def _clean(value: Any) -> Any:
+    """A text, or texts by id, without halves of surrogate pairs and without addresses in memory; None stays.
 
-    Addresses differ between processes, and what a policy reads should be the same with the same seed.
+    No file and no tokenizer takes the halves. Addresses differ between processes, and what a policy reads should be the
+    same with the same seed.
     """
-    return _ADDRESS.sub("0x0", text).encode("utf-8", "replace").decode("utf-8")
-
-
-def _clean_context(context: Context) -> Context:
-    if isinstance(context, dict):
-        return {_clean(name): _clean(text) for name, text in context.items()}
-    return None if context is None else _clean(context)
+    if isinstance(value, dict):
+        return {_clean(name): _clean(text) for name, text in value.items()}
+    return None if value is None else _ADDRESS.sub("0x0", value).encode("utf-8", "replace").decode("utf-8")
 
 
 def _parse_message(content: bytes, token: str, kinds: Container[str]) -> dict[str, Any] | None:

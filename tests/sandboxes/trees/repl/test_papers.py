@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.trees.repl.char_f1 import compute_char_f1
-from sandboxes.trees.repl.generated import make_question
-from sandboxes.trees.repl.papers import FilePapers, GeneratedPapers, make_papers
+from sandboxes.trees.repl.papers import FilePapers, GeneratedPapers, make_papers, make_question
 from sandboxes.trees.repl.questions import Question, QuestionFileError
 from tests.strategies.algo import examples
 from trainable.config.games import PapersConfig
