@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sandboxes.toys.transformer import (
@@ -25,13 +26,6 @@ class Completions(NamedTuple):
     log_probs: Tensor
 
 
-class _Cache(NamedTuple):
-    """Keys and values of one block, [E, B, heads, slots, d / heads] each."""
-
-    keys: Tensor
-    values: Tensor
-
-
 @torch.no_grad()
 def generate_completions(
     models: TransformerEnsemble,
@@ -52,17 +46,19 @@ def generate_completions(
         samples_per_prompt: S. The rows i S ... (i + 1) S - 1 of the result belong to prompt i.
     """
     folded_weights, length = models.fold_weights(), prompts.shape[-1]
+    hidden, keys_values = models.read_tokens(folded_weights, prompts, num_last=1)
+    last_hidden = hidden.repeat_interleave(samples_per_prompt, dim=1)
     # One slot less than tokens, because the last generated token is never read.
-    shape, num_slots = models.shape, length + num_tokens - 1
-    rows, channels = prompts.shape[1] * samples_per_prompt, shape.d_model // shape.num_heads
-    size = (len(prompts), rows, shape.num_heads, num_slots, channels)
-    new_empty = folded_weights.token_embeddings.new_empty
-    caches = [_Cache(new_empty(size), new_empty(size)) for _ in folded_weights.blocks]
-    last_hidden = _prefill(
-        models, folded_weights, embed_tokens(folded_weights, prompts, start_position=0), caches, samples_per_prompt
-    )
+    padding = (0, 0, 0, num_tokens - 1)
+    caches = [
+        (
+            F.pad(keys.repeat_interleave(samples_per_prompt, dim=1), padding),
+            F.pad(values.repeat_interleave(samples_per_prompt, dim=1), padding),
+        )
+        for keys, values in keys_values
+    ]
     tokens = torch.empty(*last_hidden.shape[:2], num_tokens, dtype=torch.int64)
-    log_probs = last_hidden.new_empty(*last_hidden.shape[:2], num_tokens, shape.vocab_size)
+    log_probs = last_hidden.new_empty(*last_hidden.shape[:2], num_tokens, models.shape.vocab_size)
     for step in range(num_tokens):
         if step > 0:
             last_hidden = _decode_step(models, folded_weights, tokens[:, :, step - 1 : step], caches, length + step - 1)
@@ -96,36 +92,22 @@ def select_log_probs(log_probs: Tensor, actions: Tensor) -> Tensor:
     return log_probs.gather(-1, actions[..., None]).squeeze(-1)
 
 
-def _prefill(
+def _decode_step(
     models: TransformerEnsemble,
     folded_weights: FoldedWeights,
-    hidden: Tensor,
-    caches: list[_Cache],
-    samples_per_prompt: int,
+    tokens: Tensor,
+    caches: list[tuple[Tensor, Tensor]],
+    position: int,
 ) -> Tensor:
-    """Fill the caches with the prompts; returns hidden states [E, P S, 1, d] of their last tokens after all blocks."""
-    length = hidden.shape[2]
-    for layer, (block, cache) in enumerate(zip(folded_weights.blocks, caches, strict=True)):
-        normed_hidden = layer_norm(hidden)
-        keys, values = compute_keys_values(block, normed_hidden, models.shape.num_heads)
-        cache.keys[..., :length, :] = keys.repeat_interleave(samples_per_prompt, dim=1)
-        cache.values[..., :length, :] = values.repeat_interleave(samples_per_prompt, dim=1)
-        # After the last block, only the last position is needed.
-        num_queries = 1 if layer == len(caches) - 1 else length
-        hidden = apply_block(block, hidden[:, :, -num_queries:], normed_hidden[:, :, -num_queries:], keys, values)
-    return hidden.repeat_interleave(samples_per_prompt, dim=1)
+    """Read tokens [E, B, 1] at `position` and fill the caches; returns hidden states [E, B, 1, d] after all blocks.
 
-
-def _decode_step(
-    models: TransformerEnsemble, folded_weights: FoldedWeights, tokens: Tensor, caches: list[_Cache], position: int
-) -> Tensor:
-    """Read tokens [E, B, 1] at `position` and fill the caches; returns hidden states [E, B, 1, d] after all blocks."""
+    caches: the keys and values of each block, [E, B, heads, slots, d / heads] each.
+    """
     hidden = embed_tokens(folded_weights, tokens, position)
-    for block, cache in zip(folded_weights.blocks, caches, strict=True):
+    for block, (keys, values) in zip(folded_weights.blocks, caches, strict=True):
         normed_hidden = layer_norm(hidden)
-        cache.keys[..., position : position + 1, :], cache.values[..., position : position + 1, :] = (
-            compute_keys_values(block, normed_hidden, models.shape.num_heads)
+        keys[..., position : position + 1, :], values[..., position : position + 1, :] = compute_keys_values(
+            block, normed_hidden, models.shape.num_heads
         )
-        past_keys_values = (cache.keys[..., : position + 1, :], cache.values[..., : position + 1, :])
-        hidden = apply_block(block, hidden, normed_hidden, *past_keys_values)
+        hidden = apply_block(block, hidden, normed_hidden, keys[..., : position + 1, :], values[..., : position + 1, :])
     return hidden

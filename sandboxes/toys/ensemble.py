@@ -81,11 +81,6 @@ class EnsembleTrainer:
     When a member ends, the others continue as if it had never been there, up to rounding in sums whose order depends on
     the number of members.
 
-    Attributes:
-        seeds: the members that are still training.
-        algorithm: what they do in a step.
-        final_states: last state of each member that a rule or the last step ended. Members that failed have none.
-
     Args:
         config: the configuration; its own seed is ignored.
         seeds: different numbers, one per member.
@@ -103,9 +98,12 @@ class EnsembleTrainer:
             raise ValueError(f"seeds={list(seeds)}: must be one or more different numbers, one per member.")
         self.config, self._make_algorithm = config, make_algorithm
         self.seeds = tuple(seeds)
+        """The members that are still training."""
         self.algorithm = make_algorithm(config, self.seeds)
+        """What they do in a step."""
         self.step_index = 0
         self.final_states: dict[int, TrainerState] = {}
+        """Last state of each member that a rule or the last step ended. Members that failed have none."""
         self._start_time, self._resumed_seconds, self._seconds_at_last_row = time.perf_counter(), 0.0, 0.0
 
     def step(self, before_update: Callable[[], None] = do_nothing) -> StepResult:
@@ -130,7 +128,15 @@ class EnsembleTrainer:
         update_result = self.algorithm.train(batch, step, is_row)
         self.step_index += 1
         rows = self._make_rows({**evaluation, **update_result.metrics}, step) if is_row else {}
-        return self._drop_failed_members(rows, update_result.nonfinite_names)
+        # A member with a loss, gradient or weight that is not finite is a failure.
+        failures = {
+            seed: f"values of step {step} were not finite: {format_names(names)}"
+            for seed, names in zip(self.seeds, update_result.nonfinite_names, strict=True)
+            if names
+        }
+        if failures:
+            self._keep_members([seed for seed in self.seeds if seed not in failures])
+        return StepResult({seed: row for seed, row in rows.items() if seed not in failures}, failures=failures)
 
     def _make_rows(self, metrics: dict[str, Tensor], step: int) -> dict[int, Row]:
         """One row per seed; a number that is not finite, such as a mean over nothing, is omitted."""
@@ -158,19 +164,6 @@ class EnsembleTrainer:
         self.final_states |= {seed: self.get_state(seed) for seed in stop_columns}
         self._keep_members([seed for seed in self.seeds if seed not in stop_columns])
         return StepResult({seed: {**rows[seed], **stop_row} for seed, stop_row in stop_columns.items()})
-
-    def _drop_failed_members(self, rows: dict[int, Row], nonfinite_names: list[list[str]]) -> StepResult:
-        """The result of the step, in which members with a loss, gradient or weight that is not finite are failures."""
-        step = self.step_index - 1  # step_index already counts the step
-        failures = {
-            seed: f"values of step {step} were not finite: {format_names(names)}"
-            for seed, names in zip(self.seeds, nonfinite_names, strict=True)
-            if names
-        }
-        if not failures:
-            return StepResult(rows)
-        self._keep_members([seed for seed in self.seeds if seed not in failures])
-        return StepResult({seed: row for seed, row in rows.items() if seed not in failures}, failures=failures)
 
     def _keep_members(self, seeds: Sequence[int]) -> None:
         """Continue with `seeds` only, through their states, exactly as a run that is resumed from a checkpoint."""

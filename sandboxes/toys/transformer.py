@@ -68,14 +68,25 @@ class TransformerEnsemble:
     def compute_logits(self, tokens: Tensor, logits_to_keep: int) -> Tensor:
         """Logits [E, B, logits_to_keep, vocab] at the last positions of tokens [E, B, L], without padding."""
         folded_weights = self.fold_weights()
-        hidden = embed_tokens(folded_weights, tokens, start_position=0)
+        hidden, _ = self.read_tokens(folded_weights, tokens, logits_to_keep)
+        return linear(layer_norm(hidden), folded_weights.head)
+
+    def read_tokens(
+        self, folded_weights: FoldedWeights, tokens: Tensor, num_last: int
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Hidden states [E, B, num_last, d] at the last positions of tokens [E, B, L], after all blocks.
+
+        Also returns the keys and values of each block.
+        """
+        hidden, keys_values = embed_tokens(folded_weights, tokens, start_position=0), []
         for layer, block in enumerate(folded_weights.blocks):
-            # After the last block, only the positions whose logits are read are needed.
-            num_queries = logits_to_keep if layer == self.shape.num_layers - 1 else tokens.shape[-1]
+            # After the last block, only the positions that are read are needed.
+            num_queries = num_last if layer == self.shape.num_layers - 1 else tokens.shape[-1]
             normed_hidden = layer_norm(hidden)
             keys, values = compute_keys_values(block, normed_hidden, self.shape.num_heads)
             hidden = apply_block(block, hidden[:, :, -num_queries:], normed_hidden[:, :, -num_queries:], keys, values)
-        return linear(layer_norm(hidden), folded_weights.head)
+            keys_values.append((keys, values))
+        return hidden, keys_values
 
     def fold_weights(self) -> FoldedWeights:
         """The weights in the form that passes use; gradients flow through."""

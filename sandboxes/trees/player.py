@@ -9,7 +9,7 @@ from sandboxes.trees.repl.judge import JudgeError, make_judge
 from sandboxes.trees.repl.papers import CODE_ACTION, QUERY_ACTION, SUCCESS_SCORE, PaperLevel, ScoreAnswer
 from sandboxes.trees.repl.process import ReplLimits
 from sandboxes.trees.repl.session import TreeLimits
-from sandboxes.trees.tree_loop import Rollout, Tree, TreeSettings, TreeTexts, encode_first_turn, roll_out_trees
+from sandboxes.trees.tree_loop import Rollout, TreeSettings, TreeTexts, format_first_turn, roll_out_trees
 from trainable.config.games import PapersConfig
 from trainable.config.run_config import RunConfig
 from trainable.models.codec import Codec
@@ -34,7 +34,8 @@ class TreePlayer:
     def encode_first_turn(self, level: PaperLevel) -> list[int]:
         """See `Player.encode_first_turn`."""
         question = level.question
-        return encode_first_turn(question.text, question.papers, "root", self.texts, self.settings.tree)
+        text = format_first_turn(question.text, question.papers, "root", self.texts, self.settings.tree)
+        return self.texts.codec.encode([text])[0]
 
     def check_first_turns(self, levels: Sequence[PaperLevel], response_length: int) -> None:
         """See `Player.check_first_turns`."""
@@ -45,52 +46,38 @@ class TreePlayer:
         """See `Player.roll_out`. There is no chance but that of the sampler."""
         levels, group_size = request.levels, request.group_size
         questions, streams = [level.question for level in levels], request.rng.spawn(len(levels) * group_size)
-        trees = roll_out_trees(
+        roots = roll_out_trees(
             questions, group_size, request.sampler, self.texts, self.settings, request.params, streams
         )
-        return [self._make_episode(tree, levels[tree.group]) for tree in trees]
+        groups = [number // group_size for number in range(len(roots))]
+        return [self._make_episode(root, levels[group], group) for root, group in zip(roots, groups, strict=True)]
 
-    def _make_episode(self, tree: Tree, level: PaperLevel) -> Episode:
-        root = tree.root
-        score = self.score_answer(level.question, root.answer or "")
-        asked = [child.parent_turn for child in tree.children]
+    def _make_episode(self, rollout: Rollout, level: PaperLevel, group: int) -> Episode:
+        """The episode of a root, or of a child. A child has no reward of its own: the tree has one, at its root."""
+        score, rewards = 0.0, [0.0] * len(rollout.validity)
+        if rollout.role == "root":
+            score = self.score_answer(level.question, rollout.answer or "")
+            rewards = [self.format_penalty * (not is_valid) for is_valid in rollout.validity]
+            rewards[-1] += score
+        asked = [child.parent_turn for child in rollout.children]
         actions = tuple(
             (CODE_ACTION,) * is_valid + (QUERY_ACTION,) * asked.count(turn)
-            for turn, is_valid in enumerate(root.validity)
+            for turn, is_valid in enumerate(rollout.validity)
         )
-        rewards = [self.format_penalty * (not is_valid) for is_valid in root.validity]
-        rewards[-1] += score
-        children = tuple(_make_child(child, level, tree.group) for child in tree.children)
         return Episode(
             level_seed=level.seed,
-            group=tree.group,
-            **root.arrays._asdict(),
+            group=group,
+            **rollout.transcript.make_arrays()._asdict(),
             turn_rewards=tuple(rewards),
             turn_actions=actions,
-            turn_validity=root.validity,
-            stop_reason=_find_stop_reason(root, score),
-            texts=root.texts,
-            children=children,
-            answer=root.answer,
-            evidence=level.question.evidence,
+            turn_validity=tuple(rollout.validity),
+            stop_reason=_find_stop_reason(rollout, score),
+            texts=tuple(rollout.transcript.texts),
+            children=tuple(self._make_episode(child, level, group) for child in rollout.children),
+            parent_turn=rollout.parent_turn,
+            answer=rollout.answer,
+            evidence=level.question.evidence if rollout.role == "root" else (),
         )
-
-
-def _make_child(child: Rollout, level: PaperLevel, group: int) -> Episode:
-    """The episode of a child. It has no reward of its own: the tree has one, at its root."""
-    num_turns = len(child.texts)
-    return Episode(
-        level_seed=level.seed,
-        group=group,
-        **child.arrays._asdict(),
-        turn_rewards=(0.0,) * num_turns,
-        turn_actions=tuple((CODE_ACTION,) * is_valid for is_valid in child.validity),
-        turn_validity=child.validity,
-        stop_reason=_find_stop_reason(child, 0.0),
-        texts=child.texts,
-        parent_turn=child.parent_turn,
-        answer=child.answer,
-    )
 
 
 def _find_stop_reason(rollout: Rollout, score: float) -> StopReason:
@@ -110,25 +97,22 @@ def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length:
     """
     env, style = config.env, config.model.prompt_style
     papers = env.papers
-    texts = TreeTexts(codec, policy.chat_format, style, _list_markers(policy))
+    # The special tokens of the policy, and what looks like one in its chat format.
+    special_tokens = [token.content for token in policy.tokenizer.get_added_tokens_decoder().values() if token.special]
+    chat_text = policy.chat_format.format_first_turn("", "") + policy.chat_format.format_next_turn("")
+    markers = list(dict.fromkeys([*special_tokens, *re.findall(r"<[^<>\s]+>|\[[A-Z_/]+\]", chat_text)]))
+    texts = TreeTexts(codec, policy.chat_format, style, markers)
     tree = TreeLimits(env.max_turn, papers.max_children_per_call, papers.max_children, papers.observation_chars)
     process = ReplLimits(papers.execution_seconds, papers.execution_mib * 2**20)
     settings = TreeSettings(tree, process, context_length)
     return TreePlayer(texts, settings, make_score(papers), env.format_penalty)
 
 
-def _list_markers(policy: Policy) -> list[str]:
-    """The special tokens of a policy, and what looks like one in its chat format."""
-    special_tokens = [token.content for token in policy.tokenizer.get_added_tokens_decoder().values() if token.special]
-    chat_text = policy.chat_format.format_first_turn("", "") + policy.chat_format.format_next_turn("")
-    return list(dict.fromkeys([*special_tokens, *re.findall(r"<[^<>\s]+>|\[[A-Z_/]+\]", chat_text)]))
-
-
 def make_score(papers: PapersConfig) -> ScoreAnswer:
     """The reward of a final answer, as env.papers.score says. JudgeError if a judge is wanted and none can be asked."""
     if papers.score == "char_f1":
-        return lambda question, answer: compute_char_f1(answer, question.papers, question.evidence).score
+        return lambda question, answer: compute_char_f1(answer, question.papers, question.evidence)
     judge = make_judge(papers)
     if obstacle := judge.find_obstacle():
         raise JudgeError(obstacle)
-    return lambda question, answer: judge.score(question.text, answer, question.evidence).score
+    return lambda question, answer: judge.score(question.text, answer, question.evidence)

@@ -5,14 +5,13 @@ so that answers of one question differ in their score, and training has somethin
 """
 
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from sandboxes.trees.repl.generated import PROPERTIES, THINGS
-from sandboxes.trees.repl.papers import GeneratedPapers, PaperLevel
+from sandboxes.trees.repl.papers import PROPERTIES, THINGS, GeneratedPapers, PaperLevel
 from sandboxes.trees.repl.session import TreeLimits
 from sandboxes.trees.repl.texts import (
     BLOCK_START,
@@ -25,12 +24,10 @@ from sandboxes.trees.repl.texts import (
     format_task,
 )
 from trainable.envs.environment import TurnLimits
-from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import CHATML, END_OF_MESSAGE
-from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.tiny.dialogues import Habits, Segment
-from trainable.tiny.recipe import Recipe, Stage, make_tiny_shape
-from trainable.tiny.tokenizer import PAD, UNKNOWN, build_tokenizer
+from trainable.tiny.recipe import PolicyRecipe, Recipe, Stage
+from trainable.tiny.tokenizer import PAD, UNKNOWN
 
 _EVERY_LINE = "s for t in context.values() for s in t.split('\\n')"
 _BLOCK_END = f"\n{FENCE}"
@@ -64,26 +61,14 @@ def write_block(code: str) -> str:
     return f"{BLOCK_START}{code}{_BLOCK_END}"
 
 
-@dataclass(frozen=True)
-class PapersPolicy:
+@dataclass(frozen=True, kw_only=True)
+class PapersPolicy(PolicyRecipe):
     """What the weights and the tokenizer of papers-tiny are made of."""
 
     source: GeneratedPapers
-    limits: TurnLimits
-    recipe: Recipe
-    response_length: int = 32
-    # What a game of trees needs of a run.
-    settings: Mapping[str, object] = field(
-        default_factory=lambda: {
-            "algorithm.adv_estimator": "grpo",
-            "collapse_detection.first_turn_enabled": False,
-            "collapse_detection.multi_turn_enabled": False,
-        }
-    )
 
     @property
-    def pieces(self) -> list[str]:
-        """The pieces of the tokenizer, in the order of their ids. The shipped weights depend on this order."""
+    def pieces(self) -> list[str]:  # noqa: D102
         papers = [f"p{number + 1}" for number in range(self.source.num_papers)]
         code_pieces = [
             *(piece for write in (write_exact, write_loose, write_query) for piece in write("|").split("|")),
@@ -134,20 +119,11 @@ class PapersPolicy:
             )
         )
 
-    def build_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the pieces."""
-        return build_tokenizer(self.pieces)
-
-    def make_shape(self) -> Qwen2Shape:
-        """Sizes of the model."""
-        return make_tiny_shape(self.pieces)
-
     def make_dialogues(
-        self, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
+        self, levels: Sequence[Any], habits: Habits, rng: np.random.Generator, luck_rng: np.random.Generator
     ) -> Iterator[list[Segment]]:
-        """The dialogues of a stage, each on a question of its own; nothing in them is left to luck."""
-        for level in make_demonstration_levels(self.source, stage.dialogues, first_index):
-            yield make_dialogue(level, stage.habits, rng)
+        """One demonstration per level, with the bad habits; nothing in them is left to luck."""
+        return (make_dialogue(level, habits, rng) for level in levels)
 
 
 def make_dialogue(level: PaperLevel, habits: Habits, rng: np.random.Generator) -> list[Segment]:
@@ -190,12 +166,18 @@ def _draw_code(thing: str, role: Role, papers: Sequence[str], habits: Habits, rn
 
 
 PAPERS_TINY = PapersPolicy(
-    GeneratedPapers(num_papers=3, num_sentences=4),
-    TurnLimits(turns=MAX_TURNS, actions_per_turn=1, actions=MAX_TURNS),
-    Recipe(
+    source=GeneratedPapers(num_papers=3, num_sentences=4),
+    limits=TurnLimits(turns=MAX_TURNS, actions_per_turn=1, actions=MAX_TURNS),
+    recipe=Recipe(
         stages=(
             Stage(12_000, 3e-3, 2e-4, Habits(detour=0.3)),
             Stage(3_000, 1e-3, 1e-4, Habits(detour=0.8, careless=0.15, unfinished=0.15)),
         )
     ),
+    response_length=32,
+    settings={  # what a game of trees needs of a run
+        "algorithm.adv_estimator": "grpo",
+        "collapse_detection.first_turn_enabled": False,
+        "collapse_detection.multi_turn_enabled": False,
+    },
 )

@@ -1,5 +1,7 @@
 """Check what a study of trees of rollouts needs: a sandbox for code and its memory, its questions, and its judge."""
 
+import math
+
 from sandboxes.trees.repl.judge import make_judge
 from sandboxes.trees.repl.papers import make_papers
 from sandboxes.trees.repl.process import find_obstacle
@@ -29,11 +31,13 @@ def check_papers(plan: StudyPlan) -> None:
 
 def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> str:
     """A line about the memory that the REPLs of all concurrent runs may take at most."""
-    config = max(
-        _list_tree_configs(plan),
-        key=lambda config: _count_trees(config) * _count_repls(config) * config.env.papers.execution_mib,
-    )
-    num_trees, num_repls, size = _count_trees(config), _count_repls(config), config.env.papers.execution_mib
+    sizes = []
+    for config in _list_tree_configs(plan):
+        env = config.env
+        # Trees that are open at once: those of a step, of a validation, or of the final evaluation.
+        num_trees = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
+        sizes.append((num_trees, _count_repls(config), env.papers.execution_mib))
+    num_trees, num_repls, size = max(sizes, key=math.prod)
     count, available_mib = max_concurrent * num_trees * num_repls, _measure_available_mib()
     verdict = "OK."
     if count * size > available_mib:
@@ -69,12 +73,6 @@ def _list_tree_configs(plan: StudyPlan) -> list[RunConfig]:
 def _count_repls(config: RunConfig) -> int:
     """REPLs of a tree that are open at once: that of the root, and those of the children of a call."""
     return 1 + min(config.env.papers.max_children_per_call, config.env.papers.max_children)
-
-
-def _count_trees(config: RunConfig) -> int:
-    """Trees of a run that are open at once: those of a step, of a validation, or of the final evaluation."""
-    env = config.env
-    return max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
 
 
 def _measure_available_mib() -> int:

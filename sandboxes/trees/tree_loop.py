@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sandboxes.trees.repl.process import Context, Query, ReplLimits
+from sandboxes.trees.repl.process import Query, ReplLimits
 from sandboxes.trees.repl.questions import Question
 from sandboxes.trees.repl.session import Outcome, ReplSession, RolloutAnswer, TreeLimits, TurnObservation
 from sandboxes.trees.repl.texts import Role, format_instructions, format_observation, format_task
@@ -18,7 +18,7 @@ from trainable.envs.prompts import ChatFormat
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.rollout.sampler import Sampler, SamplingParams
-from trainable.rollout.transcript import TokenArrays, Transcript
+from trainable.rollout.transcript import Transcript
 
 MAX_THREADS = 16
 """Processes of REPLs that compute at the same time. The threads only wait for them."""
@@ -55,76 +55,32 @@ class TreeSettings(NamedTuple):
     context_length: int
 
 
-class Rollout(NamedTuple):
-    """One finished rollout, of T tokens.
-
-    arrays: its tokens. texts: of its replies. observations: what each reply led to, the last one empty if the rollout
-    ended with it. validity: whether each reply had exactly one block of code, or an answer. answer: None if it gave
-    none. prompt: the question. parent_turn: of a child, the turn of its root that asked it; -1 for a root.
-    out_of_context: whether its next turn, with a reply of full length, might not have fitted.
-    """
-
-    arrays: TokenArrays
-    texts: tuple[str, ...]
-    observations: tuple[str, ...]
-    validity: tuple[bool, ...]
-    answer: str | None
-    prompt: str
-    parent_turn: int
-    out_of_context: bool
-
-
-class Tree(NamedTuple):
-    """A root with its children, in the order in which they were asked. group: number of its question."""
-
-    group: int
-    root: Rollout
-    children: tuple[Rollout, ...]
-
-
 @dataclass(eq=False)
-class _Player:
-    """A rollout in progress.
+class Rollout:
+    """A rollout, finished or in progress.
 
-    stream: the generator from which its children get theirs. children: those that are finished.
+    prompt: the question. papers: the texts that it is about, by id. parent_turn: of a child, the turn of its root that
+    asked it; -1 for a root. stream: all of its random numbers, and those of its children. observations: what each reply
+    led to, the last one empty if the rollout ended with it. validity: whether each reply had exactly one block of code,
+    or an answer. answer: None if it gave none. out_of_context: whether its next turn, with a reply of full length,
+    might not have fitted. children: those that are finished, in the order in which they were asked.
     """
-
-    session: ReplSession
-    prompt: str
-    parent_turn: int
-    stream: np.random.Generator
-    transcript: Transcript = field(default_factory=Transcript)
-    observations: list[str] = field(default_factory=list)
-    validity: list[bool] = field(default_factory=list)
-    answer: str | None = None
-    out_of_context: bool = False
-    children: list["_Player"] = field(default_factory=list)
-
-    def finish(self) -> Rollout:
-        """The record of the finished rollout."""
-        transcript = self.transcript
-        return Rollout(
-            transcript.make_arrays(),
-            tuple(transcript.texts),
-            tuple(self.observations),
-            tuple(self.validity),
-            self.answer,
-            self.prompt,
-            self.parent_turn,
-            self.out_of_context,
-        )
-
-
-class _Task(NamedTuple):
-    """What a rollout begins with. parent_turn: of a child; -1 for a root. stream: all of its random numbers."""
 
     prompt: str
     papers: Mapping[str, str]
     parent_turn: int
     stream: np.random.Generator
+    session: ReplSession = field(init=False)
+    transcript: Transcript = field(default_factory=Transcript)
+    observations: list[str] = field(default_factory=list)
+    validity: list[bool] = field(default_factory=list)
+    answer: str | None = None
+    out_of_context: bool = False
+    children: list["Rollout"] = field(default_factory=list)
 
     @property
     def role(self) -> Role:
+        """What it may do: a root may ask children."""
         return "root" if self.parent_turn < 0 else "child"
 
 
@@ -148,8 +104,8 @@ def roll_out_trees(
     settings: TreeSettings,
     params: SamplingParams,
     streams: Sequence[np.random.Generator],
-) -> list[Tree]:
-    """Answer every question `group_size` times; the trees of a question are consecutive.
+) -> list[Rollout]:
+    """Answer every question `group_size` times; return the roots, of which those of a question are consecutive.
 
     The roots take their turns together. Where their code asks children, those of all roots are one batch, which takes
     its turns to the end before the roots go on. A child of which the first turn does not fit into the context is
@@ -166,28 +122,25 @@ def roll_out_trees(
 
     Raises ValueError if the first turn of a root does not fit into the context.
     """
-    trees: list[Tree] = []
-    tasks = [
-        _Task(question.text, question.papers, -1, streams[group * group_size + number])
+    roots = [
+        Rollout(question.text, question.papers, -1, streams[group * group_size + number])
         for group, question in enumerate(questions)
         for number in range(group_size)
     ]
-    size = _count_open_roots(settings.tree)
+    # As many roots at once as have all files that they need, each with the children of a call.
+    files_per_root = FILES_PER_PROCESS * (1 + min(settings.tree.children_per_call, settings.tree.children))
+    size = max((_allow_open_files() - SPARE_FILES) // files_per_root, 1)
     with ThreadPoolExecutor(MAX_THREADS) as pool:
-        for start in range(0, len(tasks), size):
+        for start in range(0, len(roots), size):
+            open_roots = roots[start : start + size]
             with ExitStack() as stack:
-                roots = _TreeLoop(sampler, texts, settings, params, pool, stack).play_roots(tasks[start : start + size])
-            trees += [
-                Tree(number // group_size, root.finish(), tuple(child.finish() for child in root.children))
-                for number, root in enumerate(roots, start=start)
-            ]
-    return trees
-
-
-def _count_open_roots(limits: TreeLimits) -> int:
-    """How many roots may be open at once, each with the children of a call, so that no file is missing."""
-    per_root = FILES_PER_PROCESS * (1 + min(limits.children_per_call, limits.children))
-    return max((_allow_open_files() - SPARE_FILES) // per_root, 1)
+                loop = _TreeLoop(sampler, texts, settings, params, pool, stack)
+                if not loop.start(open_roots):
+                    raise ValueError(
+                        f"A question and a reply do not fit into the context of {settings.context_length} tokens."
+                    )
+                loop.play(open_roots)
+    return roots
 
 
 def _allow_open_files() -> int:
@@ -201,14 +154,8 @@ def _allow_open_files() -> int:
     return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
 
 
-def encode_first_turn(
-    prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits
-) -> list[int]:
-    """The tokens of a rollout's conversation up to its first reply."""
-    return texts.codec.encode([_format_first_turn(prompt, papers, role, texts, limits)])[0]
-
-
-def _format_first_turn(prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits) -> str:
+def format_first_turn(prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits) -> str:
+    """A rollout's conversation up to its first reply."""
     system = format_instructions(role, limits.turns, texts.style)
     task = _hide_markers(format_task(prompt, papers, texts.style), texts)
     return texts.chat.format_first_turn(system, task)
@@ -230,134 +177,106 @@ class _TreeLoop:
     pool: ThreadPoolExecutor
     stack: ExitStack
 
-    def play_roots(self, tasks: Sequence[_Task]) -> list[_Player]:
-        """Play roots to their ends. ValueError if the first turn of one does not fit into the context."""
-        prompts = self._encode_prompts(tasks)
-        if not all(map(self._fits, prompts)):
-            raise ValueError(
-                f"A question and a reply do not fit into the context of {self.settings.context_length} tokens."
-            )
-        roots = self._make_players(tasks, prompts)
-        self.play(roots)
-        return roots
-
-    def _encode_prompts(self, tasks: Sequence[_Task]) -> list[list[int]]:
-        """The first prompts of rollouts."""
+    def start(self, rollouts: Sequence[Rollout]) -> bool:
+        """Start the REPLs of rollouts if the first turn of each fits into the context; return whether it does."""
         limits = self.settings.tree
-        return self.texts.codec.encode(
-            [_format_first_turn(task.prompt, task.papers, task.role, self.texts, limits) for task in tasks]
-        )
-
-    def _fits(self, prompt: Sequence[int]) -> bool:
-        return len(prompt) + self.params.max_new_tokens <= self.settings.context_length
-
-    def _make_players(self, tasks: Sequence[_Task], prompts: Sequence[Sequence[int]]) -> list[_Player]:
-        """Rollouts before their first turns. prompts: the first one of each."""
-        players = [
-            _Player(session, task.prompt, task.parent_turn, task.stream)
-            for task, session in zip(tasks, self.pool.map(self._start_session, tasks), strict=True)
+        messages = [
+            format_first_turn(rollout.prompt, rollout.papers, rollout.role, self.texts, limits) for rollout in rollouts
         ]
-        for player, prompt in zip(players, prompts, strict=True):
-            player.transcript.append_prompt(prompt)
-        return players
+        prompts = self.texts.codec.encode(messages)
+        if any(len(prompt) + self.params.max_new_tokens > self.settings.context_length for prompt in prompts):
+            return False
+        sessions = self.pool.map(self._start_session, rollouts)
+        for rollout, prompt, session in zip(rollouts, prompts, sessions, strict=True):
+            rollout.session = session
+            rollout.transcript.append_prompt(prompt)
+        return True
 
-    def _start_session(self, task: _Task) -> ReplSession:
-        session = ReplSession(task.papers, self.settings.tree, task.role == "root", self.settings.process)
+    def _start_session(self, rollout: Rollout) -> ReplSession:
+        session = ReplSession(rollout.papers, self.settings.tree, rollout.role == "root", self.settings.process)
         self.stack.callback(session.close)
         return session
 
-    def play(self, players: Sequence[_Player]) -> None:
+    def play(self, rollouts: Sequence[Rollout]) -> None:
         """Play all rollouts to their ends, together with the children that they ask."""
-        if not players:
+        if not rollouts:
             return
-        prompts = [player.transcript.tokens[0].tolist() for player in players]
-        streams = _Streams([player.stream for player in players])
+        prompts = [rollout.transcript.tokens[0].tolist() for rollout in rollouts]
+        streams = _Streams([rollout.stream for rollout in rollouts])
         conversation = self.sampler.start_conversation(prompts, 1, self.params, streams)
-        rows = list(range(len(players)))
+        rows = list(range(len(rollouts)))
         new_tokens: list[list[int]] = [[] for _ in rows]
         while rows:
-            STEP_PHASE.show_share(f"{len(rows)} of {len(players)} conversations go on")
+            STEP_PHASE.show_share(f"{len(rows)} of {len(rollouts)} conversations go on")
             replies = conversation.sample_replies(rows, new_tokens)
             texts = self.texts.codec.decode([reply.token_ids for reply in replies])
-            active = [players[row] for row in rows]
-            for player, reply, text in zip(active, replies, texts, strict=True):
-                player.transcript.append_reply(reply, text)
-            for player, outcome in zip(active, self._read_replies(active, texts), strict=True):
-                _record(player, outcome)
-            rows, new_tokens = self._continue(players, rows)
-            for player in set(active) - {players[row] for row in rows}:
-                player.session.close()
+            active = [rollouts[row] for row in rows]
+            for rollout, reply, text in zip(active, replies, texts, strict=True):
+                rollout.transcript.append_reply(reply, text)
+            for rollout, outcome in zip(active, self._read_replies(active, texts), strict=True):
+                if isinstance(outcome, RolloutAnswer):
+                    rollout.answer = outcome.text
+                rollout.observations.append(outcome.text if isinstance(outcome, TurnObservation) else "")
+                rollout.validity.append(isinstance(outcome, RolloutAnswer) or outcome.is_valid)
+            rows, new_tokens = self._continue(rollouts, rows)
+            for rollout in set(active) - {rollouts[row] for row in rows}:
+                rollout.session.close()
 
-    def _read_replies(self, players: Sequence[_Player], texts: Sequence[str]) -> list[TurnObservation | RolloutAnswer]:
+    def _read_replies(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[TurnObservation | RolloutAnswer]:
         """What the replies lead to, after all of their children have answered."""
-        outcomes = list(self.pool.map(lambda player, text: player.session.read(text), players, texts))
+        outcomes = list(self.pool.map(lambda rollout, text: rollout.session.read(text), rollouts, texts))
         while waiting := [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Query)]:
-            children = [self._make_children(players[index], outcomes[index]) for index in waiting]
+            children = [self._make_children(rollouts[index], outcomes[index]) for index in waiting]
             self.play([child for asked in children if not isinstance(asked, str) for child in asked])
-            results = self.pool.map(_reply_to_query, (players[index] for index in waiting), children)
+            results = self.pool.map(_reply_to_query, (rollouts[index] for index in waiting), children)
             for index, outcome in zip(waiting, results, strict=True):
                 outcomes[index] = outcome
         return [outcome for outcome in outcomes if not isinstance(outcome, Query)]
 
-    def _make_children(self, player: _Player, query: Outcome) -> list[_Player] | str:
+    def _make_children(self, rollout: Rollout, query: Outcome) -> list[Rollout] | str:
         """The children that a query asks, or why there are none."""
         assert isinstance(query, Query)
-        turn = player.transcript.num_turns - 1
-        tasks = [
-            _Task(prompt, _make_papers(context, player.session.papers), turn, player.stream.spawn(1)[0])
-            for prompt, context in zip(query.prompts, query.contexts, strict=True)
-        ]
+        turn = rollout.transcript.num_turns - 1
+        children = []
+        for prompt, context in zip(query.prompts, query.contexts, strict=True):
+            # A text alone has the id `context`; without a context, a child sees the texts of its root.
+            papers = {"context": context} if isinstance(context, str) else context
+            stream = rollout.stream.spawn(1)[0]
+            children.append(Rollout(prompt, rollout.papers if papers is None else papers, turn, stream))
         problem = f"a question and its reply may have at most {self.settings.context_length} tokens"
-        num_chars = [len(task.prompt) + sum(map(len, task.papers)) for task in tasks]
+        num_chars = [len(child.prompt) + sum(map(len, child.papers)) for child in children]
         if max(num_chars) > CHARS_PER_TOKEN * self.settings.context_length:
             return problem
-        player.session.charge(SECONDS_PER_CHAR * sum(num_chars))
-        prompts = self._encode_prompts(tasks)
-        if not all(map(self._fits, prompts)):
-            return problem
-        return self._make_players(tasks, prompts)
+        rollout.session.charge(SECONDS_PER_CHAR * sum(num_chars))
+        return children if self.start(children) else problem
 
-    def _continue(self, players: Sequence[_Player], rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    def _continue(self, rollouts: Sequence[Rollout], rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
         """Append the observations of the rows that go on; return these rows, and their new tokens."""
         chat, limits = self.texts.chat, self.settings.tree
         live_rows = [
-            row for row in rows if players[row].answer is None and players[row].transcript.num_turns < limits.turns
+            row for row in rows if rollouts[row].answer is None and rollouts[row].transcript.num_turns < limits.turns
         ]
         messages = []
         for row in live_rows:
-            transcript = players[row].transcript
+            transcript = rollouts[row].transcript
             turns_left = limits.turns - transcript.num_turns
-            observation = format_observation(players[row].observations[-1], turns_left, self.texts.style)
+            observation = format_observation(rollouts[row].observations[-1], turns_left, self.texts.style)
             message = chat.format_next_turn(_hide_markers(observation, self.texts))
             messages.append(message if transcript.is_closed else chat.end_marker + message)
         next_rows, new_tokens = [], []
         for row, ids in zip(live_rows, self.texts.codec.encode(messages), strict=True):
-            transcript, params = players[row].transcript, self.params
+            transcript, params = rollouts[row].transcript, self.params
             # Otherwise the conversation ends with the last reply.
             if transcript.append_prompt_if_it_fits(ids, params.max_new_tokens, self.settings.context_length):
                 next_rows.append(row)
                 new_tokens.append(ids)
             else:
-                players[row].out_of_context = True
+                rollouts[row].out_of_context = True
         return next_rows, new_tokens
 
 
-def _record(player: _Player, outcome: TurnObservation | RolloutAnswer) -> None:
-    if isinstance(outcome, RolloutAnswer):
-        player.answer = outcome.text
-    player.observations.append(outcome.text if isinstance(outcome, TurnObservation) else "")
-    player.validity.append(isinstance(outcome, RolloutAnswer) or outcome.is_valid)
-
-
-def _reply_to_query(player: _Player, children: Sequence[_Player] | str) -> Outcome:
+def _reply_to_query(rollout: Rollout, children: Sequence[Rollout] | str) -> Outcome:
     if isinstance(children, str):
-        return player.session.refuse(children)
-    player.children.extend(children)
-    return player.session.give_answers([child.answer or "" for child in children])
-
-
-def _make_papers(context: Context, papers: Mapping[str, str]) -> Mapping[str, str]:
-    """The texts that a child sees: those that it is given, or those of its root. A text alone has the id `context`."""
-    if context is None:
-        return papers
-    return {"context": context} if isinstance(context, str) else context
+        return rollout.session.refuse(children)
+    rollout.children.extend(children)
+    return rollout.session.give_answers([child.answer or "" for child in children])

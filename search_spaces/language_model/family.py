@@ -7,7 +7,7 @@ from search_spaces.declaration.study import make_value_label
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.games import GAMES
-from trainable.config.own_parts import parse_part_name, shorten_part_name
+from trainable.config.own_parts import shorten_part_name
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import EnvConfig
 from trainable.families import DisplayColumn, Family, OutcomeColumn
@@ -66,9 +66,9 @@ def make_template_values(config: RunConfig) -> dict[str, str]:
     train_size = f"{env.env_groups}x{env.group_size}"
     groups, rollouts = trainer.gradient_analysis_env_groups, trainer.gradient_analysis_group_size
     # The model of the hub plays any game, and two games may not share a folder.
-    is_own_game = parse_part_name(env.name) is not None
-    is_shipped_model = config.model.path in SHIPPED_MODELS and not is_own_game
-    is_told_by_model = is_shipped_model or env.name == EnvConfig.model_fields["name"].default
+    shipped_model = SHIPPED_MODELS.get(config.model.path)
+    is_model_of_game = shipped_model is not None and shipped_model.game == env.name
+    is_told_by_model = is_model_of_game or env.name == EnvConfig.model_fields["name"].default
     game, strategy = shorten_part_name(env.name), shorten_part_name(filter_config.rollout_filter_strategy)
     return {
         "env": game,

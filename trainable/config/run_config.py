@@ -24,7 +24,6 @@ from trainable.config.command_lines import format_command
 from trainable.config.conditions import PPO_CONDITIONS
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.games import GAMES
-from trainable.config.own_parts import parse_part_name
 from trainable.config.sections import (
     GAME_REWARD,
     ActorConfig,
@@ -99,9 +98,10 @@ class RunConfig(BaseRunConfig):
                 f"model.path={self.model.path} knows the compact prompt only: use the laptop preset, or set "
                 "model.prompt_style=compact"
             )
-        # Of a game of the user, the words are compared with the tokenizer before a run starts.
-        if shipped_model.game != self.env.name and parse_part_name(self.env.name) is None:
-            names = [name for name, model in SHIPPED_MODELS.items() if model.game == self.env.name]
+        # A game without a model of its own, such as one of the user, plays with the words of another game.
+        names = [name for name, model in SHIPPED_MODELS.items() if model.game == self.env.name]
+        has_model = names or any("model.path" in settings for settings in self.env.kind.presets.values())
+        if shipped_model.game != self.env.name and has_model:
             advice = f"set model.path={names[0]}" if names else "set model.path to a model of the hub"
             raise ValueError(
                 f"model.path={self.model.path} knows the words of {shipped_model.game} only, and env.name is "

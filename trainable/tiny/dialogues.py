@@ -1,12 +1,12 @@
 """Dialogues for supervised training: a demonstrator plays a game in the compact prompt, with habits that RL can fix."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainable.envs.environment import Environment, Level, State, TurnLimits
+from trainable.envs.environment import Environment, State, TurnLimits
 from trainable.envs.prompts import END_OF_MESSAGE, Observation, PromptTemplate, format_reply
 
 
@@ -109,20 +109,3 @@ def _make_reply(
         numbers = rng.integers(len(demonstrator.actions), size=max_actions)
         actions = [demonstrator.actions[number] for number in numbers]
     return format_reply(plan.thought, actions), actions
-
-
-def make_dialogues(
-    environment: Environment[Any],
-    levels: Sequence[Level],
-    template: PromptTemplate,
-    demonstrator: Demonstrator,
-    habits: Habits,
-    limits: TurnLimits,
-    rng: np.random.Generator,
-    luck_rng: np.random.Generator,
-) -> Iterator[list[Segment]]:
-    """One dialogue per level, on a random symmetric twin of it."""
-    for level in levels:
-        (state,) = environment.start([level])
-        twin = demonstrator.turn(state, rng)
-        yield make_dialogue(environment, twin, template, demonstrator, habits, limits, rng, luck_rng)

@@ -13,11 +13,11 @@ from trainable.tiny.dialogues import Habits
 from trainable.tiny.recipe import PolicyRecipe, Recipe, Stage, TinyPolicy
 
 SOKOBAN_TINY = TinyPolicy(
-    Sokoban(),
-    TurnLimits(turns=5, actions_per_turn=2, actions=10),
-    sokoban.make_vocabulary(),
-    sokoban.DEMONSTRATOR,
-    Recipe(
+    source=Sokoban(),
+    limits=TurnLimits(turns=5, actions_per_turn=2, actions=10),
+    vocabulary=sokoban.make_vocabulary(),
+    demonstrator=sokoban.DEMONSTRATOR,
+    recipe=Recipe(
         stages=(
             Stage(40_000, 3e-3, 2e-4, Habits()),
             Stage(5_000, 1e-3, 1e-4, Habits(detour=0.65, careless=0.3, unfinished=0.1)),
@@ -26,11 +26,11 @@ SOKOBAN_TINY = TinyPolicy(
 )
 
 FROZENLAKE_TINY = TinyPolicy(
-    FrozenLake(),
-    TurnLimits(turns=5, actions_per_turn=2, actions=10),
-    frozen_lake.make_vocabulary(),
-    frozen_lake.DEMONSTRATOR,
-    Recipe(
+    source=FrozenLake(),
+    limits=TurnLimits(turns=5, actions_per_turn=2, actions=10),
+    vocabulary=frozen_lake.make_vocabulary(),
+    demonstrator=frozen_lake.DEMONSTRATOR,
+    recipe=Recipe(
         stages=(
             Stage(40_000, 3e-3, 2e-4, Habits()),
             Stage(5_000, 1e-3, 1e-4, Habits(detour=0.55, careless=0.3, unfinished=0.1)),
@@ -39,11 +39,11 @@ FROZENLAKE_TINY = TinyPolicy(
 )
 
 MASTERMIND_TINY = TinyPolicy(
-    Mastermind(),
-    TurnLimits(turns=5, actions_per_turn=1, actions=5),
-    mastermind.make_vocabulary(),
-    mastermind.DEMONSTRATOR,
-    Recipe(
+    source=Mastermind(),
+    limits=TurnLimits(turns=5, actions_per_turn=1, actions=5),
+    vocabulary=mastermind.make_vocabulary(),
+    demonstrator=mastermind.DEMONSTRATOR,
+    recipe=Recipe(
         stages=(
             # Careless from the start, so that it learns to plan after any guesses, and not only after its own.
             Stage(60_000, 3e-3, 2e-4, Habits(careless=0.5)),

@@ -6,10 +6,11 @@ be careless at times (visible only in sampled play), so that the shipped policy 
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import END_OF_MESSAGE, make_prompt_template
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
-from trainable.tiny.dialogues import Demonstrator, Habits, Segment, make_dialogues
+from trainable.tiny.dialogues import Demonstrator, Habits, Segment, make_dialogue
 from trainable.tiny.tokenizer import PAD, Vocabulary, build_tokenizer, list_pieces, write_tokenizer
 
 
@@ -51,99 +52,75 @@ class Recipe:
     stages: tuple[Stage, ...]
 
 
-@dataclass(frozen=True)
-class TinyPolicy:
-    """A tiny policy of one game: what its weights and its tokenizer are made of.
+@dataclass(frozen=True, kw_only=True)
+class PolicyRecipe(ABC):
+    """What the weights and the tokenizer of a tiny policy are made of."""
 
-    limits: those of its demonstrations, which are the defaults of its game. response_length: tokens that a reply needs.
-    settings: others that its game needs.
-    """
-
-    environment: Environment[Any]
+    source: LevelSource[Any]
+    """The levels of its game."""
     limits: TurnLimits
-    vocabulary: Vocabulary
-    demonstrator: Demonstrator
+    """Those of its demonstrations, which are the defaults of its game."""
     recipe: Recipe
-    response_length: int = 24
+    response_length: int
+    """Tokens that a reply needs."""
     settings: Mapping[str, object] = field(default_factory=dict)
+    """Others that its game needs of a run."""
 
     @property
+    @abstractmethod
     def pieces(self) -> list[str]:
-        """The pieces of the tokenizer, in the order of their ids."""
-        return list_pieces(self.environment.title, self.vocabulary, self.limits)
+        """The pieces of the tokenizer, in the order of their ids. The shipped weights depend on this order."""
 
     def build_tokenizer(self) -> Tokenizer:
         """The tokenizer of the pieces."""
         return build_tokenizer(self.pieces)
 
-    @property
-    def source(self) -> LevelSource[Any]:
-        """The levels of the game."""
-        return self.environment
-
     def make_shape(self) -> Qwen2Shape:
-        """Sizes of the model."""
-        return make_tiny_shape(self.pieces)
+        """Sizes of the model. Its head size is 32, the smallest that vLLM supports."""
+        pieces = self.pieces
+        return Qwen2Shape(
+            vocab_size=len(pieces),
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            rope_theta=10_000.0,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+            eos_token_id=pieces.index(END_OF_MESSAGE),
+        )
+
+    @abstractmethod
+    def make_dialogues(
+        self, levels: Sequence[Any], habits: Habits, rng: np.random.Generator, luck_rng: np.random.Generator
+    ) -> Iterator[list[Segment]]:
+        """One demonstration per level, with the bad habits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyPolicy(PolicyRecipe):
+    """A tiny policy of one game of turns."""
+
+    source: Environment[Any]
+    vocabulary: Vocabulary
+    demonstrator: Demonstrator
+    response_length: int = 24
+
+    @property
+    def pieces(self) -> list[str]:  # noqa: D102
+        return list_pieces(self.source.title, self.vocabulary, self.limits)
 
     def make_dialogues(
-        self, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
+        self, levels: Sequence[Any], habits: Habits, rng: np.random.Generator, luck_rng: np.random.Generator
     ) -> Iterator[list[Segment]]:
-        """The stage's dialogues on demonstration levels from `first_index` on, each level once."""
-        environment, limits = self.environment, self.limits
-        template = make_prompt_template(environment, "compact", limits.actions)
-        levels = make_demonstration_levels(environment, stage.dialogues, first_index)
-        return make_dialogues(environment, levels, template, self.demonstrator, stage.habits, limits, rng, luck_rng)
-
-
-class PolicyRecipe(Protocol):
-    """What the weights and the tokenizer of a tiny policy are made of."""
-
-    @property
-    def source(self) -> LevelSource[Any]: ...  # noqa: D102
-
-    @property
-    def limits(self) -> TurnLimits: ...  # noqa: D102
-
-    @property
-    def recipe(self) -> Recipe: ...  # noqa: D102
-
-    @property
-    def response_length(self) -> int: ...  # noqa: D102
-
-    @property
-    def settings(self) -> Mapping[str, object]: ...  # noqa: D102
-
-    @property
-    def pieces(self) -> list[str]:
-        """The pieces of the tokenizer, in the order of their ids."""
-
-    def build_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the pieces."""
-
-    def make_shape(self) -> Qwen2Shape:
-        """Sizes of the model."""
-
-    def make_dialogues(
-        self, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
-    ) -> Iterator[list[Segment]]:
-        """The stage's dialogues on demonstration levels from `first_index` on, each level once."""
-
-
-def make_tiny_shape(pieces: Sequence[str]) -> Qwen2Shape:
-    """Sizes of a tiny model with these pieces. Its head size is 32, the smallest that vLLM supports."""
-    return Qwen2Shape(
-        vocab_size=len(pieces),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        rope_theta=10_000.0,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        eos_token_id=pieces.index(END_OF_MESSAGE),
-    )
+        """One demonstration per level, with the bad habits, on a random symmetric twin of the level."""
+        template = make_prompt_template(self.source, "compact", self.limits.actions)
+        for level in levels:
+            (state,) = self.source.start([level])
+            twin = self.demonstrator.turn(state, rng)
+            yield make_dialogue(self.source, twin, template, self.demonstrator, habits, self.limits, rng, luck_rng)
 
 
 STAGE_LEVEL_STRIDE = 10_000_000
@@ -195,14 +172,13 @@ def make_examples(
     policy: PolicyRecipe, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
 ) -> list[Example]:
     """The stage's dialogues on demonstration levels from `first_index` on, each level once, as tokens."""
-    tokenizer = policy.build_tokenizer()
-    return [_encode(tokenizer, segments) for segments in policy.make_dialogues(stage, first_index, rng, luck_rng)]
-
-
-def _encode(tokenizer: Tokenizer, segments: Sequence[Segment]) -> Example:
-    ids = [encoding.ids for encoding in tokenizer.encode_batch([segment.text for segment in segments])]
-    loss_masks = [np.full(len(tokens), segment.is_trained) for tokens, segment in zip(ids, segments, strict=True)]
-    return Example(np.concatenate([np.array(tokens) for tokens in ids]), np.concatenate(loss_masks))
+    tokenizer, examples = policy.build_tokenizer(), []
+    levels = make_demonstration_levels(policy.source, stage.dialogues, first_index)
+    for segments in policy.make_dialogues(levels, stage.habits, rng, luck_rng):
+        ids = [encoding.ids for encoding in tokenizer.encode_batch([segment.text for segment in segments])]
+        loss_masks = [np.full(len(tokens), segment.is_trained) for tokens, segment in zip(ids, segments, strict=True)]
+        examples.append(Example(np.concatenate([np.array(tokens) for tokens in ids]), np.concatenate(loss_masks)))
+    return examples
 
 
 def train(model: Qwen2, examples: Sequence[Example], stage: Stage, batch_size: int, rng: np.random.Generator) -> float:

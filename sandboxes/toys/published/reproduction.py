@@ -141,9 +141,12 @@ def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
         return "the published mean has no standard deviation"
     if not len(runs):
         return "no run of this arm was completed or stopped by a rule"
-    setting_mismatch = _find_setting_mismatch(cell, runs)
-    if setting_mismatch:
-        return setting_mismatch
+    # A run with other settings is another experiment: its number must not be tested against the published one.
+    for name, value in cell.conditions.items():
+        our_values = runs[f"config/{name}"].unique().tolist() if f"config/{name}" in runs else []
+        if our_values != [value]:
+            our_text = ", ".join(map(str, our_values)) or "not recorded"
+            return f"{name} is {value} in the published runs, {our_text} in ours"
     if cell.column.startswith("first_step"):
         reached_text = f"{len(values)} of our {len(runs)} runs"
         if cell.kind == NEVER_REACHED:
@@ -155,19 +158,6 @@ def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
                 "reach it would be too small"
             )
     return "" if len(values) > 1 else f"a standard deviation needs two values; our runs have {len(values)}"
-
-
-def _find_setting_mismatch(cell: Cell, runs: pd.DataFrame) -> str:
-    """The first setting in which our runs differ from the published ones, in words; empty if there is none.
-
-    A run with other settings is another experiment: its number must not be tested against the published one.
-    """
-    for name, value in cell.conditions.items():
-        our_values = runs[f"config/{name}"].unique().tolist() if f"config/{name}" in runs else []
-        if our_values != [value]:
-            our_text = ", ".join(map(str, our_values)) or "not recorded"
-            return f"{name} is {value} in the published runs, {our_text} in ours"
-    return ""
 
 
 def _format_notes(cell: Cell, trials: pd.DataFrame) -> str:

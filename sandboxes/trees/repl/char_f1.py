@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,30 +22,11 @@ _QUOTE = re.compile(r"\"([^\"\n]+)\"|“([^“”\n]+)”|(?<!\w)'([^'\n]+)'(?!\
 _BULLET = re.compile(r"^(?:[-*•]|\d+[.)])\s+")
 
 
-class CharScore(NamedTuple):
-    """How well an answer covers the evidence.
+def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[str]) -> float:
+    """The reward of an answer, from 0 to 1: its F1 in characters of the papers, less the cost of too many passages.
 
-    Attributes:
-        score: the reward, from 0 to 1: f1 less the cost of too many passages.
-        f1, precision, recall: over characters of the papers; 0 where the answer or the evidence marks none.
-        num_predictions: passages that the answer quotes.
-        copy_rate: fraction of them that stand in the papers word for word; NaN without a passage.
-
-    An answer of more than 251 passages scores 0 whatever they mark, so they are not looked up.
-    """
-
-    score: float
-    f1: float
-    precision: float
-    recall: float
-    num_predictions: int
-    copy_rate: float
-
-
-def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[str]) -> CharScore:
-    """Score an answer against the evidence.
-
-    Each passage of either marks its first exact occurrence in the papers. A passage that does not occur marks nothing.
+    Each passage of the answer and of the evidence marks its first exact occurrence in the papers. A passage that does
+    not occur marks nothing. An answer of more than 251 passages scores 0 whatever they mark.
 
     Args:
         answer: a final answer, see `parse_predictions`.
@@ -53,22 +34,19 @@ def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[s
         evidence: the passages that answer the question.
 
     Example:
-        >>> compute_char_f1("['one two']", {"a": "one two three"}, ["two three"]).f1  # 3 characters of 7 and of 9
+        >>> compute_char_f1("['one two']", {"a": "one two three"}, ["two three"])  # 3 characters of 7 and of 9
         0.375
 
     Source: rlm_grpo of deepakvijaykee/rl-experiments.
     """
     predictions = parse_predictions(answer)
     cost = EXTRA_PREDICTION_COST * max(0, len(predictions) - MAX_FREE_PREDICTIONS) / MAX_FREE_PREDICTIONS
-    if cost >= 1:  # whatever they mark, and looking up a million of them would take minutes
-        return CharScore(0.0, 0.0, 0.0, 0.0, len(predictions), float("nan"))
+    if cost >= 1:  # looking up a million of them would take minutes
+        return 0.0
     text = "\n\n".join(papers.values())
     marks, gold_marks = _mark(text, predictions), _mark(text, evidence)
     both, marked, gold = (int(chars.sum()) for chars in (marks & gold_marks, marks, gold_marks))
-    precision, recall = both / max(marked, 1), both / max(gold, 1)
-    f1 = 2 * both / max(marked + gold, 1)
-    copy_rate = sum(passage in text for passage in predictions) / len(predictions) if predictions else float("nan")
-    return CharScore(min(max(f1 - cost, 0.0), 1.0), f1, precision, recall, len(predictions), copy_rate)
+    return min(max(2 * both / max(marked + gold, 1) - cost, 0.0), 1.0)
 
 
 def _mark(text: str, passages: Iterable[str]) -> npt.NDArray[np.bool_]:
@@ -102,7 +80,10 @@ def parse_predictions(answer: str) -> tuple[str, ...]:
     if not passages:
         lines = (_BULLET.sub("", line.strip()) for line in text.splitlines())
         passages = [line for line in lines if len(line) >= _MIN_LINE_LENGTH]
-    return _drop_repetitions(passages)
+    by_words: dict[str, str] = {}
+    for passage in passages:
+        by_words.setdefault(" ".join(passage.lower().split()), passage)
+    return tuple(passage for words, passage in by_words.items() if words)
 
 
 def _unwrap(text: str, wrapping: re.Pattern[str]) -> str:
@@ -138,10 +119,3 @@ def _list_texts(value: object) -> Iterator[str]:
             yield from _list_texts(item)
     elif isinstance(value, set):  # in an order that does not depend on hashes
         yield from sorted(item.strip() for item in value if isinstance(item, str))
-
-
-def _drop_repetitions(passages: Iterable[str]) -> tuple[str, ...]:
-    by_words: dict[str, str] = {}
-    for passage in passages:
-        by_words.setdefault(" ".join(passage.lower().split()), passage)
-    return tuple(passage for words, passage in by_words.items() if words)

@@ -231,25 +231,21 @@ class Tools:
     """What the code may call.
 
     context: texts by id. channel: to the parent, which answers queries. message_bytes: the most that it takes at once.
+    namespace: the variables of the code.
     """
 
     def __init__(self, context: dict[str, str], may_query: bool, channel: Channel, message_bytes: int) -> None:
-        self.context, self._may_query, self._channel = context, may_query, channel
-        self._message_bytes = message_bytes
-        self.namespace: dict[str, object] = {}
+        self.context, self._channel, self._message_bytes = context, channel, message_bytes
         self._numbered_objects: dict[int, tuple[int, object]] = {}
         self.answers: list[str] = []
-
-    def make_namespace(self) -> dict[str, object]:
-        """The variables with which the code starts."""
         names = {name: getattr(builtins, name) for name in BUILTIN_NAMES} | {
             "id": self._number_object,
             "hash": self._compute_hash,
         }
         modules = {"re": re, "math": math, "json": json, "itertools": itertools, "Counter": Counter}
         tools = (self.list_papers, self.search, self.get_paper_abstract, self.extract_section, self.SHOW_VARS)
-        queries = (self.rlm_query, self.rlm_query_batched) if self._may_query else ()
-        self.namespace = {
+        queries = (self.rlm_query, self.rlm_query_batched) if may_query else ()
+        self.namespace: dict[str, object] = {
             "__builtins__": names,
             "__name__": "repl",
             "context": self.context,
@@ -257,7 +253,6 @@ class Tools:
             **{tool.__name__: tool for tool in (*tools, *queries, self.FINAL, self.FINAL_VAR)},
         }
         self._first_values = dict(self.namespace)
-        return self.namespace
 
     def _number_object(self, value: object, /) -> int:
         """A number of its own for every object, in place of `id`: an address would differ between processes."""
@@ -498,7 +493,6 @@ def run(library: ctypes.CDLL, parent_id: int, reader: int) -> None:
     context, may_query = start["context"], bool(start["may_query"])
     assert isinstance(context, dict)
     tools = Tools(context, may_query, channel, message_bytes)
-    tools.make_namespace()
     channel.send({"kind": "ready"})
     while True:
         message = channel.receive()

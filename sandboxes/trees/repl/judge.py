@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import requests
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -35,14 +35,6 @@ class JudgeError(RuntimeError):
     """The judge gave no valid score. There is no other reward in its place: the run ends, and can be continued."""
 
 
-class JudgeScore(NamedTuple):
-    """score: the mean of precision and recall, which are tenths of the judge's points: from 0.1 to 1."""
-
-    score: float
-    precision: float
-    recall: float
-
-
 class _Grade(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -58,23 +50,20 @@ class Judge:
     408, 409, 429 and those from 500 on, a reply that is no valid grade) is tried again up to five times, after waits
     that double from 2 to at most 30 seconds; every other status ends at once. Redirects are not followed.
 
-    Attributes:
-        url: of the API, without /chat/completions, such as https://api.openai.com/v1 or http://127.0.0.1:8000/v1.
-        model: the name of the model there.
-        key_variable: the environment variable with the key. It is read for each request and stands in no file.
-        sleep: waits so many seconds.
-
     Example:
         >>> judge = Judge("http://127.0.0.1:8000/v1", "my-judge")
         >>> judge.score("Who?", "Ada", ["Ada Lovelace"])  # doctest: +SKIP
-        JudgeScore(score=0.75, precision=1.0, recall=0.5)
+        0.75
 
     Source: rlm_grpo of deepakvijaykee/rl-experiments, for the scale, the retries and the waits.
     """
 
     url: str
+    """Of the API, without /chat/completions, such as https://api.openai.com/v1 or http://127.0.0.1:8000/v1."""
     model: str
+    """The name of the model there."""
     key_variable: str = "OPENAI_API_KEY"
+    """The environment variable with the key. It is read for each request and stands in no file."""
     sleep: Callable[[float], None] = time.sleep
 
     def find_obstacle(self) -> str:
@@ -91,8 +80,10 @@ class Judge:
             return f"The judge's key in {self.key_variable} has letters that no key has: set it again."
         return ""
 
-    def score(self, question: str, answer: str, evidence: Sequence[str]) -> JudgeScore:
-        """The score of a final answer. evidence: the passages that answer the question.
+    def score(self, question: str, answer: str, evidence: Sequence[str]) -> float:
+        """The score of a final answer, from 0.1 to 1: the mean of precision and recall, in tenths of their points.
+
+        evidence: the passages that answer the question.
 
         Raises JudgeError if there is no key, if the endpoint refuses the request, or after all retries.
         """
@@ -113,7 +104,7 @@ class Judge:
                 problem = str(error)
         raise JudgeError(f"The judge at {self.url} gave no valid score in {1 + MAX_RETRIES} attempts: {problem}")
 
-    def _request(self, body: Mapping[str, Any]) -> JudgeScore:
+    def _request(self, body: Mapping[str, Any]) -> float:
         def authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
             # Not as a header: a password for this host in ~/.netrc would take its place.
             request.headers["Authorization"] = f"Bearer {os.environ.get(self.key_variable, '')}"
@@ -159,8 +150,8 @@ def _format_case(question: str, answer: str, evidence: Sequence[str]) -> str:
     return f"<question>\n{question}\n</question>\n<reference>\n{passages}\n</reference>\n<{tag}>\n{answer}\n</{tag}>"
 
 
-def _read_score(content: bytes) -> JudgeScore:
-    """The grade in the reply of the endpoint. _TransientError if there is none."""
+def _read_score(content: bytes) -> float:
+    """The score in the reply of the endpoint. _TransientError if there is none."""
     if len(content) > MAX_REPLY_BYTES:
         raise _TransientError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
     try:
@@ -168,5 +159,4 @@ def _read_score(content: bytes) -> JudgeScore:
         grade = _Grade.model_validate(parse_json(text.encode()))
     except (ValueError, LookupError, TypeError, AttributeError, ValidationError):
         raise _TransientError("a reply without a grade") from None
-    precision, recall = grade.precision_score / 10, grade.recall_score / 10
-    return JudgeScore((precision + recall) / 2, precision, recall)
+    return (grade.precision_score / 10 + grade.recall_score / 10) / 2

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +10,6 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from sandboxes.trees.repl.generated import make_question
 from sandboxes.trees.repl.questions import Question, read_questions
 from trainable.config.games import PapersConfig
 from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits
@@ -24,6 +23,13 @@ QUERY_ACTION, CODE_ACTION = "ask", "run"
 TEST_FRACTION = 0.1
 """Share of the rows of a file that no training sees."""
 MIN_FILE_ROWS = 20
+
+THINGS = (
+    "bridge", "canal", "castle", "church", "factory", "garden", "harbor", "hotel", "library", "market",
+    "mill", "museum", "palace", "school", "station", "temple", "theater", "tower", "tunnel", "wall",
+)  # fmt: skip
+PROPERTIES = ("deep", "high", "long", "wide")
+MIN_NUMBER, MAX_NUMBER = 10, 99
 
 ScoreAnswer = Callable[[Question, str], float]
 """The reward, from 0 to 1, of the final answer to a question; an answer may be empty."""
@@ -42,27 +48,78 @@ class PaperLevel:
         return hashlib.sha256(repr((self.question.text, dict(self.question.papers))).encode()).digest()
 
 
-def count_children(level: PaperLevel, actions: Sequence[str]) -> float:
-    """Children that the tree asked."""
-    return float(list(actions).count(QUERY_ACTION))
+def make_question(seed: int, num_papers: int = 3, num_sentences: int = 4) -> Question:
+    """A question about a thing, whose evidence is every sentence that begins with it. It needs no data set.
+
+    One to all of the papers have one sentence of evidence each. In the others, and beside it, sentences are about other
+    things; some of them only mention the thing, so that a search for its name finds too much.
+
+    Args:
+        seed: the question is a function of it and of the sizes.
+        num_papers: at least 1.
+        num_sentences: sentences of a paper, at least 2.
+
+    Example:
+        >>> question = make_question(0)
+        >>> question.text
+        'Quote every sentence about the factory.'
+        >>> question.evidence
+        ('The factory is 17 metres deep.',)
+    """
+    rng = np.random.default_rng(seed)
+    thing, *others = (THINGS[number] for number in rng.permutation(len(THINGS)))
+    sentences = _draw_sentences(thing, num_papers, rng)
+    num_evidence = int(rng.integers(1, num_papers + 1))
+    with_evidence = set(rng.permutation(num_papers)[:num_evidence].tolist())
+    with_mention = set(rng.permutation(num_papers)[: int(rng.integers(0, num_papers + 1))].tolist())
+    papers, evidence = {}, []
+    for number in range(num_papers):
+        lines = []
+        if number in with_evidence:
+            lines.append(sentences[number])
+            evidence.append(sentences[number])
+        if number in with_mention:
+            lines.append(f"The {others[number % len(others)]} stands near the {thing}.")
+        while len(lines) < num_sentences:
+            (line,) = _draw_sentences(others[int(rng.integers(len(others)))], 1, rng)
+            lines.append(line)
+        papers[f"p{number + 1}"] = "\n".join(lines[place] for place in rng.permutation(num_sentences))
+    return Question(f"Quote every sentence about the {thing}.", papers, tuple(evidence))
 
 
-MEASURES: Mapping[str, Measure] = MappingProxyType({"children": count_children})
+def _draw_sentences(thing: str, count: int, rng: np.random.Generator) -> list[str]:
+    """Different sentences about a thing."""
+    numbers = MIN_NUMBER + rng.choice(MAX_NUMBER - MIN_NUMBER + 1, size=count, replace=False)
+    return [f"The {thing} is {number} metres {PROPERTIES[rng.integers(len(PROPERTIES))]}." for number in numbers]
+
+
+class _Papers:
+    """What the levels of the game have in common, wherever their questions come from."""
+
+    name: str = "papers"
+    title: str = "Papers"
+    has_held_out_levels: bool = True
+    measures: Mapping[str, Measure] = MappingProxyType(
+        {"children": lambda level, actions: float(list(actions).count(QUERY_ACTION))}
+    )
+    """children: how many of them the tree asked."""
+
+    def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
+        """Not known: random text is no code."""
+        return None
+
+    compute_best = compute_chance
 
 
 @dataclass(frozen=True)
-class GeneratedPapers:
-    """Generated questions (see `generated.make_question`); every seed is a question of its own.
+class GeneratedPapers(_Papers):
+    """Generated questions (see `make_question`); every seed is a question of its own.
 
     num_papers, num_sentences: sizes of a question.
     """
 
     num_papers: int
     num_sentences: int
-    name: str = field(default="papers", init=False)
-    title: str = field(default="Papers", init=False)
-    has_held_out_levels: bool = field(default=True, init=False)
-    measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES, init=False, hash=False)
 
     def make_levels(self, seeds: Sequence[int]) -> list[PaperLevel]:
         """A question for each seed."""
@@ -71,12 +128,6 @@ class GeneratedPapers:
     def make_test_levels(self, count: int) -> list[PaperLevel]:
         """The first `count` test questions: all different and in no published set."""
         return list(_find_test_questions(self, count))
-
-    def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """Not known: random text is no code."""
-        return None
-
-    compute_best = compute_chance
 
 
 @lru_cache(maxsize=4)
@@ -88,7 +139,7 @@ def _find_test_questions(papers: GeneratedPapers, count: int) -> tuple[PaperLeve
 
 
 @dataclass(frozen=True)
-class FilePapers:
+class FilePapers(_Papers):
     """The questions of a file, each once however often it stands there.
 
     A tenth of the rows, in a fixed random order, are the test questions. A seed draws one of the others, so training
@@ -96,10 +147,6 @@ class FilePapers:
     """
 
     questions: tuple[Question, ...]
-    name: str = field(default="papers", init=False)
-    title: str = field(default="Papers", init=False)
-    has_held_out_levels: bool = field(default=True, init=False)
-    measures: Mapping[str, Measure] = field(default_factory=lambda: MEASURES, init=False)
 
     def __post_init__(self) -> None:
         count = len(self._levels)
@@ -134,12 +181,6 @@ class FilePapers:
             PaperLevel(FIRST_TEST_SEED + number, self._levels[place].question)
             for number, place in enumerate(places[:count])
         ]
-
-    def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """Not known: random text is no code."""
-        return None
-
-    compute_best = compute_chance
 
 
 def make_papers(settings: PapersConfig) -> GeneratedPapers | FilePapers:

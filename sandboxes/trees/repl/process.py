@@ -166,23 +166,19 @@ class ReplProcess:
             self._cpu_left = self._wall_left = START_SECONDS
             reply = self._ask({"kind": "start", "context": self._context, "may_query": self._may_query}, {"ready"})
             if isinstance(reply, str):
-                problem = _read_rest(self._process.stderr) or f"a process did not start in {START_SECONDS:g} seconds"
+                last_line = _read_now(self._process.stderr).decode("utf-8", "replace").strip().rpartition("\n")[2]
+                problem = last_line or f"a process did not start in {START_SECONDS:g} seconds"
                 raise ConfinementError(f"No code can be confined here: {problem}")
-            self._stop()
+            self._process.send_signal(signal.SIGSTOP)
         except BaseException:
             self.close()
             raise
 
-    def _stop(self) -> None:
-        """Stop the process until it is spoken to: code that has replied in its own way would go on."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGSTOP)
-
     def _exchange(self, message: dict[str, Any]) -> Execution | Query:
         self._open_prompts = 0
         reply = self._ask(message, {"query", "result"} if self._may_query else {"result"})
+        assert self._process is not None
         if isinstance(reply, str):
-            assert self._process is not None
             launcher_has_ended = self._process.launcher.has_ended
             self.close()
             if launcher_has_ended:  # then this is not the doing of the code
@@ -190,12 +186,12 @@ class ReplProcess:
             with suppress(ConfinementError, OSError):  # the next execution tries again
                 self._start()
             return Execution("", f"{reply} All variables are lost.", None, is_lost=True)
-        self._stop()
+        # Until it is spoken to: code that has replied in its own way would go on.
+        self._process.send_signal(signal.SIGSTOP)
         if reply["kind"] == "query":
             self._open_prompts = len(reply["prompts"])
-            return Query(tuple(map(_clean, reply["prompts"])), tuple(map(_clean_context, reply["contexts"])))
-        final = reply["final"]
-        return Execution(_clean(reply["stdout"]), _clean(reply["stderr"]), None if final is None else _clean(final))
+            return Query(tuple(map(_clean, reply["prompts"])), tuple(map(_clean, reply["contexts"])))
+        return Execution(_clean(reply["stdout"]), _clean(reply["stderr"]), _clean(reply["final"]))
 
     def _ask(self, message: dict[str, Any], kinds: Container[str]) -> dict[str, Any] | str:
         """The reply to a message, of one of these kinds, or what was wrong with it, as a sentence."""
@@ -203,7 +199,7 @@ class ReplProcess:
         assert process is not None
         clock = _Clock(process, self._cpu_left, self._wall_left)
         try:
-            if _has_content(process.stdout):  # nobody asked it
+            if _read_now(process.stdout):  # nobody asked it
                 return "RuntimeError: an earlier execution sent what is no message and was ended."
             process.send_signal(signal.SIGCONT)
             self._token = secrets.token_hex(16)
@@ -235,20 +231,12 @@ class ReplProcess:
         return f"TimeoutError: the execution took more than {self._limits.seconds:g} seconds and was ended."
 
 
-def _read_rest(stream: int) -> str:
-    """The last line that a stream has now; empty if it has none."""
+def _read_now(stream: int) -> bytes:
+    """What a stream has to read now; empty if it has nothing."""
     try:
-        return os.read(stream, 65536).decode("utf-8", "replace").strip().rpartition("\n")[2]
+        return os.read(stream, 65536)
     except BlockingIOError:
-        return ""
-
-
-def _has_content(stream: int) -> bool:
-    """Whether a stream has something to read now."""
-    try:
-        return bool(os.read(stream, 1))
-    except BlockingIOError:
-        return False
+        return b""
 
 
 class _Clock:
@@ -286,18 +274,15 @@ def _write(stream: int, text: bytes, clock: _Clock) -> bool:
     return True
 
 
-def _clean(text: str) -> str:
-    """Text without halves of surrogate pairs, which no file and no tokenizer takes, and without addresses in memory.
+def _clean(value: Any) -> Any:
+    """A text, or texts by id, without halves of surrogate pairs and without addresses in memory; None stays.
 
-    Addresses differ between processes, and what a policy reads should be the same with the same seed.
+    No file and no tokenizer takes the halves. Addresses differ between processes, and what a policy reads should be the
+    same with the same seed.
     """
-    return _ADDRESS.sub("0x0", text).encode("utf-8", "replace").decode("utf-8")
-
-
-def _clean_context(context: Context) -> Context:
-    if isinstance(context, dict):
-        return {_clean(name): _clean(text) for name, text in context.items()}
-    return None if context is None else _clean(context)
+    if isinstance(value, dict):
+        return {_clean(name): _clean(text) for name, text in value.items()}
+    return None if value is None else _ADDRESS.sub("0x0", value).encode("utf-8", "replace").decode("utf-8")
 
 
 def _parse_message(content: bytes, token: str, kinds: Container[str]) -> dict[str, Any] | None:

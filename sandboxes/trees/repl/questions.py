@@ -42,10 +42,6 @@ def _parse_text(value: object) -> object:
         return value
 
 
-def _wrap_prompt(value: object) -> object:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
 def _check_text(text: str) -> str:
     """The text, if it has no half of a surrogate pair, which no tokenizer and no file takes."""
     try:
@@ -56,6 +52,7 @@ def _check_text(text: str) -> str:
 
 
 _Text = Annotated[str, AfterValidator(_check_text)]
+_WRAP_PROMPT = BeforeValidator(lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value)
 
 
 class _Row(BaseModel):
@@ -107,7 +104,7 @@ class _Fields(_Row):
 
 class _QuestionRow(_Fields):
     question: _Text | None = None
-    prompt: Annotated[list[_Message], BeforeValidator(_wrap_prompt)] = []
+    prompt: Annotated[list[_Message], _WRAP_PROMPT] = []
     papers: list[_Paper] | None = None
     evidence: _EvidenceList | None = None
     extra_info: Annotated[_Fields | None, BeforeValidator(_parse_text)] = None
@@ -145,7 +142,7 @@ class _QuestionRow(_Fields):
         return tuple(dict.fromkeys(texts))
 
 
-def read_questions(path: Path, max_rows: int | None = None) -> list[Question]:
+def read_questions(path: Path) -> list[Question]:
     """Read the questions of a .jsonl or .parquet file. QuestionFileError that names file, row and field.
 
     A row has these fields; others are ignored.
@@ -158,14 +155,10 @@ def read_questions(path: Path, max_rows: int | None = None) -> list[Question]:
     or evidence            or the list alone
     =====================  ===========================================================================================
 
-    max_rows: read only so many.
-
     Source: rlm_grpo of deepakvijaykee/rl-experiments.
     """
     questions: list[Question] = []
     for place, content in _list_rows(path):
-        if max_rows is not None and len(questions) == max_rows:
-            break
         try:
             questions.append(_QuestionRow.model_validate(_drop_missing(content)).make_question())
         except ValidationError as error:

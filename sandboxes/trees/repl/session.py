@@ -60,7 +60,7 @@ class ReplSession:
         is_root: bool,
         process_limits: ReplLimits | None = None,
     ) -> None:
-        self.papers, self.limits, self.num_children = dict(papers), limits, 0
+        self.limits, self.num_children = limits, 0
         self._process = ReplProcess(papers, may_query=is_root, limits=process_limits)
 
     def __enter__(self) -> "ReplSession":
@@ -101,9 +101,15 @@ class ReplSession:
     def _advance(self, result: Execution | Query) -> Outcome:
         """Refuse queries beyond the limits until the code ends or asks one within them."""
         while isinstance(result, Query):
-            problem = self._find_problem(result)
-            if not problem:
-                self.num_children += len(result.prompts)
+            num_prompts, limits = len(result.prompts), self.limits
+            if num_prompts > limits.children_per_call:
+                problem = f"a call asks at most {limits.children_per_call} questions, not {num_prompts}"
+            elif self.num_children + num_prompts > limits.children:
+                problem = (
+                    f"{self.num_children} of {limits.children} questions were asked: {num_prompts} more are too many"
+                )
+            else:
+                self.num_children += num_prompts
                 return result
             result = self._process.refuse(problem)
         if result.final is not None:
@@ -111,11 +117,3 @@ class ReplSession:
         return TurnObservation(
             format_output(result.stdout, result.stderr, self.limits.observation_chars), is_valid=True
         )
-
-    def _find_problem(self, query: Query) -> str:
-        num_prompts, limits = len(query.prompts), self.limits
-        if num_prompts > limits.children_per_call:
-            return f"a call asks at most {limits.children_per_call} questions, not {num_prompts}"
-        if self.num_children + num_prompts > limits.children:
-            return f"{self.num_children} of {limits.children} questions were asked: {num_prompts} more are too many"
-        return ""

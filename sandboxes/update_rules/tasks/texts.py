@@ -15,8 +15,7 @@ from torch import Tensor
 
 from trainable.config.seeds import make_rng
 from trainable.envs.level_sets import make_demonstration_levels
-from trainable.envs.prompts import make_prompt_template
-from trainable.tiny.dialogues import Habits, make_dialogues
+from trainable.tiny.dialogues import Habits
 from trainable.tiny.policies import SOKOBAN_TINY
 
 # SHIPPED_PASSAGES, _FIRST_LEVEL and the random stream below define the shipped text byte for byte.
@@ -77,17 +76,9 @@ def read_passages(path: Path) -> list[str]:
 
 def make_sokoban_passages(count: int) -> list[str]:
     """The first `count` dialogues of the shipped text, on levels that no policy is validated or tested on."""
-    environment, limits = SOKOBAN_TINY.environment, SOKOBAN_TINY.limits
-    demonstrations = make_dialogues(
-        environment,
-        make_demonstration_levels(environment, count, _FIRST_LEVEL),
-        make_prompt_template(environment, "compact", limits.actions),
-        SOKOBAN_TINY.demonstrator,
-        Habits(),
-        limits,
-        make_rng(0, "sandbox_data", 2),
-        make_rng(0, "sandbox_data", 2, 1),
-    )
+    levels = make_demonstration_levels(SOKOBAN_TINY.source, count, _FIRST_LEVEL)
+    rngs = make_rng(0, "sandbox_data", 2), make_rng(0, "sandbox_data", 2, 1)
+    demonstrations = SOKOBAN_TINY.make_dialogues(levels, Habits(), *rngs)
     return ["".join(segment.text for segment in segments) for segments in demonstrations]
 
 

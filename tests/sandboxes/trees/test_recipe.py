@@ -70,7 +70,7 @@ def test_the_programs_of_a_root_score_as_they_should() -> None:
             with ReplSession(question.papers, TreeLimits(), is_root=True) as session:
                 outcome = session.read(f"```repl\nFINAL({code})\n```")
                 assert isinstance(outcome, RolloutAnswer)
-                scores.append(compute_char_f1(outcome.text, question.papers, question.evidence).score)
+                scores.append(compute_char_f1(outcome.text, question.papers, question.evidence))
         assert scores[0] == 1
         assert 0.3 < scores[1] <= 1
         with ReplSession(question.papers, TreeLimits(), is_root=True) as session:
@@ -99,6 +99,7 @@ def trainer() -> PPOTrainer:
 @pytest.mark.long
 def test_the_shipped_policy_writes_blocks_and_its_rewards_vary(trainer: PPOTrainer) -> None:
     episodes = trainer.roll_out(trainer.val_levels[:8], 16, "sampling")
+    assert [episode.group for episode in episodes] == [group for group in range(8) for _ in range(16)]
     validity = [valid for episode in episodes for valid in episode.turn_validity]
     assert np.mean(validity) > 0.8
     stds = compute_group_scores("reward_std", reshape_by_group([episode.score for episode in episodes], 16))

@@ -172,7 +172,7 @@ def test_recorded_trees_have_their_children_and_weights() -> None:
     for tree in evaluation.episodes:
         question = levels[tree.level]
         assert tree.evidence == "\n".join(question.evidence)
-        score = compute_char_f1(tree.answer or "", question.papers, question.evidence).score
+        score = compute_char_f1(tree.answer or "", question.papers, question.evidence)
         penalties = sum(trainer.config.env.format_penalty for turn in tree.turns if not turn.valid)
         assert tree.score == pytest.approx(score + penalties)
     assert any(child.answer for tree in trees for child in tree.children)

@@ -13,7 +13,7 @@ from sandboxes.trees.repl.questions import Question
 from sandboxes.trees.repl.session import TreeLimits
 from sandboxes.trees.tree_loop import (
     CHARS_PER_TOKEN,
-    Tree,
+    Rollout,
     TreeSettings,
     TreeTexts,
     roll_out_trees,
@@ -96,7 +96,7 @@ def play(
     context_length: int = 10_000,
     seed: int = 0,
     texts: TreeTexts = TEXTS,
-) -> tuple[list[Tree], TextSampler]:
+) -> tuple[list[Rollout], TextSampler]:
     sampler = TextSampler(policy)
     settings = TreeSettings(limits or TreeLimits(), ReplLimits(seconds=20), context_length)
     streams = [np.random.default_rng([seed, number]) for number in range(len(questions) * group_size)]
@@ -115,10 +115,9 @@ def is_child(history: str) -> bool:
 def test_a_root_works_in_its_repl_until_it_answers() -> None:
     replies = iter([run_code("n = len(context['a'])"), run_code("print(n)"), "I have it.\nFINAL(['two'])"])
     ((tree,), sampler) = play(lambda history, draw: next(replies))
-    root = tree.root
-    assert (root.answer, root.observations, root.validity) == ("['two']", ("(no output)", "13", ""), (True, True, True))
-    assert (tree.children, sampler.batches) == ((), [1, 1, 1])
-    arrays = root.arrays
+    assert (tree.answer, tree.observations, tree.validity) == ("['two']", ["(no output)", "13", ""], [True, True, True])
+    assert (tree.children, sampler.batches) == ([], [1, 1, 1])
+    arrays = tree.transcript.make_arrays()
     assert decode_all([arrays.tokens])[0] == (
         "<|im_start|>system\nPapers<|im_end|>\n<|im_start|>user\na b\nWhich numbers?\n<|im_end|>\n"
         "<|im_start|>assistant\n```repl\nn = len(context['a'])\n```<|im_end|>\n"
@@ -146,13 +145,12 @@ def test_children_of_all_roots_are_one_batch_and_their_answers_values_in_the_cod
         return run_code("FINAL(list_papers())")
 
     trees, sampler = play(answer, questions=(QUESTION, QUESTION), group_size=2)
-    assert [tree.group for tree in trees] == [0, 0, 1, 1]
     for tree in trees:
-        assert tree.root.answer == "[['a', 'b'], [1, ['context'], 'x y']] ['c']"
+        assert tree.answer == "[['a', 'b'], [1, ['context'], 'x y']] ['c']"
         assert [child.prompt for child in tree.children] == ["first", "second", "third"]
         assert [child.answer for child in tree.children] == ["['a', 'b']", "[1, ['context'], 'x y']", "['c']"]
         assert [child.parent_turn for child in tree.children] == [0, 0, 0]
-        assert tree.root.parent_turn == -1
+        assert tree.parent_turn == -1
     # Four roots; the two children of the first call of each; one of the second call of each; the four roots again.
     assert sampler.batches == [4, 8, 4, 4]
 
@@ -169,7 +167,7 @@ def test_limits_are_errors_in_the_code() -> None:
     )
     replies = {False: run_code(code), True: run_code("rlm_query('y')")}
     ((tree,), _) = play(lambda history, draw: replies[is_child(history)], limits=TreeLimits(turns=2))
-    assert tree.root.observations[0].splitlines() == [
+    assert tree.observations[0].splitlines() == [
         "a call asks at most 4 questions, not 5",
         "4 4",
         "3 3",
@@ -179,16 +177,16 @@ def test_limits_are_errors_in_the_code() -> None:
     ]
     assert len(tree.children) == 8  # the second turn of the root asks no more
     for child in tree.children:
-        assert child.observations == ("Error: NameError: name 'rlm_query' is not defined",) * 2  # no grandchildren
+        assert child.observations == ["Error: NameError: name 'rlm_query' is not defined"] * 2  # no grandchildren
         assert child.answer is None  # out of turns
-    assert tree.root.observations[1].count("8 of 8 questions were asked") == 5
+    assert tree.observations[1].count("8 of 8 questions were asked") == 5
 
 
 def test_outputs_are_cut_and_markers_are_no_tokens() -> None:
     question = Question("What is <|im_end|>?", PAPERS, ("two",))
     replies = iter([run_code("print('<|' + 'im_start|>' + 'x' * 30)"), "FINAL(x)"])
     ((tree,), _) = play(lambda history, draw: next(replies), (question,), limits=TreeLimits(observation_chars=20))
-    text = decode_all([tree.root.arrays.tokens])[0]
+    text = decode_all([tree.transcript.make_arrays().tokens])[0]
     assert "What is < |im_end|>?" in text
     assert "< |im_start|>xxxxxxxx\n[22 of 42 characters are left out]\n<|im_end|>" in text
 
@@ -198,8 +196,8 @@ def test_conversations_stay_within_the_context() -> None:
         play(lambda history, draw: "", context_length=250)
     # One more turn fits, another does not.
     ((tree,), _) = play(lambda history, draw: run_code("print('x' * 60)"), context_length=420)
-    assert (len(tree.root.texts), tree.root.out_of_context) == (2, True)
-    assert len(tree.root.arrays.tokens) <= 420
+    assert (len(tree.transcript.texts), tree.out_of_context) == (2, True)
+    assert len(tree.transcript.make_arrays().tokens) <= 420
 
     def ask(history: str, draw: float) -> str:
         code = (
@@ -208,7 +206,7 @@ def test_conversations_stay_within_the_context() -> None:
         return run_code("FINAL('done')") if is_child(history) else run_code(code)
 
     ((tree,), _) = play(ask, context_length=480, limits=TreeLimits(turns=1))
-    assert tree.root.observations == ("a question and its reply may have at most 480 tokens\ndone",)
+    assert tree.observations == ["a question and its reply may have at most 480 tokens\ndone"]
     assert [child.prompt for child in tree.children] == ["short"]
 
 
@@ -222,7 +220,7 @@ class CountingCodec:
         self.lengths += map(len, texts)
         return encode(texts)
 
-    def play(self, code: str, seconds: float = 20) -> Tree:
+    def play(self, code: str, seconds: float = 20) -> Rollout:
         texts = TEXTS._replace(codec=Codec(self.encode, decode, decode_all))
         policy = lambda history, draw: run_code("FINAL('done')" if is_child(history) else code)  # noqa: E731
         settings = TreeSettings(TreeLimits(turns=1), ReplLimits(seconds=seconds), 1_000)
@@ -243,14 +241,14 @@ def try_query(arguments: str) -> str:
 def test_a_long_question_is_refused_unread(arguments: str) -> None:
     codec = CountingCodec()
     tree = codec.play(f"{try_query(arguments)}\n{try_query(repr('short'))}")
-    assert tree.root.observations == ("a question and its reply may have at most 1000 tokens\ndone",)
+    assert tree.observations == ["a question and its reply may have at most 1000 tokens\ndone"]
     assert max(codec.lengths) <= CHARS_PER_TOKEN * 1_000
 
 
 def test_texts_of_a_context_are_no_question() -> None:
     codec = CountingCodec()
     tree = codec.play(try_query("'x', {'a': 'ab ' * 300_000}"))
-    assert tree.root.observations == ("done",)
+    assert tree.observations == ["done"]
     assert max(codec.lengths) < 1_000
 
 
@@ -261,17 +259,17 @@ def test_questions_cost_the_code_that_asks_them(seconds: float, num_read: int) -
     tree = codec.play(
         f"for _ in range(8):\n    {try_query(repr('x' * 15_000)).replace(chr(10), chr(10) + '    ')}", seconds
     )
-    assert ("TimeoutError" in tree.root.observations[0]) is (num_read < 8)
+    assert ("TimeoutError" in tree.observations[0]) is (num_read < 8)
     assert sum(length > 15_000 for length in codec.lengths) == num_read
 
 
 def test_a_reply_that_was_cut_gets_its_end_marker() -> None:
     replies = iter(["cut~", "FINAL(x)"])
     ((tree,), _) = play(lambda history, draw: next(replies))
-    arrays = tree.root.arrays
+    arrays = tree.transcript.make_arrays()
     assert "assistant\ncut<|im_end|>\n<|im_start|>user\n" in decode_all([arrays.tokens])[0]
     assert decode_all([arrays.tokens[arrays.mask]]) == ["cutFINAL(x)<|im_end|>"]
-    assert tree.root.validity == (False, True)
+    assert tree.validity == [False, True]
 
 
 def answer_at_random(history: str, draw: float) -> str:
@@ -285,13 +283,15 @@ def answer_at_random(history: str, draw: float) -> str:
 def test_a_tree_does_not_depend_on_the_others() -> None:
     questions = [Question(f"Question {number}?", PAPERS, ("two",)) for number in range(3)]
     trees, _ = play(answer_at_random, questions, group_size=3, limits=TreeLimits(turns=4))
-    assert len({tree.root.answer for tree in trees}) > 3
+    assert len({tree.answer for tree in trees}) > 3
     assert any(tree.children for tree in trees)
     sampler = TextSampler(answer_at_random)
     settings = TreeSettings(TreeLimits(turns=4), ReplLimits(), 10_000)
     (again,) = roll_out_trees(questions[2:], 1, sampler, TEXTS, settings, PARAMS, [np.random.default_rng([0, 7])])
-    assert (again.root.texts, again.root.answer) == (trees[7].root.texts, trees[7].root.answer)
-    assert [child.texts for child in again.children] == [child.texts for child in trees[7].children]
+    assert (again.transcript.texts, again.answer) == (trees[7].transcript.texts, trees[7].answer)
+    assert [child.transcript.texts for child in again.children] == [
+        child.transcript.texts for child in trees[7].children
+    ]
 
 
 def test_few_open_files_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,9 +299,9 @@ def test_few_open_files_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     trees, whole = play(answer_at_random, group_size=6, limits=TreeLimits(turns=3))
     monkeypatch.setattr(tree_loop, "MAX_OPEN_FILES", tree_loop.SPARE_FILES + 2 * 5 * tree_loop.FILES_PER_PROCESS)
     parts, sampler = play(answer_at_random, group_size=6, limits=TreeLimits(turns=3))
-    assert [tree.root.texts for tree in parts] == [tree.root.texts for tree in trees]
-    assert [[child.texts for child in tree.children] for tree in parts] == [
-        [child.texts for child in tree.children] for tree in trees
+    assert [tree.transcript.texts for tree in parts] == [tree.transcript.texts for tree in trees]
+    assert [[child.transcript.texts for child in tree.children] for tree in parts] == [
+        [child.transcript.texts for child in tree.children] for tree in trees
     ]
     assert max(whole.batches) == 6
     assert max(sampler.batches) <= 2 * 4
@@ -359,6 +359,6 @@ def test_no_reply_ends_the_run(style: Any) -> None:
     streams = [np.random.default_rng([1, number]) for number in range(24)]
     trees = roll_out_trees([QUESTION], 24, TextSampler(babble), TEXTS._replace(style=style), settings, PARAMS, streams)
     for tree in trees:
-        for rollout in (tree.root, *tree.children):
-            assert len(rollout.texts) == len(rollout.observations) == len(rollout.validity)
-            assert 1 <= len(rollout.texts) <= 4
+        for rollout in (tree, *tree.children):
+            assert len(rollout.transcript.texts) == len(rollout.observations) == len(rollout.validity)
+            assert 1 <= len(rollout.transcript.texts) <= 4

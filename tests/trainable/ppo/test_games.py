@@ -7,13 +7,13 @@ import pytest
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import drop_times, is_finite
 from tests.strategies.examples import thin_out
-from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.config.run_config import apply_overrides
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.envs.games.mastermind import compute_consistent_share
 from trainable.ppo.evaluation import measure_episodes
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import STEP_COLUMNS
-from trainable.tiny.__main__ import LAPTOP_OVERRIDES
+from trainable.tiny.__main__ import make_config
 from trainable.tiny.policies import FROZENLAKE_TINY, MASTERMIND_TINY
 from trainable.tiny.recipe import TinyPolicy, write_model
 
@@ -31,24 +31,17 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def make_trainer(policy: TinyPolicy, folder: Path, **overrides: object) -> PPOTrainer:
     settings = {
-        **LAPTOP_OVERRIDES,
-        "model.path": str(folder),
-        "env.name": policy.environment.name,
-        "env.max_turn": policy.limits.turns,
-        "env.max_actions_per_turn": policy.limits.actions_per_turn,
-        "env.max_actions_per_traj": policy.limits.actions,
         "env.env_groups": 2,
         "env.group_size": 4,
         "env.val_env_groups": 6,
         "env.test_env_groups": 4,
-        "rollout.response_length": policy.response_length,
         "trainer.total_training_steps": 2,
         "trainer.test_freq": 1,
         "actor.ppo_mini_batch_size": 4,
         "filter.rollout_filter_include_zero": True,
         **{key.replace("__", "."): value for key, value in overrides.items()},
     }
-    return PPOTrainer(apply_overrides(RunConfig(), settings), diagnostics=DIAGNOSTICS)
+    return PPOTrainer(apply_overrides(make_config(str(folder), policy), settings), diagnostics=DIAGNOSTICS)
 
 
 @pytest.mark.long

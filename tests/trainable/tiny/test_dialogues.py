@@ -1,18 +1,18 @@
 """Dialogues of every tiny policy: what is shown is what the game says, and plans are what they claim to be."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from trainable.config.seeds import make_rng
-from trainable.envs.environment import TurnLimits
 from trainable.envs.games.frozen_lake import GOAL, HOLE, FrozenLake, compute_distances, make_moves
 from trainable.envs.games.mastermind import Mastermind, compare_codes, compute_consistent_share
 from trainable.envs.level_sets import make_demonstration_levels
-from trainable.envs.prompts import make_prompt_template, parse_reply
-from trainable.tiny import frozen_lake, mastermind
-from trainable.tiny.dialogues import Habits, Segment, make_dialogues
+from trainable.envs.prompts import parse_reply
+from trainable.tiny import frozen_lake
+from trainable.tiny.dialogues import Habits, Segment
 from trainable.tiny.policies import FROZENLAKE_TINY, MASTERMIND_TINY, TURN_POLICIES
 from trainable.tiny.recipe import TinyPolicy
 from trainable.tiny.tokenizer import UNKNOWN
@@ -21,16 +21,15 @@ ALL_HABITS = Habits(detour=0.5, careless=0.2, unfinished=0.1)
 
 
 def demonstrate(policy: TinyPolicy, habits: Habits, count: int = 48) -> list[list[Segment]]:
-    template = make_prompt_template(policy.environment, "compact", policy.limits.actions)
-    levels = make_demonstration_levels(policy.environment, count, 5_000_000)
+    levels = make_demonstration_levels(policy.source, count, 5_000_000)
     rngs = make_rng(0, "demonstrations", 0), make_rng(0, "demonstrations", 0, 1)
-    return list(make_dialogues(policy.environment, levels, template, policy.demonstrator, habits, policy.limits, *rngs))
+    return list(policy.make_dialogues(levels, habits, *rngs))
 
 
 def read_replies(policy: TinyPolicy, segments: Sequence[Segment]) -> list[tuple[str, tuple[str, ...], bool]]:
     """Thought, actions and validity of each reply."""
     replies = [segment.text.removesuffix("<|im_end|>") for segment in segments if segment.is_trained]
-    parsed = [parse_reply(reply, policy.limits.actions_per_turn, policy.environment.read_action) for reply in replies]
+    parsed = [parse_reply(reply, policy.limits.actions_per_turn, policy.source.read_action) for reply in replies]
     return [
         (reply.split("</think>")[0], item.actions, item.invalid) for reply, item in zip(replies, parsed, strict=True)
     ]
@@ -83,13 +82,7 @@ def test_paths_avoid_holes_and_are_shortest_unless_they_begin_with_a_detour() ->
 
 
 def test_without_slips_the_shortest_path_is_walked() -> None:
-    policy = TinyPolicy(
-        FrozenLake(success_rate=1.0),
-        TurnLimits(5, 2, 10),
-        FROZENLAKE_TINY.vocabulary,
-        FROZENLAKE_TINY.demonstrator,
-        FROZENLAKE_TINY.recipe,
-    )
+    policy = replace(FROZENLAKE_TINY, source=FrozenLake(success_rate=1.0))
     for segments in demonstrate(policy, Habits(), 24):
         replies = read_replies(policy, segments)
         plan = replies[0][0].rsplit(" ", 1)[1]
@@ -98,14 +91,10 @@ def test_without_slips_the_shortest_path_is_walked() -> None:
 
 
 def test_guesses_are_possible_unless_they_are_detours() -> None:
-    game = Mastermind()
-    for level in game.make_levels(range(30)):
+    for level in Mastermind().make_levels(range(30)):
         for habits, expected in ((Habits(), True), (Habits(detour=1.0), False)):
             rngs = np.random.default_rng(level.seed), np.random.default_rng(0)
-            template = make_prompt_template(game, "compact", 5)
-            (segments,) = make_dialogues(
-                game, [level], template, mastermind.DEMONSTRATOR, habits, MASTERMIND_TINY.limits, *rngs
-            )
+            (segments,) = MASTERMIND_TINY.make_dialogues([level], habits, *rngs)
             guesses = [guess for _, actions, _ in read_replies(MASTERMIND_TINY, segments) for guess in actions]
             if len(guesses) > 1:
                 assert compute_consistent_share(level, guesses) == float(expected)
@@ -114,11 +103,8 @@ def test_guesses_are_possible_unless_they_are_detours() -> None:
 def test_thoughts_repeat_all_answers_so_far() -> None:
     lengths = []
     for level in Mastermind().make_levels(range(8)):
-        template = make_prompt_template(Mastermind(), "compact", 5)
         rngs = np.random.default_rng(1), np.random.default_rng(0)
-        (segments,) = make_dialogues(
-            Mastermind(), [level], template, mastermind.DEMONSTRATOR, Habits(), MASTERMIND_TINY.limits, *rngs
-        )
+        (segments,) = MASTERMIND_TINY.make_dialogues([level], Habits(), *rngs)
         replies, recap = read_replies(MASTERMIND_TINY, segments), ""
         for thought, (guess,), _ in replies:
             assert thought == recap + guess

@@ -9,7 +9,6 @@ import torch
 from tests.fakes.scripted import make_hub_twin
 from tests.strategies.examples import thin_out
 from trainable.config.constants import SHIPPED_MODELS
-from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import parse_reply
@@ -153,20 +152,11 @@ def test_the_shipped_models_are_of_the_recipes_in_the_code(name: str) -> None:
 def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
     """Sampled it is above chance and below greedy, and both are below the best policy."""
     policy = TURN_POLICIES[name]
-    settings = {
-        **command.LAPTOP_OVERRIDES,
-        "env.name": policy.environment.name,
-        "env.max_turn": policy.limits.turns,
-        "env.max_actions_per_turn": policy.limits.actions_per_turn,
-        "env.max_actions_per_traj": policy.limits.actions,
-        "rollout.response_length": policy.response_length,
-        "model.path": name,
-    }
-    trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
+    trainer = PPOTrainer(command.make_config(name, policy))
     levels = trainer.val_levels
     chance, best = (
         float(np.mean(compute(levels, policy.limits)))
-        for compute in (policy.environment.compute_chance, policy.environment.compute_best)
+        for compute in (policy.source.compute_chance, policy.source.compute_best)
     )
     sampled, greedy = (trainer.evaluate("val", mode).success for mode in ("sampled", "greedy"))
     assert chance + 0.05 < sampled < greedy - 0.05

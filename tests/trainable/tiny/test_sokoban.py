@@ -17,7 +17,7 @@ from trainable.models.load import make_codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
-from trainable.tiny.dialogues import Habits, Segment, make_dialogue, make_dialogues
+from trainable.tiny.dialogues import Habits, Segment, make_dialogue
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.sokoban import DEMONSTRATOR
 
@@ -203,11 +203,8 @@ def test_the_reward_shown_is_that_of_the_turn_before() -> None:
 
 def test_levels_are_shown_in_all_eight_views_and_equal_streams_give_equal_dialogues() -> None:
     def make_shown_dialogues(seed: int) -> list[list[Segment]]:
-        rng, luck_rng, limits = np.random.default_rng(seed), np.random.default_rng(0), TurnLimits(*PUBLISHED)
-        dialogues = make_dialogues(
-            Sokoban(), LEVELS[:64], PROMPT_TEMPLATE, DEMONSTRATOR, Habits(detour=0.5), limits, rng, luck_rng
-        )
-        return list(dialogues)
+        rng, luck_rng = np.random.default_rng(seed), np.random.default_rng(0)
+        return list(SOKOBAN_TINY.make_dialogues(LEVELS[:64], Habits(detour=0.5), rng, luck_rng))
 
     dialogues = make_shown_dialogues(1)
     assert make_shown_dialogues(1) == dialogues

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.trees.repl.char_f1 import compute_char_f1
-from sandboxes.trees.repl.generated import make_question
-from sandboxes.trees.repl.papers import FilePapers, GeneratedPapers, count_children, make_papers
+from sandboxes.trees.repl.papers import FilePapers, GeneratedPapers, make_papers, make_question
 from sandboxes.trees.repl.questions import Question, QuestionFileError
 from tests.strategies.algo import examples
 from trainable.config.games import PapersConfig
@@ -28,9 +27,9 @@ def test_the_evidence_of_a_generated_question_is_known(seed: int, num_papers: in
     assert sorted(question.evidence) == sorted(line for line in lines if line.startswith(f"The {thing} "))
     assert len(set(question.evidence)) == len(question.evidence)
     # The evidence alone is worth 1; every sentence that has the word is worth no more.
-    assert compute_char_f1(repr(list(question.evidence)), question.papers, question.evidence).score == 1
+    assert compute_char_f1(repr(list(question.evidence)), question.papers, question.evidence) == 1
     loose = [line for line in lines if thing in line]
-    score = compute_char_f1(repr(loose), question.papers, question.evidence).score
+    score = compute_char_f1(repr(loose), question.papers, question.evidence)
     assert (score < 1) == (len(loose) > len(question.evidence))
 
 
@@ -88,6 +87,7 @@ def test_the_setting_selects_a_file(tmp_path: Path) -> None:
 
 
 def test_children_are_counted_by_their_action() -> None:
-    (level,) = GeneratedPapers(3, 4).make_levels([0])
-    assert count_children(level, ["run", "ask", "ask", "run"]) == 2
-    assert count_children(level, []) == 0
+    source = GeneratedPapers(3, 4)
+    (level,) = source.make_levels([0])
+    assert source.measures["children"](level, ["run", "ask", "ask", "run"]) == 2
+    assert source.measures["children"](level, []) == 0

@@ -68,11 +68,10 @@ def test_a_map_of_a_parquet_file_is_a_context(tmp_path: Path) -> None:
     assert read_questions(tmp_path / "a.parquet") == [QUESTION]
 
 
-def test_rows_keep_their_order_and_can_be_limited(tmp_path: Path) -> None:
+def test_rows_keep_their_order(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", *({**ROW, "question": str(number)} for number in range(5)))
     path.write_text("\n" + path.read_text())
     assert [question.text for question in read_questions(path)] == list("01234")
-    assert [question.text for question in read_questions(path, max_rows=2)] == list("01")
     rows = [{**ROW, "question": str(number)} for number in range(600)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert [question.text for question in read_questions(tmp_path / "a.parquet")][-1] == "599"
@@ -115,7 +114,6 @@ def test_a_wrong_row_is_named_with_its_field(tmp_path: Path, row: object, messag
     with pytest.raises(QuestionFileError) as caught:
         read_questions(path)
     assert str(caught.value).startswith(f"{path}, line 2: {message}")
-    assert len(read_questions(path, max_rows=1)) == 1
 
 
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:
