@@ -16,11 +16,11 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 5750,
-    "sandboxes": 4608,
+    "analysis": 5749,
+    "sandboxes": 4492,
     "search_spaces": 289,
-    "trainable": 10565,
-    "tune_study": 7988,
+    "trainable": 10369,
+    "tune_study": 7984,
 }
 """Package -> most statements, docstrings left out.
 
@@ -29,7 +29,7 @@ STATEMENTS: Mapping[str, int] = {
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""
 
-TRACED_FILES: Mapping[str, int] = {"dry run": 69, "status": 20, "first step": 69}
+TRACED_FILES: Mapping[str, int] = {"dry run": 67, "status": 20, "first step": 65}
 """What is done -> most files of the project of which a function is called."""
 
 
