@@ -59,7 +59,7 @@ class History(NamedTuple):
         return cls(tuple(row["step"] for row in rows), **series)
 
 
-HISTORY_COLUMNS = ("reward_std", "groups_kept", "val_success")
+HISTORY_COLUMNS = tuple(name for name in History._fields if name not in ("steps", "alarm"))
 """The columns that the published rules read."""
 
 
