@@ -167,8 +167,8 @@ class Family:
         if self.estimate_bytes is None and not self.is_fine_tuning:
             # The sizes of a language model follow from its config.json; those of any other model only the family knows.
             raise ValueError(
-                f"The family {self.name} sets no `estimate_bytes`. Only a family with is_fine_tuning=True may leave it "
-                "out: set estimate_bytes=FUNCTION."
+                f"The family {self.name} sets no `estimate_bytes`. Only a family whose config_class is RunConfig may "
+                "leave it out: set estimate_bytes=FUNCTION."
             )
 
     @property

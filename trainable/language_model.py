@@ -10,8 +10,8 @@ from trainable.ppo.evaluation import Evaluation
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.records import make_empty_row
-from trainable.runs.run import LinesByFile, Row, TrainerState
-from trainable.runs.run_files import EPISODES_FILE, GRADIENTS_FILE, LEVELS_FILE
+from trainable.runs.run import LinesByFile, TrainerState
+from trainable.runs.run_files import EPISODES_FILE, GRADIENTS_FILE, LEVELS_FILE, Row
 from trainable.runs.stop_rules import ALARM, StopDecision, evaluate_own_rules, evaluate_stop_rules
 from trainable.runs.training import StepResult, TrainerFamily, do_nothing
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from sandboxes.toys.optimizer import MemberAdam
 from trainable.config.base_config import BaseRunConfig
 from trainable.runs.nonfinite import format_names
-from trainable.runs.run import LinesByFile, Row, TrainerState
+from trainable.runs.run import LinesByFile, TrainerState
+from trainable.runs.run_files import Row
 from trainable.runs.training import StepResult, do_nothing
 
 Batch = TypeVar("Batch")

@@ -21,7 +21,8 @@ from trainable import language_model
 from trainable.config.run_config import RunConfig
 from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import NonFiniteError
-from trainable.runs.run import LinesByFile, Row, TrainerState
+from trainable.runs.run import LinesByFile, TrainerState
+from trainable.runs.run_files import Row
 from trainable.runs.training import StepResult
 from trainable.trial import PPO
 from tune_study.host.interrupt import make_interrupt

@@ -15,7 +15,7 @@ from search_spaces.language_model import kl
 from search_spaces.language_model.family import PPO, format_rate
 from tests.fakes.run_folders import make_study_record
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.run_config import apply_overrides, list_field_names, resolve_key
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 from trainable.runs.stop_rules import RULES
 from tune_study.placement.samplers import uses_compiled_code
 
@@ -369,6 +369,33 @@ def test_one_point_zero_and_nofilter_are_different_arms() -> None:
 @pytest.mark.parametrize(("value", "label"), [("1.0", "10"), ("0.001", "0001"), ("0", "0"), ("nofilter", "nofilter")])
 def test_published_labels(value: str, label: str) -> None:
     assert make_value_label(value) == label
+
+
+@pytest.mark.parametrize(("model", "game"), [("sokoban-tiny", "countdown"), ("frozenlake-tiny", "sokoban")])
+def test_a_game_with_a_model_of_its_own_refuses_that_of_another_game(model: str, game: str) -> None:
+    settings = {**PRESETS["laptop"].settings, "model.path": model, "env.name": game}
+    with pytest.raises(ConfigError, match=f"knows the words of {model.removesuffix('-tiny')} only"):
+        apply_overrides(RunConfig(), settings)
+
+
+def test_a_game_of_the_package_without_a_model_plays_with_the_words_of_another_in_a_folder_of_its_own() -> None:
+    code = """
+from pathlib import Path
+from trainable.config import games
+bandit = games.Game("trainable.envs.sokoban.game:Sokoban", reads=("observation_format",))
+games.GAMES = {**games.GAMES, "bandit": bandit}  # before the settings that take their names from it are imported
+from search_spaces.catalog import STUDIES
+from tune_study.plan.study_plan import make_plan
+settings = STUDIES["kl"].family.make_game_settings("bandit", "laptop")
+plan = make_plan(STUDIES["kl"], "laptop", "", settings, ("0",), 1, Path("out"))
+print(plan.run, plan.runs[0].run_id, plan.model)
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert output == [
+        "kl_sweep_sokoban-tiny_bandit",
+        "bandit_kl_sweep_nofilter_0-sokoban-tiny_bandit",
+        "sokoban-tiny",
+    ]
 
 
 def test_declaring_a_study_loads_neither_torch_nor_ray() -> None:

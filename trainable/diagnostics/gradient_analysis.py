@@ -17,7 +17,7 @@ from trainable.ppo.filtering import filter_episodes
 from trainable.ppo.targets import PreparedBatch
 from trainable.ppo.trainer import Diagnostics, PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.runs.run import Row
+from trainable.runs.run_files import Row
 
 LEVEL_SEED_OFFSET = 500_000
 """Distance from the first seed of training levels to the first seed of analysis levels.

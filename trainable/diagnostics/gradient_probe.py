@@ -38,7 +38,7 @@ from trainable.backend.world import World
 from trainable.files.step_phase import STEP_PHASE
 from trainable.ppo.update import ActorUpdate, PassInputs, Targets, make_passes, make_weighted_passes
 from trainable.rollout.batch import Batch
-from trainable.runs.run import Row
+from trainable.runs.run_files import Row
 
 FOLDS = 8
 """Maximum number of folds. Full gradients take 2 x FOLDS x components copies of the parameters."""

@@ -66,7 +66,7 @@ from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.flat_state import get_shapes
 from trainable.runs.nonfinite import add_step, check_finite
-from trainable.runs.run import Row
+from trainable.runs.run_files import Row
 from trainable.runs.training import do_nothing
 
 SHARED_VALUE_WEIGHT = 0.01

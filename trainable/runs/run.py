@@ -25,6 +25,7 @@ from trainable.runs.run_files import (
     MAX_ROLLING_CHECKPOINTS,
     METRICS_FILE,
     STATE_FOLDER,
+    Row,
     RunLines,
     acquire_lock,
     copy_run_files,
@@ -33,9 +34,6 @@ from trainable.runs.run_files import (
 )
 
 T = TypeVar("T")
-
-Row = dict[str, Any]
-"""Columns and their values: one line of a JSON Lines file."""
 
 LinesByFile = Mapping[str, Sequence[Mapping[str, Any]]]
 """The lines to append to files of the run's folder, by file name."""

@@ -17,7 +17,8 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides
 from trainable.files.step_phase import STEP_PHASE, remove_phase, write_phase
 from trainable.runs.failures import CheckpointError, call_with_retry
-from trainable.runs.run import LinesByFile, Row, Run, TrainerState
+from trainable.runs.run import LinesByFile, Run, TrainerState
+from trainable.runs.run_files import Row
 from trainable.runs.stop_rules import StopDecision
 
 

@@ -23,7 +23,7 @@ from sandboxes.update_rules.training.diagnostics import (
     cosine,
 )
 from sandboxes.update_rules.training.replay import AgeStatistics, ReplayDraw, make_buffer
-from trainable.runs.run import Row
+from trainable.runs.run_files import Row
 
 UNIFORM_GROUPS = "uniform_groups"
 """Name of the stop rule for too many consecutive batches without a mixed group."""
