@@ -17,7 +17,7 @@ from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
     "analysis": 5749,
-    "sandboxes": 4492,
+    "sandboxes": 4491,
     "search_spaces": 289,
     "trainable": 10369,
     "tune_study": 7984,

@@ -38,7 +38,7 @@ def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> str:
         num_trees = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
         sizes.append((num_trees, _count_repls(config), env.papers.execution_mib))
     num_trees, num_repls, size = max(sizes, key=math.prod)
-    count, available_mib = max_concurrent * num_trees * num_repls, _measure_available_mib()
+    count, available_mib = max_concurrent * num_trees * num_repls, machine_checks.measure_available_memory() >> 20
     verdict = "OK."
     if count * size > available_mib:
         verdict = (
@@ -54,7 +54,7 @@ def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> str:
 
 def explain_repl_shortage(plan: StudyPlan) -> str:
     """Why the REPLs of one tree cannot fill their memory here, and what to type; empty if they can."""
-    available_mib = _measure_available_mib()
+    available_mib = machine_checks.measure_available_memory() >> 20
     for config in _list_tree_configs(plan):
         size, num_repls = config.env.papers.execution_mib, _count_repls(config)
         if num_repls * size > available_mib:
@@ -73,10 +73,6 @@ def _list_tree_configs(plan: StudyPlan) -> list[RunConfig]:
 def _count_repls(config: RunConfig) -> int:
     """REPLs of a tree that are open at once: that of the root, and those of the children of a call."""
     return 1 + min(config.env.papers.max_children_per_call, config.env.papers.max_children)
-
-
-def _measure_available_mib() -> int:
-    return machine_checks.measure_available_memory() >> 20
 
 
 REQUIREMENTS = GameRequirements(check_papers, describe_repl_memory, explain_repl_shortage)
