@@ -307,3 +307,11 @@ def _rename_study(study: StudyRecord, labels: Mapping[str, str]) -> StudyRecord:
             for contrast in study.contrasts
         ),
     )
+
+
+def group_arms_by_panel(frames: StudyFrames, grid: Grid) -> StudyFrames:
+    """Rename the arms to their panels, so that all points of a panel are runs of one arm."""
+    # Only home rows: a run without a KL loss is a member of several panels, but an arm needs one name.
+    member_table = make_member_table(frames, grid)
+    home_rows = member_table[member_table["home"]]
+    return rename_arms(frames, dict(zip(home_rows["arm"], home_rows["panel"], strict=True)))

@@ -1,4 +1,4 @@
-"""The results of a sweep that take long to compute, shared by the page, its figures and the files beside it."""
+"""The results of a sweep that several sections of its report share, computed at their first use and then kept."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,31 +6,62 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from analysis.data.frames import StudyFrames
+from analysis.charts.chart import make_arm_colors
+from analysis.data.compare import list_arms
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
 from analysis.grid import edge, layout
-from analysis.search.page import SearchResults, find_search
-from analysis.sweep import symptoms, time_course
+from analysis.report.common import StudyResults
+from analysis.sweep import symptoms, tables, time_course
+from analysis.sweep.collapse import count_collapses
 from analysis.sweep.symptoms import PERMUTATION_SEED
 
 
 @dataclass(frozen=True)
-class SweepResults:
-    """A study of language models, and tables that are computed at their first use and then kept.
-
-    frames: the study.
-    """
-
-    frames: StudyFrames
+class SweepResults(StudyResults):
+    """A study of language models."""
 
     @cached_property
     def grid(self) -> layout.Grid | None:
         """The grid whose points are the arms; None in a study with one axis, and in a search."""
         return None if self.search else layout.find_grid(self.frames)
 
+    @property
+    def is_axis(self) -> bool:
+        """Whether the arms are values of one axis, and a run is recorded."""
+        return not (self.grid or self.search or self.frames.trials.empty)
+
     @cached_property
-    def search(self) -> SearchResults | None:
-        """The search whose points are the arms; None in a study of arms that were chosen beforehand."""
-        return find_search(self.frames)
+    def arm_frames(self) -> StudyFrames:
+        """The study, with the arms of a grid named by their points."""
+        return (
+            layout.rename_arms(self.frames, layout.make_arm_labels(self.frames, self.grid))
+            if self.grid
+            else self.frames
+        )
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """From `tables.summarize_arms` for `arm_frames`: one row per arm."""
+        return tables.summarize_arms(self.arm_frames)
+
+    @cached_property
+    def arms(self) -> list[Row]:
+        """The rows of `summary`; of a search those of complete points, since what is left of a censored one did well."""
+        rows = to_records(self.summary)
+        if self.search:
+            return [row for row in rows if row["arm"] in set(self.search.complete_points["arm"])]
+        return rows
+
+    @cached_property
+    def collapses(self) -> pd.DataFrame:
+        """From `collapse.count_collapses` for `arm_frames`."""
+        return count_collapses(self.arm_frames)
+
+    @property
+    def has_collapse(self) -> bool:
+        """Whether a run collapsed."""
+        return bool((self.collapses["collapsed"] > 0).any())
 
     @cached_property
     def collapse_times(self) -> pd.DataFrame:
@@ -58,3 +89,42 @@ class SweepResults:
             "edge_shifts": edge.compare_edges(self.frames, np.random.default_rng(PERMUTATION_SEED)),
             "edge_doses": edge.summarize_doses(runs),
         }
+
+    @cached_property
+    def dose_response(self) -> pd.DataFrame:
+        """From `tables.make_dose_response`: one row per arm of a study with one axis."""
+        return tables.make_dose_response(self.frames)
+
+    @cached_property
+    def members(self) -> pd.DataFrame:
+        """From `layout.make_member_table`: one row per run and panel of a grid."""
+        assert self.grid is not None, "only a grid has members"
+        return layout.make_member_table(self.frames, self.grid)
+
+    @cached_property
+    def cells(self) -> pd.DataFrame:
+        """From `layout.make_cell_table`: one row per panel and point of a grid."""
+        assert self.grid is not None, "only a grid has cells"
+        return layout.make_cell_table(self.grid, self.members)
+
+    @cached_property
+    def line_frames(self) -> StudyFrames:
+        """The frames whose arms are lines: the panels of a grid, because a line per point would be hundreds."""
+        return layout.group_arms_by_panel(self.frames, self.grid) if self.grid else self.frames
+
+    @cached_property
+    def arm_colors(self) -> dict[str, str]:
+        """The color of each arm, in the order of the axis; words such as nofilter have colors of their own."""
+        if not self.is_axis:
+            return make_arm_colors(list_arms(self.frames))
+        table = self.dose_response
+        return make_arm_colors(table["arm"].to_list(), table.loc[table["is_word"], "arm"].to_list())
+
+    @cached_property
+    def line_colors(self) -> dict[str, str]:
+        """The color of each arm of `line_frames`."""
+        return make_arm_colors(list_arms(self.line_frames)) if self.grid else self.arm_colors
+
+    def fold(self, title: str) -> str:
+        """Return the line under which a table with a row per arm is folded; empty where there are few arms."""
+        return title if self.grid or self.search else ""

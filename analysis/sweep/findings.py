@@ -587,6 +587,14 @@ def describe_confirmation(study: StudyRecord) -> str:
     )
 
 
+def count_late_validations(study: StudyRecord) -> int:
+    """Count the validations that success at the end is the mean of."""
+    steps, test_freq = study.total_steps, flatten_settings(study.settings).get("trainer.test_freq")
+    if steps is None or type(test_freq) is not int:
+        return LATE_EVALUATIONS
+    return min(math.ceil(steps / test_freq), LATE_EVALUATIONS) if test_freq > 0 else 1
+
+
 SHORT_SHARE = 0.5
 """A study is called short if it was planned with less than this share of the training steps of its preset."""
 

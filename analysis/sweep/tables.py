@@ -47,7 +47,7 @@ from analysis.stats.estimates import (
 )
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
 from analysis.sweep.series import BUDGETS
-from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
+from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, describe_verdict
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
 
@@ -106,7 +106,7 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     table["detectable"] = [_find_detectable_difference(study, measures.late, row) for row in to_records(table)]
     table["outcome"] = [classify_outcome(row) for row in to_records(table)]
     table["other_scoring"] = _describe_other_scorings(frames, table, baseline)
-    return table.assign(verdict=[format_verdict(row) for row in to_records(table)])
+    return table.assign(notes=[describe_verdict(row) for row in to_records(table)])
 
 
 def _describe_other_scorings(frames: StudyFrames, table: pd.DataFrame, baseline: str) -> list[str]:

@@ -168,53 +168,43 @@ def classify_outcome(row: Mapping[str, Any]) -> str:
     return classify_difference(row, below="worse", above="better")
 
 
-def format_verdict(row: Mapping[str, Any]) -> str:
-    """One sentence on an arm. row: of `tables.summarize_arms`.
+def describe_verdict(row: Mapping[str, Any]) -> str:
+    """Say what the numbers and the verdict of an arm leave out. row: of `tables.summarize_arms`.
 
     If rules stopped all scored runs of an arm as failures, the arm is a failed regime, whatever its last success was;
-    with fewer than `MIN_REGIME_RUNS` runs it is called stopped. Otherwise it is better or worse than the baseline,
-    equal to it within the margin, without an effect, or open. In the last case the sentence also says how large a
-    missed difference could be, or why there is no interval. Runs that failed, were interrupted or never ran are listed;
-    they are not scored.
+    with fewer than `MIN_REGIME_RUNS` runs it is called stopped. Of an open arm the text says how large a missed
+    difference could be, or why there is no interval. Runs that failed, were interrupted or never ran are listed; they
+    are not scored.
     """
     outcome_name, num_scored = classify_outcome(row), row["completed"] + row["early_stopped"]
     clauses = []
-    # `stops` says how many runs of the arm each rule stopped.
-    if outcome_name in ("failed regime", "stopped"):
-        clauses.append(f"{outcome_name}: {row['stops']}")
-    elif outcome_name != "no verdict":
-        clauses.append(_describe_gain(row) if row["is_baseline"] else _describe_difference(row, outcome_name))
-        if row["early_stopped"]:
-            clauses.append(row["stops"])
+    if outcome_name not in ("failed regime", "stopped", "no verdict"):
+        clauses.append(_describe_gain(row) if row["is_baseline"] else _explain_outcome(row, outcome_name))
+    if row["baseline_failed"] and outcome_name in ("better", "worse", "equal", "no effect", "open"):
+        clauses.append("the baseline was itself stopped in all runs")
+    # How many runs of the arm each rule stopped.
+    clauses.append(row["stops"])
     if row["other_scoring"]:
         clauses.append(f"it would be {row['other_scoring']}")
     if row["unfinished"]:
-        clauses.append(("not scored: " if num_scored else "no verdict: ") + row["unfinished"])
-    return "; ".join(clauses) or "no verdict: no run"
+        clauses.append(f"not scored: {row['unfinished']}")
+    return "; ".join(filter(None, clauses))
 
 
 def _describe_gain(row: Mapping[str, Any]) -> str:
-    success_text = f"baseline: {format_fraction(row['late_val_success'])} at the end"
     if np.isnan(row["gain"]):
-        return f"{success_text}; the policy was not validated before training"
-    interval_text = format_interval(row["gain_low"], row["gain_high"])
-    basis_text = (
-        f"{interval_text} from the policy before training ({row['gain_basis']})"
-        if interval_text
-        else "from the policy before training (no interval)"
-    )
-    return f"{success_text}, {format_signed(row['gain'])} {basis_text}"
+        return "the policy was not validated before training"
+    interval_text = format_interval(row["gain_low"], row["gain_high"]) or "(no interval)"
+    return f"{format_signed(row['gain'])} {interval_text} from the policy before training"
 
 
-def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
+def _explain_outcome(row: Mapping[str, Any], outcome_name: str) -> str:
     if not isinstance(row["baseline"], str) or not row["baseline"]:
-        return "no comparison: the baseline arm is not in this study"
-    baseline_text = f"the baseline ({row['baseline']})"
+        return "the baseline arm is not in this study"
     if outcome_name == "no comparison":
-        return f"no comparison: {baseline_text} or this arm has no scored run with a value"
-    failed_text = ", itself stopped in all runs" if row["baseline_failed"] else ""
+        return "the baseline or this arm has no scored run with a value"
     if row["equal_rows"]:
-        return f"{NO_EFFECT}: every row equals the baseline's ({row['baseline']}){failed_text}"
+        return "every row equals the baseline's"
     if not row["se"] > 0:
         if row["se"] == 0:
             reason = "the differences of all seeds are equal"
@@ -222,43 +212,20 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
             reason = "one run says nothing about a setting"
         else:
             reason = "no arm has runs of two seeds that differ"
-        return (
-            f"open: {format_signed(row['difference'])} from {baseline_text}{failed_text}, without an interval, because "
-            f"{reason}"
-        )
-    interval_text = format_interval(row["difference_low"], row["difference_high"])
-    difference_text = f"{format_signed(row['difference'])} {interval_text}".rstrip()
+        return f"no interval, because {reason}"
     margin_text = format_number(row["margin"])
     if outcome_name in ("better", "worse"):
-        small_text = (
-            f", and by less than {margin_text}, {format_holm(row['p_equal_holm'])}"
-            if row["p_equal_holm"] < SIGNIFICANCE_LEVEL
-            else ""
-        )
-        return (
-            f"{outcome_name} than {baseline_text}{failed_text}: {difference_text}, "
-            f"{format_holm(row['p_holm'])}{small_text} ({row['basis']})"
-        )
+        is_small = row["p_equal_holm"] < SIGNIFICANCE_LEVEL
+        return f"by less than {margin_text}, {format_holm(row['p_equal_holm'])}" if is_small else ""
     if outcome_name == "equal":
-        return (
-            f"equal to {baseline_text}{failed_text} within {margin_text}: {difference_text}, "
-            f"{format_holm(row['p_equal_holm'])} ({row['basis']})"
-        )
+        return f"within {margin_text}, {format_holm(row['p_equal_holm'])}"
     if row["seeds"] < MIN_SEEDS:
         count = "one seed says" if row["seeds"] == 1 else f"{row['seeds']} seeds say"
-        return (
-            f"open: {difference_text} from {baseline_text}{failed_text}; {count} too little of a setting for a verdict "
-            f"({row['basis']})"
-        )
+        return f"{count} too little of a setting for a verdict"
     detectable_size = row["detectable"]
     if np.isnan(detectable_size):
-        missed_text = "more seeds may resolve it"
+        return "more seeds may resolve it"
     # Success lies in [0, 1], so no true difference can be as large as 1.
-    elif detectable_size < 1:
-        missed_text = f"differences smaller than about {format_fraction(detectable_size)} would probably be missed"
-    else:
-        missed_text = "any difference would probably be missed"
-    return (
-        f"open: {difference_text} from {baseline_text}{failed_text}, {format_holm(row['p_holm'])}; "
-        f"{missed_text} ({row['basis']})"
-    )
+    if detectable_size < 1:
+        return f"differences smaller than about {format_fraction(detectable_size)} would probably be missed"
+    return "any difference would probably be missed"

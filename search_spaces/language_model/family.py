@@ -129,7 +129,7 @@ PPO = Family(
     ),
     is_higher_better=True,
     summarize="analysis.data.summaries:summarize_ppo_run",
-    report="analysis.report.pages:SWEEP_PAGE",
+    report="analysis.report.sweep:SWEEP_REPORT",
     get_environment=lambda settings: str(settings.get("env", {}).get("name", DEFAULT_ENVIRONMENT)),
     own_prefixes=("train_", "val_", "base_val_"),
     remarks="tune_study.plan.remarks:PPO_REMARKS",

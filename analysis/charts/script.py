@@ -1,21 +1,17 @@
-"""Interactive charts in a page that needs no network: the script that draws them, its hash, and charts as data."""
+"""The script that draws the interactive charts of a page without network, and its hash."""
 
 import base64
 import hashlib
-import json
 import os
 import stat
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import altair as alt
 import vl_convert
 
-from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.paths import find_cache_folder, read_bytes, write_text
 
 # Each chart is drawn above its picture, which stays for print and for readers without scripts. `ast` makes Vega
@@ -76,27 +72,3 @@ def _is_own(path: Path) -> bool:
     """Whether only this user can have written the file: what it holds runs in every report."""
     status = path.lstat()
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-
-
-def format_chart(chart: alt.TopLevelMixin) -> str:
-    """A chart as JSON that may stand in a <script> element: no text in it can end the element.
-
-    Example:
-        >>> import pandas as pd
-        >>> data = pd.DataFrame({"arm": ["</script><b>"]})
-        >>> "<" in format_chart(alt.Chart(data).mark_point().encode(alt.X("arm:N")))
-        False
-    """
-    # Altair would check every value against the schema of Vega-Lite, which takes longer than all else; the tests do.
-    content = _escape_texts(chart.to_dict(validate=False))
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=True)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _escape_texts(value: Any) -> Any:
-    """`value` without control characters in its texts: in JSON they would have escapes, and be whole in the chart."""
-    if isinstance(value, str):
-        return escape_controls(value, LINE_CHARACTERS)
-    if isinstance(value, Mapping):
-        return {_escape_texts(key): _escape_texts(entry) for key, entry in value.items()}
-    return [_escape_texts(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,269 @@
+"""Charts over training steps: columns of runs, means of arms, survival, and onsets of symptoms."""
+
+from collections.abc import Mapping, Sequence
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from analysis.charts.chart import (
+    INK,
+    TARGETS,
+    draw_line_at,
+    layer,
+    make_color_scale,
+    make_legend,
+    make_opacity,
+    make_step_axis,
+    make_tooltips,
+    mark_stop,
+)
+
+MAX_POINTS = 20_000
+"""With more points, every curve has only each second, third, ... of them, and its last one."""
+_PANEL_WIDTH = 230
+_PANEL_HEIGHT = 150
+_PANELS_PER_ROW = 3
+
+
+def draw_curves(
+    table: pd.DataFrame,
+    means: pd.DataFrame,
+    colors: Mapping[str, str],
+    label: str,
+    *,
+    dash: str | None = None,
+    panel: str | None = None,
+    line_at: float | None = None,
+) -> alt.TopLevelMixin:
+    """Draw the curves of all runs and the mean of each arm. A click on the legend leaves one arm, with Shift several.
+
+    Args:
+        table: from `series.make_curves`, with any columns named below.
+        means: with arm, step and value, and `standard_error` if the mean has a band. Arms without a mean have one run,
+            whose curve is drawn like a mean.
+        colors: by arm.
+        label: of the vertical axis, with its unit.
+        dash: a column whose values have different dashes.
+        panel: a column whose values have a panel each.
+        line_at: a value at which a dashed line is drawn.
+    """
+    data = _collect_points(table, means)
+    choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
+    x = make_step_axis()
+    # As the title of a channel, the label would become a part of an expression.
+    y = alt.Y("value:Q", axis=alt.Axis(title=label, tickCount=5), scale=alt.Scale(zero=True))
+    color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(table["arm"])))
+    channels = [alt.StrokeDash(f"{dash}:N", legend=make_legend(dash))] if dash else []
+    details = alt.Detail("run_id:N")
+
+    def select(condition: str) -> alt.Chart:
+        return alt.Chart(data).transform_filter(condition)
+
+    layers = [
+        select("datum.line == 'thin'")
+        .mark_line(strokeWidth=1)
+        .encode(x, y, color, details, *channels, opacity=make_opacity(choice, 0.5))
+        .add_params(choice),
+        select("datum.line == 'thick'")
+        .mark_line(strokeWidth=2.5)
+        .encode(x, y, color, details, *channels, opacity=make_opacity(choice)),
+        # As a line, a curve of one point would be invisible.
+        select("datum.line == 'point'")
+        .mark_point(size=50, filled=True)
+        .encode(x, y, color, opacity=make_opacity(choice)),
+        select("datum.end == 'other'").mark_point(size=60, color=INK).encode(x, y, opacity=make_opacity(choice)),
+        select("datum.end == 'early_stopped'").mark_point(**mark_stop()).encode(x, y, opacity=make_opacity(choice)),
+        # Points are the targets of the pointer: a line has no value under it.
+        select("isValid(datum.seed)")
+        .mark_point(size=60, filled=True, opacity=0)
+        .encode(
+            x,
+            y,
+            color,
+            tooltip=make_tooltips("arm:N", "seed:N", "step:Q", "value:Q", "status:N", *([f"{dash}:N"] if dash else [])),
+        ),
+    ]
+    if "low" in data:
+        band = select("isValid(datum.low)").mark_area(opacity=0.2)
+        layers.insert(0, band.encode(x, alt.Y("low:Q", axis=alt.Axis(title=label)), alt.Y2("high:Q"), color))
+    if line_at is not None:
+        layers.insert(0, draw_line_at(y=line_at))
+    # Names of its own would be counted through all charts of a process.
+    for index, chart in enumerate(layers):
+        chart.name = TARGETS if index == len(layers) - 1 else f"layer_{index}"
+    if panel is None or table[panel].nunique() < 2:
+        return layer(*layers)
+    shared = alt.LayerChart(
+        data=data, layer=[_drop_data(chart) for chart in layers], width=_PANEL_WIDTH, height=_PANEL_HEIGHT
+    )
+    order = list(dict.fromkeys(table[panel]))
+    return shared.facet(facet=alt.Facet(f"{panel}:N", title=None, sort=order), columns=_PANELS_PER_ROW)
+
+
+def _drop_data(chart: alt.Chart) -> alt.Chart:
+    chart.data = alt.Undefined
+    return chart
+
+
+def _collect_points(table: pd.DataFrame, means: pd.DataFrame) -> pd.DataFrame:
+    """Put runs and means into one table.
+
+    `line` says how a curve is drawn: thin, thick, or as a point. `end` is the status in the last row of a run that did
+    not complete: early_stopped, or other.
+    """
+    stride = -(-len(table) // MAX_POINTS)  # rounded up
+    is_last = ~table.duplicated("run_id", keep="last")
+    runs = table[(table.groupby("run_id").cumcount() % max(stride, 1) == 0) | is_last]
+    status = runs["status"].where(is_last.loc[runs.index])
+    runs = runs.assign(
+        line=np.where(runs["arm"].isin(means["arm"]), "thin", "thick"),
+        end=status.map(lambda value: value if value == "early_stopped" else "other", na_action="ignore").where(
+            status.ne("completed"), ""
+        ),
+    )
+    curves = means.assign(run_id="mean of " + means["arm"].astype(str), line="thick")
+    if "standard_error" in curves:
+        curves = curves.assign(
+            low=curves["value"] - curves["standard_error"], high=curves["value"] + curves["standard_error"]
+        )
+    data = pd.concat([curves, runs], ignore_index=True).drop(columns=["standard_error"], errors="ignore")
+    is_single = ~data.duplicated(["arm", "run_id"], keep=False)
+    return data.assign(line=data["line"].mask(is_single, "point"), end=data["end"].fillna(""))
+
+
+def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.LayerChart:
+    """Draw the fraction of runs that have not collapsed, by step. A click on the legend leaves one arm.
+
+    table: from `collapse.compute_survival`.
+    """
+    choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
+    x = make_step_axis()
+    y = alt.Y("surviving_fraction:Q", title="fraction of runs not collapsed", scale=alt.Scale(domain=[0, 1]))
+    color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(table["arm"])))
+    lines = (
+        alt.Chart(table, name="lines")
+        .mark_line(interpolate="step-after", strokeWidth=2.5)
+        .encode(x, y, color, opacity=make_opacity(choice))
+        .add_params(choice)
+    )
+    fraction = alt.Tooltip("surviving_fraction:Q", title="not collapsed", format=".3f")
+    targets = (
+        alt.Chart(table)
+        .mark_point(size=60, filled=True)
+        .encode(
+            x,
+            y,
+            color,
+            opacity=make_opacity(choice),
+            tooltip=[*make_tooltips("arm:N", "step:Q"), fraction, *make_tooltips("collapsed:Q", "runs:Q")],
+        )
+    )
+    return layer(lines, targets)
+
+
+def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConcatChart:
+    """Draw a panel per measure with a line per arm. The dashed line shows chance.
+
+    table: from `series.make_arm_lines`. colors: by arm.
+    """
+    choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
+    x = make_step_axis()
+    panels = []
+    for index, (measure, rows) in enumerate(table.groupby("measure", sort=False)):
+        y_axis = alt.Axis(title=str(measure), tickCount=5)
+        color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(table["arm"])))
+        lines = (
+            alt.Chart(rows, name=f"measure_{index}")
+            .mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=24))
+            .encode(
+                x,
+                alt.Y("value:Q", axis=y_axis, scale=alt.Scale(zero=True)),
+                color,
+                opacity=make_opacity(choice),
+                tooltip=make_tooltips("arm:N", "step:Q", "value:Q"),
+            )
+            .add_params(choice)
+        )
+        # Chance is a mean over all runs, so every arm has the same value at a step.
+        chance = rows.dropna(subset="chance").drop_duplicates("step")[["step", "chance"]]
+        guess = (
+            alt.Chart(chance)
+            .mark_line(strokeDash=[4, 3], color=INK, opacity=0.6)
+            .encode(x, alt.Y("chance:Q", axis=y_axis))
+        )
+        panels.append(layer(lines, guess, height=160, width=600))
+    return alt.VConcatChart(vconcat=panels)
+
+
+def draw_onsets(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.LayerChart:
+    """Draw a row per symptom with a point per run at its onset, its interval as a line, and the median as a bar.
+
+    table: from `symptoms.find_onsets`; the earliest median is at the top. colors: by arm.
+    """
+    changed = table.dropna(subset="onset")
+    medians = changed.groupby("label", sort=False)["onset"].median().sort_values(kind="stable")
+    runs = list(dict.fromkeys(table["run_id"]))
+    # The runs of a symptom are side by side within the middle half of its row, always in the same order.
+    offsets = dict(zip(runs, np.linspace(-0.25, 0.25, len(runs)) if len(runs) > 1 else [0.0], strict=True))
+    changed = changed.assign(offset=changed["run_id"].map(offsets))
+    x = alt.X("onset:Q", title="training step of the onset", axis=alt.Axis(tickMinStep=1), scale=alt.Scale(zero=True))
+    labels = [str(label) for label in medians.index]
+    y = alt.Y("label:N", sort=labels, axis=alt.Axis(title=None), scale=alt.Scale(padding=0.2))
+    offset = alt.YOffset("offset:Q", scale=alt.Scale(domain=[-0.5, 0.5]))
+    color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(changed["arm"])))
+    intervals = (
+        alt.Chart(changed)
+        .mark_rule(opacity=0.5)
+        .encode(x=alt.X("low:Q", axis=alt.Axis(title=None)), x2=alt.X2("high:Q"), y=y, yOffset=offset, color=color)
+    )
+    points = (
+        alt.Chart(changed)
+        .mark_point(filled=True, size=30, opacity=1)
+        .encode(
+            x=x,
+            y=y,
+            yOffset=offset,
+            color=color,
+            tooltip=make_tooltips("arm:N", "seed:N", "label:N", "onset:Q", "low:Q", "high:Q"),
+        )
+    )
+    bars = (
+        alt.Chart(medians.rename("onset").reset_index())
+        .mark_tick(color=INK, thickness=2, size=20)
+        .encode(x=x, y=y, tooltip=[alt.Tooltip("onset:Q", title="median")])
+    )
+    return layer(intervals, points, bars, height=alt.Step(26))
+
+
+def draw_intervals(
+    table: pd.DataFrame, label: str, *, margin: float | None = None, pairs: pd.DataFrame | None = None
+) -> alt.LayerChart:
+    """Draw differences with their intervals, a row per name, and a dashed line at 0.
+
+    Args:
+        table: with name, difference, difference_low and difference_high.
+        label: of the horizontal axis.
+        margin: within which arms count as equal, drawn as a band.
+        pairs: with name and difference, drawn as rings; None: none.
+    """
+    names: Sequence[str] = list(dict.fromkeys(table["name"]))
+    y = alt.Y("name:N", sort=names, axis=alt.Axis(title=None, labelLimit=260))
+    x_axis = alt.Axis(title=label, tickCount=6)
+    x = alt.X("difference:Q", axis=x_axis)
+    layers = []
+    if margin is not None:
+        band = pd.DataFrame({"from": [-margin], "to": [margin]})
+        layers.append(
+            alt.Chart(band).mark_rect(color=INK, opacity=0.08).encode(alt.X("from:Q", axis=x_axis), alt.X2("to:Q"))
+        )
+    layers.append(draw_line_at(x=0.0))
+    if pairs is not None:
+        rings = alt.Chart(pairs).mark_point(size=24, color=INK, opacity=0.4)
+        layers.append(rings.encode(x=x, y=y, tooltip=make_tooltips("name:N", "difference:Q")))
+    bounded = alt.Chart(table.dropna(subset=["difference_low", "difference_high"])).mark_rule(strokeWidth=2)
+    layers.append(bounded.encode(x=alt.X("difference_low:Q", axis=x_axis), x2=alt.X2("difference_high:Q"), y=y))
+    points = alt.Chart(table).mark_point(filled=True, size=60, color=INK, opacity=1)
+    bounds = ["difference:Q", "difference_low:Q", "difference_high:Q"]
+    layers.append(points.encode(x=x, y=y, tooltip=make_tooltips("name:N", *bounds)))
+    return layer(*layers, height=alt.Step(28))

@@ -1,1 +1,0 @@
-"""HTML pages: templates, number formats, and figures as SVG elements."""

@@ -1,0 +1,3 @@
+from analysis.report.section import Section
+
+GRADIENTS = Section("x", "x")

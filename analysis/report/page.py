@@ -1,0 +1,176 @@
+"""Turns sections into one self-contained HTML page: texts, tables and charts, with one template for all pages."""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup, escape
+
+from analysis.charts import chart as charts
+from analysis.charts.script import make_script
+from analysis.report.section import Column, Figure, Heading, Listing, Section, Table
+from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
+from trainable.files.paths import atomic_write
+from trainable.files.step_phase import STEP_PHASE
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+class FigureView(NamedTuple):
+    """A drawn figure. spec: the chart as JSON if the page draws it too, else empty. picture: an SVG document."""
+
+    name: str
+    caption: str
+    finding: str
+    picture: str
+    spec: str
+
+    @property
+    def svg(self) -> Markup:
+        """The picture as an element of the page."""
+        return Markup(charts.embed_svg(self.name, self.picture, self.caption.partition(". ")[0]))
+
+
+class SectionView(NamedTuple):
+    """A section as the template shows it. link: of its title."""
+
+    name: str
+    title: str
+    sentences: Sequence[str] = ()
+    figures: Sequence[FigureView] = ()
+    tables: Sequence[Table | Listing] = ()
+    explanation: str = ""
+    is_warning: bool = False
+    link: str = ""
+
+
+def view_section(section: Section[Any], results: Any, figures: Sequence[FigureView]) -> SectionView:
+    """Call the functions of a section. figures: those of all sections that were drawn."""
+    names = [figure.name for figure in section.figures]
+    tables = [table for table in section.tables(results) if isinstance(table, Listing) or table.rows]
+    return SectionView(
+        section.name,
+        section.get_title(results),
+        # The page has the sentences of a section that concludes in its head.
+        () if section.concludes else list(section.sentences(results)),
+        [figure for figure in figures if figure.name in names],
+        tables,
+        section.get_explanation(results),
+        section.is_warning,
+    )
+
+
+def view_sections(sections: Iterable[Section[Any]], results: Any, figures: Sequence[FigureView]) -> list[SectionView]:
+    """View the sections that have something to show."""
+    views = [view_section(section, results, figures) for section in sections if section.when(results)]
+    return [view for view in views if view.sentences or view.figures or view.tables]
+
+
+def draw_figure(figure: Figure[Any], results: Any, with_chart: bool) -> FigureView | None:
+    """Draw a figure; None if it has nothing to show. with_chart: whether the page may draw it with a script, too."""
+    table = figure.make_table(results)
+    if table is None:
+        return None
+    spec = charts.make_spec(figure.draw(table, results))
+    is_interactive = with_chart and charts.count_rows(spec) <= charts.MAX_ROWS
+    return FigureView(
+        figure.name,
+        figure.get_caption(results),
+        figure.describe(table, results),
+        charts.draw_svg(spec),
+        charts.format_spec(spec) if is_interactive else "",
+    )
+
+
+def draw_sections(sections: Iterable[Section[Any]], results: Any, with_charts: bool) -> list[FigureView]:
+    """Draw all figures of the sections that a report has."""
+    STEP_PHASE.enter("figures")
+    drawn = [
+        draw_figure(figure, results, with_charts)
+        for section in sections
+        if section.when(results)
+        for figure in section.figures
+    ]
+    return [view for view in drawn if view is not None]
+
+
+def render_page(heading: Heading, sections: Sequence[SectionView], *, refresh_seconds: int | None = None) -> str:
+    """Render a page as HTML that needs no network.
+
+    refresh_seconds: after which a browser loads the page again; None: never.
+    """
+    has_charts = any(figure.spec for section in sections for figure in section.figures)
+    template = _make_environment().get_template("page.html.j2")
+    return template.render(
+        heading=heading,
+        sections=sections,
+        refresh_seconds=refresh_seconds,
+        script=make_script() if has_charts else None,
+    )
+
+
+def write_page(path: Path, page: str) -> Path:
+    """Write a page with an atomic rename, and return `path`."""
+    with atomic_write(path) as temp_path:
+        temp_path.write_text(page, encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------------- texts
+
+_CODE, _BOLD = re.compile(r"`([^`\n]+)`"), re.compile(r"\*\*([^*\n]+)\*\*")
+
+
+def format_inline(text: str) -> Markup:
+    """Return a text as HTML, with `code` and **bold** words.
+
+    >>> format_inline("`a<b` is **new**")
+    Markup('<code>a&lt;b</code> is <b>new</b>')
+    """
+    escaped = str(escape(escape_controls(text, LINE_CHARACTERS)))
+    return Markup(_BOLD.sub(r"<b>\1</b>", _CODE.sub(r"<code>\1</code>", escaped)))
+
+
+def format_plain(text: str) -> str:
+    """Return a text of a section for a terminal, in which `code` has no backticks and nothing is bold."""
+    return _BOLD.sub(r"\1", _CODE.sub(r"\1", text))
+
+
+def format_cell(column: Column, row: Any) -> Markup:
+    """Return the cell of a table as HTML."""
+    content = column.cell(row)
+    if column.kind == "status":
+        lines = (line.partition(" ") for line in content.splitlines())
+        return Markup("<br>").join(
+            Markup('<span class="status {}">{}</span>').format(status, label) for status, _, label in lines
+        )
+    main, _, small = content.partition("\n")
+    if column.kind == "verdict":
+        word, colon, rest = main.partition(":")
+        shown = Markup('<b class="{}">{}</b>').format(word.replace(" ", "-"), word) + format_inline(colon + rest)
+    else:
+        shown = format_inline(main)
+    lines_below = Markup("<br>").join(map(format_inline, small.splitlines()))
+    return shown + Markup('<span class="ci">{}</span>').format(lines_below) if small else shown
+
+
+def _break_lines(text: str) -> Markup:
+    return Markup("<br>").join(map(format_inline, text.splitlines()))
+
+
+@cache
+def _make_environment() -> jinja2.Environment:
+    """Make the environment of all pages. A process has one, because it compiles every template that it renders."""
+    jinja_env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    jinja_env.filters |= {"inline": format_inline, "lines": _break_lines}
+    jinja_env.globals |= {"format_cell": format_cell}
+    return jinja_env

@@ -1,0 +1,216 @@
+"""What a report is made of: sections, each with sentences, figures and tables.
+
+A report is a list of `Section`s. Each is a declaration; its functions take the results of the family, such as
+`SweepResults`, and are called when the report is written. A section without anything to show is left out. Texts may have
+`code` in backticks and **bold** words.
+
+Example, in the file of an own study; `run` and `report` add it to the page:
+    >>> from analysis.report.section import Section, Table, name, number
+    >>> def make_tables(results):
+    ...     rows = results.frames.trials.groupby("arm")["steps_done"].mean().reset_index()
+    ...     yield Table([name("arm"), number("steps", "steps_done")], rows.to_dict("records"))
+    >>> SECTIONS = [Section("effort", "Steps of each arm", tables=make_tables)]
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import altair as alt
+import pandas as pd
+
+from analysis.data.schemas import Row
+from analysis.sweep.verdicts import format_number
+
+Results_contra = TypeVar("Results_contra", contravariant=True)
+"""What the functions of a section take: the frames of a study, and results that several sections share."""
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a cell of a table has no value."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def format_count(value: float) -> str:
+    """Format a count with at most four digits: 240, 5 400, 12.3 k, 1.23 M."""
+    # Four digits are as short as a number with a unit, and exact.
+    if abs(value) < 1e4:
+        return f"{value:,.0f}".replace(",", " ")
+    # Round before choosing the unit: 999 999 is 1 M.
+    rounded = float(f"{value:.3g}")
+    size, unit = next(entry for entry in _UNITS if abs(rounded) >= entry[0])
+    return f"{rounded / size:.3g} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds as `1 h 02 min`, `3 min 05 s` or `12 s`."""
+    total_seconds = round(seconds)
+    if total_seconds >= 3600:
+        return f"{total_seconds // 3600} h {total_seconds % 3600 // 60:02d} min"
+    return f"{total_seconds // 60} min {total_seconds % 60:02d} s" if total_seconds >= 60 else f"{total_seconds} s"
+
+
+# ---------------------------------------------------------------------- tables
+
+
+class Column(NamedTuple):
+    """A column of a table on a page."""
+
+    heading: str
+    """Its words; a line break where the heading may break."""
+    cell: Callable[[Row], str]
+    """The text of a cell. What follows a line break is printed small below it."""
+    kind: str = "text"
+    """`name` (of the row), `text`, `number`, `verdict` (with the color of its first words, up to a colon) or `status`
+    (a line per status: its name, and what the line says)."""
+
+
+def name(heading: str, key: str = "arm") -> Column:
+    """Make the column that names the rows. key: of the rows."""
+    return Column(heading, lambda row: str(row[key]), "name")
+
+
+def text(heading: str, key: str) -> Column:
+    """Make a column of texts, which may be missing."""
+    return Column(heading, lambda row: "–" if is_missing(row[key]) else str(row[key]))
+
+
+def number(
+    heading: str,
+    key: str,
+    format_value: Callable[[Any], str] = format_number,
+    bounds: tuple[str, str] | None = None,
+) -> Column:
+    """Make a column of numbers; a dash where one is missing.
+
+    bounds: the keys of the lower and the upper bound of an interval, which is printed below the number if it has one.
+    """
+
+    def format_cell(row: Row) -> str:
+        value = "–" if is_missing(row[key]) else format_value(row[key])
+        return value if bounds is None else f"{value}\n{format_range(row, *bounds, format_value)}".rstrip("\n")
+
+    return Column(heading, format_cell, "number")
+
+
+def format_range(row: Row, low: str, high: str, format_value: Callable[[Any], str]) -> str:
+    """Format an interval of a row as `[0.1, 0.3]`, with a dash for an open end; empty if both bounds are missing."""
+    if is_missing(row[low]) and is_missing(row[high]):
+        return ""
+    return f"[{', '.join('–' if is_missing(row[key]) else format_value(row[key]) for key in (low, high))}]"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a section."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    title: str = ""
+    """A heading of its own; empty in a section with one table."""
+    caption: str = ""
+    """What a reader must know before the table."""
+    fold: str = ""
+    """If not empty, the table is folded under this text."""
+    note: str = ""
+    """Small print below the table."""
+    get_class: Callable[[Row], str] = lambda row: "baseline" if row.get("is_baseline") else ""
+    """Returns the CSS class of a row: `baseline`, `changed` or none."""
+
+
+class Listing(NamedTuple):
+    """A text that is shown as it is, such as an episode or a file, folded under a line."""
+
+    fold: str
+    text: str
+
+
+# ---------------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True)
+class Figure(Generic[Results_contra]):
+    """A chart of a section. Its table has every number; drawing computes none."""
+
+    name: str
+    """Name of the files in figures/."""
+    caption: str | Callable[[Results_contra], str]
+    """How to read the chart. Its first sentence is what a screen reader says of it."""
+    make_table: Callable[[Results_contra], Any]
+    """Returns the data to draw, one DataFrame or several; None if there is nothing to show."""
+    draw: Callable[[Any, Results_contra], alt.TopLevelMixin]
+    """Draws that data."""
+    describe: Callable[[Any, Results_contra], str] = lambda table, results: ""
+    """Returns a sentence on what these numbers come to."""
+
+    def get_caption(self, results: Results_contra) -> str:
+        """Return the caption for `results`."""
+        return self.caption if isinstance(self.caption, str) else self.caption(results)
+
+
+# ---------------------------------------------------------------------- sections
+
+
+def _has_none(results: Any) -> Iterable[Any]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Section(Generic[Results_contra]):
+    """A section of a report. On the page its order is: sentences, figures, tables, explanation."""
+
+    name: str
+    """Its id on the page: letters, digits and hyphens."""
+    title: str | Callable[[Results_contra], str]
+    sentences: Callable[[Results_contra], Iterable[str]] = _has_none
+    """What the numbers say."""
+    figures: Sequence[Figure[Results_contra]] = ()
+    tables: Callable[[Results_contra], Iterable[Table | Listing]] = _has_none
+    explanation: str | Callable[[Results_contra], str] = ""
+    """How the numbers are made, folded below them."""
+    when: Callable[[Results_contra], bool] = lambda results: True
+    """Whether the report has the section."""
+    files: Callable[[Results_contra], Mapping[str, pd.DataFrame]] = lambda results: {}
+    """The tables that are also written as figures/<name>.csv, by name, whether or not the page shows them."""
+    concludes: bool = False
+    """Whether the terminal prints the sentences too, and the index of a suite sentences and first table."""
+    is_warning: bool = False
+    """Whether the sentences are a list in a box, such as the limits of a report."""
+
+    def get_title(self, results: Results_contra) -> str:
+        """Return the title for `results`."""
+        return self.title if isinstance(self.title, str) else self.title(results)
+
+    def get_explanation(self, results: Results_contra) -> str:
+        """Return the explanation for `results`."""
+        return self.explanation if isinstance(self.explanation, str) else self.explanation(results)
+
+
+class Heading(NamedTuple):
+    """The head of a page."""
+
+    over: str
+    """What the study is: name, model or task, preset, and its runs by status."""
+    title: str
+    remarks: Sequence[str] = ()
+    """What a reader must know before any number, such as that the study is short."""
+    lead: Sequence[str] = ()
+    """The conclusion in sentences."""
+
+
+@dataclass(frozen=True)
+class Report(Generic[Results_contra]):
+    """The report of a family of studies."""
+
+    make_results: Callable[[Any], Results_contra]
+    """Makes what the functions of all sections take, from the frames of a study; called once per report."""
+    make_heading: Callable[[Results_contra], Heading]
+    sections: Sequence[Section[Results_contra]]
+    make_verdicts: Callable[[Results_contra], pd.DataFrame]
+    """Returns a row per arm with `arm` and the word of its verdict, `outcome`; empty in a search."""
+    index_sections: Sequence[Section[Any]] = ()
+    """Sections of an index of several studies, which take the frames of all of them."""
