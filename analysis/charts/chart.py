@@ -35,7 +35,7 @@ HEIGHT = 300
 MAX_ROWS = 5_000
 """Rows of an interactive chart. With more, a page would have megabytes, and shows a picture alone."""
 TARGETS = "targets"
-"""Name of a layer of invisible points, at which the pointer finds the values of lines."""
+"""Beginning of the name of a layer of invisible points, at which the pointer finds the values of lines."""
 _FAINT_OPACITY = 0.08
 _CONFIG = {
     "view": {"stroke": None},
@@ -144,7 +144,9 @@ def make_spec(chart: alt.TopLevelMixin) -> dict[str, Any]:
     with alt.data_transformers.disable_max_rows():
         # Altair would check every value against the schema of Vega-Lite, which takes longer than all else; tests do.
         spec: dict[str, Any] = _escape_texts(chart.to_dict(validate=False))
-    return {**spec, "background": None, "config": _CONFIG}
+    # Altair binds a selection of a layered panel to all of its layers, each of which Vega would give the same signals.
+    params = [{**param, "views": param["views"][:1]} if "views" in param else param for param in spec.get("params", [])]
+    return {**spec, "params": params, "background": None, "config": _CONFIG}
 
 
 def format_spec(spec: Mapping[str, Any]) -> str:
@@ -174,7 +176,10 @@ def _drop_targets(spec: dict[str, Any]) -> dict[str, Any]:
     """Drop the layers that only the pointer needs, which would be most of a picture."""
     changes: dict[str, Any] = {}
     if "layer" in spec:
-        changes["layer"] = [entry for entry in spec["layer"] if entry.get("name") != TARGETS]
+        changes["layer"] = [entry for entry in spec["layer"] if not str(entry.get("name")).startswith(TARGETS)]
+    for key in ("concat", "vconcat"):
+        if key in spec:
+            changes[key] = [_drop_targets(entry) for entry in spec[key]]
     if isinstance(spec.get("spec"), dict):
         changes["spec"] = _drop_targets(spec["spec"])
     return {**spec, **changes}

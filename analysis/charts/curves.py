@@ -35,6 +35,7 @@ def draw_curves(
     dash: str | None = None,
     panel: str | None = None,
     line_at: float | None = None,
+    key: str = "",
 ) -> alt.TopLevelMixin:
     """Draw the curves of all runs and the mean of each arm. A click on the legend leaves one arm, with Shift several.
 
@@ -47,9 +48,10 @@ def draw_curves(
         dash: a column whose values have different dashes.
         panel: a column whose values have a panel each.
         line_at: a value at which a dashed line is drawn.
+        key: beginning of the names of its layers and its selection, which differs between the charts of one picture.
     """
     data = _collect_points(table, means)
-    choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
+    choice = alt.selection_point(name=f"{key}arm", fields=["arm"], bind="legend")
     x = make_step_axis()
     # As the title of a channel, the label would become a part of an expression.
     y = alt.Y("value:Q", axis=alt.Axis(title=label, tickCount=5), scale=alt.Scale(zero=True))
@@ -91,7 +93,7 @@ def draw_curves(
         layers.insert(0, draw_line_at(y=line_at))
     # Names of its own would be counted through all charts of a process.
     for index, chart in enumerate(layers):
-        chart.name = TARGETS if index == len(layers) - 1 else f"layer_{index}"
+        chart.name = f"{TARGETS}{key}" if index == len(layers) - 1 else f"{key} layer {index}"
     if panel is None or table[panel].nunique() < 2:
         return layer(*layers)
     shared = alt.LayerChart(
@@ -167,14 +169,14 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConca
 
     table: from `series.make_arm_lines`. colors: by arm.
     """
-    choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
     x = make_step_axis()
     panels = []
     for index, (measure, rows) in enumerate(table.groupby("measure", sort=False)):
+        choice = alt.selection_point(name=f"arm{index}", fields=["arm"], bind="legend")
         y_axis = alt.Axis(title=str(measure), tickCount=5)
         color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(table["arm"])))
         lines = (
-            alt.Chart(rows, name=f"measure_{index}")
+            alt.Chart(rows, name=f"measure{index}")
             .mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=24))
             .encode(
                 x,

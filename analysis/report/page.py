@@ -157,6 +157,12 @@ def format_cell(column: Column, row: Any) -> Markup:
     return shown + Markup('<span class="ci">{}</span>').format(lines_below) if small else shown
 
 
+def format_plain_cell(column: Column, row: Any) -> str:
+    """Return the cell of a table as a line for a terminal."""
+    lines = column.cell(row).splitlines()
+    return format_plain(" ".join(line.partition(" ")[2] if column.kind == "status" else line for line in lines))
+
+
 def _break_lines(text: str) -> Markup:
     return Markup("<br>").join(map(format_inline, text.splitlines()))
 

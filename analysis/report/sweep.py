@@ -30,7 +30,7 @@ from analysis.report.gradients import GRADIENTS
 from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors, describe_panel_curves
 from analysis.report.pages import CONSISTENCY_SENTENCE, list_consistency
 from analysis.report.results import SweepResults
-from analysis.report.search import SEARCH_SECTIONS
+from analysis.report.search import SEARCH
 from analysis.report.section import (
     Column,
     Figure,
@@ -754,7 +754,7 @@ SWEEP_REPORT: Report[SweepResults] = Report(
     _make_heading,
     (
         VERDICTS,
-        *SEARCH_SECTIONS,
+        SEARCH,
         COLLAPSE,
         FACTORS,
         DOSE_RESPONSE,

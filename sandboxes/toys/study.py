@@ -37,7 +37,7 @@ def make_toy_family(
     shared_fields = {
         "presets": _PRESETS,
         "summarize": f"sandboxes.{name}.read:summarize_run",
-        "report": "sandboxes.toys.report.figures:PAGE",
+        "report": "sandboxes.toys.report.report:TOY_REPORT",
         "description": f"sandboxes.{name}.read:DESCRIPTION",
         "get_environment": lambda settings: str(settings.get("task", "")),
         # Values for every template of a study.

@@ -1,0 +1,158 @@
+"""Charts of a search. Each draws a table of `SearchResults` and computes no outcomes."""
+
+import math
+from collections.abc import Sequence
+
+import altair as alt
+import pandas as pd
+
+from analysis.charts.chart import INK, POINT_COLOR, STOPPED_COLOR, layer, make_tooltips, mark_stop
+from analysis.search.trials import Importance
+from trainable.runs.study_record import Dimension
+
+_BEST_FRACTION = 0.25
+_PANEL_WIDTH = 150
+_PANELS_PER_ROW = 4
+_OUTCOME = alt.Axis(title="outcome", tickCount=5)
+
+
+def draw_history(table: pd.DataFrame, is_higher_better: bool) -> alt.LayerChart:
+    """Draw outcomes by the number of the point, and the best one so far. table: `SearchResults.values`."""
+    points = _select_points(table)
+    feasible = points[points["is_feasible"]]
+    best = feasible.assign(best=feasible["success"].cummax() if is_higher_better else feasible["success"].cummin())
+    x = alt.X("number:Q", title="number of the point (0: default)", axis=alt.Axis(tickMinStep=1, grid=False))
+    bounds = alt.Chart(points).mark_rule(strokeWidth=2.5, opacity=0.25)
+    line = alt.Chart(best).mark_line(interpolate="step-after", color=INK, strokeWidth=1.2)
+    return layer(
+        bounds.encode(x, alt.Y("low:Q", axis=_OUTCOME), alt.Y2("high:Q")),
+        line.encode(x, alt.Y("best:Q", axis=_OUTCOME)),
+        *_draw_points(points, x),
+    )
+
+
+def draw_importances(importances: Sequence[Importance]) -> alt.LayerChart:
+    """Draw a bar per setting, the largest at the top, with its interval."""
+    table = pd.DataFrame(importances, columns=Importance._fields)
+    table = table.assign(name=table["name"].map(shorten_dimension))
+    y = alt.Y("name:N", sort=table["name"].to_list(), axis=alt.Axis(title=None))
+    axis, scale = alt.Axis(title="share of importance"), alt.Scale(domain=[0, 1])
+    bars = alt.Chart(table).mark_bar(color=POINT_COLOR, opacity=0.7, height=14)
+    bounds = alt.Chart(table).mark_rule(strokeWidth=1.5)
+    return layer(
+        bars.encode(
+            alt.X("value:Q", axis=axis, scale=scale), y, tooltip=make_tooltips("name:N", "value:Q", "low:Q", "high:Q")
+        ),
+        bounds.encode(alt.X("low:Q", axis=axis), alt.X2("high:Q"), y),
+        height=alt.Step(24),
+    )
+
+
+def draw_slices(table: pd.DataFrame, space: Sequence[Dimension]) -> alt.ConcatChart:
+    """Draw a small panel per dimension: outcome against its value, on the scale on which it was searched."""
+    panels = []
+    for dimension in space:
+        points = _select_points(table, dimension)
+        title = shorten_dimension(dimension.name)
+        if dimension.values:
+            x = alt.X("value:N", sort=list(dimension.values), axis=alt.Axis(title=title, labelAngle=0))
+        else:
+            scale = alt.Scale(type="log" if dimension.is_log else "linear", domain=[dimension.low, dimension.high])
+            x = alt.X("value:Q", axis=alt.Axis(title=title, tickCount=3, format="~g"), scale=scale)
+        panels.append(layer(*_draw_points(points, x, shade=True), width=_PANEL_WIDTH, height=140))
+    return alt.ConcatChart(concat=panels, columns=_PANELS_PER_ROW)
+
+
+def draw_parallel(table: pd.DataFrame, space: Sequence[Dimension], is_higher_better: bool) -> alt.LayerChart:
+    """Draw a line per point through its settings, each on its own scale from 0 to 1, to its outcome."""
+    names = [shorten_dimension(dimension.name) for dimension in space]
+    outcome = table["success"]
+    span = outcome.max() - outcome.min()
+    rank = outcome.rank(ascending=not is_higher_better, method="first")
+    group = pd.Series("other", index=table.index).mask(rank <= max(1, _BEST_FRACTION * len(table)), "best quarter")
+    base = table[["arm", "success"]].assign(group=group.mask(~table["is_feasible"].astype(bool), "collapsed or failed"))
+    lines = [
+        base.assign(
+            axis=name, place=place, height=_scale(table[dimension.name], dimension), shown=table[dimension.name]
+        )
+        for place, (name, dimension) in enumerate(zip(names, space, strict=True))
+    ]
+    heights = (outcome - outcome.min()) / span if span > 0 else outcome * 0 + 0.5
+    lines.append(base.assign(axis="outcome", place=len(names), height=heights, shown=outcome))
+    data = pd.concat(lines, ignore_index=True).dropna(subset="height")
+    data = data.assign(
+        shown=data["shown"].map(lambda value: f"{value:.3g}" if isinstance(value, float) else str(value))
+    )
+    x = alt.X("axis:N", sort=[*names, "outcome"], axis=alt.Axis(title=None, labelAngle=-20, grid=True))
+    y = alt.Y("height:Q", axis=alt.Axis(title="lowest to highest value", labels=False, ticks=False, grid=False))
+    colors = alt.Scale(
+        domain=["best quarter", "other", "collapsed or failed"], range=[POINT_COLOR, "#8a8a8a", STOPPED_COLOR]
+    )
+    color = alt.Color("group:N", scale=colors, legend=alt.Legend(title=None, orient="bottom"))
+    curves = alt.Chart(data).mark_line(strokeWidth=1.4, opacity=0.7).encode(x, y, color, detail=alt.Detail("arm:N"))
+    values = alt.Chart(data).mark_point(size=18, filled=True, opacity=0.9)
+    tooltip = [
+        *make_tooltips("arm:N", "axis:N"),
+        alt.Tooltip("shown:N", title="value"),
+        alt.Tooltip("success:Q", format=".4g"),
+    ]
+    return layer(curves, values.encode(x, y, color, tooltip=tooltip))
+
+
+def draw_pareto(table: pd.DataFrame) -> alt.LayerChart:
+    """Draw outcome against cost. table: the points with `is_front`."""
+    points = _select_points(table).assign(millions=table["cost"] / 1e6, label=table["arm"].str.removeprefix("point-"))
+    front = points[points["is_front"]].sort_values("millions")
+    x = alt.X("millions:Q", title="cost (million tokens per run)")
+    line = alt.Chart(front).mark_line(color=INK, strokeWidth=1.2)
+    labels = alt.Chart(front).mark_text(dx=6, dy=-6, align="left")
+    y = alt.Y("success:Q", axis=_OUTCOME)
+    return layer(line.encode(x, y), *_draw_points(points, x), labels.encode(x, y, text=alt.Text("label:N")))
+
+
+def _select_points(table: pd.DataFrame, dimension: Dimension | None = None) -> pd.DataFrame:
+    """Select the columns that marks need, and the `value` of a dimension; without points that have none inside it."""
+    points = table[
+        [name for name in ("arm", "number", "success", "low", "high", "is_feasible", "is_front") if name in table]
+    ]
+    if dimension is None:
+        return points
+    points = points.assign(value=table[dimension.name])
+    return points[_scale(table[dimension.name], dimension).notna()]
+
+
+def _draw_points(points: pd.DataFrame, x: alt.X, *, shade: bool = False) -> list[alt.Chart]:
+    """Draw points at their outcome: crosses where a run collapsed or failed, a diamond for the default."""
+    y = alt.Y("success:Q", axis=_OUTCOME, scale=alt.Scale(zero=False))
+    tooltip = [*make_tooltips("arm:N"), alt.Tooltip("success:Q", format=".4g"), alt.Tooltip(x.to_dict()["field"])]
+    opacity = [alt.Opacity("number:Q", scale=alt.Scale(range=[0.35, 1]), legend=None)] if shade else []
+    is_default = points["number"] == 0
+    marks = (
+        (points["is_feasible"] & ~is_default, {"filled": True, "size": 45, "color": POINT_COLOR}),
+        (points["is_feasible"] & is_default, {"filled": True, "size": 80, "shape": "diamond", "color": INK}),
+        (~points["is_feasible"].astype(bool), mark_stop(80)),
+    )
+    return [
+        alt.Chart(points[is_shown]).mark_point(**mark).encode(x, y, *opacity, tooltip=tooltip)
+        for is_shown, mark in marks
+    ]
+
+
+def _scale(column: "pd.Series[object]", dimension: Dimension) -> "pd.Series[float]":
+    """Return the values of a dimension as heights from 0 to 1; missing where a point has none or one outside."""
+    if dimension.values:
+        count = max(len(dimension.values) - 1, 1)
+        return column.map({value: index / count for index, value in enumerate(dimension.values)}).astype(float)
+    values, ends = column.astype(float), pd.Series([dimension.low, dimension.high], dtype=float)
+    if dimension.is_log:
+        values, ends = values.where(values > 0).map(math.log, na_action="ignore"), ends.map(math.log)
+    heights = (values - ends[0]) / (ends[1] - ends[0])
+    return heights.where(heights.between(-0.01, 1.01))
+
+
+def shorten_dimension(name: str) -> str:
+    """Return the last part of a setting, and the value of its condition: `rollout_filter_value (top_p)`."""
+    setting, _, condition = name.partition(" if ")
+    value = condition.rpartition("=")[2]
+    short = setting.rpartition(".")[2]
+    return f"{short} ({value})" if value and value not in ("True", "False") else short

@@ -1,0 +1,482 @@
+"""The report of a study of toy tasks."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import altair as alt
+import pandas as pd
+
+from analysis.charts.chart import HUES, make_arm_colors
+from analysis.charts.curves import draw_curves
+from analysis.data.compare import has_added_seeds, list_arms
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
+from analysis.report.common import (
+    CONTRASTS,
+    STATUS_COUNTS,
+    StudyResults,
+    format_ordinary,
+    format_p,
+    format_signed_4,
+    list_command_sentences,
+    list_remarks,
+    make_reproduction_tables,
+    make_runs_table,
+)
+from analysis.report.search import SEARCH
+from analysis.report.section import (
+    Column,
+    Figure,
+    Heading,
+    Listing,
+    Report,
+    Section,
+    Table,
+    format_duration,
+    format_range,
+    is_missing,
+    name,
+    number,
+    text,
+)
+from analysis.sweep import findings, series
+from analysis.sweep.verdicts import format_p_value, format_signed
+from sandboxes.toys.published.cells import POOLED
+from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
+from sandboxes.toys.report import notes, tables
+from sandboxes.toys.report.descriptions import Description, Panel
+
+
+@dataclass(frozen=True)
+class ToyResults(StudyResults):
+    """A study of a toy task."""
+
+    @cached_property
+    def description(self) -> Description:
+        """What the report says of the family."""
+        return tables.get_description(self.frames)
+
+    @cached_property
+    def differences(self) -> pd.DataFrame:
+        """From `tables.compute_differences`: one row per outcome and arm other than the baseline."""
+        return tables.compute_differences(self.frames)
+
+    @cached_property
+    def statistics(self) -> pd.DataFrame:
+        """From `tables.compute_arm_statistics`: one row per measured column and arm."""
+        return tables.compute_arm_statistics(self.frames)
+
+    @cached_property
+    def published(self) -> pd.DataFrame:
+        """From `compare_to_published`: one row per published cell of these arms."""
+        return compare_to_published(self.frames)
+
+    @cached_property
+    def curves(self) -> dict[Panel, tuple[pd.DataFrame, pd.DataFrame]]:
+        """For each panel of the study, the curves of single runs and the mean curves of its column."""
+        return {
+            panel: (
+                series.make_curves(self.frames, panel.column),
+                tables.compute_mean_curves(self.frames, panel.column),
+            )
+            for panel in tables.select_panels(self.frames)
+        }
+
+    @property
+    def colors(self) -> dict[str, str]:
+        """The color of each arm: arms have no order, so they have distinct hues where there are enough."""
+        arms = list_arms(self.frames)
+        return dict(zip(arms, HUES, strict=False)) if len(arms) <= len(HUES) else make_arm_colors(arms)
+
+
+# ---------------------------------------------------------------------- verdicts
+
+
+def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
+    differences = {row["arm"]: row for row in to_records(notes.select_primary(results.frames, results.differences))}
+    untested = dict.fromkeys(results.differences.columns)
+    rows = [
+        {**untested, **differences.get(row["arm"], {}), **row, "num_seeds": row["n"]}
+        for row in to_records(notes.select_primary(results.frames, results.statistics))
+    ]
+    for row in rows:
+        row["is_baseline"] = row["arm"] == results.study.baseline
+        row["verdict"] = "baseline" if row["is_baseline"] else row["verdict"] or "–"
+    yield Table(
+        [
+            name("arm"),
+            Column("verdict", _format_verdict, "verdict"),
+            number(results.description.number, "mean", lambda value: f"{value:.4f}"),
+            number("minus the\nbaseline", "difference", format_signed_4, ("difference_low", "difference_high")),
+            number("Holm p", "p_holm", format_p),
+            number("seeds", "num_seeds", str),
+            text("basis", "basis"),
+        ],
+        rows,
+    )
+
+
+def _format_verdict(row: Row) -> str:
+    if row["verdict"] == "equal":
+        return f"equal\nwithin {row['margin']:g}, {format_p_value(row['p_equal_holm'])}"
+    return str(row["verdict"])
+
+
+VERDICTS: Section[ToyResults] = Section(
+    "verdicts",
+    "Verdict for each arm",
+    sentences=lambda results: [notes.format_headline(results.frames, results.differences)],
+    tables=_make_verdict_table,
+    explanation=lambda results: _explain_numbers(results),
+    when=lambda results: not results.search,
+    concludes=True,
+)
+NOTES: Section[ToyResults] = Section(
+    "notes",
+    "Limits of these numbers",
+    sentences=lambda results: notes.make_notes(results.frames),
+    is_warning=True,
+)
+
+
+def _explain_numbers(results: ToyResults) -> str:
+    (family,) = results.frames.families
+    basis = (
+        "Brackets are 95 % intervals that hold at all looks and for all arms together."
+        if has_added_seeds(results.study)
+        else "Brackets are 95 % intervals with the noise of all arms, not corrected for the number of arms."
+    )
+    return (
+        "Numbers are over the scored runs of each arm: runs that completed, and runs that a rule stopped, which count "
+        "with their last row. The standard error is the standard deviation divided by the root of n. Differences are "
+        f"paired by seed if both arms have two or more seeds in common. {basis} `{family.primary_column}` is the "
+        "primary outcome, and its p-values are corrected with Holm's method over the arms. The other columns are "
+        "secondary, and their p-values are corrected together."
+    )
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def _draw_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> alt.TopLevelMixin:
+    chance_error = notes.compute_chance_error(results.frames)
+    panels = [
+        draw_curves(
+            runs,
+            means[means["runs"] > 1],
+            results.colors,
+            panel.label,
+            line_at=chance_error if panel.column.startswith("test_error") else None,
+            key=panel.column,
+        )
+        for panel, (runs, means) in curves.items()
+    ]
+    if len(panels) == 1:
+        return panels[0]
+    return alt.ConcatChart(concat=[panel.properties(width=_PANEL_WIDTH) for panel in panels], columns=2)
+
+
+_PANEL_WIDTH = 380
+
+
+def _make_curves_caption(results: ToyResults) -> str:
+    chance_error = notes.compute_chance_error(results.frames)
+    line = "" if chance_error is None else " A dashed line is the error of random content tokens."
+    return (
+        "Learning curves. Thick lines are means over the runs of an arm, and thin lines are single runs. Bands are one "
+        "standard error of the mean to each side (not the standard deviation of runs). A run that a rule stopped keeps "
+        "its last value in the mean, and a cross marks its end. Runs that failed or were interrupted are drawn thin and "
+        f"excluded from the mean. Step 0 is before the first update.{line}"
+    )
+
+
+def _describe_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> str:
+    return " ".join(
+        f"{findings.describe_curves(runs, panel.label)} {findings.describe_run_spread(runs)}".strip()
+        for panel, (runs, _) in curves.items()
+    )
+
+
+CURVES: Section[ToyResults] = Section(
+    "curves",
+    "Learning curves",
+    sentences=lambda results: [] if results.curves else ["No run has written a row yet."],
+    figures=(
+        Figure("curves", _make_curves_caption, lambda results: results.curves or None, _draw_curves, _describe_curves),
+    ),
+    files=lambda results: {f"mean_{panel.column}": means for panel, (_, means) in results.curves.items()},
+)
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def _make_number_tables(results: ToyResults) -> Iterator[Table]:
+    (family,) = results.frames.families
+    columns = {column.name: column for column in family.trial_columns}
+    comparisons = {(row["arm"], row["column"]): row for row in to_records(results.differences)}
+    untested = dict.fromkeys(results.differences.columns)
+    all_rows = [
+        {**untested, **comparisons.get((row["arm"], row["column"]), {}), **row}
+        for row in tables.add_published(results.statistics, to_records(results.published))
+    ]
+    for key in dict.fromkeys(row["column"] for row in all_rows):
+        rows = [row for row in all_rows if row["column"] == key]
+        yield Table(
+            _make_number_columns(rows, key),
+            rows,
+            title=f"{columns[key].meaning[0].upper()}{columns[key].meaning[1:]}",
+            caption=f"`{key}`, {columns[key].unit}",
+        )
+
+
+def _make_number_columns(rows: Iterable[Row], key: str) -> list[Column]:
+    def format_number(value: float) -> str:
+        return format_ordinary(value, key)
+
+    rows = list(rows)
+    result = [
+        name("arm"),
+        number("mean", "mean", format_number),
+        number("standard\nerror", "standard_error", format_number),
+        number("standard\ndeviation", "standard_deviation", format_number),
+        Column("n", _format_n, "number"),
+    ]
+    if any(row["published_mean"] is not None for row in rows):
+        result += [
+            number("published\nmean", "published_mean", format_number),
+            Column("published standard\ndeviation (n)", _make_published_formatter(format_number), "number"),
+        ]
+    if any(row["verdict"] for row in rows):
+        result += [
+            number("minus the\nbaseline", "difference", format_signed_4, ("difference_low", "difference_high")),
+            number("Holm p", "p_holm", format_p),
+            Column("verdict", lambda row: _format_verdict(row) if row["verdict"] else "", "verdict"),
+            text("basis", "basis"),
+        ]
+    if any(row["missing_seeds"] for row in rows):
+        heading = "never reached" if key.startswith("first_step") else "without a value"
+        result.append(
+            Column(heading, lambda row: f"seed {row['missing_seeds']}" if row["missing_seeds"] else "", "text")
+        )
+    return result
+
+
+def _format_n(row: Row) -> str:
+    return f"{row['n']}" if row["n"] == row["scored_runs"] else f"{row['n']} of {row['scored_runs']}"
+
+
+def _make_published_formatter(format_number: Callable[[float], str]) -> Callable[[Row], str]:
+    return lambda row: (
+        "–" if is_missing(row["published_mean"]) else f"{format_number(row['published_std'])} ({row['published_n']})"
+    )
+
+
+NUMBERS: Section[ToyResults] = Section(
+    "numbers",
+    "Final numbers",
+    sentences=lambda results: [] if len(results.statistics) else ["No scored run has a number."],
+    tables=_make_number_tables,
+    explanation=_explain_numbers,
+    files=lambda results: {"arm_statistics": results.statistics, "differences": results.differences},
+)
+
+
+# ---------------------------------------------------------------------- published numbers
+
+
+def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator[Table]:
+    has_studies = [text("study", "study")] * (table["study"].nunique() > 1)
+    published, ours = (
+        Column(heading, _make_cell_formatter(prefix), "number")
+        for heading, prefix in (("published", "published_"), ("ours", ""))
+    )
+    yield Table(
+        [
+            name("arm"),
+            Column("verdict", _format_expectation, "verdict"),
+            *has_studies,
+            Column("column", lambda row: f"`{row['column']}`"),
+            published,
+            ours,
+            Column("ours minus\npublished", _format_published_difference, "number"),
+            number("Holm p", "p_holm", format_p),
+            Column("notes", lambda row: "; ".join(filter(None, [row["reason"], row["notes"]]))),
+        ],
+        to_records(table[table["kind"] != POOLED]),
+    )
+    pooled = to_records(table[table["kind"] == POOLED])
+    yield Table(
+        [
+            name("arm"),
+            *has_studies,
+            Column("column", lambda row: f"`{row['column']}`"),
+            text("table", "section"),
+            published,
+            ours,
+        ],
+        pooled,
+        fold=f"All {len(pooled)} pooled cells",
+        note="These published numbers are pooled over the logged rows of all seeds. No standard deviation over seeds is "
+        "published, so nothing is tested.",
+    )
+    rationales: dict[tuple[str, str, str], list[str]] = {}
+    for cell in to_records(table):
+        if cell["rationale"]:
+            rationales.setdefault((cell["expected_verdict"], cell["study"], cell["rationale"]), []).append(cell["arm"])
+    yield Table(
+        [name("expected", "expected"), *has_studies, text("arms", "arms"), text("reason", "reason")],
+        [
+            {"expected": expected, "study": study, "arms": ", ".join(dict.fromkeys(arms)), "reason": rationale}
+            for (expected, study, rationale), arms in rationales.items()
+        ],
+        fold="Expected verdicts, with reasons",
+        note="Every other cell is expected to be not distinguishable, without a stated reason.",
+    )
+
+
+def _make_cell_formatter(prefix: str) -> Callable[[Row], str]:
+    def format_cell(row: Row) -> str:
+        if row["kind"] == "never" and prefix:
+            return f"never\nn {row['published_n']}"
+        if not row[f"{prefix}n"]:
+            return "–"
+        std = row[f"{prefix}std"]
+        std_text = "" if is_missing(std) else f"SD {format_ordinary(std, row['column'])}, "
+        count = "rows" if row["kind"] == "pooled" else "n"
+        return f"{format_ordinary(row[f'{prefix}mean'], row['column'])}\n{std_text}{count} {row[f'{prefix}n']}"
+
+    return format_cell
+
+
+def _format_published_difference(row: Row) -> str:
+    if row["reason"]:
+        return "–"
+    digits = 1 if row["column"].startswith("first_step") else 4
+    interval = format_range(row, "low", "high", lambda value: format_signed(value, digits))
+    return f"{format_signed(row['difference'], digits)}\n{interval}".rstrip("\n")
+
+
+def _format_expectation(row: Row) -> str:
+    if row["reason"]:
+        return str(row["verdict"])
+    expectation = {None: "no expectation", True: "as expected"}.get(row["as_expected"], "not as expected")
+    return f"{row['verdict']}\n{expectation}"
+
+
+def _explain_published(frames: StudyFrames) -> str:
+    return (
+        f"Each published cell of these arms is listed once. The published numbers are from {describe_sources(frames)}. "
+        "Welch's t test compares our seeds with the published mean, standard deviation (ddof 1) and number of seeds. A "
+        "standard deviation of 0 is replaced by 0.01, or for a step by the evaluation interval / √12. p-values are "
+        "corrected with Holm's method over the cells that are tested here. **equal** means that two one-sided tests, "
+        "each at .05 and not corrected, show a difference below 0.05 (below one evaluation interval for a step). "
+        "**open** means that neither is shown; the interval shows how large the difference could be. The expected "
+        "verdicts were written down before the first run."
+    )
+
+
+PUBLISHED: Section[ToyResults] = Section(
+    "reproduction",
+    "Comparison with published numbers",
+    sentences=lambda results: [summarize_verdicts(results.published)],
+    tables=lambda results: _make_published_tables(results.frames, results.published),
+    explanation=lambda results: _explain_published(results.frames),
+    files=lambda results: {"reproduction": results.published},
+    when=lambda results: bool(len(results.published)),
+    concludes=True,
+)
+INDEX_PUBLISHED: Section[StudyFrames] = Section(
+    "reproduction",
+    "Comparison with published numbers",
+    sentences=lambda frames: [summarize_verdicts(compare_to_published(frames))],
+    tables=lambda frames: _make_published_tables(frames, compare_to_published(frames)),
+    explanation=_explain_published,
+    when=lambda frames: bool(len(compare_to_published(frames))),
+)
+
+
+# ---------------------------------------------------------------------- what was run
+
+
+def _make_arm_table(results: ToyResults) -> Iterator[Table]:
+    settings = findings.list_arm_settings(results.frames)
+    rows = [
+        {**row, "settings": [entry["values"][place] for entry in settings]}
+        for place, row in enumerate(tables.count_statuses(results.frames))
+    ]
+    yield Table(
+        [
+            name("arm"),
+            number("runs", "runs", str),
+            STATUS_COUNTS,
+            Column("last step", lambda row: row["steps"], "number"),
+            *(_make_setting_column(f"`{entry['setting']}`", place) for place, entry in enumerate(settings)),
+        ],
+        rows,
+    )
+
+
+def _make_setting_column(heading: str, place: int) -> Column:
+    return Column(heading, lambda row: row["settings"][place])
+
+
+def _describe_effort(results: ToyResults) -> Iterator[str]:
+    seconds = notes.sum_trial_seconds(results.frames)
+    time = (
+        ""
+        if math.isnan(seconds)
+        else f" Run time of all trials: {format_duration(seconds)}, which depends on the load."
+    )
+    yield f"{len(list_arms(results.frames))} arms; {findings.format_status_counts(results.frames.trials)}.{time}"
+
+
+ARMS: Section[ToyResults] = Section("arms", "What was run", sentences=_describe_effort, tables=_make_arm_table)
+
+
+def _make_run_tables(results: ToyResults) -> Iterator[Table]:
+    columns = results.description.run_columns.items()
+    yield from make_runs_table(
+        results.frames, [number(heading, key, lambda value: f"{value:.4f}") for key, heading in columns]
+    )
+
+
+def _make_reproduction_tables(results: ToyResults) -> Iterator[Table | Listing]:
+    study = results.study
+    facts = {"arms": ", ".join(study.axis.values), "stop rules": ", ".join(study.stop_rules) or "none"}
+    yield from make_reproduction_tables(results, facts)
+
+
+def _make_heading(results: ToyResults) -> Heading:
+    study = results.study
+    statuses = findings.format_status_counts(results.frames.trials)
+    over = f"Study **{study.name}** · {results.description.label} · {statuses}"
+    return Heading(over, study.question or study.name, list_remarks(results.frames))
+
+
+def _make_verdicts(results: ToyResults) -> pd.DataFrame:
+    rows = notes.select_primary(results.frames, results.differences)
+    return rows[["arm", "verdict"]].rename(columns={"verdict": "outcome"})
+
+
+TOY_REPORT: Report[ToyResults] = Report(
+    ToyResults,
+    _make_heading,
+    (
+        VERDICTS,
+        SEARCH,
+        CONTRASTS,
+        CURVES,
+        NOTES,
+        NUMBERS,
+        PUBLISHED,
+        ARMS,
+        Section("runs", "All runs", tables=_make_run_tables),
+        Section("reproduce", "Reproduce", sentences=list_command_sentences, tables=_make_reproduction_tables),
+    ),
+    _make_verdicts,
+    (INDEX_PUBLISHED,),
+)
+"""The report of a study of toy tasks."""
