@@ -1,23 +1,22 @@
-"""The page of a comparison of studies, its figure, and its sentence for the terminal."""
+"""The comparison of studies, its page, and its sentences for the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib as mpl
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
+from analysis.charts.curves import draw_intervals
 from analysis.comparison import tables
 from analysis.data.compare import label_arm, list_arms
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.html.page import make_environment, render_svg, write_page
+from analysis.report.common import format_p
+from analysis.report.page import draw_sections, render_page, view_sections, write_page
+from analysis.report.section import Column, Figure, Heading, Section, Table, name, number, text
 from analysis.sweep import findings
-from analysis.sweep.plots import STYLE, TEXT_COLOR
-from analysis.sweep.verdicts import count_nouns
-from trainable.runs.records import Column
+from analysis.sweep.verdicts import count_nouns, format_fraction, format_number, format_p_value, format_signed
+from trainable.runs.records import Column as RecordColumn
 
 VERDICTS = ("better", "worse", "equal", "no effect", "open", "no comparison")
 """In the order in which a sentence names them."""
@@ -42,7 +41,7 @@ class Comparison:
         return next(iter(self.studies))
 
     @property
-    def outcome(self) -> Column:
+    def outcome(self) -> RecordColumn:
         """The column of `trials` that is compared."""
         (family,) = self.studies[self.reference].families
         return next(column for column in family.trial_columns if column.name == family.primary_column)
@@ -107,44 +106,113 @@ def compare(studies: Mapping[str, StudyFrames], folders: Mapping[str, str]) -> C
 
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:
-    """Write the page of a comparison to `path` and return it. The page needs no network and no script."""
-    outcome = comparison.outcome
-    page = (
-        make_environment()
-        .get_template("comparison.html.j2")
-        .render(
-            studies=comparison.describe_studies(),
-            reference=comparison.reference,
-            outcome=outcome,
-            sentences=comparison.describe(),
-            figure=render_svg("differences", draw_differences(comparison.arms, outcome.name)),
-            arms=to_records(comparison.arms),
-            settings=to_records(comparison.settings),
-            other_arms=comparison.other_arms,
-        )
+    """Write the page of a comparison to `path` and return it."""
+    figures = draw_sections(SECTIONS, comparison, with_charts=True)
+    title = f"Comparison of {len(comparison.studies)} studies"
+    heading = Heading("", title, lead=comparison.describe())
+    return write_page(path, render_page(heading, view_sections(SECTIONS, comparison, figures)))
+
+
+def _make_arm_table(comparison: Comparison) -> Iterator[Table]:
+    reference = comparison.reference
+    yield Table(
+        [
+            Column("arm", _format_arm, "name"),
+            Column("verdict", _format_verdict, "verdict"),
+            text("study", "study"),
+            number(reference, "reference", format_fraction),
+            number("other", "other", format_fraction),
+            number("difference", "difference", format_signed, ("difference_low", "difference_high")),
+            number("Holm p", "p_holm", format_p),
+            Column(f"stopped runs,\n{reference} and other", _format_stops, "number"),
+            text("basis", "basis"),
+        ],
+        to_records(comparison.arms),
     )
-    return write_page(path, page)
 
 
-def draw_differences(table: pd.DataFrame, label: str) -> Figure:
-    """One row per compared arm: the difference with its interval, a dashed line at 0, and a band of the margin.
+def _format_arm(row: Row) -> str:
+    return row["arm"] if row["arm"] == row["other_arm"] else f"{row['arm']} = {row['other_arm']}"
 
-    Args:
-        table: the result of `compare_arms`.
-        label: name of the outcome, for the horizontal axis.
-    """
-    names = [label_arm(row.study, row.other_arm) for row in table.itertuples()]
-    heights = [-float(index) for index in range(len(names))]
-    margin = float(table["margin"].iloc[0])
-    with mpl.rc_context(dict(STYLE)):
-        figure = Figure(figsize=(7.2, 1.0 + 0.36 * len(names)), layout="constrained")
-        axes = figure.subplots()
-        axes.axvspan(-margin, margin, color="#eeeeee", zorder=0)
-        axes.axvline(0, color="#888888", linestyle=(0, (4, 3)), linewidth=1, zorder=1)
-        axes.hlines(heights, table["difference_low"], table["difference_high"], color=TEXT_COLOR, linewidth=2, zorder=3)
-        axes.scatter(table["difference"], heights, s=30, color=TEXT_COLOR, zorder=4)
-        axes.set_yticks(heights, names)
-        axes.set_ylim(-len(names) + 0.4, 0.6)
-        axes.set_xlabel(f"{label}, other study minus the first")
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
-    return figure
+
+def _format_verdict(row: Row) -> str:
+    if row["verdict"] != "equal":
+        return str(row["verdict"])
+    return f"equal\nwithin {format_number(row['margin'])}, Holm {format_p_value(row['p_equal_holm'])}"
+
+
+def _format_stops(row: Row) -> str:
+    return f"{row['reference_stopped']} of {row['reference_runs']}, {row['other_stopped']} of {row['other_runs']}"
+
+
+def _explain_arms(comparison: Comparison) -> str:
+    outcome = comparison.outcome
+    return (
+        f"`{outcome.name}` is the {outcome.meaning}. The table has its mean over the runs of each study, and the other "
+        f"study minus {comparison.reference}. Runs of the same seed are paired. Brackets are 95 % intervals with the "
+        "noise of all arms of all studies as far as none stands out, not corrected for the number of arms; p-values are "
+        "corrected with Holm's method over all rows. The other study is **better** or **worse**, **equal** within the "
+        "margin, equal in every row (**no effect**), or the difference is **open**."
+    )
+
+
+def _make_study_table(comparison: Comparison) -> Iterator[Table]:
+    headings = ("name", "preset", "seeds", "statuses", "commit", "folder")
+    yield Table(
+        [name("study", "label"), *(text(heading, heading) for heading in headings)], comparison.describe_studies()
+    )
+
+
+def _make_settings_table(comparison: Comparison) -> Iterator[Table]:
+    yield Table(
+        [
+            Column("setting", lambda row: f"`{row['setting']}`", "name"),
+            *(_make_value_column(label) for label in comparison.studies),
+        ],
+        to_records(comparison.settings),
+    )
+
+
+def _make_value_column(label: str) -> Column:
+    return Column(label, lambda row: f"`{row[label]}`" if row[label] else "–")
+
+
+SECTIONS: tuple[Section[Comparison], ...] = (
+    Section(
+        "arms",
+        "Arms in common",
+        figures=(
+            Figure(
+                "differences",
+                "The study of the label minus the first one, with 95 % intervals over seeds. The gray band is the "
+                "margin within which arms count as equal.",
+                lambda comparison: comparison.arms.assign(
+                    name=[label_arm(row.study, row.other_arm) for row in comparison.arms.itertuples()]
+                ),
+                lambda table, comparison: draw_intervals(
+                    table,
+                    f"{comparison.outcome.name}, other study minus the first",
+                    margin=float(table["margin"].iloc[0]),
+                ),
+            ),
+        ),
+        tables=_make_arm_table,
+        explanation=_explain_arms,
+    ),
+    Section(
+        "others",
+        "Arms of one study alone",
+        sentences=lambda comparison: [
+            f"Only in {label}: {', '.join(names)}." for label, names in comparison.other_arms.items()
+        ],
+    ),
+    Section("studies", "Studies", tables=_make_study_table),
+    Section(
+        "settings",
+        "Settings that differ",
+        sentences=lambda comparison: (
+            [] if len(comparison.settings) else ["The settings that the arms of each study share are the same."]
+        ),
+        tables=_make_settings_table,
+    ),
+)

@@ -1,18 +1,21 @@
-"""The report of a study that may still run: the page of `pages`, with the state of its runs at the top."""
+"""The report of a study that may still run, with the state of its runs at the top."""
 
 from collections.abc import Sequence
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import name_arms
-from analysis.html.page import make_environment
-from analysis.report.pages import draw_figures, render_page
+from analysis.report.page import SectionView, draw_sections, render_page, view_sections
+from analysis.report.pages import find_report, make_heading
+from analysis.report.section import Column, Table, name, number
+from analysis.sweep.verdicts import format_fraction, format_status
 from trainable.runs.study_record import ENDED_STATUSES
 
-_HEAD = '<meta name="viewport"'
+MAX_OPEN_RUNS = 40
+"""A table of more runs is folded, so that the report begins on the first screen."""
 
 
 class LivePage:
-    """A rendered page, of which `render` returns a version that reloads itself and one that does not.
+    """A drawn page, of which `render` returns a version that reloads itself and one that does not.
 
     Args:
         frames: of one study, read with `live` while a process runs it.
@@ -32,35 +35,40 @@ class LivePage:
             measured = frames.steps.dropna(subset=metric[0])
             values = measured.groupby("run_id", sort=False)[metric[0]].last().astype(float).to_dict()
         runs = [
-            {
-                **{name: row[name] for name in ("arm", "seed", "status")},
-                "step": int(last_steps.get(row["run_id"], 0)),
-                "steps_total": row.get("steps_total"),
-                "value": values.get(row["run_id"], float("nan")),
-            }
+            {**row, "step": int(last_steps.get(row["run_id"], 0)), "value": values.get(row["run_id"], float("nan"))}
             for row in to_records(name_arms(frames).runs)
         ]
-        self._context = {
-            "metric": metric[1],
-            "title": f"{study.name} ({study.preset})",
-            "is_running": is_running,
-            "runs": runs,
-            "ended": sum(run["status"] in (*ENDED_STATUSES, "failed") for run in runs),
-            "time": time,
-        }
-        self._problems = tuple(problems)
-        self._report = render_page(frames, draw_figures(frames), with_charts=False)
+        num_ended = sum(run["status"] in (*ENDED_STATUSES, "failed") for run in runs)
+        state = "running" if is_running else "not running"
+        table = Table(
+            [
+                name("arm"),
+                number("seed", "seed", str),
+                Column("status", lambda run: f"{run['status']} {format_status(run['status'])}", "status"),
+                Column("step", lambda run: f"{run['step']} of {run.get('steps_total') or '–'}", "number"),
+                number(metric[1], "value", format_fraction),
+            ],
+            runs,
+            fold="All runs" if len(runs) > MAX_OPEN_RUNS or num_ended == len(runs) else "",
+        )
+        title = f"{study.name} ({study.preset}): {state}, {num_ended} of {len(runs)} runs have ended"
+        self._banner = SectionView("live", title, tables=[table], is_warning=True)
+        self._time, self._problems = time, tuple(problems)
+        report = find_report(frames)
+        results = report.make_results(name_arms(frames))
+        figures = draw_sections(report.sections, results, with_charts=False)
+        self._heading, self._sections = make_heading(report, results), view_sections(report.sections, results, figures)
 
     def render(self, refresh_seconds: int | None, problem: str = "") -> str:
-        """The page as HTML.
+        """Render the page as HTML.
 
         refresh_seconds: after which a browser reloads it; None: never. problem: a further one, why it is no newer.
         """
-        problems = [*self._problems, *([problem] if problem else [])]
-        banner = (
-            make_environment()
-            .get_template("live.html.j2")
-            .render(**self._context, refresh=refresh_seconds, problems=problems)
+        reload = (
+            f"This page reloads every {refresh_seconds} s ([pause](/?pause=1))."
+            if refresh_seconds
+            else "It does not reload by itself ([continue](/))."
         )
-        head = f'<meta http-equiv="refresh" content="{refresh_seconds}">\n{_HEAD}' if refresh_seconds else _HEAD
-        return self._report.replace(_HEAD, head, 1).replace("<body>", f"<body>\n{banner}", 1)
+        sentences = [f"As of {self._time}. {reload} It changes no file.", *self._problems, *filter(None, [problem])]
+        sections = [self._banner._replace(sentences=sentences), *self._sections]
+        return render_page(self._heading, sections, refresh_seconds=refresh_seconds)

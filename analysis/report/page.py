@@ -122,16 +122,18 @@ def write_page(path: Path, page: str) -> Path:
 # ---------------------------------------------------------------------- texts
 
 _CODE, _BOLD = re.compile(r"`([^`\n]+)`"), re.compile(r"\*\*([^*\n]+)\*\*")
+_LOCAL_LINK = re.compile(r"\[([a-z ]+)\]\((/[?=\w]*)\)")
 
 
 def format_inline(text: str) -> Markup:
-    """Return a text as HTML, with `code` and **bold** words.
+    """Return a text as HTML, with `code`, **bold** words and [links](/) to pages of the same server.
 
     >>> format_inline("`a<b` is **new**")
     Markup('<code>a&lt;b</code> is <b>new</b>')
     """
     escaped = str(escape(escape_controls(text, LINE_CHARACTERS)))
-    return Markup(_BOLD.sub(r"<b>\1</b>", _CODE.sub(r"<code>\1</code>", escaped)))
+    marked = _BOLD.sub(r"<b>\1</b>", _CODE.sub(r"<code>\1</code>", escaped))
+    return Markup(_LOCAL_LINK.sub(r'<a href="\2">\1</a>', marked))
 
 
 def format_plain(text: str) -> str:
@@ -158,9 +160,11 @@ def format_cell(column: Column, row: Any) -> Markup:
 
 
 def format_plain_cell(column: Column, row: Any) -> str:
-    """Return the cell of a table as a line for a terminal."""
+    """Return the cell of a table as a line for a terminal, with a first interval, but without further ones."""
     lines = column.cell(row).splitlines()
-    return format_plain(" ".join(line.partition(" ")[2] if column.kind == "status" else line for line in lines))
+    if column.kind == "status":
+        return ", ".join(line.partition(" ")[2] for line in lines)
+    return format_plain(" ".join(lines[:2]))
 
 
 def _break_lines(text: str) -> Markup:

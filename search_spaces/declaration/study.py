@@ -251,6 +251,8 @@ class Study:
     the value. --kl-type chooses one."""
     variant_setting: str = ""
     """The dotted setting that the variants fix."""
+    sections: Sequence[object] = ()
+    """Sections with which the report of the study ends: `analysis.report.section.Section`, from a file of yours."""
 
     def get_grid(self, preset: str) -> tuple[str, ...]:
         """The axis values under a preset of the family, as they are typed."""

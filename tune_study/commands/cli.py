@@ -40,6 +40,7 @@ from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.own_parts import load_typed_files, pin_typed_values
+from tune_study.plan.own_study import load_own_study
 from tune_study.plan.storage_uri import is_uri
 from tune_study.plan.study_names import find_arm, find_study, normalize_study_name
 from tune_study.plan.study_plan import StudyPlan
@@ -295,11 +296,19 @@ def status(run: opt.RunLocation) -> None:
 
 
 @command("report", "report results/kl_sweep_sokoban-tiny")
-def report(run: opt.RunLocation) -> None:
+def report(
+    run: opt.RunLocation,
+    study: Annotated[
+        str | None, Option("--study", metavar="FILE", help="A file of yours whose study has sections of its report.")
+    ] = None,
+) -> None:
     """Rebuild the tables and the report of RUN from its rows."""
     folder = _make_absolute(locate.fetch_for_writing(run))
+    sections = load_own_study(study).study.sections if study else ()
     outputs.check_writable(folder, "RUN", "copy the study to a folder that you may write, and type that one")
-    problem = " ".join(filter(None, (write_results(folder, make_console()), locate.push_results(folder, run))))
+    problem = " ".join(
+        filter(None, (write_results(folder, make_console(), own_sections=sections), locate.push_results(folder, run)))
+    )
     if problem:
         print_error(problem)
         raise typer.Exit(1)

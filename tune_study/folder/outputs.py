@@ -6,12 +6,12 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -437,16 +437,19 @@ def write_index(output: Path) -> Path:
     return write(output)
 
 
-def write_report(folder: Path, *, with_pictures: bool = True) -> "tuple[Path, Conclusion]":
+def write_report(
+    folder: Path, *, with_pictures: bool = True, own_sections: Sequence[Any] = ()
+) -> "tuple[Path, Conclusion]":
     """Make report.html and its figures from the tables. Returns the report's path, and its conclusion in words.
 
-    with_pictures: whether the figures are also written as PNG files.
+    with_pictures: whether the figures are also written as files. own_sections: sections that the study declares.
     """
     from analysis.data.load import load
     from analysis.report.pages import conclude, write_frames_report
 
     frames = load(folder, live=is_running(folder))
-    return write_frames_report(frames, folder, with_pictures=with_pictures), conclude(frames)
+    path = write_frames_report(frames, folder, with_pictures=with_pictures, own_sections=own_sections)
+    return path, conclude(frames)
 
 
 def write_search_store(plan: StudyPlan) -> Path:

@@ -1,9 +1,9 @@
 """The end of a study, or of a round of a search: statuses, summary, tables, report, and how to continue."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,7 +14,7 @@ from trainable.runs.study_record import ENDED_STATUSES
 from tune_study.folder import outputs
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.summary import find_finished_runs, write_summary
-from tune_study.host.console import print_error, print_line, show_phases
+from tune_study.host.console import print_error, print_line, print_table, show_phases
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.session import StudySession
 
@@ -62,7 +62,7 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
     is_lost = has_failed_round(session)
     is_round = plan.has_next_round and not unfinished_statuses and not session.interrupt.is_requested and not is_lost
     if not is_round:
-        problems.append(write_results(plan.folder, console))
+        problems.append(write_results(plan.folder, console, own_sections=plan.study.sections))
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problems.append(session.storage.push())
     # After an interrupt nobody waits for a service: `resume` sends what is missing.
@@ -158,7 +158,7 @@ def end_wandb(session: StudySession) -> None:
 
 def write_last_results(session: StudySession) -> None:
     """Write tables and report, and copy them to the storage; print what went wrong."""
-    problems = [write_results(session.plan.folder, session.console)]
+    problems = [write_results(session.plan.folder, session.console, own_sections=session.plan.study.sections)]
     if session.storage is not None:
         problems.append(session.storage.push())
     if session.wandb is not None:
@@ -167,10 +167,13 @@ def write_last_results(session: StudySession) -> None:
         print_error(problem)
 
 
-def write_results(folder: Path, console: Console, *, with_pictures: bool = True) -> str:
+def write_results(
+    folder: Path, console: Console, *, with_pictures: bool = True, own_sections: Sequence[Any] = ()
+) -> str:
     """Write tables and report of results/<run>, and print the conclusion of the report.
 
-    with_pictures: whether the figures of the report are also written as PNG files.
+    with_pictures: whether the figures of the report are also written as files. own_sections: sections that the study
+    declares.
     Returns an error text, empty without an error. Any exception becomes such a text: the rows are saved, so the command
     ends in order and says how to try again.
     """
@@ -179,17 +182,27 @@ def write_results(folder: Path, console: Console, *, with_pictures: bool = True)
             outputs.write_tables(folder)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it
-                report, conclusion = outputs.write_report(folder, with_pictures=with_pictures)
+                report, conclusion = outputs.write_report(
+                    folder, with_pictures=with_pictures, own_sections=own_sections
+                )
     except Exception as error:
         return (
             f"The rows are saved in {folder}/runs, but the tables or the report could not be written: "
             f"{type(error).__name__}: {error}. Try again with: {format_command('report', folder)}"
         )
-    for line in (conclusion.headline, *(f"  {arm}" for arm in conclusion.arms)):
-        print_line(console, line)
+    headings, *rows = conclusion.verdicts or ((),)
+    if rows:
+        # The last column is sentences, which stand below the table, or once if they are equal.
+        print_table(
+            console, headings[:-1], [row[:-1] for row in rows], optional=("runs", "success at the last validation")
+        )
+        notes = {row[-1] for row in rows} - {"", "–"}
+        for row in rows if len(notes) > 1 else ():
+            if row[-1] in notes:
+                print_line(console, f"  {row[0]}: {row[-1]}")
+        for note in notes if len(notes) == 1 else ():
+            print_line(console, f"  {note}")
+    for sentence in conclusion.sentences:
+        print_line(console, sentence)
     print_line(console, f"Report: {report}")
-    # Last, because it answers what most studies are about.
-    for line in (*conclusion.factors, conclusion.collapse):
-        if line:
-            print_line(console, line)
     return ""
