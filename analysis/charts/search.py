@@ -124,7 +124,7 @@ def _select_points(table: pd.DataFrame, dimension: Dimension | None = None) -> p
 def _draw_points(points: pd.DataFrame, x: alt.X, *, shade: bool = False) -> list[alt.Chart]:
     """Draw points at their outcome: crosses where a run collapsed or failed, a diamond for the default."""
     y = alt.Y("success:Q", axis=_OUTCOME, scale=alt.Scale(zero=False))
-    tooltip = [*make_tooltips("arm:N"), alt.Tooltip("success:Q", format=".4g"), alt.Tooltip(x.to_dict()["field"])]
+    tooltip = [*make_tooltips("arm:N"), alt.Tooltip("success:Q", format=".4g"), alt.Tooltip(x["shorthand"])]
     opacity = [alt.Opacity("number:Q", scale=alt.Scale(range=[0.35, 1]), legend=None)] if shade else []
     is_default = points["number"] == 0
     marks = (

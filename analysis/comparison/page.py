@@ -148,11 +148,11 @@ def _format_stops(row: Row) -> str:
 def _explain_arms(comparison: Comparison) -> str:
     outcome = comparison.outcome
     return (
-        f"`{outcome.name}` is the {outcome.meaning}. The table has its mean over the runs of each study, and the other "
-        f"study minus {comparison.reference}. Runs of the same seed are paired. Brackets are 95 % intervals with the "
-        "noise of all arms of all studies as far as none stands out, not corrected for the number of arms; p-values are "
-        "corrected with Holm's method over all rows. The other study is **better** or **worse**, **equal** within the "
-        "margin, equal in every row (**no effect**), or the difference is **open**."
+        f"`{outcome.name}` is the {outcome.meaning}. The table has its mean over the runs of each study, and the "
+        f"other study minus {comparison.reference}. Runs of the same seed are paired. Brackets are 95 % intervals "
+        "with the noise of all arms of all studies as far as none stands out, not corrected for the number of arms; "
+        "p-values are corrected with Holm's method over all rows. The other study is **better** or **worse**, "
+        "**equal** within the margin, equal in every row (**no effect**), or the difference is **open**."
     )
 
 

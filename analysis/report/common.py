@@ -223,15 +223,15 @@ def _explain_contrasts(results: StudyResults) -> str:
         "corrected for the number of contrasts."
     )
     return (
-        "A contrast is a list of pairs of arms that differ in one thing. The pairs were declared with the study, before "
-        "any run. A difference is the first arm of a pair minus the second, for runs with the same seed. Each seed "
-        "gives one number, the mean over the pairs of the contrast, and the contrast is the mean of these numbers. "
-        f"{basis} They hold for other seeds of these pairs, not for other pairs. `{family.primary_column}` is the "
-        "primary outcome: there the first arm is **better** or **worse** than the second, **equal** within the margin, "
-        "without an effect (**no effect**: every row of both runs is equal), or the contrast is **open**: a difference "
-        "as large as the farther end of the interval could have been missed. p-values are corrected with Holm's method "
-        "over its contrasts. The other columns are secondary. They have no better side, and their p-values are "
-        "corrected together."
+        "A contrast is a list of pairs of arms that differ in one thing. The pairs were declared with the study, "
+        "before any run. A difference is the first arm of a pair minus the second, for runs with the same seed. Each "
+        "seed gives one number, the mean over the pairs of the contrast, and the contrast is the mean of these "
+        f"numbers. {basis} They hold for other seeds of these pairs, not for other pairs. `{family.primary_column}` "
+        "is the primary outcome: there the first arm is **better** or **worse** than the second, **equal** within the "
+        "margin, without an effect (**no effect**: every row of both runs is equal), or the contrast is **open**: a "
+        "difference as large as the farther end of the interval could have been missed. p-values are corrected with "
+        "Holm's method over its contrasts. The other columns are secondary. They have no better side, and their "
+        "p-values are corrected together."
     )
 
 

@@ -116,7 +116,7 @@ def conclude(frames: StudyFrames) -> Conclusion:
     remarks = report.make_heading(results).remarks
     sentences = [*remarks, *list_conclusions(report, results)]
     table = _find_verdict_table(report, results)
-    cells = [tuple(format_plain_cell(column, row) for column in table.columns) for row in (table.rows if table else ())]
+    cells = [tuple(format_plain_cell(column, row) for column in table.columns) for row in table.rows] if table else []
     headings = [tuple(column.heading.replace("\n", " ") for column in table.columns)] if table else []
     return Conclusion(tuple(map(format_plain, sentences)), (*headings, *cells))
 

@@ -47,7 +47,7 @@ class SweepResults(StudyResults):
 
     @cached_property
     def arms(self) -> list[Row]:
-        """The rows of `summary`; of a search those of complete points, since what is left of a censored one did well."""
+        """The rows of `summary`. In a search they are complete points: of a censored one the good runs are left."""
         rows = to_records(self.summary)
         if self.search:
             return [row for row in rows if row["arm"] in set(self.search.complete_points["arm"])]

@@ -1,8 +1,8 @@
 """What a report is made of: sections, each with sentences, figures and tables.
 
 A report is a list of `Section`s. Each is a declaration; its functions take the results of the family, such as
-`SweepResults`, and are called when the report is written. A section without anything to show is left out. Texts may have
-`code` in backticks and **bold** words.
+`SweepResults`, and are called when the report is written. A section without anything to show is left out. Texts may
+have `code` in backticks and **bold** words.
 
 Example, in the file of an own study; `run` and `report` add it to the page:
     >>> from analysis.report.section import Section, Table, name, number

@@ -109,12 +109,12 @@ def _explain_verdicts(results: SweepResults) -> str:
     intervals = f" Intervals are {basis}." if basis else ""
     margin = format_number(results.arms[0]["margin"]) if results.arms else "the margin"
     return (
-        f"Arms differ in `{results.study.axis.setting or 'several settings'}`. They are compared by sampled success on "
-        "the validation levels, the mean of the last four validations; this was chosen before the study ran. Brackets "
-        "are 95 % intervals for runs with other seeds, the second one of a difference also for other levels of the same "
-        f"kind; they are not corrected for the number of arms.{intervals} Verdicts are about these levels. Arms are "
-        f"better or worse if the difference is resolved, equal if it is shown to be smaller than {margin}, without an "
-        "effect if every row equals the baseline's, and open otherwise."
+        f"Arms differ in `{results.study.axis.setting or 'several settings'}`. They are compared by sampled success "
+        "on the validation levels, the mean of the last four validations; this was chosen before the study ran. "
+        "Brackets are 95 % intervals for runs with other seeds, the second one of a difference also for other levels "
+        f"of the same kind; they are not corrected for the number of arms.{intervals} Verdicts are about these "
+        "levels. Arms are better or worse if the difference is resolved, equal if it is shown to be smaller than "
+        f"{margin}, without an effect if every row equals the baseline's, and open otherwise."
     )
 
 
@@ -222,7 +222,8 @@ ORDER: Section[SweepResults] = Section(
         ),
     ),
     tables=_make_order_table,
-    explanation="Each symptom is compared with the success of the training episodes, which is measured in every step as "
+    explanation="Each symptom is compared with the success of the training episodes, which is measured in every step "
+    "as "
     'well. A change counts if p is at most .05, corrected for all symptoms and runs; "stayed well" counts the same in '
     "runs that did not collapse. A symptom was first if the interval of its onset ends before those of all others "
     "begin, and before or after success if both intervals are apart. Lead: by how many steps the estimated onset was "
@@ -242,8 +243,8 @@ def _make_dose_caption(results: SweepResults) -> str:
     basis = findings.describe_interval_basis(table)
     intervals = f"with 95 % intervals ({basis})" if basis else "without intervals"
     stops = (
-        " A vermilion cross means that a rule stopped all scored runs of the arm as failures, and a vermilion edge that "
-        "it stopped some of them."
+        " A vermilion cross means that a rule stopped all scored runs of the arm as failures, and a vermilion edge "
+        "that it stopped some of them."
         if table["early_stopped"].any()
         else ""
     )
@@ -393,8 +394,8 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
         lines = "A line is a run." if results.grid else "Thin lines are single runs, and a thick line is their mean"
         stops = "" if results.grid else ", in which a stopped run keeps its last value."
         marks = (
-            f" {lines}{stops} Step 0 is the policy before training. A cross marks the end of a run that a rule stopped, "
-            "and a ring the end of any other incomplete run."
+            f" {lines}{stops} Step 0 is the policy before training. A cross marks the end of a run that a rule "
+            "stopped, and a ring the end of any other incomplete run."
         )
         return curve.caption + marks * curve.explains_marks
 
@@ -404,10 +405,15 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
         make_tables,
         lambda curves, results: (
             charts.draw_curves(
-                *curves, make_arm_colors(list(dict.fromkeys(curves[0]["arm"]))), curve.label, dash="dash", panel="panel"
+                curves[0],
+                curves[1],
+                make_arm_colors(list(dict.fromkeys(curves[0]["arm"]))),
+                curve.label,
+                dash="dash",
+                panel="panel",
             )
             if results.grid
-            else charts.draw_curves(*curves, results.arm_colors, curve.label)
+            else charts.draw_curves(curves[0], curves[1], results.arm_colors, curve.label)
         ),
         lambda curves, results: (
             describe_panel_curves(results.grid, curves[0], curve.label)
@@ -497,9 +503,9 @@ TIME: Section[SweepResults] = Section(
     lambda results: "Ceiling and speed" if results.has_collapse else "Time to collapse, ceiling and speed",
     tables=_make_time_tables,
     explanation="Secondary outcomes. A sigmoid is fitted to the validations of each arm: the ceiling is the success "
-    "that it approaches, and the midpoint the cost of half of its gain. A setting that moves the ceiling changes what is "
-    "learned in the end; one that moves the midpoint changes how fast. Intervals are over seeds, from five on. p is "
-    "corrected over all rows of this table together.",
+    "that it approaches, and the midpoint the cost of half of its gain. A setting that moves the ceiling changes what "
+    "is learned in the end; one that moves the midpoint changes how fast. Intervals are over seeds, from five on. p "
+    "is corrected over all rows of this table together.",
     files=lambda results: {} if results.grid else {"learning_curves": results.learning_curves},
 )
 
@@ -522,8 +528,8 @@ SECONDARY: Section[SweepResults] = Section(
     "secondary",
     "Secondary outcomes",
     tables=_make_secondary_table,
-    explanation="They were declared before the study ran and support the verdicts. p is corrected over all rows of this "
-    "table together.",
+    explanation="They were declared before the study ran and support the verdicts. p is corrected over all rows of "
+    "this table together.",
 )
 
 
@@ -564,9 +570,9 @@ def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
             ],
             results.arms,
             fold=results.fold("Stopped runs of each arm, scored in three ways"),
-            note="The fraction stopped is of the scored runs, with Wilson's 95 % interval; a stop at a success of 0.9 or "
-            "more is no failure and does not count. Fisher's exact test compares it with the baseline's, corrected for "
-            "the number of arms.",
+            note="The fraction stopped is of the scored runs, with Wilson's 95 % interval; a stop at a success of 0.9 "
+            "or more is no failure and does not count. Fisher's exact test compares it with the baseline's, corrected "
+            "for the number of arms.",
         )
     yield Table(
         [
@@ -609,10 +615,10 @@ RETRIEVAL: Section[SweepResults] = Section(
     figures=(
         Figure(
             "retrieval",
-            "Retrieval is the fraction of sampled thoughts that the policy finds more likely after their own prompt than "
-            "after every other prompt. The dashed line shows the fraction that guessing would reach. Each arm is one "
-            "line, the mean of its runs. If entropy stays high while retrieval falls to guessing, thoughts vary but no "
-            "longer depend on the level.",
+            "Retrieval is the fraction of sampled thoughts that the policy finds more likely after their own prompt "
+            "than after every other prompt. The dashed line shows the fraction that guessing would reach. Each arm is "
+            "one line, the mean of its runs. If entropy stays high while retrieval falls to guessing, thoughts vary "
+            "but no longer depend on the level.",
             _make_arm_lines,
             lambda table, results: charts.draw_arm_lines(table, results.line_colors),
             lambda table, results: findings.describe_retrieval(table),
@@ -628,7 +634,8 @@ def _list_examples(results: SweepResults) -> Iterator[Listing]:
     for arm in [] if results.grid or results.search else choose_examples(results.frames):
         names = ", ".join(str(episode["name"]) for episode in arm.episodes)
         text = "\n\n".join(
-            f"{episode['title']}: {episode['stop_reason']}, score {format_number(episode['score'])}\n\n{episode['text']}"
+            f"{episode['title']}: {episode['stop_reason']}, score "
+            f"{format_number(episode['score'])}\n\n{episode['text']}"
             for episode in arm.episodes
         )
         yield Listing(f"Arm {arm.arm}, seed {arm.seed}: {names}", text)
@@ -657,8 +664,8 @@ def _make_budget_tables(results: SweepResults) -> Iterator[Table]:
         ],
         results.arms,
         fold=results.fold(f"Budgets of all {count} arms"),
-        note="Means over the scored runs of an arm. Run time covers training and validation, and depends on the load of "
-        "the machine.",
+        note="Means over the scored runs of an arm. Run time covers training and validation, and depends on the load "
+        "of the machine.",
     )
     table = series.compare_at_equal_budget(results.arm_frames)
     amounts = dict(zip(table["budget"], table["amount"], strict=True))
@@ -690,8 +697,8 @@ BUDGETS: Section[SweepResults] = Section(
     "budgets",
     "Budgets",
     tables=_make_budget_tables,
-    explanation="A filter changes the number of groups that a run trains on, and thus its optimizer steps and tokens. A "
-    "run that a rule stopped used less of every budget.",
+    explanation="A filter changes the number of groups that a run trains on, and thus its optimizer steps and tokens. "
+    "A run that a rule stopped used less of every budget.",
 )
 
 

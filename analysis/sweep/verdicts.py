@@ -176,8 +176,7 @@ def describe_verdict(row: Mapping[str, Any]) -> str:
     difference could be, or why there is no interval. Runs that failed, were interrupted or never ran are listed; they
     are not scored.
     """
-    outcome_name, num_scored = classify_outcome(row), row["completed"] + row["early_stopped"]
-    clauses = []
+    outcome_name, clauses = classify_outcome(row), []
     if outcome_name not in ("failed regime", "stopped", "no verdict"):
         clauses.append(_describe_gain(row) if row["is_baseline"] else _explain_outcome(row, outcome_name))
     if row["baseline_failed"] and outcome_name in ("better", "worse", "equal", "no effect", "open"):

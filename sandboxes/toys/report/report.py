@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import altair as alt
 import pandas as pd
@@ -162,7 +163,7 @@ def _explain_numbers(results: ToyResults) -> str:
 
 def _draw_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> alt.TopLevelMixin:
     chance_error = notes.compute_chance_error(results.frames)
-    panels = [
+    panels: list[Any] = [
         draw_curves(
             runs,
             means[means["runs"] > 1],
@@ -185,10 +186,10 @@ def _make_curves_caption(results: ToyResults) -> str:
     chance_error = notes.compute_chance_error(results.frames)
     line = "" if chance_error is None else " A dashed line is the error of random content tokens."
     return (
-        "Learning curves. Thick lines are means over the runs of an arm, and thin lines are single runs. Bands are one "
-        "standard error of the mean to each side (not the standard deviation of runs). A run that a rule stopped keeps "
-        "its last value in the mean, and a cross marks its end. Runs that failed or were interrupted are drawn thin and "
-        f"excluded from the mean. Step 0 is before the first update.{line}"
+        "Learning curves. Thick lines are means over the runs of an arm, and thin lines are single runs. Bands are "
+        "one standard error of the mean to each side (not the standard deviation of runs). A run that a rule stopped "
+        "keeps its last value in the mean, and a cross marks its end. Runs that failed or were interrupted are drawn "
+        f"thin and excluded from the mean. Step 0 is before the first update.{line}"
     )
 
 
@@ -319,8 +320,8 @@ def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator
         ],
         pooled,
         fold=f"All {len(pooled)} pooled cells",
-        note="These published numbers are pooled over the logged rows of all seeds. No standard deviation over seeds is "
-        "published, so nothing is tested.",
+        note="These published numbers are pooled over the logged rows of all seeds. No standard deviation over seeds "
+        "is published, so nothing is tested.",
     )
     rationales: dict[tuple[str, str, str], list[str]] = {}
     for cell in to_records(table):
