@@ -138,10 +138,12 @@ SEARCH: Section[Any] = Section(
     "search",
     "What the search came to",
     sentences=_list_conclusions,
-    figures=FIGURES,
     tables=_make_point_tables,
     explanation=_explain,
     files=_make_files,
     when=lambda results: results.search is not None,
     concludes=True,
+)
+SEARCH_FIGURES: Section[Any] = Section(
+    "points", "Points and settings", figures=FIGURES, when=lambda results: results.search is not None
 )

@@ -30,7 +30,7 @@ from analysis.report.gradients import GRADIENTS
 from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors, describe_panel_curves
 from analysis.report.pages import CONSISTENCY_SENTENCE, list_consistency
 from analysis.report.results import SweepResults
-from analysis.report.search import SEARCH
+from analysis.report.search import SEARCH, SEARCH_FIGURES
 from analysis.report.section import (
     Column,
     Figure,
@@ -762,6 +762,7 @@ SWEEP_REPORT: Report[SweepResults] = Report(
     (
         VERDICTS,
         SEARCH,
+        SEARCH_FIGURES,
         COLLAPSE,
         FACTORS,
         DOSE_RESPONSE,

@@ -26,7 +26,7 @@ from analysis.report.common import (
     make_reproduction_tables,
     make_runs_table,
 )
-from analysis.report.search import SEARCH
+from analysis.report.search import SEARCH, SEARCH_FIGURES
 from analysis.report.section import (
     Column,
     Figure,
@@ -228,8 +228,8 @@ def _make_number_tables(results: ToyResults) -> Iterator[Table]:
         yield Table(
             _make_number_columns(rows, key),
             rows,
-            title=f"{columns[key].meaning[0].upper()}{columns[key].meaning[1:]}",
-            caption=f"`{key}`, {columns[key].unit}",
+            title=f"`{key}`",
+            caption=f"{columns[key].meaning} ({columns[key].unit})",
         )
 
 
@@ -468,6 +468,7 @@ TOY_REPORT: Report[ToyResults] = Report(
     (
         VERDICTS,
         SEARCH,
+        SEARCH_FIGURES,
         CONTRASTS,
         CURVES,
         NOTES,
