@@ -184,7 +184,7 @@ def make_summary_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFrame:
-    """Stack `make_summary_table` of each step's trained batch, for one run and source, with columns step and prefilter."""
+    """Stack `make_summary_table` of each step's trained batch, for one run and source, adding step and prefilter."""
     rows_by_step = {step: select_trained(gradients[gradients["step"] == step]) for step in steps}
     summaries = [
         make_summary_table(rows).assign(step=step, prefilter=bool(rows["prefilter"].iloc[0]))
