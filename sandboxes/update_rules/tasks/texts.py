@@ -1,7 +1,7 @@
 """Texts for the language-model bandit: tokenize the passages of a file, and split them into training and evaluation.
 
 The shipped text has dialogues in which a solver plays Sokoban, like those that sokoban-tiny was trained on, but on
-other levels. `python -m sandboxes.update_rules.tasks.texts FILE` generates it again.
+other levels. `python -m sandboxes.update_rules.tasks.texts FILE` regenerates it.
 """
 
 import json
@@ -26,7 +26,7 @@ EVAL_DIVISOR = 4  # the last quarter of a text's passages is for evaluation
 
 
 class Tokens(NamedTuple):
-    """Tokens [N] to train on, and [M] to evaluate with."""
+    """Tokens [N] to train on, and [M] to evaluate on."""
 
     train: Tensor
     test: Tensor
