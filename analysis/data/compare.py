@@ -177,7 +177,7 @@ def collect_outcomes(frames: StudyFrames, column: str, stopped: StopScoring = "k
 def collect_joint_outcomes(studies: Mapping[str, StudyFrames], column: str, num_comparisons: int) -> Outcomes:
     """Collect a column of `trials` for all scored runs of several studies of one family, with their noise pooled.
 
-    Arm A of the study labelled L is called `L A` (see `label_arm`). A seed gives the same levels and random numbers in
+    Arm A of the study labeled L is called `L A` (see `label_arm`). A seed gives the same levels and random numbers in
     all studies, so runs of one seed are paired across studies.
 
     Args:
@@ -205,7 +205,7 @@ def collect_joint_outcomes(studies: Mapping[str, StudyFrames], column: str, num_
 
 
 def label_arm(label: str, arm: str) -> str:
-    """Name an arm among the arms of several studies: `B 0.1` for the arm 0.1 of the study labelled B."""
+    """Name an arm among the arms of several studies: `B 0.1` for the arm 0.1 of the study labeled B."""
     return f"{label} {arm}"
 
 

@@ -88,7 +88,7 @@ class Grid:
     """The values of each factor: ascending for x and y, False before True for a switch, else in the order of arms."""
 
     def format_factor(self, setting: str, value: Any) -> str:
-        """Format a label such as `filter 0.8`. A switch is labelled by its name if on, and not labelled if off."""
+        """Format a label such as `filter 0.8`. A switch is labeled by its name if on, and not labeled if off."""
         if isinstance(value, bool | np.bool_):
             return shorten_setting(setting) if value else ""
         return f"{shorten_setting(setting)} {label_value(value)}"

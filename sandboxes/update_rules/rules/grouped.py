@@ -144,7 +144,7 @@ def max_rl(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> R
 
     Source: Tajwar et al. 2026, arXiv:2602.02710; the ratios, truncated at iw_cap, are an addition of this sandbox.
     Reduces to: at r = 1 to group-baseline PG divided by the group's success rate; 0 if no rollout is correct.
-    Axis: influence. The gradient is that of log success rates instead of success rates.
+    Axis: influence. The gradient raises log success rates instead of success rates.
     ValueError: no groups, or a kept reward is neither 0 nor 1.
     """
     moments = group_moments(rollouts)
