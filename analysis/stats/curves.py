@@ -94,6 +94,7 @@ def fit_curves(validations: Validations) -> CurveFit:
     arm.
 
     Refused, in this order, by tests at 5 % whose likelihood ratios are divided by the dispersion:
+
     1. too few validations: a seed has fewer than 5 at different costs.
     2. collapse: `find_collapse` names a seed. It is not left out, because the others would overstate the arm.
     3. no gain: a constant is not rejected, or the mean of the ceilings is not above y0.
