@@ -1,1 +1,1 @@
-"""Sandboxes: separate pieces that study one part of the method each, as studies of the same kind."""
+"""Sandboxes: separate packages that each study one part of the method, with studies of the same kind."""

@@ -1,1 +1,1 @@
-"""Declare: a question, its axis, its contrasts; every study by name."""
+"""Declarations of studies: question, axis and contrasts; and every study by name."""

@@ -45,7 +45,7 @@ STUDIES: dict[str, Study] = {
 
 
 SUITES: dict[str, tuple[str, ...]] = {}
-"""The studies of each suite, which `run` trains one after another, by the name of the suite."""
+"""The studies of each suite, by its name; `run` trains them one after another."""
 for _name, _studies in chain.from_iterable(module.SUITES.items() for module in _SANDBOX_MODULES):
     SUITES[_name] = (*SUITES.get(_name, ()), *_studies)
 

@@ -1,4 +1,4 @@
-"""Compare studies: the settings in which they differ, and the differences between the arms that they have in common."""
+"""Compare studies: the settings in which they differ, and the outcomes of the arms that they share."""
 
 import json
 import math
@@ -33,11 +33,11 @@ ARM_COLUMNS = (
 
 
 def compare_settings(studies: Mapping[str, StudyRecord]) -> pd.DataFrame:
-    """One row per setting that is not the same in all studies: `setting`, and its value in each study as JSON.
+    """List the settings that are not the same in all studies: a row each, with its value in every study as JSON.
 
-    The settings are those that the arms of a study share, and, as `preset`, the name of its preset. A setting that a
-    study does not have is empty text; it is left out if all others have its default, since the study was then run by a
-    version without the setting, or does what the default does.
+    Compares the settings that all arms of a study share, and its preset. A study that lacks a setting has empty text.
+    The row is left out if all other studies have the default, since the study then does what the default does, or comes
+    from a version without this setting.
 
     Args:
         studies: content of each study.json, by label.
@@ -57,10 +57,10 @@ def compare_settings(studies: Mapping[str, StudyRecord]) -> pd.DataFrame:
 
 
 def find_common_arms(reference: StudyFrames, other: StudyFrames) -> list[tuple[str, str]]:
-    """The arms that two studies have in common, as pairs of their names.
+    """Pair the arms that two studies share, by name.
 
-    Two studies of one axis have an arm in common if its value is the same: `0.1` is `0.10`. In studies of different
-    axes, such as `kl` and `top-p`, those arms are in common whose runs have the same settings.
+    Within one axis, arms are shared if their values are equal: `0.1` is `0.10`. Between different axes, such as `kl`
+    and `top-p`, arms are shared if their runs have the same settings.
     """
     if reference.studies[0].axis.setting == other.studies[0].axis.setting:
         others = {_get_axis_key(other, arm): arm for arm in list_arms(other)}
@@ -81,19 +81,19 @@ def _get_config_hash(frames: StudyFrames, arm: str) -> str:
 
 
 def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
-    """One row per arm that the first study and another one have in common: the outcome of the other minus the first's.
+    """Compare the arms that the first study shares with each other study: a row per pair, other minus first.
 
-    * study: label of the other study; arm, other_arm: name of the arm in the first study and in the other one.
-    * reference, other: mean outcome in the first study and in the other one; reference_runs, other_runs: runs that are
-      scored; reference_stopped, other_stopped: how many of these a rule stopped.
-    * The columns of a test, with the noise of all arms of all studies. Runs of the same seed are paired. p_holm and
-      p_equal_holm are corrected over all rows. verdict: `better` or `worse` is said of the other study.
+    * study: label of the other study; arm, other_arm: name of the arm in the first study and in the other.
+    * reference, other: mean outcome in the first study and in the other; reference_runs, other_runs: number of scored
+      runs; reference_stopped, other_stopped: how many of these a rule stopped.
+    * The columns of a test, with the noise estimated from all arms of all studies. Runs of the same seed are paired.
+      p_holm and p_equal_holm are corrected over all rows. verdict: `better` or `worse` refers to the other study.
 
     Args:
-        studies: the frames of one study each, by label. The first one is the reference of the others.
+        studies: the frames of one study each, by label. The first is the reference.
 
     Raises:
-        ValueError: the studies are of different families, whose outcomes are not the same, or have no arm in common.
+        ValueError: the studies are of different families, so their outcomes are not comparable, or they share no arm.
     """
     (reference_label, reference), *others = studies.items()
     families = {require_single_study(frames).families[0].name: label for label, frames in studies.items()}

@@ -1,1 +1,1 @@
-"""Reads run folders into tidy frames, and selects the runs to compare."""
+"""Read run folders into tidy frames, and select the runs to compare."""

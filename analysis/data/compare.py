@@ -1,4 +1,4 @@
-"""Scoring: the outcomes of the runs of each arm, and the differences between arms with the noise of all runs."""
+"""Scoring: collect the outcomes of each arm's runs, and estimate the differences between arms."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ SIGNIFICANCE_LEVEL = 0.05
 
 
 def find_failed_stops(runs: pd.DataFrame) -> "pd.Series[bool]":
-    """Which runs a rule stopped as failures: all that had not mastered their game when it stopped them.
+    """Mark the runs that a rule stopped as failures: those that had not mastered their game by then.
 
     runs: rows of `trials` of a study that fine-tunes language models.
     """
@@ -50,7 +50,7 @@ def find_failed_stops(runs: pd.DataFrame) -> "pd.Series[bool]":
 
 
 def require_single_study(frames: StudyFrames) -> StudyFrames:
-    """Return `frames` if they contain exactly one study. Otherwise raise a ValueError that lists the studies."""
+    """Return `frames` if they contain exactly one study; otherwise raise a ValueError that lists the studies."""
     study_names = [study.name for study in frames.studies]
     if len(study_names) != 1:
         raise ValueError(
@@ -61,12 +61,12 @@ def require_single_study(frames: StudyFrames) -> StudyFrames:
 
 
 def list_arms(frames: StudyFrames) -> list[str]:
-    """The arms of the study, in the order of study.json."""
+    """List the arms of the study, in the order of study.json."""
     return list(dict.fromkeys(frames.trials["arm"]))
 
 
 def select_runs(frames: StudyFrames, arm: str, *, scored_only: bool = False) -> pd.DataFrame:
-    """Rows of `trials` of one arm, without settings.
+    """Select the rows of `trials` of one arm, without settings.
 
     scored_only: leave out runs that neither completed nor were stopped by a rule.
     """
@@ -83,68 +83,68 @@ Digests = Mapping[str, Mapping[int, Mapping[str, int]]]
 
 @dataclass(frozen=True)
 class Outcomes:
-    """One outcome of all scored runs of a study, and what is known of its noise."""
+    """One outcome of all scored runs of a study, and what is known about its noise."""
 
     column: str
     """The column of `trials`."""
     values: pd.DataFrame
     """One row per arm and one column per seed; NaN where there is no scored run or no value."""
     min_variances: Mapping[str, float]
-    """For each arm, the variance that evaluation alone gives the outcome of one run; 0 if unknown."""
+    """For each arm, the variance that evaluation alone adds to the outcome of one run; 0 if unknown."""
     noise: Noise
-    """Of the runs, from all arms, or from recorded runs if no arm has two."""
+    """Noise of the runs, estimated from all arms, or from recorded runs if no arm has two."""
     num_replicates: int = 0
-    """Number of recorded runs that the noise is from; 0 if it is from the study's own."""
+    """Number of recorded runs that the noise is estimated from; 0 if it comes from the study itself."""
     num_comparisons: int = 0
-    """Number of arms and outcomes that are compared at several looks; 0 if the number of seeds was fixed before the
-    first run."""
+    """Number of comparisons (arms times outcomes) tested at several looks; 0 if the number of seeds was fixed in
+    advance."""
     digests: Digests = field(default_factory=dict)
     """For each arm and seed, `StudyFrames.run_digests`."""
     is_fraction: bool = False
-    """Whether the outcome is one, so that no difference is larger than 1."""
+    """Whether the outcome is a fraction, so that no difference exceeds 1."""
 
     @functools.cached_property
     def _samples(self) -> dict[str, Floats]:
         return dict(zip(self.values.index, self.values.to_numpy(dtype=float), strict=True))
 
     def get_sample(self, arm: str) -> Floats:
-        """The outcomes (S,) of an arm in the order of the columns of `values`, NaN where one is missing."""
+        """Return the outcomes (S,) of an arm in the order of the columns of `values`, NaN where one is missing."""
         return self._samples.get(arm, np.full(self.values.shape[1], math.nan))
 
     def get_values(self, arm: str) -> "pd.Series[float]":
-        """The outcomes of an arm by seed, without missing ones."""
+        """Return the outcomes of an arm by seed, without missing ones."""
         return self.values.loc[arm].dropna() if arm in self.values.index else pd.Series(dtype=float)
 
     def get_doubt(self, pool: Pool | None, *arms: str, limits: tuple[float, float] = REFERENCE_DOUBT) -> float:
-        """The largest doubt of several arms that they are as noisy as the others, see `compute_doubt`."""
+        """Return the largest doubt, over several arms, that they are as noisy as the others; see `compute_doubt`."""
         if pool is None:
             return 0.0
         rows = [row for row, arm in enumerate(self.values.index) if arm in arms]
         return float(compute_doubt(pool.prominence[rows], limits).max(initial=0.0))
 
     def get_doubts(self, arm: str, baseline: str) -> tuple[float, float]:
-        """The doubts of an arm and of the baseline that it is compared with."""
+        """Return the doubts of an arm and of its baseline."""
         pool = self.noise.paired if is_paired(self, arm, baseline) else self.noise.unpaired
         return self.get_doubt(pool, arm, limits=ARM_DOUBT), self.get_doubt(pool, baseline)
 
     def has_equal_rows(self, arm: str, baseline: str) -> bool:
-        """Whether all rows of an arm are those of the baseline to the last bit, seed by seed: it has no effect.
+        """Check whether all rows of an arm equal the baseline's bit for bit, seed by seed: the setting has no effect.
 
-        A measure that only one of the two has, such as the age of samples that are replayed, does not count.
+        A measure that only one of the two has, such as the age of replayed samples, does not count.
         """
         return arm != baseline and _has_equal_rows(self.digests, arm, baseline)
 
     def get_min_variance(self, *arms: str) -> float:
-        """Mean of `min_variances` over several arms."""
+        """Return the mean of `min_variances` over several arms."""
         return float(np.mean([self.min_variances.get(arm, 0.0) for arm in arms]))
 
 
 StopScoring = Literal["kept", "scored 0", "left out"]
-"""What a run counts with that a rule stopped as a failure: its value (the protocol), 0, or nothing."""
+"""How a run that a rule stopped as a failure is scored: with its value (the protocol), with 0, or not at all."""
 
 
 def collect_outcomes(frames: StudyFrames, column: str, stopped: StopScoring = "kept") -> Outcomes:
-    """Collect a column of `trials` for all scored runs of a study, with recorded replicates if there are any."""
+    """Collect a column of `trials` for all scored runs of a study, and estimate its noise."""
     trials = require_single_study(frames).runs
     (family,) = frames.families
     runs = trials[trials["status"].isin(SCORED_STATUSES)]
@@ -160,7 +160,7 @@ def collect_outcomes(frames: StudyFrames, column: str, stopped: StopScoring = "k
             digests.setdefault(arm, {})[seed] = frames.run_digests[run_id]
     study, is_primary = frames.studies[0], column == family.primary_column
     noise, num_replicates = _fit_noise(study, column, values, digests)
-    # The number of tests in the family of tests that the column belongs to.
+    # Size of the family of tests that the column belongs to.
     num_comparisons = max(len(study.axis.values) - 1, 1) * (1 if is_primary else len(family.secondary_columns))
     return Outcomes(
         column,
@@ -175,15 +175,15 @@ def collect_outcomes(frames: StudyFrames, column: str, stopped: StopScoring = "k
 
 
 def collect_joint_outcomes(studies: Mapping[str, StudyFrames], column: str, num_comparisons: int) -> Outcomes:
-    """Collect a column of `trials` for all scored runs of several studies of one family, with their noise together.
+    """Collect a column of `trials` for all scored runs of several studies of one family, with their noise pooled.
 
-    The arm A of the study with the label L is called `L A` (see `label_arm`). A seed is the same in all studies, since
-    it gives the same levels and random numbers, so runs of one seed are paired across studies.
+    Arm A of the study labeled L is called `L A` (see `label_arm`). A seed gives the same levels and random numbers in
+    all studies, so runs of one seed are paired across studies.
 
     Args:
         studies: the frames of one study each, by label.
         column: a column of `trials` that the family has.
-        num_comparisons: the number of differences that will be estimated. It counts if seeds were added to one of the
+        num_comparisons: number of differences that will be estimated. Used only if seeds were added to one of the
             studies after a look.
     """
     parts = {label: collect_outcomes(frames, column) for label, frames in studies.items()}
@@ -205,7 +205,7 @@ def collect_joint_outcomes(studies: Mapping[str, StudyFrames], column: str, num_
 
 
 def label_arm(label: str, arm: str) -> str:
-    """The name of an arm among the arms of several studies: `B 0.1` for the arm 0.1 of the study with the label B."""
+    """Name an arm among the arms of several studies: `B 0.1` for the arm 0.1 of the study labeled B."""
     return f"{label} {arm}"
 
 
@@ -218,9 +218,9 @@ def _has_equal_rows(digests: Digests, one: str, other: str) -> bool:
 
 
 def _fit_noise(study: StudyRecord, column: str, values: pd.DataFrame, digests: Digests) -> tuple[Noise, int]:
-    """The noise of outcomes (arms, seeds), and the number of recorded runs that it is from.
+    """Fit the noise of outcomes (arms, seeds). Also return the number of recorded runs used for it.
 
-    Arms with equal rows are copies of the same runs, which show the noise once.
+    Arms with equal rows are copies of the same runs, and count only once.
     """
     if not values.size:
         return Noise(None, None), 0
@@ -235,13 +235,13 @@ def _fit_noise(study: StudyRecord, column: str, values: pd.DataFrame, digests: D
 
 
 def has_added_seeds(study: StudyRecord) -> bool:
-    """Whether seeds were added after a look at results, or may be: a t test would not keep its error rate then.
+    """Check whether seeds were, or may be, added after a look at results, which invalidates an ordinary t test.
 
-    study: content of study.json. Further seeds of the baseline that were planned do not count.
+    study: content of study.json. Additional baseline seeds that were planned do not count.
     """
     num_seeds = len(study.seeds)
     num_baseline_seeds = num_seeds + len(study.extra_seeds.get(study.baseline, ()))
-    # A study of an older version has no planned numbers, and is taken as it is.
+    # Older versions did not record the planned numbers of seeds.
     planned_seeds = study.planned_seeds or num_seeds
     planned_baseline_seeds = study.planned_baseline_seeds or num_baseline_seeds
     return (
@@ -252,15 +252,15 @@ def has_added_seeds(study: StudyRecord) -> bool:
 
 
 def estimate_evaluation_variances(frames: StudyFrames, *, before_training: bool = False) -> dict[str, float]:
-    """For each arm, the variance that evaluation alone gives the mean of a run's last validations. Mean over its runs.
+    """Estimate, for each arm, how much variance evaluation alone adds to a run's late mean, averaged over its runs.
 
-    before_training: take the validation before training instead.
+    before_training: use the validation before training instead.
 
-    A level is played once per validation, so its outcomes over the K last validations have the variance s_l^2 (ddof
-    1), and a mean over validations with the weights w_k of L levels has the variance sum_k w_k^2 sum_l s_l^2 / L^2. The
-    weights are 1 / K, but the last validation of a stopped run also stands for those that it missed. The policy changes
-    a little between validations, which makes this slightly too large. With K = 1 it is p (1 - p) / L, the variance over
-    new levels, which is larger as well. Arms without outcomes of single levels have no entry.
+    A level is played once per validation, so its outcomes over the last K validations have the variance s_l^2 (ddof 1),
+    and a mean over validations of L levels with weights w_k has the variance sum_k w_k^2 sum_l s_l^2 / L^2. The weights
+    are 1 / K, except that the last validation of a stopped run also stands for those that it missed. The policy changes
+    a little between validations, which makes the estimate slightly too large. With K = 1 the estimate is p (1 - p) / L,
+    the variance over new levels, which is larger as well. Arms without outcomes of single levels have no entry.
     """
     scored_runs = frames.runs[frames.runs["status"].isin(SCORED_STATUSES)]
     levels, missed = _select_late_levels(frames, scored_runs, before_training=before_training)
@@ -279,7 +279,7 @@ def estimate_evaluation_variances(frames: StudyFrames, *, before_training: bool 
 def _select_late_levels(
     frames: StudyFrames, scored_runs: pd.DataFrame, *, before_training: bool = False
 ) -> tuple[pd.DataFrame, "pd.Series[int]"]:
-    """The outcomes of single levels in the last sampled validations, and `_count_missed_validations` of each run."""
+    """Select single levels' outcomes in the last sampled validations. Also count each run's missed validations."""
     levels = frames.levels
     is_used = (levels["split"] == "val") & (levels["mode"] == "sampled") & ((levels["step"] == 0) == before_training)
     columns = ["run_id", "step", "level", "cluster", "success"]
@@ -290,17 +290,17 @@ def _select_late_levels(
 
 
 def estimate_level_variances(frames: StudyFrames, baseline: str) -> dict[str, float]:
-    """For each arm, the variance of its difference from the baseline because its levels are a sample of levels.
+    """Estimate, for each arm, the variance of its difference from the baseline due to the sampling of levels.
 
-    Of the common seeds; see `compute_level_variance`. Empty unless all runs have the same levels, of two classes.
+    Uses the common seeds; see `compute_level_variance`. Empty unless all runs have the same levels, of two classes.
     """
     scored_runs = frames.runs[frames.runs["status"].isin(SCORED_STATUSES)]
     levels, _ = _select_late_levels(frames, scored_runs)
-    # Each run numbers the classes of its own levels.
+    # Each run numbers the classes of its levels itself.
     classes = levels[levels["run_id"] == levels["run_id"].iloc[0]] if len(levels) else levels
     clusters = classes.drop_duplicates("level").set_index("level")["cluster"].sort_index()
     rates = levels.groupby(["run_id", "level"], observed=True)["success"].mean().unstack()
-    rates = rates.reindex(scored_runs["run_id"])  # a run that was stopped before its first validation has none
+    rates = rates.reindex(scored_runs["run_id"])  # a run stopped before its first validation has no rates
     if clusters.nunique() < 2 or rates.isna().any(axis=None):
         return {}
     run_ids = {arm: runs.set_index("seed")["run_id"] for arm, runs in scored_runs.groupby("arm", sort=False)}
@@ -314,9 +314,9 @@ def estimate_level_variances(frames: StudyFrames, baseline: str) -> dict[str, fl
 
 
 def _count_missed_validations(levels: pd.DataFrame, scored_runs: pd.DataFrame) -> "pd.Series[int]":
-    """For each run, how often its last validation stands for one that it missed: at most `LATE_EVALUATIONS` - 1.
+    """Count, for each run, how many missed validations its last one stands for: at most `LATE_EVALUATIONS` - 1.
 
-    levels: rows of sampled validations. Only a run that a rule stopped has missed any, see `compute_late_mean`.
+    levels: rows of sampled validations. Only runs stopped by a rule have missed any, see `compute_late_mean`.
     """
     steps = levels.groupby("run_id", observed=True)["step"].agg(["min", "max"])
     runs = scored_runs.set_index("run_id").loc[steps.index]
@@ -334,17 +334,17 @@ def _count_missed_validations(levels: pd.DataFrame, scored_runs: pd.DataFrame) -
 
 
 def estimate_mean(outcomes: Outcomes, arm: str) -> Estimate:
-    """Mean outcome of an arm over its seeds."""
+    """Estimate the mean outcome of an arm over its seeds."""
     values = _drop_missing(outcomes.get_sample(arm))
     doubt = outcomes.get_doubt(outcomes.noise.unpaired, arm)
     return estimate_sample_mean(values, outcomes.noise, outcomes.get_min_variance(arm), doubt)
 
 
 def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate:
-    """Outcome of an arm minus that of the baseline.
+    """Estimate the outcome of an arm minus the baseline's.
 
-    The difference is paired if both have at least two seeds in common, or the same single seed. Otherwise all runs of
-    both are compared. Without a scored run of either the estimate is empty.
+    Runs are paired by seed if the two have at least two seeds in common, or the same single seed. Otherwise all runs of
+    both are compared. The estimate is empty if either has no scored run.
     """
     sample, reference = outcomes.get_sample(arm), outcomes.get_sample(baseline)
     min_variance = outcomes.get_min_variance(arm, baseline)
@@ -360,7 +360,7 @@ def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate
 
 
 def is_paired(outcomes: Outcomes, arm: str, baseline: str) -> bool:
-    """Whether runs of the same seed are compared: with two common seeds or more, or the same single one."""
+    """Check whether runs are paired by seed: with two or more common seeds, or the same single seed."""
     has_sample, has_reference = (~np.isnan(outcomes.get_sample(name)) for name in (arm, baseline))
     num_common = int((has_sample & has_reference).sum())
     return num_common > 1 or num_common == has_sample.sum() == has_reference.sum()
@@ -378,10 +378,10 @@ def estimate_contrast(
     min_variance: float = 0.0,
     doubt: float = 0.0,
 ) -> Estimate:
-    """Mean of one contrast of runs per seed, with the noise of all arms, see `estimate_paired_contrast`.
+    """Estimate the mean over seeds of a contrast between runs, with pooled noise; see `estimate_paired_contrast`.
 
-    If seeds were added after a look, the test is one that holds at all looks together, for `num_comparisons` of them.
-    It uses nothing but the contrast itself. With too few seeds for any verdict there is no interval.
+    If seeds were added after a look, the test is valid at all looks, for `num_comparisons` contrasts, and uses no
+    pooled noise. With too few seeds for any verdict there is no interval.
     """
     if not outcomes.num_comparisons:
         return estimate_paired_contrast(per_seed, outcomes.noise, weight_norm, min_variance, doubt)
@@ -390,10 +390,10 @@ def estimate_contrast(
 
 
 def estimate_gain(outcomes: Outcomes, base_values: Outcomes, arm: str) -> Estimate:
-    """Outcome of an arm at the end minus before training, for the same runs.
+    """Estimate how much the outcome of an arm improved over training, run by run.
 
-    base_values: the outcome before training. All arms start from the same policy, so its noise is that of its
-    evaluation, which is added to the noise of the runs: the deviation over seeds, and at least `min_variances`.
+    base_values: the outcome before training. All arms start from the same policy, so its only noise is evaluation
+    noise: the larger of its variance over seeds and `min_variances`. It is added to the noise of the runs.
     """
     differences = (outcomes.get_values(arm) - base_values.get_values(arm)).dropna().to_numpy()
     seed_variance = base_values.noise.unpaired.variance if base_values.noise.unpaired is not None else 0.0
@@ -406,7 +406,7 @@ def estimate_gain(outcomes: Outcomes, base_values: Outcomes, arm: str) -> Estima
 
 
 def describe_difference_basis(outcomes: Outcomes, estimate: Estimate, arm: str, baseline: str) -> str:
-    """`describe_basis` of `estimate_difference`: runs may not be paired, and the test may hold at all looks."""
+    """Describe the basis of an `estimate_difference`, which may be unpaired or valid at every look."""
     if not outcomes.num_comparisons or not estimate.n:
         basis = describe_basis(outcomes, estimate, max(outcomes.get_doubts(arm, baseline)))
         if not basis or is_paired(outcomes, arm, baseline):
@@ -421,7 +421,7 @@ def describe_difference_basis(outcomes: Outcomes, estimate: Estimate, arm: str, 
 
 
 def describe_basis(outcomes: Outcomes, estimate: Estimate, doubt: float) -> str:
-    """What the interval of an estimate is over, in words; empty if there is none. doubt: that of the estimate."""
+    """Describe in words which seeds and noise an interval is based on; empty without an interval."""
     if not estimate.se > 0:
         return ""
     # An arm with a single seed shows no noise.
@@ -442,7 +442,7 @@ def _count_seeds(count: int) -> str:
 
 
 def get_margin(study: StudyRecord, column: str) -> float:
-    """The difference within which arms are equal in a column of `trials`; NaN if the column has no margin.
+    """Return the difference within which arms count as equal in a column of `trials`; NaN if it has no margin.
 
     study: content of study.json, which declares margins by column before the first run.
     """
@@ -451,12 +451,12 @@ def get_margin(study: StudyRecord, column: str) -> float:
 
 
 def make_estimate_columns(name: str, estimate: Estimate) -> Row:
-    """The columns `name`, `name_low` and `name_high` of a table."""
+    """Make the columns `name`, `name_low` and `name_high` of a table."""
     return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
 def cut_interval(estimate: Estimate, low: float, high: float) -> Estimate:
-    """Cut the interval of an estimate to the range that its number can have, which a t interval exceeds. NaN stays."""
+    """Clip an interval to the range of possible values, which a t interval can exceed. NaN stays NaN."""
     return estimate._replace(low=float(np.maximum(estimate.low, low)), high=float(np.minimum(estimate.high, high)))
 
 
@@ -464,10 +464,10 @@ TEST_COLUMNS = ("difference", "difference_low", "difference_high", "se", "df", "
 
 
 def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float, *, equal_rows: bool) -> Row:
-    """The columns of a difference: its interval, se, df, p, and p_equal, that it lies within the margin.
+    """Make the columns of a difference: its interval, se, df, p, and p_equal (for equality within the margin).
 
-    Below `MIN_SEEDS` runs of an arm there is no test: so few say nothing of a setting. Nor is there one of runs with
-    equal rows (equal_rows), whose difference is 0 and has no noise.
+    There is no test with fewer than `MIN_SEEDS` runs, too few to judge a setting, nor for runs with equal rows
+    (equal_rows), whose difference is exactly 0.
     """
     if equal_rows:
         estimate = Estimate(0.0, n=estimate.n)
@@ -490,7 +490,7 @@ def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float, *, 
 def add_adjusted_p_values(table: pd.DataFrame, primary_column: str) -> pd.DataFrame:
     """Add p_holm and p_equal_holm to a table of differences in several outcomes (`column`).
 
-    The rows of the primary outcome are one family of tests. Those of all other outcomes are another one, together.
+    The primary outcome's rows form one family of tests, the rows of all other outcomes another.
     """
     is_primary = table["column"] == primary_column
     adjusted = {}
@@ -503,11 +503,11 @@ def add_adjusted_p_values(table: pd.DataFrame, primary_column: str) -> pd.DataFr
 
 
 def classify_difference(row: Mapping[str, Any], below: str, above: str) -> str:
-    """What the runs show of a difference: `below` or `above` 0, `equal` (within the margin), or `open`.
+    """Classify a difference: `below` or `above` 0, `equal` (within the margin), or `open`.
 
-    row: with the columns of `make_test_columns` and `add_adjusted_p_values`. below, above: the words for a resolved
-    difference. One that is smaller than the margin is still resolved. `no effect`: all rows are equal to the last bit,
-    seed by seed. Everything that the runs do not resolve is open. `no comparison` without a difference.
+    row: has the columns of `make_test_columns` and `add_adjusted_p_values`. below, above: the words for a significant
+    difference, even one smaller than the margin. Also returns `no effect` if all rows are equal to the last bit, seed
+    by seed, and `no comparison` without a difference. Everything else is `open`.
     """
     if math.isnan(row["difference"]):
         return "no comparison"

@@ -1,4 +1,4 @@
-"""The contrasts that a study declares: pairs of arms that differ in nothing else, by description of the comparison."""
+"""The contrasts that a study declares: named comparisons, each over pairs of arms that differ in one respect only."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from trainable.runs.study_record import DeclaredContrast, StudyRecord
 
 
 def read_contrasts(study: StudyRecord) -> list[DeclaredContrast]:
-    """The contrasts of study.json; an empty list if it declares none.
+    """Read and check the contrasts of study.json; an empty list if it declares none.
 
-    A contrast that needs all of its pairs is left out if the study does not have all of their arms.
+    A contrast that needs all of its pairs is left out if the study lacks one of their arms.
 
     Raises ValueError if a name or a pair occurs twice (the pair would have double weight), if an arm is compared with
     itself, or if the pairs cancel each other.
@@ -19,7 +19,7 @@ def read_contrasts(study: StudyRecord) -> list[DeclaredContrast]:
         name, pairs = contrast.name, contrast.pairs
         if names.count(name) > 1:
             raise ValueError(f"study.json of `{study.name}` has two contrasts named {name!r}: give each its own name.")
-        # A pair in the other order is the same pair; a pair of one arm has a set of size 1.
+        # A pair in reverse order is the same pair; a pair of one arm with itself has a set of size 1.
         invalid_pairs = [
             pair for pair in pairs if sum(set(pair) == set(other) for other in pairs) > 1 or len(set(pair)) < 2
         ]
@@ -43,15 +43,15 @@ def read_contrasts(study: StudyRecord) -> list[DeclaredContrast]:
 
 
 def compute_weight_norm(pairs: Sequence[tuple[str, str]]) -> float:
-    """Sum of the squared weights that the arms have in the mean over `pairs`; 2 for one pair.
+    """Compute the sum of the squared weights of the arms in the mean over `pairs`; 2 for one pair.
 
-    It is 0 if the pairs form circles, such as A with B, B with C, and C with A: such a mean is 0 whatever the outcomes.
+    It is 0 if the pairs form a circle, such as A with B, B with C, and C with A: that mean is 0 whatever the outcomes.
     """
     return sum(weight**2 for weight in compute_arm_weights(pairs).values())
 
 
 def compute_arm_weights(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """The weight of each arm in the mean over `pairs` of the first arm minus the second.
+    """Compute the weight of each arm in the mean over `pairs` of the first arm minus the second.
 
     >>> compute_arm_weights([("a", "c"), ("b", "c")])
     {'a': 0.5, 'b': 0.5, 'c': -1.0}

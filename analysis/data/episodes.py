@@ -1,4 +1,4 @@
-"""Read the episodes that a run recorded: of its validations, and some that it trained on.
+"""Read the episodes that a run recorded, from validations and from training steps.
 
 See the settings `trainer.log_val_generations` and `trainer.log_train_generations`.
 """
@@ -20,13 +20,12 @@ from trainable.runs.study_record import StudyRecord, is_run_id
 
 
 def read_episodes(run_dir: Path) -> list[RecordedEpisode]:
-    """The recorded episodes of a run, sorted by step, level and rollout; none if the run has recorded none.
+    """Read the recorded episodes of a run, sorted by step, level and rollout; empty if none were recorded.
 
-    Those of validations and those that were trained on (`RecordedEpisode.is_trained`).
+    Includes both validation episodes and episodes that were trained on (`RecordedEpisode.is_trained`).
 
     If lines repeat, the last one counts per (step, level, rollout), as in levels.jsonl. A DamageWarning names every
-    line that was left out, and any other damage to the files of the run, since it may be the reason why episodes are
-    missing.
+    line that was skipped, and any other damage to the run's files, since it may explain missing episodes.
 
     Args:
         run_dir: the folder of the run, <study>/runs/<run_id>.
@@ -39,10 +38,9 @@ def read_episodes(run_dir: Path) -> list[RecordedEpisode]:
 
 
 def read_episodes_of_run(folder: Path, run_id: str) -> list[RecordedEpisode]:
-    """`read_episodes` of a run of the study in `folder`, results/<run>; none if `run_id` is no name of a run.
+    """Read the episodes of a run of the study in `folder`, results/<run>; empty if `run_id` is not a valid run id.
 
-    The name may come from a table that somebody else wrote. Raises UnsafePathError if the folder of the run is a
-    symbolic link.
+    The id may come from an untrusted table. Raises UnsafePathError if the run's folder is a symbolic link.
     """
     if not is_run_id(run_id):
         return []
@@ -52,7 +50,7 @@ def read_episodes_of_run(folder: Path, run_id: str) -> list[RecordedEpisode]:
 
 
 def read_episodes_frame(studies: Iterable[tuple[Path, StudyRecord]], *, is_trained: bool = False) -> pd.DataFrame:
-    """The recorded validation episodes of all runs of studies: a row for each, in the order of runs, steps and levels.
+    """Read the recorded validation episodes of all runs into a frame, a row each, ordered by run, step and level.
 
     Columns: study, run_id, arm, seed; step (training steps before the validation), level (its seed), success, score,
     stop_reason, turns (a number), invalid_turns, and text, in which `| ` marks what the policy saw and `> ` what it
@@ -60,9 +58,9 @@ def read_episodes_frame(studies: Iterable[tuple[Path, StudyRecord]], *, is_train
 
     Args:
         studies: the folder results/<run> of each study, and the content of its study.json.
-        is_trained: whether to return the episodes that steps trained on instead of those of validations. Their step is
-            that step, and they have two columns more: rollout (number among the episodes of a level, from 0) and
-            advantage (mean over the turns).
+        is_trained: read the episodes that steps trained on instead. `step` is then that training step, and there are
+            two more columns: rollout (number among the episodes of a level, from 0) and advantage (mean over the
+            turns).
     """
     types = {**_FRAME_TYPES, **(_TRAINED_TYPES if is_trained else {})}
     rows = [
@@ -84,10 +82,10 @@ def read_episodes_frame(studies: Iterable[tuple[Path, StudyRecord]], *, is_train
 
 
 def format_turns(episode: RecordedEpisode) -> Iterator[str]:
-    """The turns of an episode as lines: `| ` before what the policy saw, `> ` before what it wrote, then its reward.
+    """Format the turns of an episode as lines: `| ` marks what the policy saw, `> ` what it wrote, then its reward.
 
-    The children that the code of a turn asked follow it, indented. In a tree, the final answer of each rollout comes
-    last, and then the evidence that a perfect answer quotes.
+    Child agents that a turn's code called follow it, indented. In a tree, the final answer of each rollout comes last,
+    and then the evidence that a perfect answer quotes.
     """
     for number, turn in enumerate(episode.turns):
         reward = f", reward {turn.reward:.3g}"
@@ -103,13 +101,13 @@ def format_turns(episode: RecordedEpisode) -> Iterator[str]:
 
 
 def _name_lines(name: str, text: str | None) -> Iterator[str]:
-    """The lines of a text with its name before each; none of no text, one of an empty text."""
+    """Prefix each line of a text with its name. None gives no line, an empty text gives one."""
     if text is not None:
         yield from (f"  {name}: {line}" for line in text.splitlines() or [""])
 
 
 _CHILD_ENDS: Mapping[str, str] = {"success": "answered", "failure": "answered"}
-"""How a child ended, where that is no limit: it has no reward of its own, so it neither succeeds nor fails."""
+"""Label of a child that ended before any limit: it has no reward, so it neither succeeds nor fails."""
 
 
 def _format_turn(turn: RecordedTurn, reward: str) -> Iterator[str]:
@@ -122,13 +120,13 @@ def _format_turn(turn: RecordedTurn, reward: str) -> Iterator[str]:
 
 
 def _get_episode_key(line: Row) -> tuple[int, int, int] | None:
-    """(step, level, rollout) of a line of episodes.jsonl, rollout -1 for a validation; None if it is no episode."""
+    """Return (step, level, rollout) of a line of episodes.jsonl, rollout -1 for a validation; None if it is invalid."""
     rollout = line.get("rollout")
     return None if _find_problem(line) else (line["step"], line["level"], -1 if rollout is None else rollout)
 
 
 def _find_problem(line: Row) -> str:
-    """Why a line is no episode, although its checksum is right; empty if it is one."""
+    """Explain why a line with a correct checksum is still no valid episode; empty if it is one."""
     names = [name for name, is_valid in _EPISODE_VALIDATORS.items() if not is_valid(line.get(name))]
     step = f" of step {line['step']}" if is_int64(line.get("step")) else ""
     return f"{EPISODES_FILE} has a line{step} that is no episode: see {', '.join(names)}" if names else ""

@@ -1,4 +1,4 @@
-"""`StudyFrames`: the results of a study as typed tables, with functions to combine, write and compare them."""
+"""`StudyFrames`: the results of a study as typed tables, and functions to combine, write and compare them."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from trainable.runs.records import TIME_COLUMNS, TOY_TIME_COLUMNS
 from trainable.runs.study_record import StudyRecord
 
 CONFIG_PREFIX = "config/"
-"""Beginning of the names of the columns of `trials` that are settings."""
+"""Prefix of the columns of `trials` that hold settings."""
 FRAME_NAMES = ("trials", "steps", "levels", "gradients", "gradient_groups")
 SCHEMAS = get_schemas("ppo")
 """Columns and types of the frames of a PPO study; for other families see `Family.schemas`."""
@@ -30,7 +30,7 @@ NONDETERMINISTIC_COLUMNS: frozenset[str] = (
 
 
 def make_empty_frame(name: str) -> pd.DataFrame:
-    """An empty frame with the columns and types of the frame `name`, which is one of `FRAME_NAMES`."""
+    """Make an empty frame with the columns and types of the frame `name`, one of `FRAME_NAMES`."""
     return cast_frame(pd.DataFrame(columns=list(SCHEMAS[name])), SCHEMAS[name])
 
 
@@ -54,7 +54,7 @@ class StudyFrames:
     """The results/<run> folder of each study, in the order of `studies`; empty if the frames were not loaded."""
 
     def __repr__(self) -> str:
-        """The studies with their numbers of runs, and the size of each frame, without the rows."""
+        """Summarize the studies with their numbers of runs, and the size of each frame."""
         studies = ", ".join(
             f"{study.name} ({(self.trials['study'] == study.name).sum()} runs)" for study in self.studies
         )
@@ -84,7 +84,7 @@ class StudyFrames:
 
     @property
     def families(self) -> list[Family]:
-        """The distinct families of the studies: several only if studies of several families were loaded together."""
+        """The distinct families of the studies: more than one only if such studies were loaded together."""
         return list({family.name: family for family in map(get_family, self.studies)}.values())
 
     @property
@@ -94,19 +94,19 @@ class StudyFrames:
 
     @cached_property
     def runs(self) -> pd.DataFrame:
-        """`trials` without the columns of settings, which are the large majority."""
+        """`trials` without the columns of settings, which are the great majority."""
         return self.trials[[name for name in self.trials if not str(name).startswith(CONFIG_PREFIX)]]
 
     @cached_property
     def run_digests(self) -> dict[str, dict[str, int]]:
-        """By run_id and column that the run measured, a number: equal where all values are equal to the last bit.
+        """A hash for each run_id and measured column; equal hashes mean that all values are equal to the last bit.
 
         Times and names of runs are left out.
         """
         left_out = {"run_id", "study", "arm", *NONDETERMINISTIC_COLUMNS}
         places = self.steps.groupby("run_id", sort=False, observed=True).indices
         digests: dict[str, dict[str, int]] = {str(run_id): {} for run_id in places}
-        # Odd factors, so that no hash is lost, which differ from row to row, so that the order counts.
+        # The factors are odd, so no hash is lost, and differ from row to row, so that the order counts.
         factors = np.arange(1, 2 * len(self.steps) + 1, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         for name in self.steps.columns.difference(sorted(left_out)):
             is_measured = self.steps[name].notna().to_numpy()
@@ -125,7 +125,7 @@ class StudyFrames:
     def settings(self) -> pd.DataFrame:
         """The settings of each run, by run_id. The columns have two levels, section and name, such as ("actor", "lr").
 
-        Settings without a section have the section "". In `trials` the same columns are named `config/actor.lr`.
+        Settings outside a section have the section "". In `trials` the same columns are named `config/actor.lr`.
         """
         names = [str(name) for name in self.trials if str(name).startswith(CONFIG_PREFIX)]
         keys = [name.removeprefix(CONFIG_PREFIX).rpartition(".") for name in names]
@@ -144,7 +144,7 @@ class StudyFrames:
     def trained_episodes(self) -> pd.DataFrame:
         """One row per recorded episode that a step trained on, with its advantage, as in `episodes`. Read at first use.
 
-        Recorded with the setting `trainer.log_train_generations`.
+        Needs the setting `trainer.log_train_generations`.
         """
         return read_episodes_frame(zip(self.folders, self.studies, strict=bool(self.folders)), is_trained=True)
 
@@ -154,11 +154,11 @@ class StudyFrames:
         return {str(run_id): rows for run_id, rows in self.steps.groupby("run_id", sort=False)}
 
     def get_run_steps(self, run_id: str) -> pd.DataFrame:
-        """Rows of `steps` of one run; empty for a run without a step."""
+        """Return the rows of `steps` of one run; empty for a run without a step."""
         return self.steps_by_run.get(run_id, self.steps.iloc[:0])
 
     def select_study(self, name: str) -> "StudyFrames":
-        """The frames of one study, without the columns of other families.
+        """Select the frames of one study, without columns that only other families have.
 
         name: the study's value in the `study` column. ValueError if no study has it.
         """
@@ -178,35 +178,36 @@ class StudyFrames:
     def write_parquet(self, folder: Path | str, damage: Sequence[str] = ()) -> None:
         """Write every frame to `folder` as <name>.parquet, each with an atomic rename.
 
-        damage: what was wrong with the files that the frames are made from. Whoever loads the tables is told of it.
+        damage: problems in the files that the frames were made from. `load` repeats them as warnings.
         """
         for frame_name in FRAME_NAMES:
             write_table(getattr(self, frame_name), Path(folder) / f"{frame_name}.parquet", damage)
 
 
 def merge_schemas(families: Iterable[Family], frame_name: str) -> Schema:
-    """The columns of all families in one frame. A test ensures that a shared name has the same type."""
+    """Merge the columns of all families in one frame. A test ensures that a shared name has the same type."""
     return {name: kind for family in families for name, kind in get_schemas(family.name)[frame_name].items()}
 
 
 def to_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of a frame as dictionaries."""
-    if frame.empty:  # pandas takes a millisecond for nothing, and a report asks for every arm
+    """Convert the rows of a frame to dictionaries."""
+    if frame.empty:  # pandas takes a millisecond even for an empty frame, and a report asks for every arm
         return []
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 _DTYPES = {kind: pd.api.types.pandas_dtype(kind) for kind in (CATEGORY, FLOAT, INT, NULLABLE_INT, BOOL, TEXT, TIME)}
-"""The types of columns. pandas would parse the name of a type at each comparison, for hundreds of columns."""
+"""Column types as dtype objects. From a name, pandas would parse the type at each comparison, for hundreds of
+columns."""
 
 
 _OBJECT = np.dtype(object)
 
 
 def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
-    """`frame` with every column of `schema` in its type, even if all values are missing. Other columns come last."""
+    """Cast every column of `schema` to its type, adding missing ones. Other columns come last."""
     series = dict(frame.items())
-    # One for all columns of a type that the frame lacks: a study of few steps has more of these than others.
+    # All missing columns of a type share one Series: short studies lack most columns.
     missing_values = pd.Series([None] * len(frame), index=frame.index, dtype=object)
     missing_kinds = {kind for name, kind in schema.items() if name not in series}
     missing_columns = {kind: _cast_column(missing_values, kind) for kind in missing_kinds}
@@ -219,10 +220,10 @@ def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
 
 
 def _cast_column(values: Any, dtype: str) -> Any:
-    """A pandas Series as `dtype`; missing text becomes empty text."""
+    """Cast a Series to `dtype`; missing text becomes empty text."""
     if dtype == CATEGORY:
         return _cast_categories(values)
-    # A column of the right type is not copied, since frames can be large. Missing text still has to be filled.
+    # A column of the right type is not copied, since frames can be large. Missing text must still be filled.
     if values.dtype == _DTYPES[dtype] and not values.hasnans:
         return values
     if dtype == TEXT:
@@ -237,31 +238,31 @@ def _cast_column(values: Any, dtype: str) -> Any:
 
 
 def _cast_categories(values: Any) -> Any:
-    """A pandas Series as categories that are sorted texts; missing text becomes empty text."""
+    """Cast a Series to categories that are sorted texts; missing text becomes empty text."""
     if (
         not isinstance(values.dtype, pd.CategoricalDtype)
         or values.hasnans
         or values.cat.categories.dtype != _DTYPES[TEXT]
     ):
         return _cast_column(values, TEXT).astype(CATEGORY)
-    # Those of a parquet file are in the order in which they occur there.
+    # A parquet file has its categories in order of first occurrence.
     return values.cat.reorder_categories(sorted(values.cat.categories))
 
 
 def _fill_text(values: Any) -> Any:
-    """Replace missing text by empty text; other types keep their missing value."""
-    # Compared with a type: pandas would first look for an extension type of the name "object".
+    """Replace missing text by empty text; other types keep missing values."""
+    # Compared with the dtype object: for the name "object", pandas would first look for an extension type.
     is_text = isinstance(values.dtype, pd.StringDtype) or values.dtype == _OBJECT
     return _cast_column(values, TEXT) if is_text else values
 
 
 def make_setting_column(values: list[Any]) -> Any:
-    """One setting of all runs as an array: boolean, Int64 or float64 if every value fits, otherwise text.
+    """Convert the values of one setting to an array: boolean, Int64 or float64 if every value fits, otherwise text.
 
-    A missing value (None) stays missing, or becomes empty text. Lists have been converted to JSON text before.
+    A missing value (None) stays missing, or becomes empty text. Lists must already be JSON text.
     """
     present_values = [value for value in values if value is not None]
-    # bool is a subclass of int in Python: without the checks for it, True and 1 would share a column of numbers.
+    # bool is a subclass of int in Python: without these checks, True and 1 would share a numeric column.
     if present_values and all(isinstance(value, bool) for value in present_values):
         return pd.array(values, dtype="boolean")
     if present_values and all(isinstance(value, int) and not isinstance(value, bool) for value in present_values):
@@ -276,12 +277,12 @@ def make_setting_column(values: list[Any]) -> Any:
 def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
     """Concatenate studies. Studies that share a name are renamed to the name of their run folder.
 
-    Where the folders share a name too, as those of one study in two outputs do, it is the path below their common
-    folder.
+    If their folders share a name too, as when one study was run into two outputs, the path below their common parent is
+    used.
 
-    Studies may be of different families: a column that the family of a study does not have is missing in its rows, and
-    `StudyFrames.select_study` drops it again. A single study is returned unchanged. Renaming keeps two executions of
-    one study apart in the column `study`.
+    Studies may be of different families: columns that a study's family lacks are missing in its rows, and
+    `StudyFrames.select_study` drops them again. A single study is returned unchanged. Thanks to renaming, two
+    executions of one study stay distinct in the column `study`.
     """
     if len(study_frames) == 1:
         return study_frames[0]
@@ -301,9 +302,9 @@ def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
 
 
 def _list_names(study_frames: Sequence[StudyFrames]) -> list[str]:
-    """A distinct name for each study: its own, or else that of its folder, the folder's path, or one with a number."""
+    """Choose distinct names for studies: the study's name, its folder's name, its path, or a name with a number."""
     studies = [frames.studies[0] for frames in study_frames]
-    # A confirmation has the name and the run of its study, and only another folder.
+    # A confirmation shares its study's name and run, and differs only in its folder.
     folders = [
         frames.folders[0] if frames.folders else Path(study.run)
         for frames, study in zip(study_frames, studies, strict=True)
@@ -318,7 +319,7 @@ def _list_names(study_frames: Sequence[StudyFrames]) -> list[str]:
         names = [
             other_name if names.count(name) > 1 else name for name, other_name in zip(names, other_names, strict=True)
         ]
-    # The same study twice.
+    # The same study loaded twice.
     return [
         f"{name} ({names[:index].count(name) + 1})" if names.count(name) > 1 else name
         for index, name in enumerate(names)
@@ -334,13 +335,13 @@ def _rename_study(study_frames: StudyFrames, study_name: str) -> StudyFrames:
 
 
 def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str] = ()) -> list[str]:
-    """Differences between two frames of the same kind as sentences; empty if they are equal bit for bit.
+    """Describe the differences between two frames of the same kind in sentences; empty if they are bitwise equal.
 
     Ignores times, the id drawn by Ray Tune, and `ignored_columns`. Two missing values are equal.
     """
     skipped_columns = NONDETERMINISTIC_COLUMNS | set(ignored_columns)
     columns_a, columns_b = ([name for name in frame.columns if name not in skipped_columns] for frame in (a, b))
-    # Frames with other columns or another number of rows cannot be compared value by value.
+    # Frames with different columns or numbers of rows cannot be compared value by value.
     if columns_a != columns_b:
         return [f"columns differ: {sorted(set(columns_a) ^ set(columns_b)) or 'in order'}"]
     if len(a) != len(b):
@@ -352,7 +353,7 @@ def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str]
 
 
 def _describe_difference(name: str, a: Any, b: Any) -> str:
-    # Two columns of categories are equal if their texts are.
+    # Categorical columns are compared as text, since their categories may differ.
     a, b = (values.astype(TEXT) if values.dtype == CATEGORY else values for values in (a, b))
     if a.dtype != b.dtype:
         return f"{name}: type {a.dtype} against {b.dtype}"

@@ -45,7 +45,7 @@ from trainable.runs.study_record import (
 
 
 class RunFiles(NamedTuple):
-    """What the files of one run tell: the last line per step, evaluation and analysis, and how the run stands.
+    """Content of the files of one run: the last line per step, evaluation and analysis, and the run's status.
 
     steps_total: the planned number of steps, if known.
     """
@@ -61,16 +61,16 @@ class RunFiles(NamedTuple):
 def load(path: Path | str, *, live: bool = False) -> StudyFrames:
     """Load the study or studies at `path`.
 
-    Reads the parquet tables of a study if they are newer than all files of its runs and have every column of this
-    version. Otherwise reads the files of the runs. Several studies of any family are concatenated (see
-    `concat_studies`); the column `study` distinguishes them.
+    Reads a study's parquet tables if they are newer than all files of its runs and have every column of this version;
+    otherwise the files of the runs. Several studies of any family are concatenated (see `concat_studies`); the column
+    `study` distinguishes them.
 
     Args:
         path: an output folder, a results/<run> folder, or any folder above these.
         live: keep the statuses "running" and "waiting" (see `read_study`).
 
     Raises:
-        ValueError: there is no study.json, or one of an unknown family.
+        ValueError: there is no study.json, or its family is unknown.
     """
     folders = find_study_folders(Path(path))
     study_frames = [
@@ -81,15 +81,15 @@ def load(path: Path | str, *, live: bool = False) -> StudyFrames:
 
 
 def find_study_folders(path: Path) -> list[Path]:
-    """All folders with a study.json at or below `path`, sorted. If `path`/results exists, only that is searched.
+    """Find all folders with a study.json at or below `path`, sorted. If `path`/results exists, search only there.
 
     Raises:
-        UnsafePathError: the way from `path` to a study leads through a symbolic link.
+        UnsafePathError: the path to a study leads through a symbolic link.
         ValueError: there is no study.json.
     """
     if os.path.lexists(path / STUDY_FILE):
         return [path]
-    # An output folder also has logs and checkpoints, which may be many files and contain no study.
+    # An output folder also holds logs and checkpoints: many files, and never a study.
     root = path / "results" if (path / "results").is_dir() else path
     folders = sorted(study_file.parent for study_file in root.rglob(STUDY_FILE))
     for folder in folders:
@@ -110,7 +110,7 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
 
     Args:
         folder: a results/<run> folder.
-        live: keep the statuses "running" and "waiting". A file cannot show whether the process that wrote it still
+        live: keep the statuses "running" and "waiting". The files do not show whether the process that wrote them still
             exists, so by default "running" is read as "interrupted", and "waiting" as the status before it.
 
     Raises:
@@ -122,11 +122,11 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
 
 
 def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tuple[Path, ...]) -> StudyFrames:
-    """The frames of a study from what its runs wrote. folders: those of the study; empty if it has none."""
+    """Make the frames of a study from what its runs wrote. folders: the study's folder; empty if it has none."""
     family = get_family(study)
     schemas = get_schemas(family.name)
-    # Arms in the order of study.json, then other arms by name, then seeds. run_id comes last so that the order is the
-    # same on every machine, even if two runs share arm and seed.
+    # Arms in the order of study.json, then other arms by name, then seeds. run_id comes last, which makes the order the
+    # same on every machine even if two runs share arm and seed.
     rank = {arm: index for index, arm in enumerate(study.axis.values)}
     runs = sorted(
         study_runs,
@@ -139,7 +139,7 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
     )
     trials = [_make_trial_row(study, run, family) for run in runs]
     steps = [row for run in runs for row in _make_step_rows(study, run, family)]
-    # Measures of a game of the user, beside the columns of the family; the first ones if there are many.
+    # Measures of a plug-in game follow the family's columns; only the first ones are kept if there are many.
     own_columns = list(dict.fromkeys(name for row in steps for name in row if name not in schemas["steps"]))
     frames = {
         "trials": _make_trials_frame(trials, [flatten_config(run.header.config) for run in runs], schemas["trials"]),
@@ -160,10 +160,10 @@ def _read_study_file(folder: Path) -> StudyRecord:
 
 
 def _read_runs(folder: Path, study: StudyRecord, family: Family, live: bool) -> list[RunFiles]:
-    """Every run that is listed in study.json or has a folder.
+    """Read every run that is listed in study.json or has a folder.
 
-    A listed run without a folder never ran. A folder that study.json does not list is read too, so that no result is
-    lost. Raises UnsafePathError if the folder of a run is a symbolic link.
+    A listed run without a folder never ran. A folder missing from study.json is read too, so that no result is lost.
+    Raises UnsafePathError if the folder of a run is a symbolic link.
     """
     STEP_PHASE.enter("reading rows")
     check_path(folder, folder / "runs")
@@ -178,10 +178,10 @@ def _read_runs(folder: Path, study: StudyRecord, family: Family, live: bool) -> 
 def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: Family, live: bool) -> RunFiles:
     check_path(folder.parent, folder)
     header = _read_header(folder, entry)
-    # Without run.json, the run is taken to have the number of steps of the study; an arm may have another.
+    # Without run.json, assume the study's number of steps, although an arm may have another.
     steps_total = find_total_steps(header.config) or study.total_steps
     history = RunHistory.read(folder, steps_total, is_live=live)
-    # A study starts after each of its runs has a run.json, so one without it lost it.
+    # A study starts only after each run has a run.json, so a run with rows but without this file has lost it.
     if history.rows and not (folder / RUN_FILE).exists():
         _warn(f"{folder / RUN_FILE} is missing, so the settings of this run are not known.")
     for note in history.notes:
@@ -202,7 +202,7 @@ def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: F
 
 
 def _read_header(folder: Path, entry: RunEntry) -> RunRecord:
-    """run.json in the folder of a run; with a warning, what study.json says of it if run.json cannot be read."""
+    """Read a run's run.json; if it is unreadable, warn and use the entry of study.json."""
     try:
         return replace(read_record(RunRecord, folder), run_id=folder.name)
     except FileNotFoundError:  # a run that has not started may have no files
@@ -217,13 +217,13 @@ def _warn(message: str) -> None:
 
 
 def _read_probes(path: Path) -> Lines:
-    """The lines of probes, which no run stands on: damaged ones are left out with a warning."""
+    """Read the lines of probes. Damaged ones are skipped with a warning, since no run depends on them."""
     try:
         lines = read_lines(path)
     except UnsafePathError as error:
         _warn(f"{error}.")
         return Lines(())
-    # Rows and their files say how many lines a file must have. Of probes, an unfinished line is the only trace.
+    # Rows state how many lines the other files must have. Nothing does for probes: only an unfinished line shows.
     if numbers := sorted((*lines.damaged_numbers, *lines.unchecked_numbers)):
         _warn(f"{path} does not match its checksums at line {numbers[0]}.")
     return lines
@@ -247,13 +247,13 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
         "experiment_name": run.header.experiment_name,
         **asdict(replace(run.status, run_id=run.header.run_id)),
         "steps_total": run.steps_total,
-        # Only a run stopped by a rule keeps its last values up to the planned end.
+        # Only a run that a rule stopped is credited with its last values up to the planned end.
         **resolve_name(family.summarize)(run.rows, run.steps_total if run.status.status == "early_stopped" else None),
     }
 
 
 def _parse_number(text: str) -> float:
-    """`text` as a number; NaN for a word such as nofilter."""
+    """Parse `text` as a number; NaN for a word such as nofilter."""
     try:
         return float(text)
     except ValueError:
@@ -268,15 +268,15 @@ def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) ->
 
 
 def _make_step_rows(study: StudyRecord, run: RunFiles, family: Family) -> list[Row]:
-    """The rows of a run. Only the row of the step at which a rule stopped the run has the values of `STOP_COLUMNS`."""
+    """Make the rows of a run. Only the row of the step at which a rule stopped it has values in `STOP_COLUMNS`."""
     names = _make_run_columns(study, run)
     stop_columns = {column.name: getattr(run.status, column.name) for column in STOP_COLUMNS}
-    stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None  # None is the step of no row
+    stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None  # None matches no row
     return [
         {
             **names,
             "step": row["step"],
-            # Without the columns that a row lacks: a run may have a hundred thousand rows, and few of all columns.
+            # Absent columns are not filled in: a run may have 100,000 rows, few of which have all columns.
             **{name: value for name, value in row.items() if name not in names and name not in stop_columns},
             **(stop_columns if row["step"] == stop_step else {}),
         }
@@ -290,7 +290,7 @@ def _make_levels_frame(study: StudyRecord, runs: Iterable[RunFiles], schema: Sch
         return pd.DataFrame(columns=list(schema))
     episodes = [_make_episode_columns(columns["run_id"], line) for columns, line in evaluations]
     heads = [{**columns, **{name: line[name] for name in ("step", "split", "mode")}} for columns, line in evaluations]
-    # Cast before the rows are repeated: categories take a tenth of the memory of texts.
+    # Cast before rows are repeated: categories take a tenth of the memory of text.
     head_frame = cast_frame(pd.DataFrame(heads), {name: schema[name] for name in heads[0]})
     frame = head_frame.loc[head_frame.index.repeat([len(columns["level"]) for columns in episodes])]
     return frame.reset_index(drop=True).assign(
@@ -306,13 +306,13 @@ def _make_analysis_frame(
 
 
 def _make_frame(rows: Sequence[Row], columns: Iterable[str]) -> pd.DataFrame:
-    """A frame of those `columns` that occur in `rows`; `cast_frame` adds the others faster than pandas does."""
+    """Make a frame of those `columns` that occur in `rows`; `cast_frame` adds the others faster than pandas does."""
     present_names = {name for row in rows for name in row}
     return pd.DataFrame(rows, columns=[name for name in columns if name in present_names], index=range(len(rows)))
 
 
 def _make_episode_columns(run_id: str, line: Row) -> dict[str, Any]:
-    """The columns level, cluster and success of the episodes of one evaluation, as arrays."""
+    """Make the columns level, cluster and success of the episodes of one evaluation, as arrays."""
     # One character per episode: "1" for success, "0" otherwise.
     success = np.frombuffer(line["success"].encode(), dtype=np.uint8) == ord("1")
     if not len(line["levels"]) == len(line["clusters"]) == len(success):
@@ -326,19 +326,19 @@ def _make_episode_columns(run_id: str, line: Row) -> dict[str, Any]:
 
 
 def _is_parquet_newest(folder: Path) -> bool:
-    """Whether all parquet tables exist and are newer than every file they are made from."""
+    """Check whether all parquet tables exist and are newer than every file they were made from."""
     tables = [folder / f"{name}.parquet" for name in FRAME_NAMES]
     if not all(table.is_file() for table in tables):
         return False
     sources = [folder / STUDY_FILE, folder / "runs", *folder.glob("runs/*/*.json"), *folder.glob("runs/*/*.jsonl")]
-    # The folder runs/ is a source too: its time changes when a run is added or deleted. A file with the same time as a
-    # table may have been written after it, since some file systems have coarse times; it counts as newer.
+    # The folder runs/ is a source too: its time changes when a run is added or deleted. A source with the same time as
+    # a table counts as newer, since some file systems have coarse times.
     oldest_table_ns = min(table.stat().st_mtime_ns for table in tables)
     return all(source.stat().st_mtime_ns < oldest_table_ns for source in sources if source.exists())
 
 
 def _read_parquet(folder: Path, live: bool) -> StudyFrames:
-    """Read the tables of a study, or the files of its runs if the tables are damaged or of another version."""
+    """Read the tables of a study, or the files of its runs if the tables are damaged or outdated."""
     study = _read_study_file(folder)
     schemas, has_runs = get_schemas(study.family), (folder / "runs").is_dir()
     try:
@@ -354,9 +354,9 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     if not has_runs:
         for message in damage:
             warnings.warn(message, DamageWarning, stacklevel=3)
-    # Tables of an older version lack new columns. Damaged files may have been repaired since, and tell what is damaged.
+    # Tables of an older version lack new columns. Damaged files may have been repaired since; reading them shows.
     is_outdated = bool(damage) or any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES)
-    # "running" in a table may be stale as well; `read_study` reads it as "interrupted".
+    # "running" in a table may be stale as well; `read_study` then reads it as "interrupted".
     if (has_runs and is_outdated) or (not live and tables["trials"]["status"].isin(OPEN_STATUSES).any()):
         return read_study(folder, live=live)
     frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}

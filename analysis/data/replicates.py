@@ -1,9 +1,9 @@
-"""Recorded replicates: the outcomes of one configuration with many seeds, by which studies are planned.
+"""Recorded replicates: the outcomes of one configuration with many seeds, used to plan studies.
 
 `replicates.json` in this folder is made from the baselines of the shipped studies (`make replicates`). An entry applies
-to a study whose baseline has the very configuration that was recorded: another estimator, learning rate, number of
-groups or of steps moves the noise of runs by a factor of up to fifteen. Nothing is pooled, and where no entry applies,
-nothing is known before the runs. The other arms of a study may be noisier than its baseline.
+only to studies whose baseline has exactly the recorded configuration: changing the estimator, the learning rate, or the
+number of groups or steps changes the noise of runs by a factor of up to fifteen. Nothing is pooled: where no entry
+applies, the noise is unknown before the runs. The other arms of a study may be noisier than its baseline.
 """
 
 import json
@@ -23,14 +23,14 @@ from trainable.runs.study_record import ENDED_STATUSES, StudyRecord
 
 REPLICATES_PATH = Path(__file__).parent / "replicates.json"
 MIN_REPLICATES = 20
-"""With fewer runs, the interval of a variance is wider than a factor of three."""
+"""With fewer runs, the interval of a variance spans more than a factor of three."""
 
 
 class Replicates(NamedTuple):
     """Outcomes of one configuration, one per seed.
 
-    config_hash: of the configuration. column: the outcome, a column of `trials`. study, arm: where they come from;
-    other studies may have the same configuration. values: of the seeds 0, 1, 2, ...
+    config_hash: identifies the configuration. column: the outcome, a column of `trials`. study, arm: the source; other
+    studies may have the same configuration. values: of the seeds 0, 1, 2, ...
     """
 
     config_hash: str
@@ -42,20 +42,20 @@ class Replicates(NamedTuple):
 
 @cache
 def read_replicates(path: Path = REPLICATES_PATH) -> tuple[Replicates, ...]:
-    """Read all recorded replicates; none if there is no file."""
+    """Read all recorded replicates; empty if there is no file."""
     if not path.is_file():
         return ()
     return tuple(Replicates(**{**entry, "values": tuple(entry["values"])}) for entry in read_json(path))
 
 
 def write_replicates(replicates: Iterable[Replicates], path: Path = REPLICATES_PATH) -> None:
-    """Write replicates, sorted, with one line per entry."""
+    """Write replicates, sorted, one entry per line."""
     lines = [json.dumps(entry._asdict()) for entry in sorted(replicates, key=lambda entry: (entry.study, entry.arm))]
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def find_recorded_values(study: StudyRecord, column: str) -> tuple[float, ...]:
-    """The recorded outcomes of a study's baseline; empty if there are none. study: content of study.json."""
+    """Find the recorded outcomes of a study's baseline; empty if there are none. study: content of study.json."""
     config_hash = _find_baseline_hash(study)
     return next(
         (entry.values for entry in read_replicates() if (entry.config_hash, entry.column) == (config_hash, column)), ()
@@ -68,7 +68,7 @@ def _find_baseline_hash(study: StudyRecord) -> str:
 
 
 def make_replicates(frames: StudyFrames) -> Replicates:
-    """The replicates of a study's baseline arm. ValueError if it has fewer than `MIN_REPLICATES` scored runs."""
+    """Collect the replicates of a study's baseline. ValueError if it has fewer than `MIN_REPLICATES` scored runs."""
     (study,), (family,) = frames.studies, frames.families
     column, baseline = family.primary_column, study.baseline
     runs = frames.runs[(frames.runs["arm"] == baseline) & frames.runs["status"].isin(ENDED_STATUSES)]
@@ -83,9 +83,9 @@ def make_replicates(frames: StudyFrames) -> Replicates:
 
 
 def main(folders: Sequence[str]) -> None:
-    """Record the baselines of the studies in `folders`. Entries of other configurations stay.
+    """Record the baselines of the studies in `folders`, keeping the entries of other configurations.
 
-    A baseline that ends at the same number in every run, such as an error of 0, says nothing of noise and is left out.
+    A baseline whose runs all end at the same number, such as an error of 0, tells nothing about noise and is left out.
     """
     replicates = {(entry.config_hash, entry.column): entry for entry in read_replicates()}
     for folder in folders:

@@ -1,7 +1,7 @@
-"""Readers of the lines of a run, each checked before it enters a table.
+"""Parse the lines of a run's files, checking each before it enters a table.
 
-A process that is killed while it appends can leave a truncated last line in a JSONL file. Such a line, and any other
-invalid line, is skipped.
+A process that is killed while appending can leave a truncated last line in a JSONL file. Invalid lines of any kind are
+skipped.
 """
 
 import json
@@ -18,34 +18,34 @@ ANALYSIS_SOURCES = ("train", "probe")
 
 
 def flatten_config(config: Mapping[str, Any]) -> Row:
-    """A nested configuration as dotted fields for a table, in which lists become JSON text."""
+    """Flatten a nested configuration to dotted names for a table. Lists become JSON text."""
     fields = flatten_settings(config).items()
     return {name: json.dumps(value) if isinstance(value, list) else value for name, value in fields}
 
 
 def is_int64(value: object) -> bool:
-    """Whether `value` is an integer that fits into 64 bits. True and False do not count."""
+    """Check whether `value` is an integer that fits into 64 bits. True and False do not count."""
     return type(value) is int and abs(value) < 2**63
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a number that fits into a float64. True and False count as 1 and 0."""
+    """Check whether `value` is a number that fits into a float64. True and False count as 1 and 0."""
     # json.loads accepts NaN, Infinity and integers of any length; the comparison is False for all that do not fit.
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def is_text(value: object) -> bool:
-    """Whether `value` is text that UTF-8 can encode. JSON escapes can produce lone surrogates, which UTF-8 cannot."""
+    """Check whether `value` is text that UTF-8 can encode, unlike the lone surrogates that JSON escapes can produce."""
     return isinstance(value, str) and value.encode(errors="ignore").decode() == value
 
 
 def is_bool(value: object) -> bool:
-    """Whether `value` is True or False."""
+    """Check whether `value` is True or False."""
     return isinstance(value, bool)
 
 
 MAX_OWN_COLUMNS, MAX_OWN_NAME_LENGTH = 32, 80
-"""Limits of the columns that a game of the user adds: their number, and the length of a name."""
+"""Limits on the columns that a plug-in game adds: their number, and the length of a name."""
 
 _VALIDATORS: dict[str, Callable[[object], bool]] = {
     TEXT: is_text,
@@ -58,7 +58,7 @@ _VALIDATORS: dict[str, Callable[[object], bool]] = {
 
 
 def get_evaluation_key(row: Row) -> tuple[int, str, str] | None:
-    """(step, split, mode) of a line of levels.jsonl, or None if a field is missing or has the wrong type."""
+    """Return (step, split, mode) of a line of levels.jsonl, or None if a field is missing or has the wrong type."""
     has_names = all(is_text(row.get(name)) for name in ("split", "mode", "success"))
     has_lists = all(
         isinstance(row.get(name), list) and all(map(is_int64, row[name])) for name in ("levels", "clusters")
@@ -67,7 +67,7 @@ def get_evaluation_key(row: Row) -> tuple[int, str, str] | None:
 
 
 def get_analysis_key(row: Row) -> tuple[int, str, bool] | None:
-    """(step, source, prefilter) of a line of gradients.jsonl or probes.jsonl, or None if a field is invalid."""
+    """Return (step, source, prefilter) of a line of gradients.jsonl or probes.jsonl, or None if a field is invalid."""
     if row.get("source") not in ANALYSIS_SOURCES or not is_bool(row.get("prefilter")) or row["step"] < 0:
         return None
     has_rows = has_valid_entries(
@@ -78,7 +78,7 @@ def get_analysis_key(row: Row) -> tuple[int, str, bool] | None:
 
 
 def has_valid_entries(entries: object, validators: Mapping[str, Callable[[object], bool]]) -> bool:
-    """Whether `entries` is a list of objects that all have valid values for the keys of `validators`."""
+    """Check whether `entries` is a list of objects with valid values for all keys of `validators`."""
     return isinstance(entries, list) and all(
         isinstance(entry, dict) and all(is_valid(entry.get(name)) for name, is_valid in validators.items())
         for entry in entries
@@ -86,11 +86,11 @@ def has_valid_entries(entries: object, validators: Mapping[str, Callable[[object
 
 
 def parse_step_row(row: Row, family: Family) -> Row:
-    """The step and the columns of a line of metrics.jsonl, without values of the wrong type."""
+    """Extract the step and the columns of a line of metrics.jsonl, dropping values of the wrong type."""
     dtypes = get_schemas(family.name)["steps"]
     names = [column.name for column in family.step_columns if column.name in row]
     valid_values = {name: row[name] for name in names if row[name] is None or _VALIDATORS[dtypes[name]](row[name])}
-    # Measures of a game of the user.
+    # Measures of a plug-in game.
     own_names = [
         name
         for name in row
@@ -104,13 +104,13 @@ def parse_step_row(row: Row, family: Family) -> Row:
 
 
 def make_gradient_rows(lines: Iterable[Row]) -> list[Row]:
-    """One row per component and bucket of the analyses in `lines`, without values of the wrong type."""
+    """Make a row per component and bucket of the analyses in `lines`, dropping values of the wrong type."""
     names = [column.name for column in GRADIENT_COLUMNS]
     return [_make_row(line, entry, names, "gradients") for line in lines for entry in line["rows"]]
 
 
 def make_group_rows(lines: Iterable[Row]) -> list[Row]:
-    """One row per group of the analyses in `lines`."""
+    """Make a row per group of the analyses in `lines`."""
     names = ["bucket", "group", "reward_std"]
     return [_make_row(line, entry, names, "gradient_groups") for line in lines for entry in line["groups"]]
 

@@ -15,7 +15,7 @@ Schema = dict[str, str]
 TEXT, FLOAT, INT, NULLABLE_INT, BOOL = "str", "float64", "int64", "Int64", "bool"
 TIME = "datetime64[us, UTC]"
 CATEGORY = "category"
-"""Text of which each value is stored once, in frames with many rows. Its categories are sorted."""
+"""Text stored once per distinct value, for frames with many rows. Categories are sorted."""
 # Columns whose type does not follow from their unit.
 _DTYPE_OVERRIDES = {
     "seed": INT,
@@ -30,7 +30,7 @@ _DTYPE_OVERRIDES = {
 
 
 def _make_schema(*column_groups: Iterable[Column]) -> Schema:
-    """The dtypes of columns of records.py: text without a unit, a time if the unit is UTC, otherwise a number."""
+    """Map columns of records.py to dtypes: text without a unit, a time if the unit is UTC, otherwise a number."""
     return {
         column.name: _DTYPE_OVERRIDES.get(column.name) or {"": TEXT, "UTC": TIME}.get(column.unit, FLOAT)
         for group in column_groups
@@ -63,7 +63,7 @@ _DETAIL_SCHEMAS = {
 
 @cache
 def get_schemas(family: str) -> Mapping[str, Schema]:
-    """Columns and types of each frame of a family, by its name. Those that only others fill are empty."""
+    """Return columns and types of each frame of a family, by name. Frames that only other families fill are empty."""
     declared = get_named_family(family)
     return {
         "trials": {**_RUN_SCHEMA, **_AXIS_SCHEMA, **_make_schema(declared.trial_columns)},
@@ -73,7 +73,7 @@ def get_schemas(family: str) -> Mapping[str, Schema]:
 
 
 def get_family(study: StudyRecord) -> Family:
-    """The family named in study.json. ValueError for an unknown family."""
+    """Return the family named in study.json. ValueError if it is unknown."""
     if study.family not in FAMILIES:
         raise ValueError(
             f"study.json of `{study.name}` names the family {study.family!r}, which this version cannot read. "

@@ -1,4 +1,4 @@
-"""What a run came to: values of its trial that no file contains, from its rows."""
+"""Summarize a run: compute the values of its trial that no file contains from its rows."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,11 +8,11 @@ from trainable.runs.history import find_last_value
 from trainable.runs.records import TRIAL_LAST_VALUES, Column
 
 LATE_EVALUATIONS = 4
-"""How many evaluations the outcome of a run is the mean of: a single one would add its own noise to a comparison."""
+"""Number of evaluations that a run's outcome averages: a single one would add its noise to every comparison."""
 
 
 def summarize_ppo_run(rows: Sequence[Row], end_step: int | None) -> Row:
-    """Success before training, along the curve and at the end; see `Family.summarize`."""
+    """Compute success before training, along the curve and at the end; see `Family.summarize`."""
     # Most rows have no validation: only every n-th step is validated.
     points = [(row["step"], row["val_success"]) for row in rows if row.get("val_success") is not None]
     validations = [value for _, value in points]
@@ -36,7 +36,7 @@ def summarize_ppo_run(rows: Sequence[Row], end_step: int | None) -> Row:
 
 
 def summarize_by_prefix(rows: Sequence[Row], end_step: int | None, trial_columns: Iterable[Column]) -> Row:
-    """final_...: of the last row; last_...: the last value; late_...: mean over the last evaluations."""
+    """Take final_... from the last row, last_... as the last value, late_... as mean over the last evaluations."""
     last_row = rows[-1] if rows else {}
     columns = [column.name for column in trial_columns]
     return {
@@ -54,13 +54,12 @@ def summarize_by_prefix(rows: Sequence[Row], end_step: int | None, trial_columns
 
 
 def compute_late_mean(curve: Sequence[tuple[int, float]], end_step: int | None) -> float | None:
-    """Mean over the last `LATE_EVALUATIONS` evaluations of a run; None without any.
+    """Compute the mean over the last `LATE_EVALUATIONS` evaluations of a run, or all if fewer; None without any.
 
-    curve: step and value of each evaluation, in order. end_step: the planned last step of a run that a rule stopped,
-    which keeps its last value at the evaluations that it missed; None for a run that is measured up to its last row.
-    Evaluations are planned at the multiples of the first evaluated step and at the last step. With fewer than
-    `LATE_EVALUATIONS` evaluations the mean is over all of them. The one before training counts only if it is the only
-    one.
+    curve: step and value of each evaluation, in order. end_step: the planned last step of a run that a rule stopped;
+    its last value stands for the evaluations that it missed. None for a run that is measured up to its last row.
+    Evaluations are planned at the multiples of the first evaluated step and at the last step. The evaluation before
+    training counts only if it is the only one.
     """
     points = [point for point in curve if point[0] > 0]
     if not points:
@@ -73,7 +72,7 @@ def compute_late_mean(curve: Sequence[tuple[int, float]], end_step: int | None) 
 
 
 def count_missed_evaluations(interval: int, last_step: int, end_step: int) -> int:
-    """The number of evaluations that were planned after `last_step`, but at most `LATE_EVALUATIONS`.
+    """Count the evaluations that were planned after `last_step`, up to `LATE_EVALUATIONS`.
 
     They are planned at the multiples of `interval` and at `end_step`.
     """

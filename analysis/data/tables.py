@@ -1,7 +1,7 @@
 """Read and write the parquet tables of a study.
 
-A table contains the SHA-256 of its file, so that every changed byte is noticed. It may also come from somebody else,
-and be made to exhaust the memory.
+A table contains the SHA-256 of its file, so that any changed byte is noticed. Tables may come from untrusted sources,
+and be built to exhaust memory.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from trainable.files.paths import atomic_write, read_bytes
 from trainable.runs.study_record import SCHEMA
 
 MAX_TABLE_BYTES = 2**30
-"""Memory that a table may take. The levels of a hundred runs with 40 evaluations of 512 levels take about a third."""
+"""Limit on a table's memory. The levels of a hundred runs with 40 evaluations of 512 levels take about a third."""
 MAX_COLUMNS = 2000
-"""Several times as many as the largest table has. What a column takes besides its values is not in MAX_TABLE_BYTES."""
+"""Several times the largest table's number. The overhead of a column is not counted in MAX_TABLE_BYTES."""
 
 _TEXT_TYPES = ("string", "large_string")
 _OTHER_TYPES = (*_TEXT_TYPES, "null")
@@ -35,10 +35,10 @@ zeros in its place."""
 def write_table(table: pd.DataFrame, path: Path, damage: Sequence[str] = ()) -> None:
     """Write a table of a study atomically.
 
-    damage: what was wrong with the files that the table is made from, in sentences. `get_damage` returns them.
+    damage: problems in the files that the table was made from, in sentences. `get_damage` returns them.
     """
     marked_table = table.copy(deep=False)
-    # pandas stores attrs in the file. The checksum is the last of them.
+    # pandas stores attrs in the file. The checksum must be the last of them.
     marked_table.attrs = {"schema": SCHEMA, "damage": list(damage), "sha256": _NO_CHECKSUM}
     content = add_checksum(marked_table.to_parquet(None, index=False))
     with atomic_write(path) as temp_path:
@@ -46,7 +46,7 @@ def write_table(table: pd.DataFrame, path: Path, damage: Sequence[str] = ()) -> 
 
 
 def add_checksum(content: bytes) -> bytes:
-    """The content of a table's file with the right checksum in its attributes; ValueError if these have none."""
+    """Insert the correct checksum into the content of a table's file; ValueError if it has no place for one."""
     matches = list(_CHECKSUM.finditer(content))
     if not matches:
         raise ValueError("it has no checksum")
@@ -56,7 +56,7 @@ def add_checksum(content: bytes) -> bytes:
 
 
 def get_damage(table: pd.DataFrame) -> list[str]:
-    """What was wrong with the files that a table of `read_table` was made from, in sentences."""
+    """Return what was wrong with the files that a table of `read_table` was made from, in sentences."""
     damage = table.attrs.get("damage")
     return [text for text in damage if isinstance(text, str)] if isinstance(damage, list) else []
 
@@ -65,14 +65,14 @@ def read_table(path: Path) -> pd.DataFrame:
     """Read a table of a study.
 
     Raises:
-        ValueError: the table is damaged, has another schema, or would take more memory than `MAX_TABLE_BYTES`. The
-            message names the file.
+            ValueError: the table is damaged, has another schema, or would take more memory than `MAX_TABLE_BYTES`. The
+                message names the file.
     """
     try:
         return _read_bounded(path)
-    # pyarrow raises errors of many kinds for damaged bytes, some of them when a column is decoded.
+    # pyarrow raises many kinds of errors for damaged bytes, some of them only when a column is decoded.
     except Exception as error:
-        # The first line, shortened: pyarrow's messages may have the damaged bytes.
+        # The first line, shortened: pyarrow's messages may contain the damaged bytes.
         line = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(". ")
         raise ValueError(
             f"{path} cannot be read ({line}); `{format_command('report', path.parent)}` writes it again."
@@ -80,9 +80,9 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def _read_bounded(path: Path) -> pd.DataFrame:
-    """Read a parquet file; ValueError if its content is far larger than the file suggests."""
+    """Read a parquet file; ValueError if its decoded content would be too large."""
     content = read_bytes(path, MAX_TABLE_BYTES)
-    # First of all, because some damaged bytes end the process in pyarrow's own code.
+    # Checked first, because some damaged bytes crash pyarrow's native code.
     if add_checksum(content) != content:
         raise ValueError("it does not match its checksum")
     parquet_file: Any = pq.ParquetFile(pa.BufferReader(content))
@@ -94,7 +94,7 @@ def _read_bounded(path: Path) -> pd.DataFrame:
         8 * metadata.num_rows * metadata.num_columns
         + sum(group.column(i).total_uncompressed_size for group in row_groups for i in range(group.num_columns))
     )
-    # A text that a billion rows share is one entry of a dictionary, until it is decoded.
+    # Until it is decoded, a text that a billion rows share takes a single dictionary entry.
     for field in schema:
         value_type = _get_value_type(field.type)
         if not (pa.types.is_primitive(value_type) or str(value_type) in _OTHER_TYPES):
@@ -102,7 +102,7 @@ def _read_bounded(path: Path) -> pd.DataFrame:
     text_names = [field.name for field in schema if str(_get_value_type(field.type)) in _TEXT_TYPES]
     table: Any = pq.read_table(pa.BufferReader(content), read_dictionary=text_names)
     _check_size(sum(_measure_text(table[name]) for name in text_names))
-    for name in text_names:  # a column of categories stays a dictionary
+    for name in text_names:  # a categorical column stays a dictionary
         if not pa.types.is_dictionary(schema.field(name).type):
             table = table.set_column(table.column_names.index(name), name, table[name].cast(schema.field(name).type))
     frame: pd.DataFrame = table.to_pandas()
@@ -113,12 +113,12 @@ def _read_bounded(path: Path) -> pd.DataFrame:
 
 
 def _get_value_type(column_type: Any) -> Any:
-    """The type of the values of a column; a column of categories has the type dictionary."""
+    """Return the type of a column's values, for a dictionary (category) column too."""
     return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
 
 
 def _measure_text(column: Any) -> int:
-    """The size in bytes of a column of texts after its dictionaries are decoded."""
+    """Compute the size in bytes of a text column once its dictionaries are decoded."""
     return sum(
         pc.sum(pc.binary_length(chunk.dictionary).cast(pa.int64()).take(chunk.indices)).as_py() or 0
         for chunk in column.chunks

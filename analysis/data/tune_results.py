@@ -1,4 +1,4 @@
-"""Frames of what a script with Ray Tune and our Trainables has left, which has no study.json."""
+"""Read the results of a script that uses Ray Tune with our Trainables, which writes no study.json."""
 
 import json
 import tempfile
@@ -26,20 +26,19 @@ from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, select_lines, 
 from trainable.runs.study_record import CENSORED, AxisRecord, RunRecord, StatusRecord, StudyRecord
 
 _NO_SETTINGS = ("run", "seed", "__trial_index__")
-"""Keys of a configuration that are no settings of an arm; the last one is that of Tune's Repeater."""
+"""Keys of a configuration that are not settings of an arm; the last one comes from Tune's Repeater."""
 _SCHEDULER_REASON = "Ray Tune ended the trial before its run had, such as by a scheduler"
 
 
 def read_results(results: Any, baseline: str | None = None) -> StudyFrames:
-    """The frames of a `ray.tune.ResultGrid`.
+    """Convert a `ray.tune.ResultGrid` to frames.
 
-    results: the grid; its files are read where they are. baseline: the arm with which the others are compared; None if
-    none is. A trial is a run, and a trial of several seeds has one run per seed. Runs whose settings differ in nothing
-    but the seed are an arm, whose name is `run` / `arm` of the parameter space, or the values of the settings in which
-    arms differ.
+    results: the grid; its files are read in place. baseline: the arm with which the others are compared, if any. A
+    trial is a run, but a trial of several seeds has one run per seed. Runs whose settings differ only in the seed form
+    an arm, named by `run` / `arm` of the parameter space, or by the values of the settings that vary.
 
-    A run that a stop rule ended is early_stopped, one with a failure is failed, and one that Tune ended before its last
-    step is censored: nothing is known of what it would have reached.
+    A run that a stop rule ended is early_stopped, a run with a failure is failed, and a run that Tune ended before its
+    last step is censored: what it would have reached is unknown.
     """
     trials: list[tuple[Any, Row]] = []
     for result in results:
@@ -63,11 +62,11 @@ def read_results(results: Any, baseline: str | None = None) -> StudyFrames:
 
 
 def _split_rows(result: Any, family: Family) -> Iterator[tuple[str, int, list[Row], str]]:
-    """(run_id, seed, rows, why it failed) of each run of a trial; the last is empty for a run that did not fail."""
+    """Yield (run_id, seed, rows, failure) for each run of a trial; failure is empty if the run did not fail."""
     config = result.config or {}
     try:
         content = result.filesystem.open_input_stream(f"{result.path}/result.json").readall()
-    except FileNotFoundError:  # of a trial that failed before its first result
+    except FileNotFoundError:  # the trial failed before its first result
         content = b""
     reported = [json.loads(line) for line in content.splitlines() if line.strip()]
     last = reported[-1] if reported else {}
@@ -96,7 +95,7 @@ def _find_total(config: Mapping[str, Any]) -> int | None:
 
 
 def _make_run(result: Any, header: RunRecord, rows: list[Row], failure: str, family: Family) -> RunFiles:
-    """What a run wrote. failure: why it failed; empty if it did not."""
+    """Collect what a run wrote. failure: why it failed; empty if it did not."""
     lines = _read_lines(result.checkpoint, header.seed)
     last, metrics, total = rows[-1] if rows else {}, result.metrics or {}, _find_total(header.config)
     end = describe_end(rows, total if total is not None or not metrics.get("finished") else last.get("step"))
@@ -124,7 +123,7 @@ def _make_run(result: Any, header: RunRecord, rows: list[Row], failure: str, fam
 
 
 def _read_lines(checkpoint: Any, seed: int) -> dict[str, Lines]:
-    """The lines of evaluations and gradient analyses in the last checkpoint of a trial, without its state."""
+    """Read the lines of evaluations and gradient analyses in a trial's last checkpoint, but not its state."""
     lines = dict.fromkeys((LEVELS_FILE, GRADIENTS_FILE), Lines(()))
     if checkpoint is None:
         return lines

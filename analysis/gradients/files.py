@@ -1,4 +1,4 @@
-"""Writes the figures and numbers of a run's gradient analyses, with the file names of the published system."""
+"""Write the figures and numbers of a run's gradient analyses, under the file names of the published system."""
 
 import json
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from analysis.sweep.plots import save_figure
 from trainable.files.paths import atomic_write
 
 DPI = 150
-MAX_COMPARED_STEPS = 3  # each is a row of panels, so the comparison stays one screen high
+MAX_COMPARED_STEPS = 3  # each is a row of panels, and the figure should fit on a screen
 
 
 def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequence[int], folder: Path) -> list[Path]:
-    """Write the files of each step, and gradient_analysis_steps.png for at most three of the steps; return the paths.
+    """Write the files of each step, and gradient_analysis_steps.png, which compares up to three; return all paths.
 
-    If there are more steps, the comparison shows the first, the last and one in the middle.
+    With more than three steps, the comparison shows the first, the last and one in the middle.
 
     Args:
         gradients: rows of `StudyFrames.gradients` of one run and source.
@@ -55,7 +55,7 @@ def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[
         _save_figure(figure, paths[-1])
     metrics_path = folder / f"gradient_analysis_metrics_step_{step}.json"
     table_path = folder / f"gradient_analysis_bucket_rv_table_step_{step}.csv"
-    # Tables have the format of W&B: columns and data.
+    # Tables have the W&B format: columns and data.
     group_tables = {
         key: {"columns": TABLE_COLUMNS, "data": table} for key, table in make_published_tables(groups).items()
     }
@@ -68,10 +68,10 @@ def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[
 
 
 def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
-    """The six figures of one run, source and step: {middle of the file name: figure}.
+    """Draw the six figures of one run, source and step: {middle of the file name: figure}.
 
-    The first five show the batch that the update sees; the last one also shows the batch before the filter. The keys
-    are those of the published files, except for `signal`, which has no published counterpart.
+    The first five show the batch that the update sees; the last also shows the batch before the filter. The keys match
+    the published files, except for `signal`, which has no published counterpart.
     """
     trained_rows = tables.select_trained(rows)
     buckets, summary = tables.make_bucket_table(trained_rows), tables.make_summary_table(trained_rows)

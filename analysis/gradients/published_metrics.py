@@ -1,7 +1,7 @@
-"""Gradient analyses under the metric names that RAGEN logs, for figures like the published ones and for W&B.
+"""Convert gradient analyses to the metric names that RAGEN logs, for figures like the published ones and for W&B.
 
-`grad_norm/` and `grad_analysis/` describe the batch after the filter. `grad_norm_prefilter/` and
-`grad_analysis_prefilter/` describe the batch before it.
+`grad_norm/` and `grad_analysis/` describe the batch after the filter, `grad_norm_prefilter/` and
+`grad_analysis_prefilter/` the batch before it.
 """
 
 import math
@@ -48,9 +48,9 @@ class PublishedMetrics(NamedTuple):
 
 
 def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
-    """Numbers and tables of one step in a run's gradients.jsonl; empty if the step has no analysis."""
+    """Read numbers and tables of one step from a run's gradients.jsonl; empty if the step has no analysis."""
     lines = [line for line in select_lines(read_lines(path).records, get_analysis_key) if line["step"] == step]
-    # The files of a run do not contain its study and seed, and the metrics need neither: any value makes valid frames.
+    # A run's files do not contain its study and seed, and the metrics need neither: any value makes valid frames.
     frames = [
         cast_frame(pd.DataFrame(rows).assign(run_id=path.parent.name, seed=0), SCHEMAS[name]) if rows else None
         for name, rows in (("gradients", make_gradient_rows(lines)), ("gradient_groups", make_group_rows(lines)))
@@ -63,9 +63,9 @@ def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
 
 
 def make_published_metrics(frame: pd.DataFrame) -> dict[str, float]:
-    """The numbers of one run, source and step under their published keys. A missing number has no key.
+    """Convert the numbers of one run, source and step to their published keys. A missing number has no key.
 
-    The value loss of a shared trunk has no published key of its own; it is part of `loss/total`.
+    The value loss of a shared trunk has no published key; it is included in `loss/total`.
 
     Args:
         frame: rows of `StudyFrames.gradients`.
@@ -94,7 +94,7 @@ def make_published_metrics(frame: pd.DataFrame) -> dict[str, float]:
 
 
 def make_published_tables(groups: pd.DataFrame) -> Tables:
-    """The reward std of every group of one run, source and step: one table per bucket, and one of the whole batch.
+    """Make tables of the reward std of every group of one run, source and step: one per bucket and for the whole batch.
 
     groups: rows of `StudyFrames.gradient_groups`.
     """
@@ -110,11 +110,11 @@ def make_published_tables(groups: pd.DataFrame) -> Tables:
 
 
 def _make_bucket_metrics(components: pd.DataFrame) -> dict[str, float]:
-    """The metrics below grad_norm/<bucket>/. components: the rows of one bucket."""
+    """Make the metrics below grad_norm/<bucket>/. components: the rows of one bucket."""
     metrics = {key: float(components[column].iloc[0]) for column, key in _COUNT_KEYS.items()}
     for row in to_records(components):
         name = row["component"]
-        # The published system has norms of task, KL and entropy only, and no loss of the value term.
+        # The published system has norms of task, KL and entropy only, and does not log the value loss.
         if name in COMPONENTS:
             metrics |= {f"{prefix}{name}": float(row[column]) for column, prefix in _NORM_PREFIXES.items()}
         if name in _LOSS_KEYS:
@@ -123,9 +123,9 @@ def _make_bucket_metrics(components: pd.DataFrame) -> dict[str, float]:
 
 
 def _make_batch_metrics(rows: pd.DataFrame, prefilter: bool) -> dict[str, float]:
-    """The metrics below grad_analysis/ or grad_analysis_prefilter/.
+    """Make the metrics below grad_analysis/ or grad_analysis_prefilter/.
 
-    The source batch is the batch before the filter, under both prefixes, as in the published system.
+    Under both prefixes, "source" refers to the batch before the filter, as in the published system.
     """
     first_row = rows.iloc[0]
     groups, group_size = (float(first_row[name]) for name in ("source_env_groups", "source_group_size"))
@@ -143,9 +143,9 @@ def _make_batch_metrics(rows: pd.DataFrame, prefilter: bool) -> dict[str, float]
 
 
 def _make_skip_metrics(frame: pd.DataFrame) -> dict[str, float]:
-    """The metrics that say that a step was analyzed without an update; empty after an update.
+    """Make the metrics that mark a step as analyzed without an update; empty after an update.
 
-    The published system logs one per role, and the role "critic" exists only if the algorithm uses a critic.
+    The published system logs one per role; the role "critic" exists only if the algorithm uses a critic.
     """
     if not (frame["analysis_only"] > 0).any():
         return {}

@@ -1,9 +1,9 @@
 """Tables of gradient analyses: the numbers behind the figures, signal-to-noise ratios, and trends.
 
-An analysis is the measurement of one batch of a run at one step: while training or as a probe of a checkpoint, and
-before or after the filter. Each of its rows in `StudyFrames.gradients` is one loss component in one bucket of groups.
-Buckets are ordered by reward std (the standard deviation of the rewards in a group); the bucket `all` is the whole
-batch. If the filter kept nothing of a batch, it has a single row without a gradient, which the tables leave out.
+An analysis measures one batch of a run at one step: during training or as a probe of a checkpoint, and before or after
+the filter. Each of its rows in `StudyFrames.gradients` is one loss component in one bucket of groups. Buckets are
+ordered by reward std (the standard deviation of the rewards in a group); the bucket `all` is the whole batch. A batch
+that the filter emptied has a single row without a gradient, which the tables leave out.
 """
 
 import math
@@ -44,22 +44,23 @@ SIGNAL_COLUMNS = (
     "cosine_entropy",
     "cosine_kl",
 )
-# The smallest p is 1/2000. A sweep draws 9999 per test, but here a test is made per step, component and measure.
+# The smallest possible p is 1/2000. A sweep draws 9999 per test, but here there is a test per step, component and
+# measure.
 NUM_PERMUTATIONS = 1999
 
 
 def subsample_evenly(values: Sequence[T], max_count: int) -> list[T]:
-    """At most `max_count` of the values, evenly spaced, with the first and the last."""
+    """Choose at most `max_count` of the values, evenly spaced, including the first and the last."""
     if len(values) <= max_count:
         return list(values)
     return [values[index] for index in np.linspace(0, len(values) - 1, max_count).round().astype(int)]
 
 
 def make_analysis_table(gradients: pd.DataFrame) -> pd.DataFrame:
-    """One row per analysis with at least one bucket. The analyses of a run are in the order of steps.
+    """Make a table with a row per analysis that has at least one bucket, in the order of steps within a run.
 
-    Columns: `ANALYSIS_KEYS`; groups, sequences and buckets (their numbers); components (a text such as
-    "task, entropy").
+    Columns: `ANALYSIS_KEYS`; groups, sequences and buckets (their numbers); components (a text such as "task,
+    entropy").
     """
     rows = []
     for names, analysis_rows in gradients.groupby(ANALYSIS_KEYS, sort=False):
@@ -82,12 +83,12 @@ def make_analysis_table(gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def select_step(frame: pd.DataFrame, run_id: str, source: str, step: int) -> pd.DataFrame:
-    """Rows of `gradients` or of `gradient_groups` of one run, source and step, before and after the filter."""
+    """Select the rows of `gradients` or `gradient_groups` of one run, source and step, before and after the filter."""
     return frame[(frame["run_id"] == run_id) & (frame["source"] == source) & (frame["step"] == step)]
 
 
 def drop_empty_batches(gradients: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `gradients`, except those of batches that the filter emptied completely.
+    """Drop the rows of batches that the filter emptied completely.
 
     A row without the flag `empty_after_filter` stays.
     """
@@ -95,14 +96,14 @@ def drop_empty_batches(gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def select_trained(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows after the filter, which the update sees; the rows before it if the filter kept nothing."""
+    """Select the rows after the filter, which the update sees; the rows before it if the filter kept nothing."""
     rows = drop_empty_batches(frame) if "empty_after_filter" in frame else frame
     filtered_rows = rows[~rows["prefilter"]]
     return filtered_rows if len(filtered_rows) else rows
 
 
 def check_single_analysis(frame: pd.DataFrame, columns: list[str]) -> None:
-    """ValueError unless all rows of `frame` have the same values in `columns`."""
+    """Raise a ValueError unless all rows of `frame` have the same values in `columns`."""
     distinct_rows = frame[columns].drop_duplicates()
     if len(distinct_rows) != 1:
         listing = "; ".join(
@@ -115,7 +116,7 @@ def check_single_analysis(frame: pd.DataFrame, columns: list[str]) -> None:
 
 
 def select_buckets(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of single buckets, sorted by bucket number within each analysis; without the bucket `all`."""
+    """Select the rows of single buckets (not `all`), sorted by bucket number within each analysis."""
     rows = frame[frame["bucket"] != WHOLE_BATCH]
     # As text, bucket_10 would come before bucket_2.
     numbered_rows = rows.assign(
@@ -126,7 +127,7 @@ def select_buckets(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_bucket_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per bucket and component (task, kl, entropy, total) of one analysis.
+    """Make a table with a row per bucket and component (task, kl, entropy, total) of one analysis.
 
     A component that is off has `on` False and no numbers.
 
@@ -160,9 +161,9 @@ def make_bucket_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_summary_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per bucket of one analysis, with its reward std and two norms: the table of the summary figure.
+    """Make the table of the summary figure: reward std and two norms per bucket of one analysis.
 
-    Columns: bucket, reward_std_mean, reward_std_min, reward_std_max, label (the number of the bucket; Q1, Q2, ... for
+    Columns: bucket, reward_std_mean, reward_std_min, reward_std_max, label (the bucket's number; Q1, Q2, ... for
     quantiles), task, regularizer, terms. The norms are the published ones: the norm of task, and the sum of the norms
     of `terms`, which is "KL + entropy" if both are on.
     """
@@ -183,7 +184,7 @@ def make_summary_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFrame:
-    """`make_summary_table` of the trained batch of each step of one run and source, with columns step and prefilter."""
+    """Stack `make_summary_table` of each step's trained batch, for one run and source, adding step and prefilter."""
     rows_by_step = {step: select_trained(gradients[gradients["step"] == step]) for step in steps}
     summaries = [
         make_summary_table(rows).assign(step=step, prefilter=bool(rows["prefilter"].iloc[0]))
@@ -193,7 +194,7 @@ def make_steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFr
 
 
 def make_signal_table(gradients: pd.DataFrame) -> pd.DataFrame:
-    """One row per bucket and component of every analysis, the bucket `all` last: estimates of signal and noise.
+    """Make a table of signal and noise estimates: a row per bucket (`all` last) and component of every analysis.
 
     Columns: `ANALYSIS_KEYS`, bucket, component, `SIGNAL_COLUMNS` (docs/metrics.md), and `above_noise`: whether the
     whole interval of the signal-to-noise ratio is above 0. Noise does not bias `signal`. It increases the published
@@ -205,16 +206,16 @@ def make_signal_table(gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def choose_share_column(gradients: pd.DataFrame) -> str:
-    """The column of shares to show: `signal_share` (of the expected step) if any row has it, otherwise `share`."""
+    """Choose the column of shares to show: `signal_share` (of the expected step) if any row has it, else `share`."""
     return "signal_share" if gradients["signal_share"].notna().any() else "share"
 
 
 def make_share_table(gradients: pd.DataFrame, column: str = "share") -> pd.DataFrame:
-    """One row per bucket of every analysis: `ANALYSIS_KEYS`, bucket, reward_std_mean, and the share of each component.
+    """Make a table of gradient shares: a row per bucket of every analysis, with the share of each component.
 
-    task, kl, entropy, value (missing if off) and regularizer = kl + entropy are signed shares; task, regularizer and
-    value sum to 1. regularizer_low and regularizer_high are the interval of a `signal_share`. They are missing on a
-    shared trunk with both terms on.
+    Columns: `ANALYSIS_KEYS`, bucket, reward_std_mean, and signed shares: task, kl, entropy, value (missing if off) and
+    regularizer = kl + entropy. task, regularizer and value sum to 1. regularizer_low and regularizer_high are the
+    interval of a `signal_share`, missing on a shared trunk with both terms on.
 
     Args:
         gradients: rows of `StudyFrames.gradients`.
@@ -223,16 +224,15 @@ def make_share_table(gradients: pd.DataFrame, column: str = "share") -> pd.DataF
     rows = drop_empty_batches(select_buckets(gradients))
     wide = _pivot_by_component(rows, column)
     is_on, has_no_value_term = wide[list(REGULARIZERS)].notna(), wide["value"].isna()
-    # min_count=1: without any regularizer the sum is missing and not 0. Without a task there is no share to compare
-    # with.
+    # min_count=1: without any regularizer the sum is missing instead of 0. Without a task there is no share to compare.
     wide["regularizer"] = wide[list(REGULARIZERS)].sum(axis=1, min_count=1).where(wide["task"].notna())
     for end, other in (("low", "high"), ("high", "low")):
         if column == "share":
             wide[f"regularizer_{end}"] = np.nan
             continue
         term_bounds = _pivot_by_component(rows, f"{column}_{end}")[list(REGULARIZERS)].where(is_on)
-        # With one regularizer on, the interval is that of its term. With both, their sum is 1 minus the share of the
-        # task, so its low end follows from the high end of the task. With a value term (a shared trunk) it does not.
+        # With one regularizer on, its interval is used. With both, their sum is 1 minus the share of the task, so its
+        # low end follows from the high end of the task. This does not hold with a value term (a shared trunk).
         task_bounds = _pivot_by_component(rows, f"{column}_{other}")["task"].where(has_no_value_term)
         complement = 1 - task_bounds
         wide[f"regularizer_{end}"] = term_bounds.max(axis=1).where(
@@ -242,17 +242,17 @@ def make_share_table(gradients: pd.DataFrame, column: str = "share") -> pd.DataF
 
 
 def _pivot_by_component(rows: pd.DataFrame, column: str) -> pd.DataFrame:
-    """A column of `gradients` as a table with one row per bucket and one column per component."""
+    """Pivot a column of `gradients` into a table with one row per bucket and one column per component."""
     components, keys = [*COMPONENTS, "value"], [*ANALYSIS_KEYS, "bucket", "reward_std_mean"]
     wide = rows[rows["component"].isin(components)].set_index([*keys, "component"])[column].unstack("component")
     return wide.reindex(index=pd.MultiIndex.from_frame(rows[keys].drop_duplicates()), columns=components)
 
 
 def select_report_lines(gradients: pd.DataFrame, max_lines: int = 6) -> pd.DataFrame:
-    """The rows of `gradients` that a report draws, with the column `line`, the name of their line in the figure.
+    """Select the rows of `gradients` that a report draws. The new column `line` names their line in the figure.
 
-    Analyses while training: with a single arm, one line per step, for at most `max_lines` evenly spaced steps; with
-    several arms, one line per arm, with the last analysis of each run. Every probe has its own line.
+    Analyses during training: with a single arm, one line per step, for at most `max_lines` evenly spaced steps; with
+    several arms, one line per arm, from the last analysis of each run. Each probe is a separate line.
     """
     rows, has_several_arms = drop_empty_batches(gradients), gradients["arm"].nunique() > 1
     training_rows, probe_rows = rows[rows["source"] == "train"], rows[rows["source"] == "probe"]
@@ -270,7 +270,7 @@ def select_report_lines(gradients: pd.DataFrame, max_lines: int = 6) -> pd.DataF
             return f"step {step}{', probe' * (source == 'probe')}"
         return f"{arm}, probe{f' of step {step}' * (probe_counts[arm] > 1)}" if source == "probe" else arm
 
-    # Lines appear in the legend in the order of rows: by step for one arm, in the order of the study for several.
+    # Legend order follows row order: by step for one arm, by the order of the study for several.
     row_groups = [
         rows if has_several_arms else rows.sort_values("step", kind="stable") for rows in (training_rows, probe_rows)
     ]
@@ -280,7 +280,7 @@ def select_report_lines(gradients: pd.DataFrame, max_lines: int = 6) -> pd.DataF
 
 
 def make_signal_lines(gradients: pd.DataFrame) -> pd.DataFrame:
-    """The signal-to-noise ratio of the task gradient, one row per bucket of each line of `select_report_lines`.
+    """Make lines of the task gradient's signal-to-noise ratio: a row per bucket of each `select_report_lines` line.
 
     Columns: `ANALYSIS_KEYS`, line, bucket, reward_std (mean of the bucket), value, low, high.
     """
@@ -292,7 +292,7 @@ def make_signal_lines(gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_share_lines(gradients: pd.DataFrame) -> pd.DataFrame:
-    """The signed share of the regularizer, in the format of `make_signal_lines`; see `choose_share_column`."""
+    """Make lines of the regularizer's signed share, like `make_signal_lines`; see `choose_share_column`."""
     lines = select_report_lines(gradients)
     names = lines[[*ANALYSIS_KEYS, "line"]].drop_duplicates()
     line_rows = make_share_table(lines, choose_share_column(lines)).merge(names, on=ANALYSIS_KEYS).drop(columns="value")
@@ -310,7 +310,7 @@ def make_share_lines(gradients: pd.DataFrame) -> pd.DataFrame:
 def compute_trends(
     gradients: pd.DataFrame, generator: np.random.Generator, measures: Sequence[str] = TREND_MEASURES
 ) -> pd.DataFrame:
-    """The trend of each measure of each component with the reward std, over the buckets of each analysis.
+    """Compute the trend of each measure with the reward std, over the buckets of each analysis and component.
 
     Columns: `ANALYSIS_KEYS`, component, measure, buckets (number of buckets with a value), rho (Spearman, of the
     measure with reward_std_mean), p (two-sided, by permuting the buckets), and ratio: mean of the measure over the
@@ -337,7 +337,7 @@ def compute_trends(
 
 
 def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
-    """One row per bucket, component and measure with a value.
+    """Make a table with a row per bucket, component and measure that has a value.
 
     Columns: `ANALYSIS_KEYS`, component, measure, reward_std, value.
     """
@@ -352,7 +352,7 @@ def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFra
 def _compute_half_ratio(points: pd.DataFrame) -> float:
     values = points.sort_values("reward_std", kind="stable")["value"].to_numpy()
     half = len(values) // 2  # with an odd number the middle bucket is in neither half
-    # A ratio of values that may be negative has no meaning.
+    # A ratio of values that may be negative is meaningless.
     if half == 0 or (points["measure"] == "signal").any():
         return math.nan
     lower, upper = float(values[:half].mean()), float(values[-half:].mean())
@@ -398,9 +398,9 @@ def summarize_trends(
 
 
 def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
-    """Mean and interval over runs of rho and ratio. trend_rows: from `compute_trends`."""
+    """Estimate mean and interval over runs of rho and ratio. trend_rows: from `compute_trends`."""
     log_rows = trend_rows.assign(ratio=np.log(trend_rows["ratio"].where(trend_rows["ratio"] > 0)))
-    # First the mean over the steps of a run, then over runs: steps of one run are not independent.
+    # Average over the steps of a run first, then over runs: steps of one run are not independent.
     rho, ratio = (_estimate_mean(log_rows.groupby("run_id")[name].mean().dropna()) for name in ("rho", "ratio"))
     ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
     return make_estimate_columns("rho", cut_interval(rho, -1.0, 1.0)) | make_estimate_columns("ratio", ratio)

@@ -1,4 +1,4 @@
-"""Compares the two states of a switch, such as training with and without the task, over pairs of equal grid points."""
+"""Compare the two states of a switch, such as training with and without the task, over pairs of equal grid points."""
 
 from typing import Any
 
@@ -10,22 +10,23 @@ from analysis.stats.noise import Noise, estimate_paired_contrast, fit_noise
 
 
 def list_switches(grid: Grid) -> list[str]:
-    """The boolean factors of the panels. The axes of the plane are numeric, so they need no check."""
+    """List the boolean factors of the panels. The axes of the plane are numeric, so they need no check."""
     return [setting for setting in grid.panels if isinstance(grid.factor_values[setting][0], bool)]
 
 
 def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """Compare runs with a switch on to runs with it off, in pairs of scored runs with the same seed and equal settings.
+    """Compare runs with a switch on to runs with it off, in pairs of scored runs with equal seed and settings.
 
     One row per measure and combination of text factors (such as the loss): group (those values; "" without such a
     factor), measure, pairs, seeds, off, on (means over pairs), difference (on minus off), low, high (95 % interval),
     higher (pairs in which on is above off), stopped_off, stopped_on (runs in these pairs that a rule stopped).
 
-    Pairs of one seed share its random numbers, so each seed gives one number, the mean over its pairs. The interval is
-    over these numbers, with the noise of all points of the grid; a grid of one seed has none. table: from
+    Pairs of one seed share random numbers, so each seed counts as one number, the mean over its pairs. The interval is
+    over these numbers, with the noise of all grid points; with one seed there is none. table: from
+    `layout.make_member_table`.
     `layout.make_member_table`.
     """
-    # One contrast per loss: a switch may act differently under each, and a mean over them would hide that.
+    # One contrast per loss: a switch may act differently under each, which a mean over losses would hide.
     word_settings = [name for name in grid.panels if isinstance(grid.factor_values[name][0], str)]
     keys = [name for name in grid.factor_values if name != setting]
     # A run that is shown in several panels counts once.
@@ -33,7 +34,7 @@ def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFram
     off_rows, on_rows = (home_rows[home_rows[setting] == value] for value in (False, True))
     pairs = off_rows.merge(on_rows, on=[*keys, "seed"], suffixes=("_off", "_on"))
     pair_groups = pairs.groupby(word_settings, sort=False) if word_settings else [("", pairs)]
-    # From the points that have runs of several seeds.
+    # Estimated from the grid points that have runs of several seeds.
     noise = {
         name: fit_noise(home_rows.pivot_table(index="arm", columns="seed", values=name).to_numpy(dtype=float))
         for name, *_ in MEASURES
@@ -46,9 +47,9 @@ def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str, noise: Noi
     complete_pairs = pairs.dropna(subset=[f"{measure}_off", f"{measure}_on"])
     difference = complete_pairs[f"{measure}_on"] - complete_pairs[f"{measure}_off"]
     by_seed = difference.groupby(complete_pairs["seed"])
-    # Of m pairs without a common run, each run has the weight 1/m.
+    # In a mean of m pairs without a common run, each run has the weight 1/m.
     weight_norm = float((2 / by_seed.size()).mean()) if len(difference) else float("nan")
-    # The baseline's further seeds show the noise of runs, but a contrast of one seed would have nothing but that.
+    # Extra baseline seeds show the noise of runs, but a contrast of one seed would rest on them alone.
     estimate = (
         estimate_paired_contrast(by_seed.mean(), noise, weight_norm)
         if len(by_seed) > 1

@@ -1,9 +1,8 @@
 """Where training breaks: the edge of each line of a study that declares a dose, its safe band, and declared shifts.
 
-A line is the arms that differ in the dose alone, such as the learning rate; all other settings are equal. Its edge is
-the dose at which half of the runs collapse (`analysis.stats.dose_response`), by the definition of collapse of
-`analysis.sweep.collapse`. A shift is the difference of two edges, for each declared contrast whose pairs compare two
-lines at equal doses.
+A line is a set of arms that differ only in the dose, such as the learning rate. Its edge is the dose at which half of
+the runs collapse (`analysis.stats.dose_response`), as `analysis.sweep.collapse` defines it. A shift is the difference
+of two edges, for each declared contrast whose pairs compare two lines at equal doses.
 """
 
 import math
@@ -23,7 +22,7 @@ from trainable.config.aliases import shorten_setting
 
 SUCCESS_COLUMN = "late_val_success"
 MIN_SEEDS_OF_EDGE = 2
-"""A single seed does not show how much seeds differ, however many doses it has."""
+"""A single seed does not show how much seeds differ, however many doses there are."""
 _RUN_COLUMNS = ("run_id", "arm", "seed", "line", "dose", "collapsed", "success")
 _EDGE_COLUMNS = (
     *("line", "doses", "seeds", "runs", "collapsed", "edge", "edge_low", "edge_high", "method"),
@@ -33,7 +32,7 @@ _EDGE_COLUMNS = (
 
 
 def make_run_table(frames: StudyFrames) -> pd.DataFrame:
-    """One row per scored run of a study with a dose: run_id, arm, seed, line, dose, collapsed, success.
+    """Make a table of the scored runs of a study with a dose: run_id, arm, seed, line, dose, collapsed, success.
 
     line: the settings other than the dose in which arms differ, such as `KL 0.1, advantage grpo`; `all arms` if there
     are none. success: at the end, a fraction. Empty if study.json declares no dose, or if no run has that setting.
@@ -60,7 +59,7 @@ def make_run_table(frames: StudyFrames) -> pd.DataFrame:
 
 
 def summarize_doses(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per line and dose, in ascending order of doses. runs: from `make_run_table`.
+    """Summarize each line and dose in a row, in ascending order of doses. runs: from `make_run_table`.
 
     Columns: line, dose, runs, collapsed (runs), fraction (of runs that collapsed, with Wilson's 95 % interval as
     fraction_low and fraction_high), success (mean over runs).
@@ -84,17 +83,17 @@ def summarize_doses(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarize_edges(frames: StudyFrames) -> pd.DataFrame:
-    """One row per line: its edge and its safe band. Empty for a study without a dose.
+    """Estimate the edge and the safe band of each line, one row per line. Empty for a study without a dose.
 
     * edge, edge_low, edge_high: the dose at which half of the runs collapse, with a 95 % interval. method: `profile`
-      likelihood, or `exact`, which assumes no shape, where runs are separated: up to a dose none collapsed
-      (bracket_low), and from the next one on all did (bracket_high). A bound is missing if the runs do not bound the
-      edge on that side, and both are missing with a single seed.
+      likelihood; or `exact`, which assumes no shape, where runs are separated: none collapsed up to a dose
+      (bracket_low), and all did from the next one on (bracket_high). A bound is missing if the runs do not bound the
+      edge on that side; both are missing with a single seed.
     * safe_low, safe_high: lowest and highest dose at which no run collapsed and mean success is within the margin of
-      the line's best dose. safe_decades: between them. safe_decades_max: between the next doses outside, where the band
-      has ended at the latest; missing if it reaches the lowest or highest dose of the study.
-    * collapse_bound: the largest probability of collapse at safe_high that its runs without one do not exclude at 95 %.
-    * note: what restricts these numbers, or why there is none.
+      the line's best dose. safe_decades: width of this band. safe_decades_max: distance between the next doses outside
+      the band, its largest possible width; missing if the band reaches the lowest or highest dose of the study.
+    * collapse_bound: the largest probability of collapse at safe_high that is compatible, at 95 %, with no collapse.
+    * note: what limits these numbers, or why they are missing.
     """
     runs = make_run_table(frames)
     margin = get_margin(frames.studies[0], SUCCESS_COLUMN)
@@ -128,12 +127,12 @@ def _make_edge_row(line: str, runs: pd.DataFrame, margin: float) -> Row:
 
 
 def _raise(exponent: float) -> float:
-    """The dose of a log10 dose, without the rounding of the logarithm."""
+    """Convert a log10 dose to a dose, removing the rounding of the logarithm."""
     return float(f"{10**exponent:.6g}")
 
 
 def _describe_edge(estimate: EdgeEstimate, edge: Estimate, counts: DoseCounts, num_seeds: int) -> str:
-    """What restricts an edge, or why there is none. edge: that of the estimate, with the interval that is reported."""
+    """Describe what limits an edge, or why there is none. edge: the estimate's, with the interval as reported."""
     low, high = (label_value(_raise(value)) for value in (estimate.bracket_low, estimate.bracket_high))
     notes = [estimate.refusal]
     if estimate.is_separated and math.isnan(estimate.bracket_high):
@@ -150,7 +149,7 @@ def _describe_edge(estimate: EdgeEstimate, edge: Estimate, counts: DoseCounts, n
 
 
 def _describe_bounds(estimate: Estimate, name: str, num_seeds: int) -> str:
-    """Why an interval is missing, or on which sides it is open; empty if it has both bounds."""
+    """Say why an interval is missing, or on which sides it is open; empty if it has both bounds."""
     if num_seeds < MIN_SEEDS_OF_EDGE:
         return f"an interval needs {MIN_SEEDS_OF_EDGE} seeds"
     sides = [side for side, bound in (("below", estimate.low), ("above", estimate.high)) if math.isnan(bound)]
@@ -158,7 +157,7 @@ def _describe_bounds(estimate: Estimate, name: str, num_seeds: int) -> str:
 
 
 def _find_safe_band(doses: pd.DataFrame, margin: float) -> tuple[Row, str]:
-    """The columns of the safe band of one line, and what restricts it. doses: rows of `summarize_doses`."""
+    """Make the columns of a line's safe band, and a note on what limits it. doses: rows of `summarize_doses`."""
     is_safe = ((doses["collapsed"] == 0) & (doses["success"] >= doses["success"].max() - margin)).to_numpy()
     columns = dict.fromkeys(("safe_low", "safe_high", "safe_decades", "safe_decades_max", "collapse_bound"), math.nan)
     if not is_safe.any():
@@ -171,7 +170,7 @@ def _find_safe_band(doses: pd.DataFrame, margin: float) -> tuple[Row, str]:
         "safe_high": values[last],
         "safe_decades": float(np.log10(values[last] / values[first])),
         "safe_decades_max": float(np.log10(values[last + 1] / values[first - 1])) if is_enclosed else math.nan,
-        # Of n runs none collapses with a probability of (1 - p)^n.
+        # The probability that none of n runs collapses is (1 - p)^n.
         "collapse_bound": 1 - 0.05 ** (1 / float(doses["runs"].iloc[last])),
     }
     unsafe_values = values[first : last + 1][~is_safe[first : last + 1]]
@@ -180,12 +179,12 @@ def _find_safe_band(doses: pd.DataFrame, margin: float) -> tuple[Row, str]:
 
 
 def compare_edges(frames: StudyFrames, generator: np.random.Generator) -> pd.DataFrame:
-    """One row per declared contrast between two lines: how far the edge of the first is from that of the second.
+    """Estimate, for each declared contrast between two lines, how far the first edge is from the second.
 
     Columns: contrast, line, reference, doses (common), seeds (common), shift (decades, `stats.dose_response`) with its
-    95 % interval shift_low and shift_high, collapsed and reference_collapsed (runs), p, note. p: from exchanging the
-    collapses of both lines within each seed, two-sided; the statistic is the number of collapses at common doses and
-    seeds. It is at least 2 / 2^seeds, and missing with one seed. A contrast without arms of this study is left out.
+    95 % interval shift_low and shift_high, collapsed and reference_collapsed (runs), p, note. p: two-sided, from
+    swapping the collapses of the two lines within each seed; the statistic is the number of collapses at common doses
+    and seeds. It is at least 2 / 2^seeds, and missing with one seed. A contrast without arms in this study is left out.
     """
     study = require_single_study(frames).studies[0]
     runs = make_run_table(frames)
@@ -200,7 +199,7 @@ def compare_edges(frames: StudyFrames, generator: np.random.Generator) -> pd.Dat
 
 
 def _compare_lines(runs: pd.DataFrame, reference: pd.DataFrame, generator: np.random.Generator) -> Row:
-    """The shift between two lines, over the seeds and doses that both have."""
+    """Estimate the shift between two lines, over the seeds and doses that they share."""
     lines, reference_lines = (", ".join(table["line"].unique()) for table in (runs, reference))
     pairs = runs.merge(reference, on=["seed", "dose"], suffixes=("", "_reference"))
     num_seeds = int(pairs["seed"].nunique())
@@ -233,9 +232,9 @@ def _compare_lines(runs: pd.DataFrame, reference: pd.DataFrame, generator: np.ra
 
 
 def _exchange_lines(num_collapses: Floats, generator: np.random.Generator) -> float:
-    """p of the difference between two lines in collapses (seeds, 2), from exchanging the lines within each seed.
+    """Test the difference between two lines in collapses (seeds, 2) by swapping the lines within each seed.
 
-    With a single seed there is no p.
+    Returns p, or NaN with a single seed.
     """
     if len(num_collapses) < MIN_SEEDS_OF_EDGE:
         return math.nan
@@ -253,7 +252,7 @@ def _exchange_lines(num_collapses: Floats, generator: np.random.Generator) -> fl
 
 
 def _describe_shift(shift: Estimate, line: DoseCounts, reference: DoseCounts, num_seeds: int) -> str:
-    """Why a shift is missing, or is bounded on one side only."""
+    """Say why a shift is missing, or bounded on one side only."""
     notes = [_describe_bounds(shift, "shift", num_seeds)]
     for name, counts in (("the line", line), ("the reference", reference)):
         if not counts.num_events.any():

@@ -1,8 +1,8 @@
-"""Which factor of a complete grid matters more: how far the means over the values of each factor are apart.
+"""Which factor of a complete grid matters more, judged by how far apart the means over its values are.
 
 For a factor with k values, let m_v be the mean outcome over all arms with value v. The spread of the factor is the
 standard deviation of m_1, ..., m_k (divisor k). Noise alone makes the m_v differ, so the squared spread is estimated
-without bias from products of different seeds: with d_vs the deviation of seed s from its own mean over v,
+without bias from products of different seeds. With d_vs the deviation of seed s from its mean over v,
 
     V = Σ_v Σ_{s≠t} d_vs d_vt / (k n (n − 1))
 
@@ -41,10 +41,10 @@ class FactorGrid(NamedTuple):
 
 
 def make_factor_grid(frames: StudyFrames) -> FactorGrid | None:
-    """The primary outcome over the declared factors of a study, for the seeds of which all arms are scored.
+    """Arrange the primary outcome by the declared factors of a study, for the seeds at which all arms are scored.
 
-    None if the study declares no factors, if its arms are not all combinations of their values, or if no seed has a
-    scored run of every arm.
+    None if the study declares fewer than two factors, if its arms are not all combinations of their values, or if no
+    seed has a scored run of every arm.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
     settings = study.axis.factors
@@ -53,12 +53,12 @@ def make_factor_grid(frames: StudyFrames) -> FactorGrid | None:
     columns = [f"config/{setting}" for setting in settings]
     if not set(columns) <= set(frames.trials):
         return None
-    # As text: a missing value (null) is not equal to itself.
+    # As text, since a missing value (null) is not equal to itself.
     points = frames.trials[columns].map(lambda value: "null" if pd.isna(value) else value)
     arm_by_point = dict(zip(points.itertuples(index=False, name=None), frames.trials["arm"], strict=True))
     values = tuple(tuple(points[column].drop_duplicates()) for column in columns)
     grid_points = list(product(*values))
-    # An arm that the study has lost, or was never given, is a hole: the others do not form a grid.
+    # With a missing arm, the remaining ones do not form a complete grid.
     if set(grid_points) != set(arm_by_point) or len({*arm_by_point.values()}) < len(grid_points):
         return None
     scored = frames.trials[frames.trials["status"].isin(SCORED_STATUSES)]
@@ -71,19 +71,19 @@ def make_factor_grid(frames: StudyFrames) -> FactorGrid | None:
 
 
 def _take_root(squared_spread: float) -> float:
-    """The spread; 0 where the estimate of its square is not positive, and NaN where there is none."""
+    """Take the square root; 0 where the estimate is not positive, and NaN where there is none."""
     return squared_spread if math.isnan(squared_spread) else math.sqrt(max(squared_spread, 0.0))
 
 
 def _compute_marginal_means(grid: FactorGrid, factor: int) -> npt.NDArray[np.float64]:
-    """The mean over the arms with each value of a factor, (n, k)."""
+    """Compute the mean over the arms with each value of a factor, (n, k)."""
     other_axes = tuple(axis for axis in range(1, grid.outcomes.ndim) if axis != factor + 1)
     means: npt.NDArray[np.float64] = grid.outcomes.mean(axis=other_axes)
     return means
 
 
 def estimate_squared_spread(marginal_means: npt.NDArray[np.float64]) -> float:
-    """V of a factor, from its means (n, k) by seed and value; NaN for one seed. It may be below 0.
+    """Estimate V of a factor from its means (n, k) by seed and value; NaN for one seed. It may be negative.
 
     >>> estimate_squared_spread(np.array([[0.0, 2.0], [0.0, 4.0]]))  # 1 · 2, the product of the two seeds
     2.0
@@ -92,13 +92,13 @@ def estimate_squared_spread(marginal_means: npt.NDArray[np.float64]) -> float:
     if n < 2:
         return math.nan
     deviations = marginal_means - marginal_means.mean(axis=1, keepdims=True)
-    # The square of a sum has the products of all pairs of seeds, and those of each seed with itself.
+    # The square of a sum contains the products of all pairs of seeds, and each seed's square.
     products = deviations.sum(axis=0) ** 2 - (deviations**2).sum(axis=0)
     return float(products.sum() / (k * n * (n - 1)))
 
 
 def list_factors(grid: FactorGrid) -> list[Row]:
-    """One row per factor, the largest spread first: factor, spread, squared_spread, and its values with their means.
+    """List the factors, largest spread first: factor, spread, squared_spread, and the mean of each of its values.
 
     spread is 0 where the estimate of its square is not positive.
     """
@@ -122,7 +122,7 @@ def list_factors(grid: FactorGrid) -> list[Row]:
 
 
 def compare_factors(grid: FactorGrid) -> list[Row]:
-    """One row per pair of factors: first, second, difference of their V with its 95 % interval, p, p_holm, seeds.
+    """Compare each pair of factors: first, second, difference of their V with its 95 % interval, p, p_holm, seeds.
 
     Interval and p are missing with fewer than `MIN_SEEDS` seeds.
     """
@@ -162,7 +162,7 @@ def compare_factors(grid: FactorGrid) -> list[Row]:
 
 
 def describe_comparison(row: Row) -> str:
-    """Which of two factors matters more, as a sentence. row: one of `compare_factors`."""
+    """Say in a sentence which of two factors matters more. row: from `compare_factors`."""
     first, second = row["first"], row["second"]
     if row["seeds"] < MIN_SEEDS:
         return (
@@ -183,7 +183,7 @@ def describe_comparison(row: Row) -> str:
 
 
 def describe_simple_effects(grid: FactorGrid) -> list[str]:
-    """For each pair of factors, what a value of the first changes at each value of the second, as sentences."""
+    """Describe, for each pair of factors, what a value of the first changes at each value of the second."""
     sentences = []
     for first, second in combinations(range(len(grid.settings)), 2):
         other_axes = tuple(axis for axis in range(1, grid.outcomes.ndim) if axis - 1 not in (first, second))
@@ -200,7 +200,7 @@ def describe_simple_effects(grid: FactorGrid) -> list[str]:
 
 
 def make_factor_context(frames: StudyFrames) -> Row | None:
-    """The factors of a study for its page; None if it has no complete grid of declared factors."""
+    """Make the context of the factors section of a page; None if the study has no complete grid of declared factors."""
     grid = make_factor_grid(frames)
     if grid is None:
         return None

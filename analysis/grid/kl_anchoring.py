@@ -11,8 +11,8 @@ Only runs with otherwise equal settings are compared. A set is the runs of one l
 Two sets of different losses match if all other settings and the seed are equal. All runs of matching sets are measured
 over the same steps, the last quarter of the steps that all of them have, because a stopped run moved for fewer steps.
 
-Sets of one seed share its random numbers, and often a run, so intervals are over seeds: each seed gives one number, the
-mean over its sets. A grid of one seed has none.
+Sets of one seed share random numbers, and often a run, so each seed counts as one number, the mean over its sets.
+Intervals are over seeds; a grid of one seed has none.
 """
 
 from typing import Any
@@ -37,16 +37,17 @@ NO_INTERVAL_TEXT = "(no interval with fewer than three seeds that differ)"
 
 
 def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
-    """One row per scored run with a KL loss: run_id, form, coefficient, match, seed, status, first_step, last_step, kl.
+    """Make a table of the scored runs with a KL loss, with each run's mean KL to the reference.
 
-    match: id of the combination of all other settings and the seed. kl: mean of `kl_to_reference` (nats) over
-    first_step to last_step. Empty if the study lacks the settings or the column.
+    Columns: run_id, form, coefficient, match, seed, status, first_step, last_step, kl. match: id of the combination of
+    all other settings and the seed. kl: mean of `kl_to_reference` (nats) over first_step to last_step. Empty if the
+    study lacks the settings or the column.
     """
     columns = ["run_id", "form", "coefficient", "match", "seed", "status", "first_step", "last_step", "kl"]
     trials, steps = frames.trials, frames.steps.dropna(subset="kl_to_reference")
     if not {FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN} <= set(trials) or steps.empty:
         return pd.DataFrame(columns=columns)
-    # Runs with use_kl_loss=False may have a reference pass for the penalty in the reward, which is another question.
+    # Runs with use_kl_loss=False may have a reference pass for the penalty in the reward: a different question.
     has_kl = trials[SWITCH_COLUMN].fillna(False).astype(bool) & trials["status"].isin(SCORED_STATUSES)
     runs = trials[has_kl & trials["run_id"].isin(steps["run_id"])]
     table = runs[["run_id", "seed", "status"]].assign(
@@ -59,7 +60,7 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
     keys = [runs[name].astype(str) for name in (*differing_names, "seed")]
     table["match"] = runs.groupby(keys, sort=False).ngroup()
     table["last_step"] = table["run_id"].map(steps.groupby("run_id")["step"].max())
-    # All runs with one match are measured over the steps that the shortest of them has.
+    # All runs with one match are measured over the steps of the shortest of them.
     table["last_step"] = table.groupby("match")["last_step"].transform("min")
     # Earlier, runs have not yet moved as far from the reference as they will.
     table["first_step"] = (LATE_START * table["last_step"]).astype(int) + 1
@@ -72,9 +73,10 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
 
 
 def compute_correlations(table: pd.DataFrame) -> pd.DataFrame:
-    """One row per set of at least three coefficients: form, match, seed, runs, rho. table: from `make_kl_table`.
+    """Correlate KL with the coefficient in each set of three or more coefficients: form, match, seed, runs, rho.
 
-    rho: Spearman's correlation of KL to the reference with the coefficient. At -1, KL falls at every increase.
+    table: from `make_kl_table`. rho: Spearman's correlation of KL to the reference with the coefficient. At -1, KL
+    falls at every increase.
     """
     from scipy import stats
 
@@ -88,12 +90,12 @@ def compute_correlations(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> pd.DataFrame:
-    """One row per form of the loss: the trend of KL to the reference with the coefficient. table: from `make_kl_table`.
+    """Summarize, per form of the loss, the trend of KL to the reference with the coefficient.
 
     Columns: form, sets, seeds, runs, early_stopped, rho (mean over seeds of the mean over a seed's sets; rho_low and
     rho_high are its t interval over seeds, with three or more), p (from permuting KL within sets), smallest,
     kl_smallest, largest, kl_largest (coefficients, and the geometric mean of KL at each, in nats), first_step,
-    last_step (range of the measured steps).
+    last_step (range of the measured steps). table: from `make_kl_table`.
     """
     rhos = compute_correlations(table)
     rows = []
@@ -125,7 +127,7 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
 
 
 def _estimate_over_seeds(values: "pd.Series[float]", limit: float) -> Estimate:
-    """Mean over seeds of the mean of a seed's values, with its t interval, cut to [-limit, limit].
+    """Estimate the mean over seeds of each seed's mean value, with a t interval cut to [-limit, limit].
 
     values: indexed by seed. There is no interval with fewer than `MIN_SEEDS` seeds, or if all of them are equal.
     """
@@ -138,9 +140,9 @@ def _estimate_over_seeds(values: "pd.Series[float]", limit: float) -> Estimate:
 
 
 def _geometric_mean(values: "pd.Series[float]") -> float:
-    """Geometric mean of the positive values; NaN if there are none.
+    """Compute the geometric mean of the positive values; NaN if there are none.
 
-    KL spans orders of magnitude over the runs of a grid, and an arithmetic mean would be that of the largest run.
+    KL spans orders of magnitude over the runs of a grid: the largest run would dominate an arithmetic mean.
     """
     positive = values[values > 0]
     return float(np.exp(np.log(positive).mean())) if len(positive) else float("nan")
@@ -152,8 +154,8 @@ def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
     table: from `make_kl_table`.
 
     difference: mean over seeds of the mean over a seed's sets of rho of k1 minus rho of the form. It is positive if KL
-    falls with the coefficient of the form, and falls less or not at all with the coefficient of k1. low, high: t
-    interval over seeds, cut to [-2, 2]; missing with fewer than three.
+    falls more with the form's coefficient than with k1's. low, high: t interval over seeds, cut to [-2, 2]; missing
+    with fewer than three.
     """
     rhos = compute_correlations(table).pivot_table(index=["seed", "match"], columns="form", values="rho")
     k1 = next((form for form in K1_NAMES if form in rhos), None)
@@ -176,7 +178,7 @@ def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[str]:
-    """Sentences on whether k1 anchors the policy; none if no set of k1 was measured.
+    """Describe whether k1 anchors the policy; empty if no set of k1 was measured.
 
     trends: from `summarize_anchoring`. differences: from `compare_to_k1`.
     """
@@ -189,7 +191,7 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
         "expectation is 0 on policy. The runs of this grid show the following."
     )
     falling_forms = {row["form"] for row in rows if _is_falling(row)}
-    # Whether KL to the reference falls with the coefficient of a form, and does not fall with that of k1.
+    # Forms under which KL to the reference falls with the coefficient, unless it also falls under k1.
     anchoring_forms = falling_forms if falling_forms.isdisjoint(K1_NAMES) else set()
     comparisons = [_describe_difference(row, row["form"] in anchoring_forms) for row in to_records(differences)]
     missing = ["No other KL loss has matching runs in this study, so k1 is not compared with any."]
@@ -197,7 +199,7 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
 
 
 def _is_falling(row: dict[str, Any]) -> bool:
-    """Whether KL to the reference falls significantly with the coefficient."""
+    """Check whether KL to the reference falls significantly with the coefficient."""
     return bool(row["rho"] < 0 and row["p"] < SIGNIFICANCE_LEVEL)
 
 
@@ -216,13 +218,13 @@ def _describe_trend(row: dict[str, Any]) -> str:
 
 
 def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
-    """is_anchoring: KL to the reference falls with the coefficient of this form, and does not fall with that of k1."""
+    """Describe a comparison with k1. is_anchoring: KL falls with the coefficient of this form, but not of k1."""
     interval_text = format_interval(row["low"], row["high"], decimals=2) or NO_INTERVAL_TEXT
     estimate_text = (
         f"{format_signed(row['difference'], decimals=2)} {interval_text} over {row['sets']} matching sets of "
         f"{count_nouns(row['seeds'], 'seed')}"
     )
-    # A lower correlation alone may mean that KL rises less than under k1: anchoring also needs that it falls.
+    # A lower correlation alone may mean that KL rises less than under k1: anchoring also requires that it falls.
     if row["low"] > 0 and is_anchoring:
         statement = f"At the same coefficients, {row['form']} pulls the policy toward the reference and k1 does not"
     elif row["low"] > 0:

@@ -1,7 +1,7 @@
-"""The factors and cells of a study whose arms are points of a grid, derived from the configurations of its runs.
+"""Arrange a study whose arms are grid points: its factors and cells, derived from the configurations of its runs.
 
-Two numeric factors, x and y, span the plane of the heat maps. All other factors, such as the filter or the loss, make
-up the panels, which a reader compares side by side. Each measure is a column of `make_cell_table` and a heat map.
+Two numeric factors, x and y, span the plane of the heat maps. All other factors, such as the filter or the loss, form
+the panels, which a reader compares side by side. Each measure is a column of `make_cell_table` and a heat map.
 """
 
 import re
@@ -26,13 +26,13 @@ SWITCH_SETTINGS = {"actor.use_kl_loss": "actor.kl_loss_coef"}
 """Settings that only say whether another setting is above 0; they are not factors."""
 
 IDLE_SETTINGS = {"actor.kl_loss_type": "actor.kl_loss_coef"}
-"""Settings without effect if another setting is 0: such a run appears under every value."""
+"""Settings without effect while another setting is 0: such a run appears under every value."""
 
 _PART_DIGEST = re.compile(r"(?<=\w)#[0-9a-f]{16}$")
 
-# Start of the last quarter of a run's steps, over which `LATE_MEANS` are taken.
+# Runs are averaged over their last quarter of steps, which starts here (see `LATE_MEANS`).
 LATE_START = 0.75
-# The most serious status first: it is the one that a cell without a scored run shows.
+# Ordered from the most serious, which is the status that a cell without a scored run shows.
 _UNSCORED_STATUSES = ("censored", "failed", "interrupted", *OPEN_STATUSES, "never_ran")
 
 
@@ -70,7 +70,7 @@ LATE_MEANS: tuple[Measure, ...] = (
         log=True,  # it spans orders of magnitude over the coefficients of a grid
     ),
 )
-"""Step columns that are averaged over the last quarter of a run's own steps."""
+"""Step columns that are averaged over the last quarter of each run's steps."""
 MEASURES: tuple[Measure, ...] = (SUCCESS, *LATE_MEANS)
 
 
@@ -85,36 +85,35 @@ class Grid:
     panels: tuple[str, ...]
     """All other factors."""
     factor_values: dict[str, tuple[Any, ...]]
-    """The values of each factor: ascending for x and y, False before True for a switch, and in the order of the arms
-    for all others."""
+    """The values of each factor: ascending for x and y, False before True for a switch, else in the order of arms."""
 
     def format_factor(self, setting: str, value: Any) -> str:
-        """A label such as `filter 0.8`. A switch that is on has its name as label, and one that is off has no label."""
+        """Format a label such as `filter 0.8`. A switch is labeled by its name if on, and not labeled if off."""
         if isinstance(value, bool | np.bool_):
             return shorten_setting(setting) if value else ""
         return f"{shorten_setting(setting)} {label_value(value)}"
 
     def format_panel(self, row: dict[str, Any]) -> str:
-        """The panel of a run, such as `filter 0.8, loss mse`. row: the settings of the run."""
+        """Name the panel of a run, such as `filter 0.8, loss mse`. row: the settings of the run."""
         labels = [self.format_factor(setting, row[setting]) for setting in self.panels]
-        # Without a label all switches are off. A grid without panels has one for all arms.
+        # No label means that all switches are off. A grid without panel factors has one panel for all arms.
         return ", ".join(label for label in labels if label) or ("others" if self.panels else "all arms")
 
 
 def label_value(value: Any) -> str:
-    """The value of a factor as a label: 0.001, 0, 6, mse, on, off. A part of the user loses the digest of its file."""
+    """Format a factor's value as a label: 0.001, 0, 6, mse, on, off. A plug-in is shown without its file's hash."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, int | float) else _PART_DIGEST.sub("", str(value))
 
 
 def find_grid(frames: StudyFrames) -> Grid | None:
-    """The grid that the arms of a study form, or None.
+    """Find the grid that the arms of a study form, if any.
 
-    A study is a grid if its arms are named by words and differ in at least two numeric settings. If an arm is named by
-    a number, the study has a single axis. x and y are the coefficients of KL and entropy if both differ; otherwise the
-    two numeric settings with the most combinations of values. Of pairs with equally many, the first in the
-    configuration wins. Its first setting is y, its second x. A dose that the study declares is always x.
+    A study is a grid if its arms are named by words and differ in at least two numeric settings. An arm named by a
+    number means that the study has a single axis. x and y are the coefficients of KL and entropy if both differ;
+    otherwise the two numeric settings with the most combinations of values, and among ties the first pair in the
+    configuration, with its first setting as y. A dose that the study declares is always x.
     """
     trials = require_single_study(frames).trials
     if trials.empty or trials["axis_value"].notna().any():
@@ -145,7 +144,7 @@ def find_grid(frames: StudyFrames) -> Grid | None:
 
 
 def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
-    """One column per setting in which arms differ, without the seed and `SWITCH_SETTINGS`."""
+    """Select the settings in which arms differ, a column each, without the seed and `SWITCH_SETTINGS`."""
     columns = {name: name.removeprefix("config/") for name in map(str, trials.columns) if name.startswith("config/")}
     settings = trials[list(columns)].rename(columns=columns)
     differing_settings = [
@@ -157,11 +156,11 @@ def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
-    """One row per run and panel: run_id, arm, seed, status, each factor, panel, shared, home, and measures.
+    """Make a table with a row per run and panel: run_id, arm, seed, status, each factor, panel, shared, home, measures.
 
     A run with KL coefficient 0 appears in the panels of all loss types (shared); home marks the panel of its
     configuration. is_failed_stop: see `compare.find_failed_stops`. Measures: `success` at the end (as scored);
-    `entropy` (nats), `reward_std` (reward) and `kl_to_reference` (nats) as means over the last quarter of the run's own
+    `entropy` (nats), `reward_std` (reward) and `kl_to_reference` (nats) as means over the last quarter of the run's
     steps. They are missing if the run is not scored.
     """
     trials = frames.trials
@@ -173,7 +172,7 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     late_steps = frames.steps[frames.steps["step"] > LATE_START * last_steps].groupby("run_id")
     for measure in LATE_MEANS:
         table[measure.name] = table["run_id"].map(late_steps[measure.name].mean())
-    # An unscored run may have logged some steps, but its late means would be those of an unfinished training.
+    # An unscored run may have logged steps, but its late means would describe an unfinished training.
     table.loc[~table["status"].isin(SCORED_STATUSES), [measure.name for measure in MEASURES]] = float("nan")
     table = table.assign(shared=False, home=True).dropna(subset=list(grid.factor_values))
     for setting, governing_setting in IDLE_SETTINGS.items():
@@ -195,16 +194,16 @@ def _repeat_idle_rows(table: pd.DataFrame, setting: str, governing_setting: str,
 
 
 def make_panel_curves(frames: StudyFrames, grid: Grid, member_table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """A step column of every run in each of its panels: panel, its factors, x, run_id, status, step, value.
+    """Make the curves of a step column in each panel: panel, its factors, x, run_id, status, step, value.
 
-    member_table: from `make_member_table`. Step 0 is the policy before training, for columns that have this value.
+    member_table: from `make_member_table`. Step 0 is the policy before training, for columns that are measured there.
     """
     panel_rows = member_table[["run_id", "panel", *grid.panels, grid.x]].rename(columns={grid.x: "x"})
     return panel_rows.merge(series.make_curves(frames, column), on="run_id", sort=False)
 
 
 def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
-    """The panels with at least one run, one row each with its name and factors, in the order of the factor values.
+    """List the panels with at least one run, in the order of the factor values: a row each with name and factors.
 
     member_table: from `make_member_table`.
     """
@@ -216,15 +215,15 @@ def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
-    """One row per panel and point with at least one run. member_table: from `make_member_table`.
+    """Summarize each panel and grid point that has a run in a row. member_table: from `make_member_table`.
 
     Columns: panel, its factors, x and y (values), arms (names), runs, scored, early_stopped, shared, state, and for
     each measure its mean over scored runs, std (ddof 1; missing below two runs), minimum and maximum. state is
     "stopped" if a rule stopped a scored run as a failure, otherwise "scored"; without a scored run it is the most
     serious status.
     """
-    # concern: position of an unscored status, so that the minimum over a cell is its most serious one. A scored run has
-    # none (NaN).
+    # concern: position of an unscored status (NaN for a scored run), so that the minimum over a cell is its most
+    # serious one.
     ranked_rows = member_table.assign(
         scored=member_table["status"].isin(SCORED_STATUSES),
         early_stopped=member_table["is_failed_stop"],
@@ -250,7 +249,7 @@ def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
-    """A short name for each arm from its point in the grid: `filter 0.8 · KL 0.01 · entropy 0`.
+    """Name each arm by its point in the grid: `filter 0.8 · KL 0.01 · entropy 0`.
 
     If several arms share a point, their original names are added in parentheses.
     """
@@ -259,7 +258,7 @@ def make_arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
     rows = to_records(trials[["arm", *columns]].rename(columns=columns))
     labels = {}
     for row in rows:
-        # With a KL coefficient of 0 the form of the loss has no effect, so the name of the arm leaves it out.
+        # With a KL coefficient of 0 the form of the loss has no effect, so the name leaves it out.
         idle_settings = {setting for setting, other in IDLE_SETTINGS.items() if other in row and row[other] == 0}
         settings = [setting for setting in (*grid.panels, grid.x, grid.y) if setting not in idle_settings]
         labels[row["arm"]] = " · ".join(filter(None, (grid.format_factor(name, row[name]) for name in settings)))
@@ -268,7 +267,7 @@ def make_arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
 
 
 def name_arms(frames: StudyFrames) -> StudyFrames:
-    """The frames of a study with numbers as arms, in which these have the name of their setting too: `KL 0.1`.
+    """Rename arms that are numbers so that they include the name of their setting: `KL 0.1`.
 
     Arms that are words, such as nofilter, keep their names.
     """
@@ -276,14 +275,14 @@ def name_arms(frames: StudyFrames) -> StudyFrames:
 
 
 def make_axis_labels(frames: StudyFrames) -> dict[str, str]:
-    """The name of each arm that is a number, with the short name of the setting of the axis."""
+    """Name each arm that is a number with the short name of the axis setting."""
     setting = shorten_setting(require_single_study(frames).studies[0].axis.setting)
     numeric_arms = frames.trials.loc[frames.trials["axis_value"].notna(), "arm"].unique()
     return {str(arm): f"{setting} {arm}" for arm in numeric_arms} if setting else {}
 
 
 def rename_arms(frames: StudyFrames, labels: Mapping[str, str]) -> StudyFrames:
-    """The frames with arms renamed by `labels`, also where study.json names them."""
+    """Rename arms by `labels`, in all frames and in study.json."""
     if not labels:
         return frames
     frames_by_name = {name: getattr(frames, name) for name in FRAME_NAMES}

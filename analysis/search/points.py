@@ -23,25 +23,25 @@ from trainable.runs.study_record import CENSORED, Dimension, Search
 
 SUCCESS: Final = "success"
 COST: Final = "cost"
-"""The objectives of a search: the primary outcome of its study, and the tokens that a run samples and trains on."""
+"""The objectives of a search: its study's primary outcome, and the tokens that a run samples and trains on."""
 
 _COST_COLUMNS = ("total_sampled_tokens", "total_trained_tokens")
 COMPLETE, CENSORED_POINT, FAILED, OPEN = "complete", "censored", "failed", "open"
-"""States of a point: every run has ended and some can be scored; successive halving stopped it; no run can be scored;
-runs have yet to end. Only a complete point has an outcome."""
+"""States of a point: all its runs ended and some are scored; successive halving stopped it; all runs failed; or runs
+have yet to end. Only a complete point has an outcome."""
 
 
 def make_points(frames: StudyFrames) -> pd.DataFrame:
-    """The points of a search, in the order in which they were drawn; empty for another study.
+    """Make a table of the points of a search, in the order in which they were drawn; empty for another study.
 
     Columns: arm, number (0 for the default), state (COMPLETE, CENSORED_POINT, FAILED or OPEN), seeds (scored runs),
     violations (runs that collapsed, that a rule stopped as failures, or that failed and so have no outcome),
     is_feasible, success (mean of the primary outcome over scored runs) with low and high, cost (mean tokens per run;
-    NaN for a family without them), settings (text by dotted setting; for the default those of the study), and values
+    NaN for a family without them), settings (text by dotted setting; for the default taken from the study), and values
     (of each dimension that the point has, by name; for the default where the space contains them).
 
-    The outcome is NaN unless the point is complete. A run that a rule stopped counts with its outcome, and, as a
-    failure, as a violation: a collapse is a result and never missing.
+    The outcome is NaN unless the point is complete. A run that a rule stopped counts with its outcome, and as a
+    violation if it was stopped as a failure: a collapse is a result and never missing.
     """
     study = require_single_study(frames).studies[0]
     search, points = study.search, study.points
@@ -83,7 +83,7 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _find_broken_runs(frames: StudyFrames) -> set[str]:
-    """The ids of the runs that collapsed, that a rule stopped as failures, or that failed."""
+    """Find the ids of the runs that collapsed, that a rule stopped as failures, or that failed."""
     (family,) = frames.families
     runs = frames.runs
     if not family.is_fine_tuning:
@@ -103,16 +103,16 @@ def _find_state(runs: pd.DataFrame, scored_runs: pd.DataFrame) -> str:
 
 
 def _compute_cost(runs: pd.DataFrame) -> float:
-    """Mean tokens per run; NaN without the columns or without a run."""
+    """Compute the mean number of tokens per run; NaN without the columns or without a run."""
     if not len(runs) or not set(_COST_COLUMNS) <= set(runs.columns):
         return math.nan
     return float(runs[list(_COST_COLUMNS)].sum(axis=1, min_count=len(_COST_COLUMNS)).mean())
 
 
 def find_best_point(points: pd.DataFrame, is_higher_better: bool) -> Row | None:
-    """The point whose mean outcome is best among those at which no run collapsed or failed; None if there is none.
+    """Find the point with the best mean outcome among those at which no run collapsed or failed; None without any.
 
-    Of equal points it is the one that was drawn first.
+    Among equal points, the one drawn first wins.
     """
     feasible = points[points["is_feasible"] & points["success"].notna()]
     if feasible.empty:
@@ -122,16 +122,16 @@ def find_best_point(points: pd.DataFrame, is_higher_better: bool) -> Row | None:
 
 
 def read_values(search: Search, settings: Mapping[str, str], *, is_exact: bool) -> dict[str, Any]:
-    """The value of each dimension that a point has, by the name of the dimension.
+    """Read the value of each dimension that a point has, by the name of the dimension.
 
-    A dimension whose condition the settings do not meet is left out, and so is one whose text is neither a number nor
-    one of its values: a folder may come from somebody else.
+    Skips dimensions whose condition the settings do not meet, and texts that are neither a number nor one of the
+    dimension's values: a folder may come from an untrusted source.
 
     Args:
-        search: of the study.
+        search: the search that the study declares.
         settings: texts by dotted setting.
-        is_exact: leave out numbers outside of the interval; else they are moved to its nearest end, since a value that
-            was drawn may have been rounded to one a little outside.
+        is_exact: skip numbers outside the interval. Otherwise they are moved to its nearest end, since rounding may
+            have moved a drawn value slightly outside.
     """
     values: dict[str, Any] = {}
     for dimension in _list_dimensions(search, settings):
@@ -142,7 +142,7 @@ def read_values(search: Search, settings: Mapping[str, str], *, is_exact: bool) 
 
 
 def _list_dimensions(search: Search, settings: Mapping[str, str]) -> list[Dimension]:
-    """The dimensions of the space whose condition the settings meet."""
+    """List the dimensions of the space whose condition the settings meet."""
     return [
         dimension
         for dimension in search.space

@@ -1,6 +1,6 @@
-"""A search as an Optuna study: what its sampler, its importances and its dashboard work on.
+"""A search as an Optuna study, for its samplers, importances and dashboard.
 
-The study is made from the rows of the runs whenever it is needed, so it never disagrees with them.
+The study is made anew from the rows of the runs whenever it is needed, so the two never disagree.
 """
 
 import warnings
@@ -26,14 +26,14 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 CONSTRAINT = "runs that collapsed or failed"
 IMPORTANCE_QUANTILE = 0.25
-"""Importances say what it takes to be among this fraction of the points. Optuna's tenth is two points of twenty."""
+"""Importances refer to reaching the best fraction of the points. Optuna's default, a tenth, is two points of twenty."""
 _NUM_RESAMPLES = 200
 _MIN_POINTS = 8
-"""With fewer points, the best quarter is a single one, and there is nothing to say about it."""
+"""With fewer points, the best quarter is a single point, from which nothing can be concluded."""
 
 
 def make_distribution(dimension: Dimension) -> BaseDistribution:
-    """The distribution of a dimension, which is an search of `space` in study.json."""
+    """Convert a dimension of the search space to an Optuna distribution."""
     if dimension.values:
         return CategoricalDistribution(tuple(dimension.values))
     if dimension.is_integer:
@@ -49,14 +49,14 @@ def make_optuna_study(
     storage: BaseStorage | None = None,
     name: str | None = None,
 ) -> optuna.Study:
-    """The Optuna study of a search, with a trial per point that has ended.
+    """Create the Optuna study of a search, with a trial per point that has ended.
 
     Args:
-        search: of the study.
+        search: the search that the study declares.
         points: from `make_points`; None for a study without a trial.
-        is_higher_better: of the primary outcome.
+        is_higher_better: whether a higher primary outcome is better.
         sampler: draws the next points.
-        storage: where the study is written, without a study of this name; None for memory.
+        storage: where to write the study, which must not contain one of this name; None keeps it in memory.
         name: of the study in the storage.
     """
     directions = {
@@ -78,10 +78,10 @@ def make_optuna_study(
 
 
 def _make_trials(search: Search, points: pd.DataFrame) -> list[FrozenTrial]:
-    """A trial per point that has ended.
+    """Make a trial per point that has ended.
 
-    A censored point is a pruned trial, and so is one of which every run failed: the sampler learns of its violations,
-    while a failed trial would be as if it had never been drawn.
+    Both a censored point and a point all of whose runs failed become pruned trials: the sampler learns from their
+    violations, while it would ignore a failed trial.
     """
     distributions = {dimension.name: make_distribution(dimension) for dimension in search.space}
     trials = []
@@ -104,7 +104,7 @@ def _make_trials(search: Search, points: pd.DataFrame) -> list[FrozenTrial]:
 
 
 class Importance(NamedTuple):
-    """How much a dimension matters for being among the best points: its share of the total, with a 90 % interval."""
+    """Importance of a dimension for being among the best points: its share of the total, with a 90 % interval."""
 
     name: str
     value: float
@@ -115,15 +115,15 @@ class Importance(NamedTuple):
 def compute_importances(
     search: Search, points: pd.DataFrame, is_higher_better: bool, generator: np.random.Generator
 ) -> list[Importance]:
-    """PED-ANOVA importances of the dimensions for the first objective, the largest first; empty with too few points.
+    """Compute PED-ANOVA importances of the dimensions for success, largest first; empty with too few points.
 
-    The intervals are from 200 resamples of the points. They say how much depends on which points were drawn, and
-    nothing of other seeds.
+    The intervals come from 200 resamples of the points. They show how much depends on which points were drawn, not on
+    the seeds.
 
     Source: Watanabe, Bansal & Hutter 2023, https://arxiv.org/abs/2304.10255, in Optuna's implementation.
     """
     single = replace(search, objectives=(SUCCESS,))
-    # The default has a value of every setting, but none that was drawn.
+    # The default is left out, since its values were not drawn.
     complete_points = points[(points["number"] > 0) & (points["state"] == COMPLETE)]
     if len(complete_points) < _MIN_POINTS:
         return []
@@ -143,12 +143,12 @@ def compute_importances(
 def _compute_shares(search: Search, points: pd.DataFrame, is_higher_better: bool) -> dict[str, float]:
     evaluator = PedAnovaImportanceEvaluator(target_quantile=IMPORTANCE_QUANTILE)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of settings without an effect in a resample
+        warnings.simplefilter("ignore")  # about settings without an effect in a resample
         return get_param_importances(make_optuna_study(search, points, is_higher_better), evaluator=evaluator)
 
 
 def list_pareto_arms(search: Search, points: pd.DataFrame, is_higher_better: bool) -> list[str]:
-    """The feasible points that no other beats in one of success and cost without being worse in the other."""
+    """List the Pareto-optimal feasible points: any that is better in success or cost is worse in the other."""
     both = replace(search, objectives=(SUCCESS, COST))
     study = make_optuna_study(both, points[points["is_feasible"]], is_higher_better)
     return sorted((trial.user_attrs["arm"] for trial in study.best_trials), key=list(points["arm"]).index)

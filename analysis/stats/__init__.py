@@ -1,1 +1,1 @@
-"""Intervals, noise of runs, sequential tests, trends, times to an event, edges, changes, learning curves."""
+"""Intervals, noise of runs, sequential tests, trends, times to an event, edges, change points, learning curves."""

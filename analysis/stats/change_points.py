@@ -1,8 +1,8 @@
-"""The change of a series of measurements: from where on it moves, how far, and how sure that is.
+"""Find the change of a series of measurements: when it starts to move, how far, and how certain that is.
 
-The model is a ramp: a first level until the onset, a straight line to a second level, which is reached at the end of
-the change, and independent noise. A sudden change is the shortest ramp. A series with several changes in different
-directions is not described by it: look at a part of it, or fix the direction.
+The model is a ramp with independent noise: a first level until the onset, then a straight line to a second level, which
+is reached at the end of the change. A sudden change is the shortest ramp. The model does not fit a series with several
+changes in different directions: select a section of it, or fix the direction.
 """
 
 import math
@@ -17,14 +17,14 @@ from analysis.stats.estimates import CONFIDENCE_LEVEL, NAN, Floats
 NUM_PARAMETERS = 4
 """A ramp has two levels, an onset and an end."""
 MIN_POINTS = 2 * NUM_PARAMETERS
-"""With fewer points than this, too little is left to estimate the noise from."""
+"""With fewer points, too little is left to estimate the noise."""
 MAX_POSITIONS = 100
-"""Onset and end are searched among at most so many measurements, evenly spaced: 4,950 ramps."""
+"""Onset and end are searched among at most this many measurements, evenly spaced: 4,950 ramps."""
 NUM_PERMUTATIONS = 999
 
 
 class Change(NamedTuple):
-    """A change of a series. NaN where nothing is known.
+    """A change of a series. NaN where unknown.
 
     onset: the last step at the first level, with its interval from `low` to `high`. end: the first step at the second
     level. before, after: the two levels, in the unit of the series. noise: standard deviation of the residuals. p: for
@@ -49,10 +49,10 @@ def find_change(
 ) -> Change:
     """Fit a ramp to `values` (n,), measured at ascending `steps` (n,), by least squares.
 
-    The interval has every onset whose best ramp an F test of its squared residuals does not reject. The threshold of F
-    is multiplied by (1 + r) / (1 - r), where r is the correlation of consecutive residuals, if positive: correlated
-    noise drifts, and a drift resembles a change. p is the fraction of permutations of blocks of about n ** (1/3)
-    consecutive values in which a ramp explains as much; the blocks keep a part of that correlation.
+    The interval contains every onset whose best ramp is not rejected by an F test of its squared residuals. The
+    threshold of F is multiplied by (1 + r) / (1 - r), where r is the correlation of consecutive residuals, if positive:
+    correlated noise drifts, and a drift resembles a change. p is the fraction of permutations of blocks of about n **
+    (1/3) consecutive values in which a ramp explains as much; the blocks preserve part of that correlation.
 
     Args:
         steps: steps of the measurements.
@@ -102,9 +102,9 @@ def find_change(
 
 
 def _compute_explained(shapes: Floats, values: Floats, direction: int) -> Floats:
-    """Sum of squares that each shape (ramps, n) explains of each column of `values` (n, columns): (ramps, columns)."""
+    """Compute the sums of squares (ramps, columns) that shapes (ramps, n) explain of `values` (n, columns)."""
     projections: Floats = shapes @ (values - values.mean(axis=0))
-    # In place: with a permutation per column, every further array has a million numbers.
+    # In place: with a permutation per column, each array has a million numbers.
     if direction:
         projections *= np.sign(direction)
         np.maximum(projections, 0.0, out=projections)
@@ -114,7 +114,7 @@ def _compute_explained(shapes: Floats, values: Floats, direction: int) -> Floats
 def _find_interval(
     x: Floats, starts: Floats, explained: Floats, total: float, residuals: Floats
 ) -> tuple[float, float]:
-    """The smallest and the largest onset that the F test of `find_change` does not reject."""
+    """Find the smallest and the largest onset that the F test of `find_change` does not reject."""
     correlation = max(0.0, float((residuals[1:] * residuals[:-1]).sum() / max((residuals**2).sum(), 1e-300)))
     inflation = (1 + correlation) / (1 - min(correlation, 0.9))
     df = len(x) - NUM_PARAMETERS
@@ -125,9 +125,9 @@ def _find_interval(
 
 
 def _permute_blocks(values: Floats, count: int, generator: np.random.Generator) -> Floats:
-    """`values` (n,) in `count` random orders, as (count, n).
+    """Shuffle `values` (n,) into `count` random orders, as (count, n).
 
-    Blocks of consecutive values stay together; the first of them starts at a random place, and the last is shorter.
+    Blocks of consecutive values stay together; the first block starts at a random place, and the last is shorter.
     """
     places = np.arange(len(values))
     length = max(1, round(len(values) ** (1 / 3)))

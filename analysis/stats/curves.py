@@ -2,9 +2,9 @@
 
 The last validation of a run depends on where its training was cut off. A curve separates the ceiling that an arm
 approaches from the cost at which it gets halfway, so that "ends higher" and "gets there sooner" are two statements.
-Cost is any cumulated count: optimizer steps, or tokens.
+Cost is any cumulative count: optimizer steps, or tokens.
 
-A curve is fitted only where it means something. Elsewhere the result is NaN, with a sentence that says why.
+Where a curve would not be meaningful, none is fitted: the result is NaN, with a sentence that says why.
 """
 
 import math
@@ -19,7 +19,7 @@ from analysis.stats.events import find_collapse
 
 # One more than the parameters of a single curve.
 MIN_VALIDATIONS = 5
-# A bootstrap of 4 seeds has only 35 different samples, and a t interval with 3 degrees of freedom is rarely of use.
+# A bootstrap of 4 seeds has only 35 different samples, and a t interval with 3 degrees of freedom is rarely useful.
 MIN_BOOTSTRAP_SEEDS = 5
 # At a rate of exactly 0 or 1 the likelihood of any other outcome is 0, and its slope is infinite.
 RATE_BOUNDS = (1e-4, 1 - 1e-4)
@@ -48,7 +48,7 @@ class CurveFit(NamedTuple):
     """Curves of the S seeds of an arm; NaN if `refusal`, a sentence, says why there are none.
 
     start: success at cost 0. midpoint: cost at which half of the gain is reached. steepness: the exponent. ceilings
-    (S,): success that each seed approaches. covariance (3 + S, 3 + S): of start, log midpoint, log steepness and
+    (S,): success that each seed approaches. covariance (3 + S, 3 + S): for start, log midpoint, log steepness and
     ceilings, from the Fisher information and the dispersion. dispersion: variance of validations around the curves in
     units of the binomial variance, at least 1. first_cost: smallest measured cost above 0.
     """
@@ -64,7 +64,7 @@ class CurveFit(NamedTuple):
 
 
 class CurveEstimates(NamedTuple):
-    """Ceiling and midpoint of an arm with intervals over seeds. `se` of the midpoint is that of its logarithm."""
+    """Ceiling and midpoint of an arm with intervals over seeds. `se` of the midpoint refers to its logarithm."""
 
     ceiling: Estimate
     midpoint: Estimate
@@ -73,9 +73,9 @@ class CurveEstimates(NamedTuple):
 
 
 class CurveComparison(NamedTuple):
-    """Ceiling of an arm minus that of its baseline, and its midpoint divided by the baseline's.
+    """Ceiling of an arm minus its baseline's, and its midpoint divided by the baseline's.
 
-    p of the ratio is for a true ratio of 1, and its `se` is that of its logarithm.
+    p of the ratio is for a true ratio of 1; its `se` refers to its logarithm.
     """
 
     ceiling_difference: Estimate
@@ -84,23 +84,24 @@ class CurveComparison(NamedTuple):
 
 
 def fit_curves(validations: Validations) -> CurveFit:
-    """Fit the curves of an arm: its seeds share y0, C and B, and each has a ceiling A of its own.
+    """Fit the curves of an arm, whose seeds share y0, C and B, while each has its individual ceiling A.
 
     Success at the cost c is y(c) = y0 + (A - y0) / (1 + (C / c)^B), and y0 at c = 0, with the start y0, the midpoint C
     and the steepness B. Source: Khatri et al. 2025 (arXiv 2510.13786). As B grows, the curve becomes a step at C.
 
     Maximizes the binomial log-likelihood, sum of k log y(c) + (n - k) log(1 - y(c)) over validations with k successes
-    in n trials, from several starts. The ceilings are not shrunk to each other. Their mean is the ceiling of the arm.
+    in n trials, from several starts. The ceilings are not shrunk toward each other. Their mean is the ceiling of the
+    arm.
 
-    Refused, in this order, with tests at 5 % whose likelihood ratios are divided by the dispersion:
+    Refused, in this order, by tests at 5 % whose likelihood ratios are divided by the dispersion:
 
     1. too few validations: a seed has fewer than 5 at different costs.
     2. collapse: `find_collapse` names a seed. It is not left out, because the others would overstate the arm.
     3. no gain: a constant is not rejected, or the mean of the ceilings is not above y0.
     4. ceiling not identified: a midpoint at or beyond the largest cost of a seed is not rejected (one-sided). Such a
        curve bends only where nothing was measured, and every higher ceiling fits with a later midpoint.
-    5. no gain: the mean of two or more ceilings is less than 1.64 standard errors above y0. The seeds part from each
-       other, but not upward.
+    5. no gain: the mean of two or more ceilings is less than 1.64 standard errors above y0. The seeds diverge, but
+       not upward.
     """
     counts = _make_counts(validations)
     num_seeds = len(counts.successes)
@@ -123,11 +124,11 @@ def fit_curves(validations: Validations) -> CurveFit:
 
 
 def estimate_curve(validations: Validations, generator: np.random.Generator, num_draws: int = 500) -> CurveEstimates:
-    """Ceiling A and midpoint C of an arm, with intervals from a bootstrap of its n seeds.
+    """Estimate ceiling A and midpoint C of an arm, with intervals from a bootstrap of its n seeds.
 
     A +- t(n-1) s and C exp(+- t(n-1) s'), with s^2 = n / (n - 1) times the variance of A (of log C) over bootstrap
-    samples of seeds. Fewer than 5 seeds give no interval. Quantiles of the bootstrap are not used: with so few seeds
-    they are too close to each other, because a sample of n seeds varies less than n new seeds do (Hesterberg 2015).
+    samples of seeds. With fewer than 5 seeds there is no interval. Bootstrap quantiles are not used: with so few seeds
+    they are too narrow, because a sample of n seeds varies less than n new seeds do (Hesterberg 2015).
 
     If C lies before the first validation of the training, C is refused, and A is kept.
     """
@@ -151,11 +152,11 @@ def estimate_curve(validations: Validations, generator: np.random.Generator, num
 
 
 def compare_curves(arm: CurveEstimates, baseline: CurveEstimates) -> CurveComparison:
-    """Difference of ceilings, arm minus baseline, and ratio of midpoints, arm divided by baseline.
+    """Compare two arms: difference of ceilings, arm minus baseline, and ratio of midpoints, arm over baseline.
 
     Welch's t intervals from the bootstrap standard errors, for the ratio on logarithms. A ratio below 1 means that the
-    arm needs less cost for half of its gain. Seeds are not paired: equal seeds that help both arms alike make the
-    intervals too wide, not too narrow. Where an arm is refused, the comparison is NaN.
+    arm needs less cost for half of its gain. Seeds are not paired, which makes the intervals too wide, not too narrow,
+    if a seed helps both arms alike. Where an arm is refused, the comparison is NaN.
     """
     difference = welch_t_test(_summarize(arm.ceiling), _summarize(baseline.ceiling))
     log_midpoints = [side.midpoint._replace(value=math.log(side.midpoint.value)) for side in (arm, baseline)]
@@ -168,7 +169,7 @@ def compare_curves(arm: CurveEstimates, baseline: CurveEstimates) -> CurveCompar
 
 
 def _summarize(estimate: Estimate) -> SampleStats:
-    """Sample whose mean has the standard error of an estimate over seeds."""
+    """Make up a sample whose mean has the standard error of an estimate over seeds."""
     return SampleStats(estimate.value, estimate.se * math.sqrt(estimate.n), estimate.n)
 
 
@@ -198,13 +199,13 @@ def _make_counts(validations: Validations) -> _Counts:
 
 
 def _find_log_range(counts: _Counts) -> tuple[float, float]:
-    """Logarithms of the smallest cost above 0 and of the largest cost."""
+    """Return the logarithms of the smallest cost above 0 and of the largest cost."""
     log_costs = counts.log_costs[(counts.num_trials > 0) & np.isfinite(counts.log_costs)]
     return float(log_costs.min()), float(log_costs.max())
 
 
 def _refuse_validations(counts: _Counts) -> str:
-    """Say what is wrong with the validations themselves, or nothing."""
+    """Say what is wrong with the validations themselves; empty if they can be fitted."""
     rows = [
         (np.exp(log_costs[trials > 0]), successes[trials > 0], trials[trials > 0])
         for log_costs, successes, trials, _ in zip(*counts, strict=True)
@@ -231,7 +232,7 @@ def _refuse_fit(num_seeds: int, refusal: str) -> CurveFit:
 
 
 def _estimate_noise(parameters: Floats, counts: _Counts) -> tuple[float, Floats]:
-    """Dispersion of the validations around the curves, and covariance of the parameters."""
+    """Estimate the dispersion of the validations around the curves, and the covariance of the parameters."""
     rates, jacobian = _differentiate(parameters, counts)
     variances = rates * (1 - rates)
     residuals = counts.successes - counts.num_trials * rates
@@ -245,12 +246,12 @@ def _estimate_noise(parameters: Floats, counts: _Counts) -> tuple[float, Floats]
 def _refuse_curve(
     parameters: Floats, counts: _Counts, log_likelihood: float, dispersion: float, covariance: Floats
 ) -> str:
-    """Say why the most likely curve means nothing, or nothing."""
+    """Say why the most likely curve is not meaningful; empty if it is."""
     start, ceilings = float(parameters[0]), parameters[3:]
     constant = float(np.clip(counts.successes.sum() / counts.num_trials.sum(), *RATE_BOUNDS))
     constant_log_likelihood = _compute_log_likelihood(np.full_like(counts.successes, constant), counts)
     ratio = 2 * (log_likelihood - constant_log_likelihood) / dispersion
-    # At the bounds of the rates, rounding makes the ratio a little negative.
+    # When rates reach their bounds, rounding makes the ratio slightly negative.
     if special.chdtrc(len(parameters) - 1, max(ratio, 0.0)) > TEST_LEVEL:
         return f"No gain: a constant success of {constant:.3g} fits all validations."
     gain = float(ceilings.mean()) - start
@@ -272,7 +273,7 @@ def _refuse_curve(
 
 
 def _differentiate(parameters: Floats, counts: _Counts) -> tuple[Floats, Floats]:
-    """Success rates (S, V) and their derivatives by each parameter (3 + S, S, V)."""
+    """Compute success rates (S, V) and their derivatives by each parameter (3 + S, S, V)."""
     start, log_midpoint, log_steepness = parameters[:3]
     steepness, ceilings = math.exp(log_steepness), parameters[3:, None]
     # At cost 0, minus infinity times a slope of 0 would be NaN.
@@ -293,7 +294,7 @@ def _compute_log_likelihood(rates: Floats, counts: _Counts) -> float:
 
 
 def _compute_loss(parameters: Floats, counts: _Counts) -> tuple[float, Floats]:
-    """Negative log-likelihood per trial, and its gradient."""
+    """Compute the negative log-likelihood per trial, and its gradient."""
     rates, jacobian = _differentiate(parameters, counts)
     scores = counts.weights[:, None] * (counts.successes - counts.num_trials * rates) / (rates * (1 - rates))
     num_trials = float(counts.weights @ counts.num_trials.sum(axis=1))
@@ -302,7 +303,7 @@ def _compute_loss(parameters: Floats, counts: _Counts) -> tuple[float, Floats]:
 
 
 def _find_starts(counts: _Counts, low: float, high: float) -> list[Floats]:
-    """Best starts of the search among curves through the first and last validations, with midpoints in a log range."""
+    """Choose starts among curves through the first and last validations, with midpoints in a log range."""
     success = counts.successes / np.maximum(counts.num_trials, 1)
     last = np.count_nonzero(counts.num_trials, axis=1) - 1
     start = float(success[:, 0].mean())
@@ -319,7 +320,7 @@ def _find_starts(counts: _Counts, low: float, high: float) -> list[Floats]:
 
 
 def _maximize(counts: _Counts, starts: list[Floats], min_log_midpoint: float = -math.inf) -> tuple[Floats, float]:
-    """Parameters with the largest log-likelihood within the bounds, and that log-likelihood."""
+    """Find the parameters with the largest log-likelihood within the bounds. Also return that log-likelihood."""
     low, high = _find_log_range(counts)
     margin = math.log(MIDPOINT_MARGIN)
     midpoint_bounds = (max(low - margin, min_log_midpoint), high + margin)
@@ -344,7 +345,7 @@ def _maximize(counts: _Counts, starts: list[Floats], min_log_midpoint: float = -
 def _bootstrap_standard_errors(
     fit: CurveFit, counts: _Counts, generator: np.random.Generator, num_draws: int
 ) -> tuple[float, float]:
-    """Standard errors of the ceiling and of the log midpoint over bootstrap samples of seeds; NaN if too few seeds."""
+    """Bootstrap the standard errors of the ceiling and the log midpoint over seeds; NaN with too few seeds."""
     num_seeds = len(fit.ceilings)
     if num_seeds < MIN_BOOTSTRAP_SEEDS:
         return NAN, NAN
@@ -354,7 +355,7 @@ def _bootstrap_standard_errors(
     samples, num_repeats = np.unique(copies, axis=0, return_counts=True)
     estimates = []
     for sample in samples:
-        # A seed that is not drawn has no weight, and its ceiling stays where it was.
+        # A seed that is not drawn has no weight, and its ceiling does not move.
         parameters, _ = _maximize(counts._replace(weights=sample.astype(float)), [start])
         estimates.append((sample @ parameters[3:] / num_seeds, parameters[1]))
     variances = np.cov(np.transpose(estimates), fweights=num_repeats, ddof=0).diagonal()

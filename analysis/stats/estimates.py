@@ -2,10 +2,10 @@
 
 Outcomes are compared at the end of a run, or by the mean height of a curve. Peaks are never compared, because the best
 of several noisy validations is biased upward. `analysis.stats.noise` compares arms with the noise of all runs; the t
-intervals here use nothing but the numbers that they are given.
+intervals here use only the numbers that they are given.
 
-`scipy.stats` takes as long to import as everything else that `analysis` needs, so functions that need it import it.
-Distributions come from `scipy.special`, as those of `scipy.stats` do; outside of a support it returns NaN.
+`scipy.stats` takes as long to import as everything else that `analysis` needs, so only the functions that use it import
+it. Distributions come from `scipy.special`, on which `scipy.stats` is built too; outside of a support it returns NaN.
 """
 
 import math
@@ -19,9 +19,9 @@ from scipy import special
 Floats = NDArray[np.float64]
 NAN = float("nan")
 CONFIDENCE_LEVEL = 0.95
-"""Of every interval, unless a caller asks for another one."""
+"""Confidence level of every interval, unless a caller passes another one."""
 MIN_SEEDS = 3
-"""From this many numbers on, an interval may be based on them alone."""
+"""Smallest number of values on which alone an interval may be based."""
 # 7! = 5040 permutations are fewer than the 9999 random ones drawn otherwise.
 MAX_EXACT_RUNS = 7
 
@@ -51,7 +51,7 @@ class Trend(NamedTuple):
 
 
 def wilson_interval(successes: float, n: float, confidence_level: float = CONFIDENCE_LEVEL) -> Estimate:
-    """Wilson's score interval of a fraction of n independent trials. n may be an effective, non-integer number.
+    """Compute Wilson's score interval of a fraction of n independent trials. n may be an effective, non-integer number.
 
     Interval: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Source: Wilson 1927. n = 0: (NaN, 0, 1).
     """
@@ -68,13 +68,13 @@ def wilson_interval(successes: float, n: float, confidence_level: float = CONFID
 
 
 def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = CONFIDENCE_LEVEL) -> Estimate:
-    """Mean of one number per seed (n,), such as a paired difference, with Student's t interval; none if n < 2.
+    """Estimate the mean of one number per seed (n,), such as a paired difference, with Student's t interval.
 
-    Equal numbers have no interval either: one of width zero would claim what a handful of seeds cannot show.
+    There is no interval if n < 2, or if all numbers are equal: zero width would claim more than a few seeds can show.
     """
     values = np.asarray(per_seed, dtype=float)
     mean = float(values.mean()) if values.size else NAN
-    # Equal up to the rounding of their mean.
+    # Equal up to rounding of their mean.
     if values.size < 2 or np.ptp(values) <= 1e-12 * np.abs(values).max():
         return Estimate(mean, n=values.size)
     se = float(values.std(ddof=1)) / math.sqrt(values.size)
@@ -93,7 +93,7 @@ class SampleStats(NamedTuple):
 
 
 def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: float = CONFIDENCE_LEVEL) -> Estimate:
-    """sample.mean - reference.mean with Welch's t interval and p. n is the total of both samples.
+    """Estimate sample.mean - reference.mean with Welch's t interval and p. n is the total of both samples.
 
     se^2 = s1^2/n1 + s2^2/n2, df = se^4 / sum((s^2/n)^2 / (n - 1)). Source: Welch 1947. With fewer than 2 numbers in
     either sample there is no interval. If both standard deviations are 0, there is no test: the caller must replace
@@ -104,7 +104,7 @@ def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: 
         return Estimate(value, n=sample.n + reference.n)
     squared_errors = [side.std**2 / side.n for side in (sample, reference)]
     se = math.sqrt(sum(squared_errors))
-    # Without any spread df is 0 / 0: it is NaN, and so are the interval and p.
+    # Without any spread df is 0 / 0: it is set to NaN, and so are the interval and p.
     df_denominator = sum(
         squared_error**2 / (side.n - 1) for squared_error, side in zip(squared_errors, (sample, reference), strict=True)
     )
@@ -115,7 +115,7 @@ def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: 
 
 
 def holm_adjust(p_values: ArrayLike) -> Floats:
-    """Holm's step-down adjusted p-values (m,) -> (m,): running maximum of (m - rank) p, cut at 1.
+    """Adjust p-values (m,) by Holm's step-down method: running maximum of (m - rank) p, capped at 1.
 
     rank counts from 0 at the smallest p. A NaN stays NaN and does not count in m: nothing was compared there.
     """
@@ -132,14 +132,14 @@ def holm_adjust(p_values: ArrayLike) -> Floats:
 def spearman_trend(
     axis: ArrayLike, outcome: ArrayLike, blocks: ArrayLike, generator: np.random.Generator, num_permutations: int = 9999
 ) -> Trend:
-    """Spearman's rank correlation of outcome (n,) with axis (n,); p from permuting outcomes within each block (n,).
+    """Compute Spearman's correlation of outcome (n,) with axis (n,), with p from permuting within each block (n,).
 
     Blocks are seeds: runs of one seed are exchangeable if the axis has no effect. For one block of at most 7 runs all
     permutations are enumerated; otherwise p = (1 + draws at least as far from 0) / (1 + draws). NaN with fewer than 3
     runs or constant values.
     """
     x, y, block = (np.asarray(values) for values in (axis, outcome, blocks))
-    # Two runs always have a correlation of 1 or -1, and constant values have no ranks to correlate.
+    # The correlation of two runs is always 1 or -1, and constant values have no ranks to correlate.
     if len(x) < 3 or len(np.unique(x)) < 2 or len(np.unique(y)) < 2:
         return Trend(n=len(x))
     from scipy import stats
@@ -147,7 +147,7 @@ def spearman_trend(
     ranks_x, ranks_y = (stats.rankdata(values) - (len(x) + 1) / 2 for values in (x, y))
     norm = math.sqrt(float((ranks_x**2).sum() * (ranks_y**2).sum()))
     rho = float(ranks_x @ ranks_y) / norm
-    # The observed order is one of all permutations. Random draws may miss it, so it is added to them: p is never 0.
+    # The observed order is one of all permutations. Random draws may miss it, so it is added to them, and p is never 0.
     if len(np.unique(block)) == 1 and len(x) <= MAX_EXACT_RUNS:
         permuted_ranks, observed_count = np.array(list(permutations(ranks_y))), 0
     else:
@@ -168,25 +168,25 @@ def _permute_within_blocks(
 
 
 def page_trend_p_value(outcomes: ArrayLike) -> float:
-    """Two-sided p of Page's test for an ordered alternative: outcomes (seeds, arms), arms in the order of the axis.
+    """Compute the two-sided p of Page's trend test: outcomes (seeds, arms), arms in the order of the axis.
 
-    Twice the smaller one-sided p, cut at 1. NaN with fewer than 2 seeds or 3 arms.
+    Twice the smaller one-sided p, capped at 1. NaN with fewer than 2 seeds or 3 arms.
     """
     table = np.asarray(outcomes, dtype=float)
     if table.ndim != 2 or table.shape[0] < 2 or table.shape[1] < 3:
         return NAN
     from scipy import stats
 
-    # scipy tests for a rising order only: a falling order is tested on the reversed arms.
+    # scipy tests for a rising order only; a falling order is tested by reversing the arms.
     one_sided = [float(stats.page_trend_test(arms).pvalue) for arms in (table, table[:, ::-1])]
     return min(1.0, 2 * min(one_sided))
 
 
 def area_under_curve(steps: ArrayLike, values: ArrayLike, end_step: float) -> float:
-    """Mean height of the curve through (steps, values) from its first step to `end_step`, by trapezoids.
+    """Compute the mean height of the curve through (steps, values) from its first step to `end_step`, by trapezoids.
 
     A curve that ends earlier keeps its last value up to `end_step`, as a stopped run does. Points beyond `end_step` are
-    cut off. A single point gives its value, no point gives NaN. The unit is that of `values`.
+    cut off. A single point gives its value, no point gives NaN. The unit is the unit of `values`.
     """
     x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
     if x.size == 0:

@@ -1,6 +1,6 @@
 """Time until an event, such as the collapse of a run: functions from arrays to estimates.
 
-The estimand is the restricted mean: the mean number of steps without the event, of the first `horizon` steps. Unlike a
+The estimand is the restricted mean: how many of the first `horizon` steps, on average, pass without the event. Unlike a
 median it exists if most runs never have the event, and unlike a hazard ratio it has a unit that can be planned with.
 The horizon is declared before any result.
 """
@@ -22,7 +22,7 @@ NUM_RANDOM_EXCHANGES = 9999
 class EventTimes(NamedTuple):
     """Runs of one arm, in the order of their seeds: the last step of each, and True where the event ended it there.
 
-    False means censored: the run was not followed any further, and had no event until then.
+    False means censored: the run was not followed further, and had no event until then.
     """
 
     end_steps: ArrayLike
@@ -30,12 +30,12 @@ class EventTimes(NamedTuple):
 
 
 def find_collapse(steps: ArrayLike, success: ArrayLike, num_trials: ArrayLike = math.inf) -> float:
-    """Step of the validation at which a run has collapsed; NaN if it has not.
+    """Find the step of the validation at which a run has collapsed; NaN if it has not.
 
     Collapse: success (V,) is below half of its running maximum m at two validations in a row; the second is returned.
-    With `num_trials` episodes per validation, success must also be more than 2 standard errors of a difference,
-    sqrt(2 m (1 - m) / num_trials), below m: a policy that rarely succeeds does not collapse by chance. A missing
-    validation (NaN) is skipped.
+    With `num_trials` episodes per validation, success must also be more than 2 standard errors of a difference, sqrt(2
+    m (1 - m) / num_trials), below m: a policy that rarely succeeds does not collapse by chance. A missing validation
+    (NaN) is skipped.
     """
     is_validated = ~np.isnan(np.asarray(success, dtype=float))
     x, y = (np.asarray(values, dtype=float)[is_validated] for values in (steps, success))
@@ -47,7 +47,7 @@ def find_collapse(steps: ArrayLike, success: ArrayLike, num_trials: ArrayLike = 
 
 
 def kaplan_meier(end_steps: ArrayLike, is_event: ArrayLike) -> tuple[Floats, Floats]:
-    """Kaplan-Meier fraction of runs without the event, at step 0 and after each step with one: (steps, fractions).
+    """Estimate the fraction of runs without the event, at step 0 and after each step with one: (steps, fractions).
 
     end_steps (n,): last step of each run. is_event (n,): True if the event ended the run there, False if it ended for
     another reason (censored). Without an event, the curve is the single point (0, 1). Raises ValueError if a last step
@@ -61,7 +61,7 @@ def kaplan_meier(end_steps: ArrayLike, is_event: ArrayLike) -> tuple[Floats, Flo
 
 
 def restricted_mean(end_steps: ArrayLike, is_event: ArrayLike, horizon: float) -> float:
-    """Mean steps without the event of the first `horizon` steps: the area under the Kaplan-Meier curve from 0 to there.
+    """Compute the mean steps without the event among the first `horizon`: the area under the Kaplan-Meier curve.
 
     Source: Royston and Parmar 2013. Without censoring before the horizon it is mean(min(T, horizon)). NaN without runs,
     and where the curve is unknown before the horizon because the runs with the latest ends were censored.
@@ -79,24 +79,24 @@ def compare_restricted_means(
     horizon: float,
     generator: np.random.Generator,
 ) -> Estimate:
-    """Difference of restricted means, arm minus baseline, paired by seed, with a permutation test and its interval.
+    """Estimate the difference of restricted means, arm minus baseline, by a permutation test paired by seed.
 
     The n-th run of both arms has the same seed. If the arm has no effect, the two runs of a seed are exchangeable: p is
-    the fraction of all 2^n exchanges whose difference is at least as far from 0. With more than 14 seeds it is the
-    fraction of 9,999 random exchanges and the observed one. If all runs are followed to their event or the horizon,
-    an exchange is a flipped sign of D = min(T_arm, horizon) - min(T_baseline, horizon) of a seed.
+    the fraction of all 2^n exchanges whose difference is at least as far from 0. With more than 14 seeds, it is the
+    fraction among 9,999 random exchanges and the observed one; only then is the generator used. If all runs are
+    followed to their event or the horizon, an exchange flips the sign of a seed's D = min(T_arm, horizon) -
+    min(T_baseline, horizon).
 
-    The interval has all shifts d for which the same test of D - d does not reject. For a d below the mean of D, a flip
-    of the seeds S counts against rejection exactly if the mean of D over S, or over all other seeds, is at most d. The
-    bounds are therefore order statistics of means over subsets (Hartigan 1969), without a search. They are NaN with
+    The interval contains all shifts d for which the same test of D - d does not reject. For a d below the mean of D, a
+    flip of the seeds S counts against rejection exactly if the mean of D over S, or over all other seeds, is at most d.
+    The bounds are therefore order statistics of means over subsets (Hartigan 1969), without a search. They are NaN with
     fewer than 6 seeds, which cannot exclude any shift at 95 % (2 / 2^5 > .05), without any event before the horizon,
-    and if a run is censored before the horizon, because a shift of unknown times cannot be tested. Equal D have no
-    interval either: it would have width zero, and equal runs are no certainty. The generator is used with more than 14
-    seeds only.
+    and if a run is censored before the horizon, because a shift of unknown times cannot be tested. There is no interval
+    for equal D either: it would have width zero, and equal runs are no certainty.
 
     With such censored runs, the Kaplan-Meier curves of each exchange are compared, and p also requires that both runs
-    of a seed are censored alike. Exchanges that leave a curve unknown are not counted: the observed one, with which
-    they would have to be compared, is known.
+    of a seed are censored alike. Exchanges that leave a curve unknown are not counted, since they cannot be compared
+    with the observed one, which is known.
     """
     times = np.array([arm.end_steps, baseline.end_steps], dtype=float)
     is_event = np.array([arm.is_event, baseline.is_event], dtype=bool)
@@ -129,7 +129,7 @@ def compare_restricted_means(
 
 
 def _list_exchanges(num_seeds: int, generator: np.random.Generator) -> Booleans:
-    """Return which seeds exchange their runs (exchanges, seeds). The first exchange is the observed one: none."""
+    """List which seeds exchange their runs (exchanges, seeds). The first exchange is the observed one: none."""
     if num_seeds <= MAX_EXACT_SEEDS:
         return (np.arange(2**num_seeds)[:, None] >> np.arange(num_seeds) & 1).astype(bool)
     random_exchanges = generator.integers(0, 2, size=(NUM_RANDOM_EXCHANGES, num_seeds)).astype(bool)
@@ -137,14 +137,14 @@ def _list_exchanges(num_seeds: int, generator: np.random.Generator) -> Booleans:
 
 
 def _compute_restricted_means(is_member: Booleans, end_steps: Floats, is_event: Booleans, horizon: float) -> Floats:
-    """Restricted means of many samples of the same runs, is_member (samples, runs) -> (samples,); NaN if unknown."""
+    """Compute restricted means of many samples of the same runs, is_member (samples, runs); NaN where unknown."""
     steps, fractions = _estimate_survival(is_member, end_steps, is_event & (end_steps < horizon))
     is_known = (fractions[:, -1] == 0) | (is_member & (end_steps >= horizon)).any(axis=1)
     return np.where(is_known, fractions @ np.diff([0.0, *steps, horizon]), NAN)
 
 
 def _estimate_survival(is_member: Booleans, end_steps: Floats, is_event: Booleans) -> tuple[Floats, Floats]:
-    """Kaplan-Meier curves of many samples of the same runs, is_member (samples, runs).
+    """Estimate Kaplan-Meier curves of many samples of the same runs, is_member (samples, runs).
 
     Returns the steps (S,) with an event of any run, and the fractions (samples, 1 + S) at step 0 and after each.
     """
@@ -158,11 +158,11 @@ def _estimate_survival(is_member: Booleans, end_steps: Floats, is_event: Boolean
 
 
 def _invert_sign_flips(differences: Floats, is_flipped: Booleans) -> tuple[float, float]:
-    """Smallest and largest shift that the test by these sign flips (flips, seeds) does not reject; NaN if unbounded."""
+    """Find the smallest and largest shift that the sign flips (flips, seeds) do not reject; NaN if unbounded."""
     num_flips, num_seeds = is_flipped.shape
     num_flipped, sums = is_flipped.sum(axis=1), is_flipped @ differences
     is_proper = (num_flipped > 0) & (num_flipped < num_seeds)
-    # No flip, and a flip of all seeds, are as far from every shift as the observed mean.
+    # Flipping no seed or all seeds is always as extreme as the observed mean, whatever the shift.
     means = np.full((2, num_flips), [[-np.inf], [np.inf]])
     means[0, is_proper] = sums[is_proper] / num_flipped[is_proper]
     means[1, is_proper] = (differences.sum() - sums[is_proper]) / (num_seeds - num_flipped[is_proper])

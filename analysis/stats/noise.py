@@ -1,17 +1,17 @@
 """The noise of runs: how much runs with other seeds differ, estimated from all arms of a study together.
 
-Model: the outcome of arm a with seed s is y_as = mu_a + gamma_s + e_as, where the seed's effect gamma_s is shared by
-all arms. Three seeds are too few to estimate the variance of e in a single arm, so it is pooled over all arms.
+Model: the outcome of arm a with seed s is y_as = mu_a + gamma_s + e_as, where the seed effect gamma_s is shared by all
+arms. Three seeds are too few to estimate the variance of e in a single arm, so it is pooled over all arms.
 
-Arms may differ in their noise: one near collapse is noisier than the others, and if it is the baseline, its noise is in
-every difference. So a difference is judged by the pooled variance only as far as the arms that take part in it do not
-stand out (`compute_doubt`). The more one does, the more the variance of the difference itself takes the place of the
-pooled one, with its few degrees of freedom: at the end this is the paired t test. In between, both are interpolated, so
-that no small change of an outcome turns a verdict. With two seeds there is nothing to doubt by, and the difference
-stands alone. benchmarks/verdict_errors.py counts how often intervals and verdicts are wrong.
+Arms may differ in their noise: an arm near collapse is noisier than the others, and if it is the baseline, its noise is
+in every difference. So a difference is judged by the pooled variance only as far as its arms do not stand out
+(`compute_doubt`). The more one does, the more the difference's sample variance, with its few degrees of freedom,
+replaces the pooled one; in the limit this is the paired t test. In between, the two are interpolated, so that a small
+change of an outcome cannot flip a verdict. Two seeds are too few to judge by, and the difference stands alone.
+benchmarks/verdict_errors.py counts how often intervals and verdicts are wrong.
 
-Two bounds keep this honest. A variance is never below the difference's own estimate while the pool is trusted, and
-never below the variance of the evaluation alone, which is known.
+Two bounds prevent overconfidence. A variance is never below the difference's sample variance while the pool is trusted,
+and never below the variance of the evaluation alone, which is known.
 """
 
 import math
@@ -24,34 +24,35 @@ from scipy import special
 from analysis.stats.estimates import CONFIDENCE_LEVEL, Estimate, Floats
 
 _RELATIVE_ROUNDING = 1e-12
-"""Numbers that differ by less than this fraction of their size are equal: the rest is rounding in their mean."""
+"""Numbers that differ by less than this fraction of their size count as equal: the rest is rounding of their mean."""
 
 REFERENCE_DOUBT = (0.6, 0.95)
-"""From which prominence on an arm is doubted to be as noisy as the others, and from which on it is taken to be noisier.
+"""Prominence above which an arm is doubted to be as noisy as the others, and above which it is treated as noisier.
 
-For the arm that others are compared with: its noise is in all differences at once. The limits were chosen by
-simulation (benchmarks/verdict_errors.py): 93 % of the intervals of equal arms contain 0, however noisy the baseline is.
+These limits are for the arm that others are compared with, whose noise is in all differences at once. They were chosen
+by simulation (benchmarks/verdict_errors.py): 93 % of the intervals of equal arms contain 0, however noisy the baseline
+is.
 """
 ARM_DOUBT = (0.9, 1.0)
-"""The same for the other arm of a difference."""
+"""The limits for the other arm of a difference."""
 
 
 class Pool(NamedTuple):
     """The noise of one run, estimated from all arms."""
 
     variance: float
-    """Of one run, with `df` degrees of freedom."""
+    """Variance of one run, with `df` degrees of freedom."""
     df: float
     prominence: Floats
-    """(A,) for each arm, the probability that the ratio of its variance to that of the other arms would be smaller than
-    it is if all arms were equally noisy. 0 for an arm of which nothing is known."""
+    """(A,) for each arm, the probability of a smaller variance ratio between it and the other arms, if all arms were
+    equally noisy. 0 for an arm about which nothing is known."""
 
 
 class Noise(NamedTuple):
-    """What is known of the noise of a study's runs.
+    """What is known about the noise of a study's runs.
 
-    paired: for differences of runs with a common seed, without the seeds' effect. unpaired: for runs of different
-    seeds. None if no arm has two runs that differ, and no recorded runs are like those of the study.
+    paired: for differences of runs with a common seed, without the seed effect. unpaired: for runs of different seeds.
+    None if no arm has two runs that differ, and no recorded runs match the study.
     """
 
     paired: Pool | None
@@ -59,7 +60,7 @@ class Noise(NamedTuple):
 
 
 def compute_doubt(prominence: ArrayLike, limits: tuple[float, float] = REFERENCE_DOUBT) -> Floats:
-    """How far an arm is taken to be noisier than the others: 0 below the first limit, 1 from the second on.
+    """Compute how far an arm is treated as noisier than the others: 0 below the first limit, 1 from the second on.
 
     >>> compute_doubt([0.5, 0.775, 0.99]).round(3).tolist()
     [0.0, 0.5, 1.0]
@@ -71,12 +72,12 @@ def compute_doubt(prominence: ArrayLike, limits: tuple[float, float] = REFERENCE
 def blend_variances(
     own_variance: ArrayLike, own_df: ArrayLike, pool_variance: ArrayLike, pool_df: ArrayLike, doubt: ArrayLike
 ) -> tuple[Floats, Floats]:
-    """The variance of a run and its degrees of freedom, between the pooled estimate and one's own.
+    """Interpolate the variance of a run and its degrees of freedom between a pooled and an individual estimate.
 
-    All arguments broadcast. Without doubt the variance is the larger one of both, with the degrees of freedom of the
-    pool; with a doubt of 1 both are the own ones, and in between they are interpolated on a logarithmic scale. An
-    estimate with less than two degrees of freedom cannot be compared with the pool: it stands alone. Without any, the
-    pool stands alone.
+    All arguments broadcast. Without doubt, the variance is the larger of the two, with the pool's degrees of freedom;
+    with a doubt of 1 it is the individual estimate; in between both numbers are interpolated on a logarithmic scale. An
+    individual estimate with fewer than two degrees of freedom cannot be compared with the pool, and is used alone. If
+    it has none, the pool is used alone.
     """
     own, own_dfs, pooled, pool_dfs = (
         np.asarray(numbers, dtype=float) for numbers in (own_variance, own_df, pool_variance, pool_df)
@@ -88,14 +89,14 @@ def blend_variances(
 
 
 def _compute_variance(values: Floats) -> float:
-    """Variance (ddof 1) of values (n,); exactly 0 if they are equal up to rounding, or if n < 2."""
+    """Compute the variance (ddof 1) of values (n,); exactly 0 if they are equal up to rounding, or if n < 2."""
     if values.size < 2 or np.ptp(values) <= _RELATIVE_ROUNDING * np.abs(values).max():
         return 0.0
     return float(values.var(ddof=1))
 
 
 def pool_samples(outcomes: ArrayLike) -> Pool | None:
-    """The noise of runs of different seeds, from the variance of each arm. outcomes (A, S): NaN is a missing run."""
+    """Pool the noise of runs of different seeds from each arm's variance. outcomes (A, S): NaN is a missing run."""
     samples = [row[np.isfinite(row)] for row in np.asarray(outcomes, dtype=float)]
     dfs = np.array([max(sample.size - 1, 0) for sample in samples], dtype=float)
     squares = np.array([_compute_variance(sample) for sample in samples]) * dfs
@@ -103,11 +104,11 @@ def pool_samples(outcomes: ArrayLike) -> Pool | None:
 
 
 def pool_residuals(outcomes: ArrayLike) -> Pool | None:
-    """The noise of runs without the seeds' common effect. outcomes (A, S): NaN is a missing run.
+    """Pool the noise of runs without the common effect of seeds. outcomes (A, S): NaN is a missing run.
 
-    Arm and seed effects are fitted by least squares. What an arm adds to the sum of squared residuals of the others is
-    e' (I - H)^+ e, with its residuals e and its block H of the hat matrix (the extra sum of squares of a group of rows;
-    Seber & Lee 2003, section 10.6). If every arm has every seed, it has S - 1 degrees of freedom, and all of them
+    Arm and seed effects are fitted by least squares. An arm increases the sum of squared residuals of the others by e'
+    (I - H)^+ e, with its residuals e and its block H of the hat matrix (the extra sum of squares of a group of rows;
+    Seber & Lee 2003, section 10.6). If every arm has every seed, each arm has S - 1 degrees of freedom, and all of them
     together (S - 1) (A - 1).
     """
     y = np.asarray(outcomes, dtype=float)
@@ -116,7 +117,7 @@ def pool_residuals(outcomes: ArrayLike) -> Pool | None:
     design = np.zeros((len(arms), num_arms + num_seeds))
     design[np.arange(len(arms)), arms] = 1
     design[np.arange(len(arms)), num_arms + seeds] = 1
-    # The design has one rank less than columns: arms and seeds can be shifted against each other.
+    # The rank is one less than the number of columns: arms and seeds can be shifted against each other.
     projection = design @ np.linalg.pinv(design.T @ design, hermitian=True) @ design.T
     values = y[arms, seeds]
     residuals = values - projection @ values
@@ -133,7 +134,7 @@ def pool_residuals(outcomes: ArrayLike) -> Pool | None:
 
 
 def _make_pool(square_sum: float, df: float, extra_squares: Floats, extra_dfs: Floats) -> Pool | None:
-    """Pool a sum of squares with `df` degrees of freedom, to which each arm adds so much; None if it is 0."""
+    """Make a pool from a sum of squares with `df` degrees of freedom, and each arm's contribution; None if it is 0."""
     if not (square_sum > 0 and df > 0):
         return None
     other_squares, other_dfs = np.maximum(square_sum - extra_squares, 0.0), df - extra_dfs
@@ -147,8 +148,8 @@ def _make_pool(square_sum: float, df: float, extra_squares: Floats, extra_dfs: F
 def fit_noise(outcomes: ArrayLike, recorded: ArrayLike = ()) -> Noise:
     """Estimate the noise from the runs of all arms. outcomes (A, S): NaN is a missing run.
 
-    recorded: outcomes of recorded runs that are like those of the study, with other seeds. They count only if no arm
-    has two runs: from two seeds on, a study shows its own noise, and other runs may be noisier or less noisy.
+    recorded: outcomes of recorded runs like the study's, with other seeds. Used only if no arm has two runs: from two
+    seeds on, a study shows its noise itself, and other runs may be noisier or less noisy.
     """
     y = np.asarray(outcomes, dtype=float)
     if (np.isfinite(y).sum(axis=1) > 1).any():
@@ -159,12 +160,12 @@ def fit_noise(outcomes: ArrayLike, recorded: ArrayLike = ()) -> Noise:
 
 
 def compute_level_variance(differences: ArrayLike, clusters: ArrayLike) -> float:
-    """The variance of the mean of `differences` (S, L) over S seeds and L levels because the levels are a sample.
+    """Estimate how much the sampling of levels adds to the variance of the overall mean of `differences` (S, L).
 
-    Model: d_sl = mu + a_s + b_l + e_sl, in which seeds and levels are drawn. The variance of the mean is
-    var(a) / S + var(b) / L + var(e) / (S L). The deviation between seeds shows the first and the last term, and this is
-    the other one. clusters (L,): levels of one number, such as mirrored boards, are not independent: their deviations
-    are added before they are squared. With one seed var(e) is not known, and counts in var(b). At least 0.
+    Model: d_sl = mu + a_s + b_l + e_sl, with seeds and levels drawn at random. The variance of the mean is var(a) / S +
+    var(b) / L + var(e) / (S L). The deviation between seeds shows the first and the last term; this is the second.
+    clusters (L,): levels with the same number, such as mirrored boards, are not independent: their deviations are
+    summed before they are squared. With one seed var(e) is unknown, and included in var(b). At least 0.
     """
     d = np.asarray(differences, dtype=float)
     num_seeds, num_levels = d.shape
@@ -187,18 +188,18 @@ def estimate_paired_contrast(
     min_variance: float = 0.0,
     doubt: float = 0.0,
 ) -> Estimate:
-    """Mean of one contrast per seed (n,), such as a paired difference, with the noise of all arms.
+    """Estimate the mean of one contrast per seed (n,), such as a paired difference, with the noise of all arms.
 
     Args:
-        per_seed: for each seed, sum_a w_a y_as, the weights w of which sum to 0.
+        per_seed: for each seed, sum_a w_a y_as, with weights w that sum to 0.
         noise: of the study.
         weight_norm: sum_a w_a^2; 2 for a difference.
-        min_variance: variance of the evaluation of one run, which no run's variance can be below.
-        doubt: that the runs of the contrast are as noisy as those of the pool, see `compute_doubt`.
+        min_variance: variance of evaluating one run, a lower bound on any run's variance.
+        doubt: that the contrast's runs are as noisy as the pool's, see `compute_doubt`.
 
-    The variance of a run is v = max(blended, min_variance), where the own estimate is var(per_seed) / weight_norm with
-    n - 1 degrees of freedom; the standard error is sqrt(weight_norm v / n). With one seed the pool is the only
-    estimate. There is no interval without any, or if v is 0: equal numbers are no certainty.
+    The variance of a run is v = max(blended, min_variance), where the individual estimate is var(per_seed) /
+    weight_norm with n - 1 degrees of freedom; the standard error is sqrt(weight_norm v / n). With one seed the pool is
+    the only estimate. There is no interval without any estimate, or if v is 0: equal numbers are no certainty.
     """
     values = np.asarray(per_seed, dtype=float)
     if not values.size:
@@ -210,7 +211,7 @@ def estimate_paired_contrast(
 def _estimate_variance(
     values: Floats, pool: Pool | None, doubt: float, weight_norm: float = 1.0
 ) -> tuple[float, float]:
-    """The blended variance of a run and its degrees of freedom; values: one number per seed, see `weight_norm`."""
+    """Blend the variance of a run and its degrees of freedom; values: one number per seed, see `weight_norm`."""
     own_variance, own_df = _compute_variance(values) / weight_norm, values.size - 1
     if pool is None:
         return own_variance, own_df
@@ -219,7 +220,7 @@ def _estimate_variance(
 
 
 def estimate_sample_mean(sample: ArrayLike, noise: Noise, min_variance: float = 0.0, doubt: float = 0.0) -> Estimate:
-    """Mean of one number per run (n,), such as the outcome of an arm, with the noise of all arms."""
+    """Estimate the mean of one number per run (n,), such as an arm's outcome, with the noise of all arms."""
     values = np.asarray(sample, dtype=float)
     if not values.size:
         return Estimate()
@@ -235,10 +236,10 @@ def estimate_unpaired_difference(
     min_variance: float = 0.0,
     doubts: tuple[float, float] = (0.0, 0.0),
 ) -> Estimate:
-    """Mean of sample (n,) minus mean of reference (m,), whose runs share no seeds, with the noise of all arms.
+    """Estimate mean of sample (n,) minus mean of reference (m,), which share no seeds, with the noise of all arms.
 
-    se^2 = v_1/n + v_2/m with blended variances. The degrees of freedom are Satterthwaite's, at most those of the pool.
-    n of the estimate is the smaller of both numbers of runs. doubts: of sample and reference, see `compute_doubt`.
+    se^2 = v_1/n + v_2/m with blended variances. The degrees of freedom are Satterthwaite's, but at most the pool's. n
+    of the estimate is the smaller number of runs. doubts: of sample and reference, see `compute_doubt`.
     """
     x, y = np.asarray(sample, dtype=float), np.asarray(reference, dtype=float)
     if not (x.size and y.size):
@@ -258,7 +259,7 @@ def estimate_unpaired_difference(
 
 
 def make_estimate(value: float, squared_error: float, df: float, n: int) -> Estimate:
-    """The t interval and the two-sided p of a value; none if its squared standard error or its df is 0 or missing."""
+    """Make the t interval and the two-sided p of a value; none if its squared standard error or df is 0 or missing."""
     if not (squared_error > 0 and df > 0):
         return Estimate(value, n=n)
     se = math.sqrt(squared_error)
@@ -268,7 +269,7 @@ def make_estimate(value: float, squared_error: float, df: float, n: int) -> Esti
 
 
 def compute_equivalence_p_value(estimate: Estimate, margin: float) -> float:
-    """p of two one-sided tests (Schuirmann 1987) that the true value lies within (-margin, margin).
+    """Compute p of two one-sided tests (Schuirmann 1987) that the true value lies within (-margin, margin).
 
     The larger p of the tests of value <= -margin and of value >= margin. NaN without a standard error.
     """

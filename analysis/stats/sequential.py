@@ -1,13 +1,12 @@
 """An anytime-valid t test of paired differences: seeds may be added after each look, for any reason.
 
-A t test is at its error rate only if the number of seeds was fixed in advance. This test keeps its error rate for all
-looks together: under equality, e reaches 1/alpha at any number of seeds with a probability of at most alpha (Ville's
+An ordinary t test keeps its error rate only if the number of seeds was fixed in advance. This test keeps its error rate
+over all looks together: under equality, e ever reaches 1/alpha with a probability of at most alpha (Ville's
 inequality). So a study may be looked at after every seed, and extended or ended because of what was seen; a rejection
-stays valid if later seeds weaken it. The price is a wider interval: 1.7 times that of the t test at 10 seeds.
-
-Assumptions: differences are independent and normal with one mean and standard deviation, no finished seed is left out,
-and the prior variance and the number of comparisons m are declared before the first look. m counts every arm that is
-ever compared, also one without seeds yet: so an arm without evidence has e = 1 and p = 1, and never NaN.
+stays valid if later seeds weaken it. The price is a wider interval: 1.7 times the t test's at 10 seeds. Assumptions:
+differences are independent and normal with one mean and standard deviation, no finished seed is left out, and the prior
+variance and the number of comparisons m are declared before the first look. m counts every arm that is ever compared,
+even one without seeds yet: an arm without evidence has e = 1 and p = 1, never NaN.
 """
 
 import itertools
@@ -18,27 +17,27 @@ from numpy.typing import ArrayLike
 
 from analysis.stats.estimates import CONFIDENCE_LEVEL, NAN, Estimate, Floats
 
-# Differences this close are equal up to the rounding of the subtraction. A share of levels has steps of 1e-4 or more.
+# Differences this close are equal up to rounding of the subtraction. Fractions of levels have steps of 1e-4 or more.
 _RELATIVE_ROUNDING = 1e-9
 _ABSOLUTE_ROUNDING = 1e-12
 
 
 def compute_e_value(t: ArrayLike, n: ArrayLike, prior_variance: float = 1.0) -> Floats:
-    """Evidence of t statistics t of n paired differences against a mean of 0; t and n are broadcast.
+    """Compute the evidence of t statistics of n paired differences against a mean of 0; t and n broadcast.
 
     e = (1 + n g)^(-1/2) [(1 + t^2/v) / (1 + t^2/(v (1 + n g)))]^((v + 1)/2), with v = n - 1 and g = prior_variance.
 
     It is a likelihood ratio. The alternative gives the standardized effect mean / sd the prior N(0, g), and both
     hypotheses give sd the right-Haar prior 1 / sd, which leaves a ratio of densities of t. Under equality t has
-    Student's density f with v degrees of freedom; under the alternative the numerator of t has the variance 1 + n g in
-    place of 1, so t / sqrt(1 + n g) has the density f. The ratio of both densities is e, and its expectation under
+    Student's density f with v degrees of freedom; under the alternative the numerator of t has the variance 1 + n g
+    instead of 1, so t / sqrt(1 + n g) has the density f. The ratio of both densities is e, and its expectation under
     equality is 1. Over n, it is a martingale under equality in the filtration of the data up to scale.
 
     Sources: Gönen et al. 2005 for the ratio; Wang and Ramdas (arXiv 2310.03722, Theorem 4.9 with c^2 = 1/g) for the
-    martingale. Lai 1976 has a flat prior in place of N(0, g), which gives no e-value. Grünwald et al.
-    (arXiv 1906.07801) treat such "safe" t tests.
+    martingale. Lai 1976 has a flat prior instead of N(0, g), which gives no e-value. Grünwald et al. (arXiv 1906.07801)
+    treat such "safe" t tests.
 
-    The larger |t|, the larger e, up to (1 + n g)^(v/2) at infinity. It is 1 with fewer than 2 differences.
+    e grows with |t|, up to (1 + n g)^(v/2) at infinity. It is 1 with fewer than 2 differences.
     """
     t, n = np.asarray(t, dtype=float), np.asarray(n, dtype=float)
     df, variance_ratio = np.maximum(n - 1, 1), 1 + n * prior_variance
@@ -52,7 +51,7 @@ def compute_e_value(t: ArrayLike, n: ArrayLike, prior_variance: float = 1.0) -> 
 def compute_critical_t(
     n: int, prior_variance: float = 1.0, num_comparisons: int = 1, confidence_level: float = CONFIDENCE_LEVEL
 ) -> float:
-    """The |t| of n differences at which e = m/alpha: the half-width of the interval in standard errors.
+    """Compute the |t| of n differences at which e = m/alpha: the half-width of the interval in standard errors.
 
     With K = 1 + n g and R = (K (m/alpha)^2)^(1/n), it is sqrt(v (R - 1) / (1 - R/K)). It is infinite if e cannot exceed
     m/alpha, which is if K^(v/2) <= m/alpha, or with fewer than 2 differences.
@@ -67,11 +66,11 @@ def compute_critical_t(
 
 
 def find_fewest_seeds(num_comparisons: int = 1, prior_variance: float = 1.0) -> int:
-    """Smallest number of paired seeds with which a difference, however large, can be found.
+    """Find the smallest number of paired seeds with which a difference, however large, can be detected.
 
     The smallest n with (1 + n g)^((n - 1)/2) > m/alpha. At g = 1 and alpha = 0.05 it is 5 for a single comparison, and
-    6 for 2 to 6 comparisons. With fewer seeds every interval is infinite. Without a positive prior variance there is no
-    such number.
+    6 for 2 to 6 comparisons. With fewer seeds every interval is infinite. Raises ValueError unless the prior variance
+    is positive.
     """
     if not prior_variance > 0:
         raise ValueError(f"prior_variance={prior_variance}: must be positive (try prior_variance=1.0).")
@@ -84,20 +83,21 @@ def estimate_mean_sequentially(
     num_comparisons: int = 1,
     confidence_level: float = CONFIDENCE_LEVEL,
 ) -> Estimate:
-    """Mean of paired differences (n,), one per seed, with an interval and p that hold at all looks together.
+    """Estimate the mean of paired differences (n,), one per seed, with an interval and p valid at all looks together.
 
-    The interval is every mean d0 with e(d0) < m/alpha: mean +- compute_critical_t se. All such intervals, of m arms and
-    at any number of seeds, contain their true means with a probability of at least 1 - alpha = confidence_level.
+    The interval contains every mean d0 with e(d0) < m/alpha: mean +- compute_critical_t se. All such intervals, of m
+    arms and at any number of seeds, contain their true means with a probability of at least 1 - alpha =
+    confidence_level.
 
     p = min(1, 1/e) is for a single comparison; correct it with `holm_adjust`. Under equality, the probability that it
-    falls to alpha at any look is at most alpha. It is conservative: at one look that probability is far smaller. All
-    rejections after the correction, at all looks and whatever the dependence of the arms, contain a false one with a
-    probability of at most alpha: the first false one needs e >= m0/alpha from one of the m0 true hypotheses. The e-Holm
-    procedure of Vovk and Wang 2021 rejects more, but needs expectations of at most 1 at a common stopping time. Ours
-    are martingales in the filtration of their own arm only, for which Ville's inequality holds at all times.
+    ever falls to alpha is at most alpha, and far smaller at a single look. After the correction, the rejections at all
+    looks, whatever the dependence of the arms, include a false one with a probability of at most alpha: the first false
+    one needs e >= m0/alpha from one of the m0 true hypotheses. The e-Holm procedure of Vovk and Wang 2021 rejects more,
+    but needs expectations of at most 1 at a common stopping time. Ours are martingales only in the filtration of their
+    arm, for which Ville's inequality holds at all times.
 
-    With too few seeds for `find_fewest_seeds`, the interval is infinite. Equal differences have no interval (NaN) and
-    p = 1: their spread of 0 is chance, and it would make a certainty of any mean. Without differences, value is NaN.
+    With fewer seeds than `find_fewest_seeds`, the interval is infinite. Equal differences have no interval (NaN) and p
+    = 1: their spread of 0 is chance, and would make any mean certain. Without differences, value is NaN.
     """
     values = np.asarray(differences, dtype=float)
     n = values.size
@@ -113,13 +113,13 @@ def estimate_mean_sequentially(
 
 
 def compute_sequential_equivalence_p_value(estimate: Estimate, margin: float) -> float:
-    """p that the true mean lies within (-margin, margin), which holds at all looks together.
+    """Compute p that the true mean lies within (-margin, margin), valid at all looks together.
 
-    estimate: of `estimate_mean_sequentially`. It is 1/e against the nearer margin, cut at 1, and 1 if the estimate lies
-    outside. The e-value against a mean beyond the margin is larger than that against the margin itself, so under any
-    such mean the probability that this p ever falls to alpha is at most alpha. It is 1, and not NaN, without a standard
-    error: such an arm still counts in the number of comparisons. NaN without a margin, and for an empty `Estimate()`,
-    such as that of the baseline itself, which is no comparison.
+    estimate: from `estimate_mean_sequentially`. p is 1/e against the nearer margin, capped at 1, and 1 if the estimate
+    lies outside. e is larger against a mean beyond the margin than against the margin itself, so under any such mean
+    the probability that this p ever falls to alpha is at most alpha. Without a standard error it is 1 rather than NaN:
+    such an arm still counts in the number of comparisons. NaN without a margin, and for an empty `Estimate()`, such as
+    the baseline's, which is not compared.
     """
     if math.isnan(margin) or math.isnan(estimate.p):
         return NAN

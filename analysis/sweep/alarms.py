@@ -1,10 +1,9 @@
 """Alarms: how early a threshold on a symptom announces a collapse, and how often it is wrong.
 
-A rule fires when the last measurements of a symptom are all beyond a threshold, as the published rule on the spread of
-the rewards does. It is right before a collapse, and a false alarm in a run that did not collapse; whether a run that
-the rule would have stopped recovers is the question of the command `replay-stoppers`. Rules are chosen on the runs of
-some seeds and scored on those of others: the best of hundreds of rules on the runs on which it was chosen looks better
-than it is.
+A rule fires when the last measurements of a symptom are all beyond a threshold, like the published rule on the spread
+of rewards. It is right before a collapse, and a false alarm in a run that did not collapse. Whether runs that the rule
+would have stopped recover is answered by the command `replay-stoppers`. Rules are chosen on the runs of some seeds and
+scored on other seeds: the best of hundreds of rules looks better than it is on the runs on which it was chosen.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,11 +22,11 @@ from trainable.runs.stop_rules import find_alarm
 WINDOWS = (1, 3, 5, 10)
 """Numbers of consecutive measurements that must be beyond the threshold."""
 MAX_FALSE_ALARMS = 0.1
-"""A rule is chosen among those that fire in at most this fraction of the runs that did not collapse."""
+"""A rule may fire in at most this fraction of the runs that did not collapse."""
 
 
 def list_rules(symptoms: Iterable[Symptom] = SYMPTOMS) -> list[AlarmRule]:
-    """Every threshold of every symptom, with every window."""
+    """List every threshold of every symptom, with every window."""
     return [
         AlarmRule(symptom.column, threshold, symptom.is_relative, is_upper, window)
         for symptom in symptoms
@@ -38,9 +37,9 @@ def list_rules(symptoms: Iterable[Symptom] = SYMPTOMS) -> list[AlarmRule]:
 
 
 def find_distinct_ends(studies: Sequence[StudyFrames]) -> list[pd.DataFrame]:
-    """`collapse.find_run_ends` of each study, without runs that could not learn or repeat one of a study before it.
+    """Find the run ends of each study (`find_run_ends`) without runs that could not learn or repeat an earlier run.
 
-    KL 0 of one study and entropy 0 of another may be the same training: the seed, and each symptom at each step, agree.
+    KL 0 in one study and entropy 0 in another may be the same training: the seed and all symptoms at all steps agree.
     """
     columns = ["step", *(symptom.column for symptom in SYMPTOMS)]
     seen_runs: set[tuple[int, bytes]] = set()
@@ -59,9 +58,9 @@ def find_distinct_ends(studies: Sequence[StudyFrames]) -> list[pd.DataFrame]:
 
 
 def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> pd.DataFrame:
-    """One row per rule and run in which the rule can be applied, over the scored runs of all studies, each once.
+    """Apply rules to the scored runs of all studies (each run once): a row per rule and run with its symptom.
 
-    Columns: rule (index in `rules`), study, run_id, arm, seed, is_collapse, end_step (of `collapse.find_run_ends`),
+    Columns: rule (index in `rules`), study, run_id, arm, seed, is_collapse, end_step (see `collapse.find_run_ends`),
     alarm_step (NaN if the rule does not fire by end_step).
     """
     rows = []
@@ -80,13 +79,13 @@ def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> p
 
 
 def score_rules(alarms: pd.DataFrame, rules: Sequence[AlarmRule]) -> pd.DataFrame:
-    """One row per rule that could be applied: how many collapses it announced, how early, and its false alarms.
+    """Score each rule that could be applied: how many collapses it announced, how early, and its false alarms.
 
     Columns: rule, text, collapsed (runs), detected (of these, with an alarm before the collapse), detected_fraction
     with its Wilson interval (`_low`, `_high`), healthy (runs without collapse), false_alarms, false_fraction with its
-    interval, lead (median steps from the alarm to the collapse, over the detected runs) with its interval from 6 runs
-    on. An alarm at the step of the collapse announces nothing and does not count as detected. Intervals are over runs,
-    as if all were independent.
+    interval, lead (median steps from the alarm to the collapse, over the detected runs) with an interval if there are
+    at least 6. An alarm at the step of the collapse does not count as detected. Intervals treat all runs as
+    independent.
     """
     rows = []
     for index, rule_rows in alarms.groupby("rule", sort=True):
@@ -117,11 +116,11 @@ def score_rules(alarms: pd.DataFrame, rules: Sequence[AlarmRule]) -> pd.DataFram
 
 
 def choose_rules(scores: pd.DataFrame, rules: Sequence[AlarmRule]) -> list[int]:
-    """The best rule of each symptom by `scores` (from `score_rules`), as indices of `rules`, in the order of symptoms.
+    """Choose the best rule of each symptom by `scores` (from `score_rules`): indices of `rules`, in symptom order.
 
-    Among the rules with at most `MAX_FALSE_ALARMS` false alarms, it is the one that announces the most collapses; at
-    equal numbers the one with the longest median lead, then the one with fewer false alarms. A symptom whose rules
-    announce no collapse has none.
+    Among the rules with at most `MAX_FALSE_ALARMS` false alarms, it is the one that announces the most collapses; among
+    ties the one with the longest median lead, then with the fewest false alarms. A symptom whose rules announce no
+    collapse gets none.
     """
     allowed = scores[(scores["false_fraction"] <= MAX_FALSE_ALARMS) & (scores["detected"] > 0)]
     order = allowed.sort_values(
@@ -134,9 +133,9 @@ def choose_rules(scores: pd.DataFrame, rules: Sequence[AlarmRule]) -> list[int]:
 
 
 def compare_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> pd.DataFrame:
-    """Choose the best rule of each symptom on the runs of lower seeds, and score it on the others.
+    """Choose the best rule of each symptom on the runs of lower seeds, and score it on the other seeds.
 
-    Returns `score_rules` over the runs with seed >= `first_test_seed`, the rule that announces the most first.
+    Returns `score_rules` over the runs with seed >= `first_test_seed`, best detector first.
     """
     rules = list_rules()
     alarms = find_alarms(studies, rules)

@@ -16,12 +16,12 @@ COLLAPSE_DEFINITION = (
     "maximum at two validations in a row."
 )
 HALVED_SUCCESS = "halved_success"
-"""The cause of a collapse that no stop rule noticed."""
+"""Cause of a collapse that no stop rule detected."""
 _END_COLUMNS = ["run_id", "arm", "seed", "status", "end_step", "is_collapse", "cause", "signal_problem"]
 
 
 def make_validations(frames: StudyFrames) -> pd.DataFrame:
-    """The sampled validations of all runs: arm, seed, run_id, status, step, value, episodes.
+    """Collect the sampled validations of all runs: arm, seed, run_id, status, step, value, episodes.
 
     Step 0 is before training. episodes: number of episodes of the validation; NaN if unknown.
     """
@@ -33,18 +33,19 @@ def make_validations(frames: StudyFrames) -> pd.DataFrame:
 
 
 def describe_signal_problems(frames: StudyFrames) -> list[str]:
-    """Which runs could not learn in any of their steps, and why; empty for a study whose runs could."""
+    """Describe which runs could not learn in any step, and why; empty if all could."""
     return format_signal_problems((str(end["arm"]), end["signal_problem"]) for end in to_records(find_run_ends(frames)))
 
 
 def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
-    """One row per run with a training step: run_id, arm, seed, status, end_step, is_collapse, cause, signal_problem.
+    """Find how each run with a training step ended, and whether it collapsed.
 
-    A run collapses when a rule stops it as a failure (`compare.find_failed_stops`), or when its success is below half
-    of its running maximum at two validations in a row (`stats.events.find_collapse`), whichever comes first. A run that
-    could not learn in any step never was what a collapse ends. end_step is the step of the collapse, or the last step
-    of a run that did not collapse. cause is the name of the stop rule, `HALVED_SUCCESS`, or empty. signal_problem is
-    why the run could not learn in any step, or empty.
+    Columns: run_id, arm, seed, status, end_step, is_collapse, cause, signal_problem. A run collapses when a rule stops
+    it as a failure (`compare.find_failed_stops`), or when its success is below half of its running maximum at two
+    validations in a row (`stats.events.find_collapse`), whichever comes first. A run that could not learn in any step
+    had nothing to lose, and does not count as collapsed. end_step is the step of the collapse, or else the last step.
+    cause is the name of the stop rule, `HALVED_SUCCESS`, or empty. signal_problem is why the run could not learn in any
+    step, or empty.
     """
     signal_columns = [name for name in SIGNAL_COLUMNS if name in frames.steps]
     validations = make_validations(frames)
@@ -76,7 +77,7 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
 
 
 def compute_survival(frames: StudyFrames) -> pd.DataFrame:
-    """Fraction of the runs of each arm that have not collapsed, by step (Kaplan-Meier).
+    """Compute the fraction of each arm's runs that have not collapsed, by step (Kaplan-Meier).
 
     Columns: arm, step, surviving_fraction, runs, collapsed. A run that failed or was interrupted is censored at its
     last step. The last row of an arm is at the last step of its runs. Arms without a step are left out.
@@ -104,7 +105,7 @@ def compute_survival(frames: StudyFrames) -> pd.DataFrame:
 
 
 def count_collapses(frames: StudyFrames) -> pd.DataFrame:
-    """One row per arm with a scored run that could learn: arm, runs (such ones), collapsed, steps, seeds.
+    """Count the collapses of each arm among its scored runs that could learn: arm, runs, collapsed, steps, seeds.
 
     steps: of the collapses, ascending. seeds: of the runs that collapsed, in the order of these steps.
     """

@@ -1,10 +1,11 @@
 """Estimate the contrasts of a study: the effect of one change, over pairs of arms declared before any run.
 
 study.json has them as "contrasts": [{"name": ..., "pairs": [[first, second], ...]}, ...]. A difference is the first arm
-minus the second, of two runs with the same seed. The estimand is the mean over the pairs of a contrast. Pairs of one
-seed share streams of random numbers and often an arm, so they are not independent: each seed gives one number, the mean
-over its pairs, which is a weighted sum of the outcomes of its arms. The interval is over these numbers, with the noise
-of all arms of the study (`analysis.stats.noise`). It covers other seeds of the declared pairs, not other pairs.
+minus the second, for two runs with the same seed. The estimand is the mean over the pairs of a contrast. Pairs of one
+seed share streams of random numbers and often an arm, so they are not independent: each seed counts as one number, the
+mean over its pairs, which is a weighted sum of the outcomes of its arms. The interval is over these numbers, with the
+noise of all arms of the study (`analysis.stats.noise`). It generalizes to other seeds of the declared pairs, not to
+other pairs.
 """
 
 import math
@@ -39,7 +40,7 @@ _DECIMALS = 12
 """Differences are rounded to this many decimals, so that equal runs have a difference and a std of exactly 0."""
 
 MAX_NAMED_RUNS = 3
-"""Maximum number of stopped runs that a sentence names. If there are more, only the table names them."""
+"""Maximum number of stopped runs that a sentence names. With more, only the table names them."""
 
 _SEED_COLUMNS = ("column", "contrast", "first", "second", "seed", "first_value", "second_value", "difference")
 _RUN_NOTE_COLUMNS = ("excluded_runs", "early_stopped_runs", "num_early_stopped")
@@ -57,10 +58,10 @@ _CONTRAST_COLUMNS = (
 
 
 def compute_seed_differences(frames: StudyFrames) -> pd.DataFrame:
-    """One row per column, contrast, pair and seed of the study: the values of both runs, and first minus second.
+    """Compute, per column, contrast, pair and seed, the values of both runs and their difference, first minus second.
 
-    A value is missing if the run is not scored (see `compare.SCORED_STATUSES`), was not run, or has no value; then the
-    difference is missing too, and so it is for a seed of which an interaction lacks a pair. Columns for which
+    A value is missing if the run is not scored (see `compare.SCORED_STATUSES`), was not run, or has no value. The
+    difference is then missing too, as it is for a seed that lacks a pair of an interaction. Columns for which
     `_is_contrasted` is False have no rows.
     """
     runs, (family,) = _index_runs(frames), frames.families
@@ -75,7 +76,7 @@ def compute_seed_differences(frames: StudyFrames) -> pd.DataFrame:
                 for pair in contrast.pairs
                 for seed in seeds
             }
-            # Over some of its pairs, an interaction would be the effect of one factor.
+            # An interaction over only some of its pairs would be the effect of one factor.
             lacks_pairs = {
                 seed: contrast.needs_all_pairs and any(math.isnan(sum(values[pair, seed])) for pair in contrast.pairs)
                 for seed in seeds
@@ -87,7 +88,7 @@ def compute_seed_differences(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _index_runs(frames: StudyFrames) -> dict[tuple[str, int], Row]:
-    """Every run of the study by arm and seed."""
+    """Map arm and seed to each run of the study."""
     return {(run["arm"], run["seed"]): run for run in to_records(frames.runs)}
 
 
@@ -98,12 +99,12 @@ def _read_value(run: Row | None, column: str) -> float:
 def _is_contrasted(
     column: str, pairs: Sequence[tuple[str, str]], runs: Mapping[tuple[str, int], Row], family: Family
 ) -> bool:
-    """Whether a contrast is made for a column.
+    """Check whether a contrast is made for a column.
 
     * A common column of the family: if any scored run of the study has a value. A run without one is then named as
       excluded.
-    * Any other column: if every scored run of the contrast's arms has a value, since it exists for some tasks and rules
-      only.
+    * Any other column: if every scored run of the contrast's arms has a value, since such columns exist only for some
+      tasks and rules.
     """
     if column in family.common_columns:
         return any(not math.isnan(_read_value(run, column)) for run in runs.values())
@@ -115,7 +116,7 @@ def _is_contrasted(
 
 
 def compute_pair_differences(frames: StudyFrames) -> pd.DataFrame:
-    """One row per column, contrast and pair: the numbers behind `compute_contrasts`, without a test per pair.
+    """Summarize each column, contrast and pair in a row: the numbers behind `compute_contrasts`, but no tests.
 
     Means and difference are over the seeds for which both runs have a value (`seeds`). lower, higher, equal: the number
     of these seeds in which the first arm is below, above, or equal to the second. first_steps, second_steps: planned
@@ -127,13 +128,13 @@ def compute_pair_differences(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _make_pair_rows(differences: Sequence[Row], runs: Mapping[tuple[str, int], Row]) -> list[Row]:
-    """Rows of `compute_pair_differences`.
+    """Make the rows of `compute_pair_differences`.
 
     differences: rows of `compute_seed_differences`, in its order. They are dicts, because a groupby over data frames of
     three rows is slow.
     """
     rows = []
-    # itertools.groupby needs equal keys next to each other, as `compute_seed_differences` returns them.
+    # itertools.groupby needs equal keys to be adjacent, as `compute_seed_differences` returns them.
     for key, group in groupby(differences, key=itemgetter(*_SEED_COLUMNS[:4])):
         seed_rows = list(group)
         counted_rows = [row for row in seed_rows if not math.isnan(row["difference"])]
@@ -168,25 +169,25 @@ def _count_signs(differences: Sequence[float]) -> Row:
 
 
 def _format_planned_steps(runs: Mapping[tuple[str, int], Row], arm: str) -> str:
-    """Planned steps of the arm's runs, each number once; more than one if seeds were given different lengths."""
+    """List the distinct planned steps of an arm's runs, which differ if seeds were given different lengths."""
     planned_steps = {run["steps_total"] for (run_arm, _), run in runs.items() if run_arm == arm}
     return ", ".join(str(steps) for steps in sorted(steps for steps in planned_steps if not pd.isna(steps)))
 
 
 def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
-    """One row per column and contrast; the contrasts of a column follow each other.
+    """Estimate each contrast in each column, one row each; the contrasts of a column are adjacent.
 
     * difference: mean over seeds of the mean over a seed's pairs; difference_low, difference_high: its 95 % interval
       over the `seeds` that have at least one pair, with the noise of all arms; p_equal: that it lies within the margin.
     * p_holm, p_equal_holm: corrected with Holm's method over the contrasts of the primary outcome, and over the
       contrasts of all other columns together.
-    * verdict: see `verdicts.name_verdict`. `better` and `worse` are said of the first arm of a pair.
-    * pairs: number of declared pairs; pairs_used: those with at least one seed; lower, higher, equal: number of used
+    * verdict: see `verdicts.name_verdict`. `better` and `worse` refer to the first arm of a pair.
+    * pairs: number of declared pairs; pairs_used: pairs with at least one seed; lower, higher, equal: number of used
       pairs by the sign of the pair's mean.
-    * run_pairs: declared pairs times seeds; run_pairs_used: those of which both runs have a value.
+    * run_pairs: declared pairs times seeds; run_pairs_used: how many of them have a value in both runs.
     * difference_same_pairs: the difference over only those pairs that every counted seed has.
     * excluded_runs: runs that exclude a pair for a seed, and why; early_stopped_runs: counted runs that a rule stopped,
-      with their steps; num_early_stopped: the number of the latter.
+      with their steps; num_early_stopped: their number.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
     runs, differences = _index_runs(frames), to_records(compute_seed_differences(frames))
@@ -226,10 +227,10 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: float, num_comparisons: int) -> Row:
-    """Difference of a contrast in one column, with its interval over seeds.
+    """Estimate the difference of a contrast in one column, with its interval over seeds.
 
     seed_rows: the rows of `compute_seed_differences` for this contrast and column. outcomes: of the column.
-    num_comparisons: number of tests in the family of this one.
+    num_comparisons: size of this test's family.
     """
     differences_by_seed: dict[int, dict[tuple[str, str], float]] = {}
     for row in seed_rows:
@@ -239,9 +240,9 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
         round(_mean_or_nan(list(pair_differences.values())), _DECIMALS)
         for _, pair_differences in sorted(differences_by_seed.items())
     ]
-    # Seeds may miss different pairs. The variance of their mean is that of one run, times the mean of their norms.
+    # Seeds may miss different pairs. Their mean has the variance of one run times the mean of their norms.
     weight_norm = _mean_or_nan([compute_weight_norm(list(pairs)) for pairs in differences_by_seed.values()])
-    # The noise of the evaluation bounds the variance from below; an arm's counts with the square of its weight.
+    # The evaluation noise bounds the variance from below; each arm contributes with the square of its weight.
     evaluation_variance = _mean_or_nan(
         [
             sum(weight**2 * outcomes.get_min_variance(arm) for arm, weight in compute_arm_weights(list(pairs)).items())
@@ -257,7 +258,7 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
         if weight_norm > 0 or outcomes.num_comparisons
         else Estimate(_mean_or_nan(seed_means), n=len(seed_means))
     )
-    # If seeds miss different pairs, their means are over different pairs. The second difference shows whether it
+    # If seeds miss different pairs, their means are over different pairs. The second difference shows whether this
     # matters.
     common_pairs = set.intersection(*map(set, differences_by_seed.values())) if differences_by_seed else set()
     equal_rows = bool(pairs) and all(outcomes.has_equal_rows(*pair) for pair in pairs)
@@ -275,7 +276,7 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
 
 
 def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], Row]) -> Row:
-    """The runs that exclude a pair for a seed, by arm and reason, and the counted runs that a rule stopped, by arm."""
+    """Collect the runs that exclude a pair for a seed, by arm and reason, and the stopped runs that count, by arm."""
     excluded_seeds: dict[str, set[str]] = {}
     stopped_seeds: dict[str, set[str]] = {}
     for row in seed_rows:
@@ -285,7 +286,7 @@ def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], 
                 is_scored = run is not None and run["status"] in SCORED_STATUSES
                 reason = "not run" if run is None else "without a value" if is_scored else format_status(run["status"])
                 excluded_seeds.setdefault(f"{arm} {reason}", set()).add(str(row["seed"]))
-            # A stopped run whose partner is missing counts nowhere.
+            # A stopped run whose partner is missing is not counted.
             elif run is not None and run["status"] == "early_stopped" and not math.isnan(row["difference"]):
                 stopped_seeds.setdefault(arm, set()).add(f"{row['seed']} at step {run['steps_done']}")
     return {
@@ -304,7 +305,7 @@ def _format_seed_lists(seeds_by_name: Mapping[str, set[str]]) -> str:
 
 
 def format_sentence(row: Row) -> str:
-    """The verdict on a contrast in words. row: a row of `compute_contrasts`."""
+    """State the verdict on a contrast in words. row: from `compute_contrasts`."""
     margin_text = f" within {row['margin']:g}" if row["verdict"] == "equal" else ""
     text = f"{row['contrast']}, {row['column']}: {row['verdict']}{margin_text}: {_format_size(row)}"
     # Without a counted seed there are no signs to count, only excluded runs to name.
@@ -346,13 +347,13 @@ def _format_size(row: Row) -> str:
     unadjusted_text = (
         "; the difference is significant alone, but not with Holm's correction" if row["p"] < SIGNIFICANCE_LEVEL else ""
     )
-    # The farther end of the interval is the largest difference that the numbers do not exclude.
+    # The farther end of the interval is the largest difference that the data do not exclude.
     missed_size = max(-row["difference_low"], row["difference_high"])
     return f"{interval_text}{unadjusted_text}; a difference of up to {missed_size:.2g} could have been missed"
 
 
 def _format_unbalanced(row: Row) -> str:
-    """The difference over the pairs that every seed has; an empty string if all seeds have the same pairs."""
+    """Format the difference over the pairs that every seed has; empty if all seeds have the same pairs."""
     if not row["seeds"] or row["run_pairs_used"] == row["pairs_used"] * row["seeds"]:
         return ""
     common_difference = row["difference_same_pairs"]
@@ -365,12 +366,12 @@ def _format_unbalanced(row: Row) -> str:
 
 
 def format_sentences(table: pd.DataFrame) -> list[str]:
-    """One line per contrast and column. table: the result of `compute_contrasts`."""
+    """Format a line per contrast and column. table: from `compute_contrasts`."""
     return [format_sentence(row) for row in to_records(table)]
 
 
 def make_contrast_context(frames: StudyFrames) -> Row:
-    """The declared contrasts for a page: their number, sentences, and by column the rows of contrasts and of pairs."""
+    """Make a page's context: the number of contrasts, sentences, and the rows of contrasts and pairs by column."""
     (family,) = require_single_study(frames).families
     meanings = {column.name: f"{column.meaning} ({column.unit})" for column in family.trial_columns}
     table, pair_table = compute_contrasts(frames), compute_pair_differences(frames)

@@ -1,4 +1,4 @@
-"""Example episodes of a report: what the policy of each arm did before training and at the end, and in training."""
+"""Choose example episodes for a report: what the policy of each arm did before, during and after training."""
 
 import math
 import warnings
@@ -11,15 +11,15 @@ from trainable.files.json_values import DamageWarning
 from trainable.runs.episode_lines import RecordedEpisode
 
 MAX_ARMS = 12
-"""A study with more arms has no examples in its report; `transcripts` prints them."""
+"""A study with more arms has no examples in its report; the command `transcripts` prints them."""
 _MAX_CHARACTERS = 8_000
-"""Characters of an episode on the page; those of a large model may be long."""
+"""Maximum length of an episode on the page, since large models may write long ones."""
 
 
 class ArmExamples(NamedTuple):
-    """The examples of an arm, all of one run.
+    """The examples of an arm, all from one run.
 
-    episodes: of each its title, its name in the summary (such as `solved after step 60`), is_trained, step, level,
+    episodes: for each, its title, its name in the summary (such as `solved after step 60`), is_trained, step, level,
     success, stop_reason, score and text.
     """
 
@@ -29,10 +29,10 @@ class ArmExamples(NamedTuple):
 
 
 def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
-    """Of the smallest seed of each arm, a solved and a failed episode of its first and of its last validation.
+    """Choose, from each arm's smallest seed, a solved and a failed episode of its first and of its last validation.
 
-    Where episodes were recorded that a step trained on, also those of the last such step with the largest and with the
-    smallest advantage.
+    If episodes from training steps were recorded, adds those with the largest and the smallest advantage in the last
+    such step.
 
     An arm without recorded episodes is left out. The result is empty if the frames were not loaded from a folder, and
     for studies of more than `MAX_ARMS` arms.
@@ -46,7 +46,7 @@ def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
     examples = []
     for arm in arms:
         run_id, seed = first_runs[arm]
-        with warnings.catch_warnings():  # whoever loaded the frames was told of damaged lines
+        with warnings.catch_warnings():  # damaged lines were reported when the frames were loaded
             warnings.simplefilter("ignore", DamageWarning)
             episodes = read_episodes_of_run(folder, run_id)
         validated, trained = (
@@ -59,7 +59,7 @@ def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
 
 
 def _choose_episodes(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
-    """A solved and a failed episode of the first and of the last step, where there is one. They are sorted already."""
+    """Choose a solved and a failed episode of the first and of the last step, if any. The input is sorted."""
     steps = sorted({episode.step for episode in episodes})
     chosen = []
     for step in dict.fromkeys((*steps[:1], *steps[-1:])):
@@ -70,7 +70,7 @@ def _choose_episodes(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
 
 
 def _choose_trained_episodes(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
-    """Those of the last step with the largest and with the smallest advantage; one if all advantages are equal."""
+    """Choose the episodes of the last step with the largest and smallest advantage; one if all are equal."""
     last_step = max((episode.step for episode in episodes), default=0)
     by_advantage = sorted((episode for episode in episodes if episode.step == last_step), key=_get_advantage)
     is_equal = bool(by_advantage) and _get_advantage(by_advantage[0]) == _get_advantage(by_advantage[-1])
@@ -78,12 +78,12 @@ def _choose_trained_episodes(episodes: list[RecordedEpisode]) -> list[RecordedEp
 
 
 def _get_advantage(episode: RecordedEpisode) -> float:
-    """The advantage of an episode; 0 if no turn has one."""
+    """Return the advantage of an episode; 0 if no turn has one."""
     return 0.0 if math.isnan(episode.advantage) else episode.advantage
 
 
 def _shorten(text: str) -> str:
-    """The beginning and the end of a long text: a tree has its answer and the evidence at its end."""
+    """Keep only the beginning and the end of a long text: a tree ends with its answer and the evidence."""
     half = _MAX_CHARACTERS // 2
     num_left_out = len(text) - 2 * half
     if num_left_out <= 0:

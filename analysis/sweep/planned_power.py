@@ -1,8 +1,8 @@
-"""What a number of seeds resolves: one calculation for the plan of a study and for its report.
+"""Compute what a number of seeds can resolve, for both the plan of a study and its report.
 
 The power of a verdict has no formula, because the noise of a comparison is estimated from all arms as far as they agree
-(`analysis.stats.noise`). So studies are drawn, and each is judged as the report does. The same draws serve every
-difference and every noise: a study in which all outcomes are scaled has the same verdict.
+(`analysis.stats.noise`). So studies are simulated, and each is judged as the report does. The same draws serve every
+difference and every noise, since scaling all outcomes of a study does not change its verdict.
 """
 
 import math
@@ -24,21 +24,22 @@ MAX_SUGGESTED_SEEDS = 20
 POWER = 0.8
 _NUM_STUDIES = 4000
 _MAX_ARMS = 24
-"""Arms of a drawn study: the noise that more of them would show changes nothing any more, Holm's factor does."""
+"""Maximum number of arms of a simulated study: more would change Holm's factor, but hardly the noise estimate."""
 
 
 def find_recorded_deviation(study: StudyRecord) -> float:
-    """The standard deviation of recorded runs of the study's baseline in its primary outcome; NaN if there are none."""
+    """Compute the standard deviation of the baseline's recorded runs in the primary outcome; NaN if there are none."""
     values = find_recorded_values(study, get_family(study).primary_column)
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
 @cache
 def compute_resolved_ratio(num_arms: int, num_seeds: int) -> float:
-    """The difference that is resolved with a probability of `POWER`, in standard deviations of runs.
+    """Simulate which difference is resolved with a probability of `POWER`, in standard deviations of runs.
 
     One arm of `num_arms` differs from the baseline by it, all runs are equally noisy, and the test is the first and
-    strictest step of Holm's method. Infinite below `MIN_SEEDS`, where nothing is resolved, and NaN without two arms.
+    strictest step of Holm's method. Infinite below `MIN_SEEDS`, where nothing is resolved, and NaN with fewer than two
+    arms.
     """
     if num_arms < 2:
         return math.nan
@@ -55,13 +56,13 @@ def compute_resolved_ratio(num_arms: int, num_seeds: int) -> float:
     ]
     variance, dfs = blend_variances(own_variance, num_seeds - 1, squares / df, df, np.maximum(*doubts))
     critical_t = -special.stdtrit(dfs, SIGNIFICANCE_LEVEL / 2 / (num_arms - 1))
-    # A study finds every difference from here on.
+    # For each study, the smallest true difference that it would resolve.
     needed = critical_t * np.sqrt(2 * variance / num_seeds) - differences.mean(axis=1)
     return float(np.quantile(needed, POWER))
 
 
 def _compute_prominence(y: Any, arm: int, squares: Any, df: int) -> Any:
-    """`Pool.prominence` of an arm in complete studies (N, A, S) with these sums of squared residuals (N,)."""
+    """Compute `Pool.prominence` of an arm in complete studies (N, A, S), given their sums of squared residuals (N,)."""
     _, num_arms, num_seeds = y.shape
     if num_arms < 3:
         return np.zeros(len(y))
@@ -72,21 +73,21 @@ def _compute_prominence(y: Any, arm: int, squares: Any, df: int) -> Any:
 
 
 def find_resolved_difference(study: StudyRecord, num_seeds: int, deviation: float | None = None) -> float:
-    """The smallest true difference between an arm and the baseline that is resolved with a probability of `POWER`.
+    """Find the smallest true difference from the baseline that is resolved with a probability of `POWER`.
 
     Args:
         study: content of study.json.
-        num_seeds: seeds per arm, which arm and baseline share.
-        deviation: from run to run; None for that of the recorded runs.
+        num_seeds: seeds per arm, common to arm and baseline.
+        deviation: standard deviation between runs; None takes it from the recorded runs.
 
-    NaN if nothing is known of the noise or nothing is compared, and infinite below `MIN_SEEDS` seeds.
+    NaN if the noise is unknown or nothing is compared, and infinite below `MIN_SEEDS` seeds.
     """
     sd = find_recorded_deviation(study) if deviation is None else deviation
     return sd * compute_resolved_ratio(len(study.axis.values), num_seeds)
 
 
 def describe_power(study: StudyRecord) -> str:
-    """One line on what the planned seeds resolve; empty if the study has nothing to compare."""
+    """Describe in one line what the planned seeds resolve; empty if the study has nothing to compare."""
     num_seeds, num_arms = len(study.seeds), len(study.axis.values)
     if num_arms < 2 or not study.baseline:
         return ""

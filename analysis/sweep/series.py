@@ -1,4 +1,4 @@
-"""Tables over the course of training: curves, kept groups, equal budgets, and consistency of equal runs."""
+"""Tables over the course of training: curves, kept groups, equal budgets, and consistency of identical runs."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ BUDGETS: Mapping[str, str] = {
     "total_trained_tokens": "trained tokens",
     "seconds_total": "run time",
 }
-"""What a run costs, and how a report names it."""
+"""What a run costs, and how a report labels it."""
 RETRIEVAL_LABELS = {
     "collapse_trajectory_retrieval_accuracy": "retrieval, all turns (fraction)",
     "collapse_first_turn_retrieval_accuracy": "retrieval, first turns (fraction)",
@@ -26,10 +26,10 @@ RETRIEVAL_LABELS = {
 
 
 def make_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
-    """The values of a step column, one row per run and step: arm, seed, run_id, status, step, value.
+    """Collect the values of a step column, one row per run and step: arm, seed, run_id, status, step, value.
 
-    If the column has a value before training, such as val_success, that value is at step 0. ValueError if no family
-    of the study has the column.
+    If the column has a value before training, as val_success has, it is at step 0. ValueError if no family of the study
+    has the column.
     """
     columns = {step_column.name for family in frames.families for step_column in family.step_columns}
     if column not in columns:
@@ -42,7 +42,7 @@ def make_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
     names = ["arm", "seed", "run_id", "step"]
     value_frames = [frames.steps[[*names, column]].rename(columns={column: "value"})]
     if f"base_{column}" in columns:
-        # The value before training is logged in the row of the first step, under its own name.
+        # The value before training is logged in the row of the first step, in a separate column.
         base = frames.steps[[*names, f"base_{column}"]].rename(columns={f"base_{column}": "value"})
         value_frames.insert(0, base.assign(step=0))
     table = pd.concat(value_frames, ignore_index=True).dropna(subset="value")
@@ -53,7 +53,7 @@ def make_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
 
 
 def compute_mean_curves(table: pd.DataFrame, *, carry_forward: bool = False) -> pd.DataFrame:
-    """Mean over scored runs at each step, for arms with several runs: arm, step, value. table: from `make_curves`.
+    """Average scored runs at each step, for arms with several runs: arm, step, value. table: from `make_curves`.
 
     carry_forward: a run stopped by a rule keeps its last value to the end, as it is scored. Otherwise the mean is over
     the runs that have the step.
@@ -74,10 +74,10 @@ def compute_mean_curves(table: pd.DataFrame, *, carry_forward: bool = False) -> 
 
 
 def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
-    """Retrieval accuracy and entropy of each arm by step: arm, measure, step, value, chance; means over runs.
+    """Average retrieval accuracy and entropy over the runs of each arm by step: arm, measure, step, value, chance.
 
-    Retrieval accuracy is the fraction of thoughts that are more likely after their own prompt than after all others.
-    chance is the accuracy of thoughts that do not depend on the prompt, a mean over all runs at the step (missing for
+    Retrieval accuracy is the fraction of thoughts that are more likely after their prompt than after all others. chance
+    is the accuracy of thoughts that do not depend on the prompt, averaged over all runs at the step (missing for
     entropy). Empty if no run measured retrieval.
     """
     names = [*RETRIEVAL_LABELS, "entropy"]
@@ -100,10 +100,10 @@ def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
 
 
 def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
-    """Groups per step of each arm: all collected ones, and those kept and those with zero std, early and late.
+    """Count each arm's groups per step: all collected, and how many were kept or had zero std, early and late.
 
     Columns: arm, groups, kept_first_quarter, kept_last_quarter, zero_std_first_quarter, zero_std_last_quarter. Means
-    over steps and runs; quarters are those of each run's own steps.
+    over steps and runs, by the quarters of each run's steps.
     """
     rows = []
     for arm in list_arms(require_single_study(frames)):
@@ -124,7 +124,7 @@ def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
 
 
 def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
-    """Sampled validation success at the same amount of each budget: budget, amount, arm, success, runs.
+    """Compare sampled validation success at equal amounts of each budget: budget, amount, arm, success, runs.
 
     The amount is the smallest that a completed run used. Success is interpolated between the validations of a run; a
     run stopped earlier by a rule keeps its last value. Means over scored runs. Empty without a completed run.
@@ -134,7 +134,7 @@ def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
     ]
     # A stopped run used less of every budget, so it must not set the amount.
     completed_runs = scored_runs[scored_runs["status"] == "completed"]
-    # Only rows with a validation are interpolated; dropping the others keeps the loop over runs fast.
+    # Only rows with a validation are interpolated; dropping the others makes the loop over runs fast.
     is_validation = frames.steps[["val_success", "base_val_success"]].notna().any(axis=1)
     frames = replace(
         frames, steps=frames.steps.loc[is_validation, ["run_id", "val_success", "base_val_success", *BUDGETS]]
@@ -152,7 +152,7 @@ def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _interpolate_success(frames: StudyFrames, run_id: str, budget: str, amount: float) -> float:
-    """Validation success of a run after using `amount`: linear between validations, constant after the last."""
+    """Interpolate a run's validation success after using `amount`: linear between validations, then constant."""
     steps = frames.get_run_steps(run_id)
     # The validation before training is the value at a budget of 0. np.interp is constant beyond the last point.
     base_values = steps["base_val_success"].dropna().to_list()[:1]
@@ -162,12 +162,12 @@ def _interpolate_success(frames: StudyFrames, run_id: str, budget: str, amount: 
 
 
 def check_consistency(frames: StudyFrames) -> pd.DataFrame:
-    """Compare scored runs with equal configuration and seed, which must have equal rows.
+    """Compare scored runs with the same configuration and seed, whose rows must be equal.
 
     One row per pair of such runs: a and b (named study/run_id), seed, agree, difference (text, empty if they agree).
-    frames may contain several studies: the run with KL 0 of one sweep is the run with entropy 0 of another.
+    Runs may come from several studies: the run with KL 0 of one sweep is the run with entropy 0 of another.
     """
-    # Without a config_hash, or for unfinished runs, it is not known that the rows must be equal.
+    # Unfinished runs and runs without a config_hash need not have equal rows.
     is_comparable = frames.trials["status"].isin(SCORED_STATUSES) & (frames.trials["config_hash"] != "")
     trials = frames.trials.loc[is_comparable, ["config_hash", "seed", "study", "run_id"]]
     rows = []

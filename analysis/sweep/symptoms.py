@@ -2,7 +2,7 @@
 
 A symptom is a column of the rows with the direction in which it changes when training breaks. Its onset is the change
 point of `analysis.stats.change_points`, fitted to the rows up to the collapse. Success of the training episodes is one
-of the symptoms: it is measured in every step, like the spread of the rewards, and so both have the same resolution.
+of the symptoms: like the spread of rewards it is measured at every step, so both have the same resolution.
 """
 
 import math
@@ -20,12 +20,12 @@ from analysis.sweep.collapse import find_run_ends
 
 UP, DOWN, EITHER = 1, -1, 0
 PERMUTATION_SEED = 0
-"""Of the permutations behind p-values: fixed, so that the same rows give the same p-values in every report."""
+"""Seed of the permutation tests: fixed, so that the same rows give the same p-values in every report."""
 
 MAX_P = 0.05
-"""A series has changed if its p is at most this, corrected for all symptoms and runs that are looked at."""
+"""A series has changed if its p, corrected for all symptoms and runs that are examined, is at most this."""
 MAX_WELL_RUNS = 12
-"""Runs without collapse in which the same changes are looked for, at most: 60 steps take a tenth of a second each."""
+"""Maximum number of runs without collapse that are examined: 60 steps take a tenth of a second each."""
 _ONSET_COLUMNS = ("run_id", "arm", "seed", "end_step", "is_collapse", "symptom", "label", "is_first")
 _CHANGE_COLUMNS = ("onset", "low", "high", "end", "before", "after", "p", "p_adjusted")
 _ORDER_COLUMNS = (
@@ -35,26 +35,26 @@ _ORDER_COLUMNS = (
 
 
 class Symptom(NamedTuple):
-    """What may show that training breaks."""
+    """A measure that may show that training breaks."""
 
     column: str
     """A step column."""
     label: str
-    """Its name in a report."""
+    """Name in a report."""
     direction: int
-    """In which it changes when training breaks: `UP`, `DOWN`, or `EITHER` if both happen."""
+    """Direction of change when training breaks: `UP`, `DOWN`, or `EITHER` if both occur."""
     is_relative: bool
-    """Whether a threshold of an alarm is a multiple of the mean of the first steps. A column that may begin at 0, or
-    that has the same range in every run, has thresholds in its own unit."""
+    """Whether an alarm's threshold is a multiple of the mean of the first steps. Columns that may begin at 0, or that
+    have the same range in every run, use absolute thresholds."""
     lows: tuple[float, ...] = ()
     highs: tuple[float, ...] = ()
-    """`lows` and `highs`: thresholds below and above which `analysis.sweep.alarms` tries an alarm."""
+    """`lows` and `highs`: thresholds below and above which `analysis.sweep.alarms` tests an alarm."""
 
 
 FRACTIONS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8)
 MULTIPLES = (1.25, 1.5, 2.0, 3.0, 5.0)
 SUCCESS = Symptom("train_success", "success of the training episodes", DOWN, True, lows=FRACTIONS)
-"""What the other symptoms are compared with: whether they come before it."""
+"""The symptom with which the others are compared: do they come before it?"""
 
 SYMPTOMS: tuple[Symptom, ...] = (
     Symptom("reward_std", "spread of the rewards in a group", DOWN, True, lows=FRACTIONS),
@@ -83,21 +83,22 @@ SYMPTOMS: tuple[Symptom, ...] = (
     Symptom("collapse_trajectory_mi_estimate", "mutual information of prompt and thought", DOWN, True, lows=FRACTIONS),
     SUCCESS,
 )
-"""All symptoms. A run without a column, such as a critic's in GRPO, does not have the symptom."""
+"""All symptoms. A run without the column (a critic's in GRPO, for example) does not have the symptom."""
 
 
 def find_onsets(frames: StudyFrames, ends: pd.DataFrame, generator: np.random.Generator) -> pd.DataFrame:
-    """The change of every symptom in every run of `ends`: one row per run and symptom that was measured in it.
+    """Find the change of every symptom in every run of `ends`: one row per run and symptom measured in it.
 
     Args:
         frames: of one study.
-        ends: rows of `collapse.find_run_ends`. Only rows of a run up to its end_step count.
+        ends: rows of `collapse.find_run_ends`. A run is used up to its end_step.
         generator: draws the permutations of the tests.
 
-    Columns: run_id, arm, seed, end_step, is_collapse, symptom (a step column), label, is_first, and those of `Change`:
-    onset with its interval low to high, end (the step at which the change is complete), the levels before and after, p.
-    p_adjusted is corrected over all rows (Benjamini and Hochberg 1995); a change in which it is above `MAX_P` has no
-    onset. is_first: the interval of the onset ends before those of all other symptoms that changed in the run begin.
+    Columns: run_id, arm, seed, end_step, is_collapse, symptom (a step column), label, is_first, and the fields of
+    `Change`: onset with its interval low to high, end (the step at which the change is complete), the levels before and
+    after, p. p_adjusted is corrected over all rows (Benjamini and Hochberg 1995); a change with p_adjusted above
+    `MAX_P` has no onset. is_first: the interval of the onset ends before the intervals of all other symptoms that
+    changed in the run begin.
     """
     rows, changes = [], []
     for run in to_records(ends):
@@ -108,11 +109,11 @@ def find_onsets(frames: StudyFrames, ends: pd.DataFrame, generator: np.random.Ge
                 rows.append({**run, "symptom": symptom.column, "label": symptom.label})
                 values = steps[symptom.column].astype(float)
                 change = find_change(steps["step"], values, generator, symptom.direction)
-                # A series in which no ramp explains anything was looked at, too.
+                # A series in which no ramp explains anything was tested, too.
                 is_flat = math.isnan(change.p) and num_values >= MIN_POINTS
                 changes.append(change._replace(p=1.0) if is_flat else change)
     adjusted = adjust_discoveries([change.p for change in changes])
-    # Without a change, neither onset nor levels mean anything.
+    # Without a change, neither onset nor levels are meaningful.
     resolved = [change if p <= MAX_P else Change(p=change.p) for change, p in zip(changes, adjusted, strict=True)]
     table = pd.DataFrame(rows, columns=list(_ONSET_COLUMNS[:-1])).assign(
         **{name: [getattr(change, name) for change in resolved] for name in _CHANGE_COLUMNS[:-1]}, p_adjusted=adjusted
@@ -121,7 +122,7 @@ def find_onsets(frames: StudyFrames, ends: pd.DataFrame, generator: np.random.Ge
 
 
 def adjust_discoveries(p_values: Sequence[float]) -> np.ndarray:
-    """p-values corrected so that at most the same share of all discoveries is false on average; NaN is no test.
+    """Correct p-values for the false discovery rate; NaN, which is no test, stays NaN.
 
     Source: Benjamini & Hochberg 1995.
 
@@ -138,7 +139,7 @@ def adjust_discoveries(p_values: Sequence[float]) -> np.ndarray:
 
 
 def _find_first(table: pd.DataFrame) -> list[bool]:
-    """Whether each onset is the first of its run: its interval ends before all others begin, and there are others."""
+    """Mark each onset that is the first of several in its run: its interval ends before all others begin."""
     is_first = []
     for run_id, symptom, high in table[["run_id", "symptom", "high"]].itertuples(index=False):
         others = table.loc[(table["run_id"] == run_id) & (table["symptom"] != symptom), "low"].dropna()
@@ -149,10 +150,10 @@ def _find_first(table: pd.DataFrame) -> list[bool]:
 def find_collapse_onsets(
     frames: StudyFrames, generator: np.random.Generator, run_ids: Collection[str] | None = None
 ) -> pd.DataFrame:
-    """`find_onsets` of the runs that collapsed, and of up to `MAX_WELL_RUNS` others; empty if none collapsed.
+    """Apply `find_onsets` to the runs that collapsed, and up to `MAX_WELL_RUNS` others; empty if none collapsed.
 
-    Runs that stayed well show how often the same changes mean nothing. They are read up to the median step of the
-    collapses, and all tests are corrected together. run_ids: of the runs that collapsed, these alone.
+    Runs that stayed well show how often the same changes occur without a collapse. They are read up to the median step
+    of the collapses, and all tests are corrected together. run_ids: use only these of the collapsed runs.
     """
     ends = find_run_ends(frames)
     ends = ends[ends["signal_problem"] == ""]
@@ -167,15 +168,15 @@ def find_collapse_onsets(
 
 
 def summarize_order(onsets: pd.DataFrame) -> pd.DataFrame:
-    """What came first over the runs that collapsed: one row per symptom, the earliest median onset first.
+    """Summarize what came first over the runs that collapsed: one row per symptom, earliest median onset first.
 
     runs: in which it was measured. changed: in which it changed. well_runs, well_changed: the same for the runs that
     stayed well. first: in which its interval ends before all others begin. median_onset: step, over the runs in which
-    it changed. The other columns compare its onset with that of `SUCCESS` in the runs in which both changed: earlier
-    and later, if the intervals of both onsets are apart, undecided otherwise (numbers of runs), and lead, the median of
-    the steps by which the estimated onset was earlier, with its 95 % interval from order statistics (none below 6
-    runs); p is that of the sign test, in which equal onsets do not count, and p_adjusted is corrected over the symptoms
-    (Benjamini and Hochberg). The interval is over runs, as if all were independent.
+    it changed. The other columns compare its onset with the onset of `SUCCESS` in the runs in which both changed.
+    earlier and later count runs in which the intervals of both onsets are apart, undecided the other ones. lead is the
+    median of the steps by which the estimated onset was earlier, with its 95 % interval from order statistics (none
+    below 6 runs), as if all runs were independent. p is from the sign test, in which equal onsets do not count;
+    p_adjusted is corrected over the symptoms (Benjamini and Hochberg).
     """
     is_collapse = onsets["is_collapse"].astype(bool)
     success = onsets[is_collapse & (onsets["symptom"] == SUCCESS.column)].set_index("run_id").dropna(subset="onset")
@@ -215,7 +216,7 @@ def _summarize_symptom(
 
 
 def estimate_median_lead(leads: Sequence[float] | np.ndarray) -> Estimate:
-    """The median of differences (n,) with an interval from order statistics, and p of the two-sided sign test.
+    """Estimate the median of differences (n,), with an interval from order statistics and the sign test's p.
 
     The interval needs 6 differences to exclude anything at 95 %. Source: Conover 1999, sections 3.2 and 3.4.
     """
@@ -231,7 +232,7 @@ def estimate_median_lead(leads: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def describe_order(onsets: pd.DataFrame) -> list[str]:
-    """Sentences on what came first in the runs that collapsed, as far as intervals bear it; none without such a run."""
+    """Describe what came first in the runs that collapsed, as far as intervals show it; empty without such a run."""
     is_collapse = onsets["is_collapse"].astype(bool)
     num_runs = onsets.loc[is_collapse, "run_id"].nunique()
     if not num_runs:

@@ -62,29 +62,28 @@ _MEAN_COLUMNS = (
     "test_success",
     "test_greedy_success",
 )
-# Fraction of the length of a log axis: the marks and labels of closer values would overlap.
+# Fraction of the length of a log axis: closer values would have overlapping marks and labels.
 MIN_GAP_FRACTION = 0.05
 
 
 def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
-    """One row per arm: statuses, success before and after, difference from the baseline arm, stops, costs, verdict.
+    """Summarize each arm in a row: statuses, success before and after, difference from the baseline, stops, costs.
 
     * Success columns are means over scored runs (completed, or stopped by a rule). Three of them have an interval:
       `late_val_success` (`late_low`, `late_high`), `gain` (minus the base policy) and `difference` (minus the baseline
-      arm). All intervals are about settings: their noise is that of runs with other seeds, estimated from all arms
+      arm). All intervals are about settings: their noise is the noise of runs with other seeds, estimated from all arms
       together (`analysis.stats.noise`). `basis` says which runs.
-    * `p_holm` and `p_equal_holm` are corrected over all compared arms, each in a family of its own. `margin` is the
-      difference within which arms are equal. `detectable` is the smallest true difference that the test would probably
-      find.
+    * `p_holm` and `p_equal_holm` are corrected over all compared arms, as separate families. `margin` is the difference
+      within which arms are equal. `detectable` is the smallest true difference that the test would probably find.
     * `levels_low` and `levels_high` are the interval of the difference for other levels, too.
     * `failed_stops` is the number of scored runs that a rule stopped as failures (`compare.find_failed_stops`),
-      `stopped_fraction` their fraction with Wilson's interval, `p_stopped` that of Fisher's test against the baseline,
+      `stopped_fraction` their fraction with Wilson's interval, `p_stopped` is from Fisher's test against the baseline,
       corrected in `p_stopped_holm`. `late_stopped_as_zero` is the mean success at the end with these runs counted as 0;
-      `late_survivors` is the mean without them. `other_scoring` says whether the outcome would be another one then.
+      `late_survivors` is the mean without them. `other_scoring` says whether this would change the outcome.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
     baseline = require_single_study(frames).studies[0].baseline
-    # The columns of settings are not needed, and copying them for every arm takes time.
+    # Settings columns are not needed, and copying them for every arm takes time.
     frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
     study = frames.studies[0]
     measures = _Measures(
@@ -110,7 +109,7 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _describe_other_scorings(frames: StudyFrames, table: pd.DataFrame, baseline: str) -> list[str]:
-    """For each arm, which other outcome it would have if the runs that failed were scored 0, or left out."""
+    """Describe, for each arm, how its outcome would change if failed runs were scored 0, or left out."""
     texts: dict[str, list[str]] = {arm: [] for arm in table["arm"]}
     if not table["failed_stops"].any():
         return [""] * len(table)
@@ -130,12 +129,13 @@ def _describe_other_scorings(frames: StudyFrames, table: pd.DataFrame, baseline:
 
 
 def _find_detectable_difference(study: StudyRecord, outcomes: Outcomes, row: Row) -> float:
-    """The true difference of an arm from the baseline that its seeds would resolve; NaN if that is not known.
+    """Find the true difference from the baseline that an arm's seeds would resolve; NaN if unknown.
 
-    As planned, with the noise of recorded runs, or else that of the study; if one of the arms stands out, with its own.
+    As planned, with the noise of recorded runs, or else of the study; if one of the two arms stands out, with the noise
+    of their difference.
     """
     pool, num_seeds = outcomes.noise.paired, int(row["seeds"])
-    # With a test at every look, the difference that will be found depends on how many looks follow.
+    # With a test at every look, the detectable difference depends on how many looks follow.
     if (
         outcomes.num_comparisons
         or pool is None
@@ -151,10 +151,10 @@ def _find_detectable_difference(study: StudyRecord, outcomes: Outcomes, row: Row
 
 
 def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
-    """One row per secondary outcome and arm other than the baseline: the difference with its interval.
+    """Compare each arm with the baseline in each secondary outcome: a row each, with difference and interval.
 
     Columns: column, arm, difference, low, high, n, p, p_holm, p_equal, p_equal_holm, margin. They support the primary
-    outcome and are no verdicts: p is corrected over all rows together. Outcomes that no run has are left out.
+    outcome and are not verdicts: p is corrected over all rows together. Outcomes that no run has are left out.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
     baseline = study.baseline
@@ -174,7 +174,7 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
 
 
 class _Measures(NamedTuple):
-    """The outcomes of all runs that `summarize_arms` estimates: at the end and before, sampled and greedy."""
+    """The outcomes of all runs that `summarize_arms` needs: at the end and before, sampled and greedy."""
 
     late: Outcomes
     base: Outcomes
@@ -227,7 +227,7 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
     """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
     runs, baseline_runs = (select_runs(frames, name, scored_only=True) for name in (arm, baseline))
     row = _compare_outcomes(measures.late, arm, baseline, measures.margin)
-    # A test at every look has no standard error that another one could be added to.
+    # A test at every look has no standard error to which the variance of levels could be added.
     level_variance = math.nan if measures.late.num_comparisons else measures.level_variances.get(arm, math.nan)
     half_width = special.stdtrit(row["df"], 0.975) * math.sqrt(row["se"] ** 2 + level_variance)
     return {
@@ -235,7 +235,7 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
         "levels_low": float(np.maximum(row["difference"] - half_width, -1.0)),
         "levels_high": float(np.minimum(row["difference"] + half_width, 1.0)),
         "baseline_failed": bool(len(baseline_runs)) and bool(find_failed_stops(baseline_runs).all()),
-        # Neither is Fisher's test one for several looks.
+        # Fisher's test is not valid at several looks either.
         "p_stopped": math.nan
         if arm == baseline or row["equal_rows"] or measures.late.num_comparisons
         else _compare_stops(runs, baseline_runs),
@@ -243,7 +243,7 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
 
 
 def _compare_outcomes(outcomes: Outcomes, arm: str, baseline: str, margin: float) -> Row:
-    """The columns of a test, the number of seeds and what the interval is over; empty for the baseline itself."""
+    """Make the columns of a test, the number of seeds and the basis of the interval; empty for the baseline."""
     estimate = Estimate() if arm == baseline else estimate_difference(outcomes, arm, baseline)
     return {
         **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(arm, baseline)),
@@ -253,7 +253,7 @@ def _compare_outcomes(outcomes: Outcomes, arm: str, baseline: str, margin: float
 
 
 def _compare_stops(runs: pd.DataFrame, baseline_runs: pd.DataFrame) -> float:
-    """p of Fisher's exact test that rules stop as many runs of the arm as of the baseline; NaN if they stopped none."""
+    """Test (Fisher's exact test) if rules stop as many runs of the arm as of the baseline; NaN without stops."""
     from scipy import stats
 
     stops = [find_failed_stops(rows) for rows in (runs, baseline_runs)]
@@ -277,7 +277,7 @@ def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
 
 
 def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
-    """One row per scored run: arm, seed, run_id, status, x (position in `make_dose_response`), outcome."""
+    """Make a row per scored run: arm, seed, run_id, status, x (position in `make_dose_response`), outcome."""
     scored_runs = require_single_study(frames).trials[frames.trials["status"].isin(SCORED_STATUSES)]
     positions = dict(zip(*compute_axis_positions(frames)[:2], strict=True))
     table = scored_runs[["arm", "seed", "run_id", "status"]].reset_index(drop=True)
@@ -285,9 +285,9 @@ def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
 
 
 def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float], str]:
-    """Arms, their positions on the x axis of a figure, and the scale: "log" or "rank".
+    """Compute the arms, their positions on the x axis of a figure, and the scale: "log" or "rank".
 
-    log: log10 of the value, with values of 0 or less separate on the left, and words such as nofilter on the right.
+    log: log10 of the value, with values of 0 or less set apart on the left, and words such as nofilter on the right.
     rank: evenly spaced in the order of values. This scale is used if two values would be closer than a twentieth of the
     log axis, as 0.98 and 1.0 are, or if fewer than two values are positive.
     """
@@ -306,8 +306,8 @@ def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float],
 
 
 def _compute_positions(values: list[float], positive_positions: list[float], offset: float) -> list[float]:
-    """The position of each value. positive_positions: those of the distinct positive values, in ascending order."""
-    # Without a positive value, the scale shrinks to the position 0.
+    """Compute each value's position. positive_positions: for the distinct positive values, in ascending order."""
+    # Without a positive value, the scale collapses to the position 0.
     left, right = (positive_positions[0] - offset, positive_positions[-1]) if positive_positions else (-offset, 0.0)
     nonpositive_values = sorted({value for value in values if value <= 0}, reverse=True)
     positions = {value: left - offset * index for index, value in enumerate(nonpositive_values)}
@@ -317,7 +317,7 @@ def _compute_positions(values: list[float], positive_positions: list[float], off
 
 
 def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
-    """The table of the dose-response figure: one row per arm, with its position x and the interval of its success.
+    """Make the table of the dose-response figure: a row per arm, with its position x and an interval of its success.
 
     Columns: arm, tick (the label of x), axis_value, x, scale, is_word (the arm is named by a word), runs, scored,
     early_stopped (as failures), success, low, high, basis, greedy, test, base, base_greedy (the policy before training:
@@ -333,7 +333,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
         rows.append(
             {
                 "arm": arm,
-                # An arm that is a number may have the name of its setting in front.
+                # The name of a numeric arm may be preceded by the name of its setting.
                 "tick": arm if math.isnan(value) else arm.rpartition(" ")[2],
                 "axis_value": value,
                 "x": x,
@@ -356,7 +356,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
 
 
 def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[Trend, float]:
-    """Spearman's trend of the outcome over the ordered axis, and Page's p if all arms have the same 2 or more seeds.
+    """Compute Spearman's trend of the outcome over the axis, and Page's p if all arms share two or more seeds.
 
     Only scored runs count. Arms named by words such as nofilter have no position in the order and are left out.
     """

@@ -1,4 +1,4 @@
-"""Time to collapse and learning curves of the arms of a sweep: secondary outcomes with an interval or a refusal."""
+"""Time to collapse and learning curves of the arms of a sweep: secondary outcomes, with an interval or a refusal."""
 
 import math
 from collections.abc import Mapping
@@ -22,17 +22,17 @@ from analysis.stats.events import EventTimes, compare_restricted_means, restrict
 from analysis.sweep.collapse import find_run_ends, make_validations
 
 COSTS: Mapping[str, str] = {"total_optimizer_steps": "optimizer steps", "total_sampled_tokens": "sampled tokens"}
-"""The columns in which the cost of a validation is measured, with their units."""
+"""The columns that measure the cost of a validation, with their units."""
 NUM_DRAWS = 200
-"""Bootstrap samples of seeds per arm: standard errors are then known to 5 %, in a second per arm."""
+"""Bootstrap samples of seeds per arm: enough to know standard errors to 5 %, in a second per arm."""
 MIN_SEEDS_OF_INTERVAL = 6
 """A permutation test of fewer paired seeds cannot exclude any difference at 95 %."""
 
 
 def make_costs(frames: StudyFrames) -> pd.DataFrame:
-    """`make_validations` with a column per cost of `COSTS`, which is 0 before training."""
+    """Add a column per cost of `COSTS`, which is 0 before training, to `make_validations`."""
     table = make_validations(frames)
-    # Dictionaries instead of a join, which pandas cannot make of empty columns of text.
+    # Dictionaries instead of a join, because pandas cannot join empty text columns.
     step_keys = list(zip(frames.steps["run_id"], frames.steps["step"], strict=True))
     keys = list(zip(table["run_id"], table["step"], strict=True))
     for cost in COSTS:
@@ -42,12 +42,11 @@ def make_costs(frames: StudyFrames) -> pd.DataFrame:
 
 
 def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> pd.DataFrame:
-    """One row per arm: how many of its scored runs that could learn collapsed, when, and the mean steps until then.
+    """Summarize the collapses of each arm: how many of its scored runs that could learn collapsed, and when.
 
-    `sweep.collapse.find_run_ends` says which runs did. mean_steps: mean steps without collapse of the planned
-    ones (restricted mean). difference: minus that of the baseline over common seeds, with an interval from
-    `MIN_SEEDS_OF_INTERVAL` seeds on; p: from exchanging the runs of each seed; p_holm: corrected over the arms. note:
-    why there is no interval.
+    `sweep.collapse.find_run_ends` defines a collapse. mean_steps: mean number of planned steps without collapse
+    (restricted mean). difference: minus the baseline's over common seeds, with an interval from `MIN_SEEDS_OF_INTERVAL`
+    seeds on; p: from exchanging the runs of each seed; p_holm: corrected over the arms. note: why there is no interval.
     """
     baseline = require_single_study(frames).studies[0].baseline
     ends = find_run_ends(frames)
@@ -94,7 +93,7 @@ def _compare_times(
     if not len(seeds):
         return estimate, "no seed in common with the baseline"
     if not (np.any(arm_times.is_event) or np.any(baseline_times.is_event)):
-        # The same end of all runs is no evidence of equal times beyond it.
+        # That all runs end at the same step is no evidence that later times would be equal.
         return estimate._replace(p=math.nan), "no run collapsed"
     if len(seeds) < MIN_SEEDS_OF_INTERVAL:
         return estimate, f"an interval needs {MIN_SEEDS_OF_INTERVAL} seeds"
@@ -107,13 +106,13 @@ def _compare_times(
 
 
 def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.DataFrame:
-    """One row per cost of `COSTS` and arm: the ceiling of its success, and the cost of half of its gain.
+    """Estimate, per cost of `COSTS` and arm, the ceiling of its success and the cost at half of the gain.
 
     Columns: cost, arm, seeds, ceiling (success), midpoint (cost), ceiling_difference (minus the baseline),
     midpoint_ratio (divided by the baseline's; below 1 if the arm needs less), each with `_low` and `_high`; p_ceiling,
     p_midpoint, and both corrected together over all rows (`_holm`); refusal: why there is no curve or no comparison.
-    Intervals need five seeds. A setting that moves the ceiling changes what is learned in the end, and one that moves
-    the midpoint how fast. Empty if the outcomes of single levels are missing, which say how many episodes there were.
+    Intervals need five seeds. A setting that moves the ceiling changes what is finally learned, a setting that moves
+    the midpoint changes how fast. Empty without outcomes of single levels, which give the number of episodes.
     """
     validations = make_costs(frames).dropna(subset="episodes")
     baseline = require_single_study(frames).studies[0].baseline
@@ -140,7 +139,7 @@ def _select_scored(frames: StudyFrames, arm: str, validations: pd.DataFrame) -> 
 def _select_validations(frames: StudyFrames, arm: str, validations: pd.DataFrame, cost: str) -> Validations:
     rows = _select_scored(frames, arm, validations).dropna(subset=cost)
     tables = [rows.pivot_table(index="seed", columns="step", values=name) for name in (cost, "value", "episodes")]
-    # A cost is missing where a run has no validation: there its number does not matter, but it must be one.
+    # A cost is missing where a run has no validation: any number will do, but NaN will not.
     costs, values, episodes = (table.to_numpy(dtype=float) for table in tables)
     return Validations(np.nan_to_num(costs, nan=1.0), np.round(values * episodes), np.nan_to_num(episodes, nan=1.0))
 

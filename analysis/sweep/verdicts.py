@@ -1,4 +1,4 @@
-"""Verdicts: one sentence per arm, generated from its row of `tables.summarize_arms`. Also the formats of numbers."""
+"""Write verdicts: one sentence per arm, from its row of `tables.summarize_arms`. Also format numbers."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from trainable.runs.history import MASTERED_SUCCESS
 from trainable.runs.study_record import OPEN_STATUSES
 
 MIN_REGIME_RUNS = 6
-"""An arm is a failed regime if rules stop all of so many runs: Wilson's interval then begins at 61 %, not at 44 %."""
+"""Minimum number of runs, all stopped, of a failed regime: Wilson's interval then begins at 61 %, not at 44 %."""
 NO_EFFECT = "no effect in these runs"
 UNFINISHED_STATUSES = ("censored", "failed", "interrupted", "never_ran", *OPEN_STATUSES)
 _STOP_COLUMNS = [
@@ -28,16 +28,16 @@ STATUS_WORDS = {"never_ran": "never ran", "early_stopped": "early stopped"}
 
 
 def format_status(status: str) -> str:
-    """A status as readable text: `early stopped`, `never ran`."""
+    """Format a status as readable text: `early stopped`, `never ran`."""
     return STATUS_WORDS.get(status, status)
 
 
 def name_verdict(row: Row, family: Family, *, has_sides: bool = True) -> str:
-    """The verdict on a difference in one word. row: with `column`, and the columns of a test.
+    """Name the verdict on a difference. row: has `column`, and the columns of a test.
 
-    In the primary outcome an arm is `better` or `worse`. The other columns describe a run and have no better side:
-    there an arm is `lower` or `higher`. In all of them it may be `equal` within the margin, have `no effect`, or be
-    `open`. has_sides: False for an interaction, which is no difference of two arms and has no better side either.
+    In the primary outcome an arm is `better` or `worse`. The other columns describe a run without judging it: there an
+    arm is `lower` or `higher`. In all of them it may be `equal` within the margin, have `no effect`, or be `open`.
+    has_sides: False for an interaction, which compares more than two arms, so that neither side is better.
     """
     if row["column"] != family.primary_column or not has_sides:
         return classify_difference(row, below="lower", above="higher")
@@ -46,32 +46,32 @@ def name_verdict(row: Row, family: Family, *, has_sides: bool = True) -> str:
 
 
 def format_number(value: float) -> str:
-    """A value or threshold with three significant digits."""
+    """Format a value or threshold with three significant digits."""
     return f"{value:.3g}"
 
 
 def format_fraction(value: float) -> str:
-    """A fraction with three decimals, or a dash if missing."""
+    """Format a fraction with three decimals, or as a dash if missing."""
     return "–" if np.isnan(value) else f"{value:.3f}"
 
 
 def count_nouns(count: int, noun: str) -> str:
-    """`1 seed`, `3 seeds`."""
+    """Format a count with its noun: `1 seed`, `3 seeds`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_signed(value: float, decimals: int = 3) -> str:
-    """A difference with its sign, or a dash if missing."""
+    """Format a difference with its sign, or as a dash if missing."""
     return "–" if np.isnan(value) else f"{value:+.{decimals}f}".replace("-", "−")
 
 
 def format_signed_number(value: float) -> str:
-    """A difference of any size with its sign and two significant digits, or a dash if missing."""
+    """Format a difference of any size with its sign and two significant digits, or as a dash if missing."""
     return "–" if np.isnan(value) else f"{value:+.2g}".replace("-", "−")
 
 
 def join_arms(arms: Iterable[str]) -> str:
-    """The names of arms in a list, in which what all of them begin with is written once.
+    """Join the names of arms in a list, writing a common prefix only once.
 
     Example:
         >>> join_arms(["KL 0.01", "KL 0.1"]), join_arms(["KL 0.01", "nofilter"])
@@ -84,29 +84,29 @@ def join_arms(arms: Iterable[str]) -> str:
 
 
 def format_interval(low: float, high: float, decimals: int = 3) -> str:
-    """The interval of a difference in brackets, or empty text if missing."""
+    """Format the interval of a difference in brackets, or as empty text if missing."""
     return "" if np.isnan(low) else f"[{format_signed(low, decimals)}, {format_signed(high, decimals)}]"
 
 
 def format_bounds(low: float, high: float) -> str:
-    """The interval of a fraction in brackets, or empty text if missing."""
+    """Format the interval of a fraction in brackets, or as empty text if missing."""
     return "" if np.isnan(low) else f"[{format_fraction(low)}, {format_fraction(high)}]"
 
 
 def format_p_value(p: float) -> str:
-    """`p 0.012`, `p < 0.001`, or `p –` without a test."""
+    """Format a p-value: `p 0.012`, `p < 0.001`, or `p –` without a test."""
     if np.isnan(p):
         return "p –"
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
 
 
 def format_holm(p: float) -> str:
-    """`Holm p 0.012`, or that there are too few seeds for a test."""
+    """Format a Holm-corrected p-value: `Holm p 0.012`, or a note that there are too few seeds for a test."""
     return f"no test below {MIN_SEEDS} seeds" if np.isnan(p) else f"Holm {format_p_value(p)}"
 
 
 def describe_stops(runs: pd.DataFrame) -> str:
-    """How many scored runs of an arm each rule stopped, with steps, values and thresholds; empty if no rule did.
+    """Describe how many scored runs each rule stopped, with steps, values and thresholds; empty if no rule did.
 
     Example: `low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)`.
     """
@@ -121,23 +121,23 @@ def describe_stops(runs: pd.DataFrame) -> str:
 
 
 def describe_stop(run: Mapping[str, Any]) -> str:
-    """`step 45: 0.002 < 0.01`: the step at which a rule stopped a run, the value, and the threshold.
+    """Describe at which step, value and threshold a rule stopped a run: `step 45: 0.002 < 0.01`.
 
-    A run that had mastered its game also has its success: `step 45: 0.002 < 0.01, at success 0.994`.
+    For a run that had mastered its game, the success is added: `step 45: 0.002 < 0.01, at success 0.994`.
     """
     step_text = "" if pd.isna(run["stop_step"]) else f"step {run['stop_step']}: "
     value, threshold = run["stop_value"], run["stop_threshold"]
-    # A family without these columns cannot say what was mastered.
+    # Families without these columns do not show whether a game was mastered.
     successes = [run.get(name, math.nan) for name in ("final_val_success", "final_train_success")]
     is_mastered = all(success >= MASTERED_SUCCESS for success in successes)
     mastery_text = f", at success {format_number(successes[0])}" if is_mastered else ""
-    # A rule fires below its threshold (such as success) or from its threshold on (such as a count of empty steps).
+    # Some rules fire below their threshold (success), others at or above it (a count of empty steps).
     sign = "<" if value < threshold else "≥"
     return f"{step_text}{format_number(value)} {sign} {format_number(threshold)}{mastery_text}"
 
 
 def describe_unfinished(runs: pd.DataFrame) -> str:
-    """The runs of an arm that neither completed nor were stopped by a rule, with reasons; empty if there are none."""
+    """List the runs of an arm that neither completed nor were stopped by a rule, with reasons; empty if none."""
     clauses = []
     for run in to_records(runs.loc[runs["status"].isin(UNFINISHED_STATUSES), _END_COLUMNS]):
         # The length of the run is missing if run.json was never written.
@@ -151,16 +151,16 @@ def describe_unfinished(runs: pd.DataFrame) -> str:
 
 
 def classify_outcome(row: Mapping[str, Any]) -> str:
-    """The outcome of an arm as one of a fixed list of words, for sorting and colors.
+    """Classify the outcome of an arm by one of a fixed list of words, for sorting and colors.
 
     Five of them are about the setting: `better`, `worse`, `equal` (within the margin), `no effect` (the rows are equal
-    to the last bit), and `open`, which is everything that the runs do not resolve. An arm that differs by less than the
-    margin is still better or worse.
+    to the last bit), and `open`, which is everything that the runs do not resolve. A significant difference is better
+    or worse even if it is smaller than the margin.
     """
     num_scored = row["completed"] + row["early_stopped"]
     if not num_scored:
         return "no verdict"
-    # Before the baseline and p-values: such an arm is no better than another one, whatever its last value was.
+    # Checked before the baseline and p-values: such an arm has failed, whatever its last value was.
     if row["failed_stops"] == num_scored:
         return "failed regime" if num_scored >= MIN_REGIME_RUNS else "stopped"
     if row["is_baseline"]:

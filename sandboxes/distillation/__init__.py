@@ -1,1 +1,1 @@
-"""On-policy distillation: a student learns from a teacher along its own samples."""
+"""On-policy distillation: a student learns from a teacher on its samples."""

@@ -1,4 +1,4 @@
-"""The algorithm of on-policy distillation: sample from the student, compare with the teacher, take a step."""
+"""The algorithm of on-policy distillation: sample from the student, compare with the teacher, update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ from trainable.runs.training import TrainerFamily
 
 _KINDS = {"reversal": "token_reversal", "soft_reversal": "token_reversal", "format_answer": "format_answer"}
 TIE_BREAK = 0.001
-"""Relative weight per index of a content token, which gives tokens at equal distance an order. Source: published."""
+"""Relative weight per index of a content token, which orders tokens at equal distance. Source: published."""
 
 
 @dataclass(frozen=True)
 class DistillationBatch:
-    """Sequences that the student sampled, one batch for each of E members: B sequences of T tokens, A actions."""
+    """Sequences sampled by the student, a batch for each of E members: B sequences of T tokens, A actions."""
 
     observations: Tensor
     """[E, B, L] tokens (prompt, separator, sampled tokens)."""
     actions: Tensor
-    """[E, B, T], the sampled tokens."""
+    """[E, B, T] the sampled tokens."""
     rewards: Tensor
-    """[E, B] in [0, 1]; they are measured, and nothing trains on them."""
+    """[E, B] in [0, 1]. Rewards are measured, but not trained on."""
     behavior_log_probs: Tensor
-    """[E, B, T], of the sampled tokens under the student that sampled them."""
+    """[E, B, T] log-probabilities of the sampled tokens under the student that sampled them."""
     teacher_log_probs: Tensor
     """[E, B, T, A]."""
 
@@ -49,14 +49,14 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
         self.models = init_transformer_ensemble(make_shape(config), self.rngs)
         self.optimizer = MemberAdam(self.models.weights, config.lr)
         self.optimizers = {"adam": self.optimizer}
-        # [E, P], a random unit vector for each member, which gradients are projected on.
+        # [E, P] a random unit vector for each member, on which gradients are projected.
         self.direction: Tensor | None = None
         if config.measures_variance:
             direction = self.rngs.normal("sandbox_direction", shape=tuple(self.optimizer.weights.shape[1:])).float()
             self.direction = direction / direction.norm(dim=1, keepdim=True)
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
-        """Error and entropy of greedy answers to EVAL_PROMPTS new prompts; nothing where only variance is measured."""
+        """Compute error and entropy of greedy answers to EVAL_PROMPTS new prompts; empty if `measures_variance`."""
         if self.config.measures_variance:
             return {}
         prompts = self._sample_prompts("sandbox_evaluation", step, EVAL_PROMPTS)
@@ -69,7 +69,7 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
         }
 
     def sample(self, step: int) -> DistillationBatch:
-        """One batch of sampled sequences, with the teacher's distribution at each of their positions."""
+        """Sample a batch of sequences, with the teacher's distribution at each of their positions."""
         config = self.config
         prompts = self._sample_prompts("sandbox_prompts", step, config.batch_size)
         uniforms = self.rngs.uniform("sandbox_samples", step, shape=(config.batch_size, config.seq_len))
@@ -85,7 +85,7 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
         )
 
     def train(self, batch: DistillationBatch, step: int, is_row: bool) -> UpdateResult:
-        """Take one step on the batch, or measure its gradient where `measures_variance`."""
+        """Take one step on the batch, or only measure its gradient if `measures_variance`."""
         student = self.models.compute_logits(batch.observations[..., :-1], self.config.seq_len).log_softmax(-1)
         is_warmup = step < self.config.warmup_steps
         loss = self._compute_loss(student, batch, is_warmup)
@@ -104,7 +104,7 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
         return UpdateResult(metrics, [[] if finite else ["gradient"] for finite in is_finite])
 
     def _compute_loss(self, student: Tensor, batch: DistillationBatch, is_warmup: bool) -> Tensor:
-        """[E], the loss of the method, or the exact one during the warm-up. student: [E, B, T, A] log-probabilities."""
+        """Compute the loss [E] of the method, or of the exact warm-up. student: [E, B, T, A] log-probabilities."""
         config, teacher = self.config, batch.teacher_log_probs
         if config.method == "OPDReverseKL" or is_warmup:
             return losses.reverse_kl_loss(student, teacher)
@@ -121,7 +121,7 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
         return losses.policy_gradient_loss(*sampled_log_probs, clip=config.clip_epsilon)
 
     def _measure(self, student: Tensor, batch: DistillationBatch) -> dict[str, Tensor]:
-        """Columns of the batch before the step, [E] each. student: [E, B, T, A] log-probabilities."""
+        """Measure the columns of the batch before the step, [E] each. student: [E, B, T, A] log-probabilities."""
         config, teacher = self.config, batch.teacher_log_probs
         sampled_kl = batch.behavior_log_probs - select_log_probs(teacher, batch.actions)
         student_entropy, teacher_entropy = entropy_from_logits(student), entropy_from_logits(teacher)
@@ -157,13 +157,13 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
 
 
 def make_teacher_table(config: DistillationConfig) -> Tensor:
-    """[A, A] log-probabilities: row y is the teacher where y is correct.
+    """Make the teacher's log-probabilities [A, A]; row y is for positions where y is correct.
 
     reversal, format_answer: 1 − ε for y, and ε / (A − 1) for every other token.
 
     soft_reversal: proportional to exp(−d(j, y) / τ) (1 + 0.001 j) for a content token j, where d is the distance on the
-    circle of the V content tokens, and to `special_token_weight` for the separator. The separator is never correct, and
-    its row is that of the first content token.
+    circle of the V content tokens, and to `special_token_weight` for the separator. The separator is never correct; its
+    row equals the first content token's.
     """
     actions = torch.arange(config.num_actions)
     if config.task != "soft_reversal":
@@ -172,12 +172,12 @@ def make_teacher_table(config: DistillationConfig) -> Tensor:
     vocab_size = config.vocab_size
     distance = (actions - actions[:, None] % vocab_size).abs() % vocab_size
     cyclic_distance = torch.minimum(distance, vocab_size - distance).double()
-    # The tie-break multiplies, so in logarithms it is added.
+    # The tie-break is a factor, so its logarithm is added.
     content = -cyclic_distance / config.teacher_temperature + (1 + TIE_BREAK * actions.double()).log()
     special = torch.tensor(config.special_token_weight, dtype=torch.float64).log()
     return torch.where(actions < vocab_size, content, special).log_softmax(-1).float()
 
 
 make_trainer = partial(EnsembleTrainer, make_algorithm=DistillationAlgorithm)
-"""A trainer of a configuration with one student per seed."""
+"""Make a trainer of a configuration with one student per seed."""
 TRAINER = TrainerFamily(make_trainer)

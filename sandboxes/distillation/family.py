@@ -1,4 +1,4 @@
-"""The families of on-policy distillation, and the conditions that its studies share."""
+"""The families of on-policy distillation, and the conditions that their studies share."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from sandboxes.toys.study import (
 from trainable.families import DisplayColumn, OutcomeColumn, Settings
 
 STEPS = 300
-"""Steps of the published studies."""
+"""Number of steps of the published studies."""
 REVERSAL_SETTINGS: Settings = MappingProxyType(
     {
         "task": "reversal",
@@ -107,17 +107,17 @@ GRADIENT_VARIANCE = replace(
         }
     ),
 )
-"""Studies that train nothing, and measure how much the gradient of an untrained student varies between batches."""
+"""Studies without training, which measure how much an untrained student's gradient varies between batches."""
 
 
 make_distillation_study = partial(make_toy_study, family=DISTILLATION, fixed_settings=REVERSAL_SETTINGS)
-"""A study of distillation whose arms are named conditions; see `make_toy_study`."""
+"""Make a distillation study whose arms are named conditions; see `make_toy_study`."""
 
 
 def make_top_k_settings(
     k: int, warmup: int = 0, *, steps_after: int | None = None, others: Settings = MappingProxyType({})
 ) -> Settings:
-    """The settings of an arm with the top-k loss after `warmup` steps of the exact one, and `others`.
+    """Make the settings of an arm with the top-k loss after `warmup` steps of the exact one, and `others`.
 
     steps_after: number of steps with the top-k loss; by default the arm has `STEPS` steps in total, as published.
     """
@@ -129,8 +129,8 @@ def make_top_k_settings(
 def scale_steps(settings: Settings, base: DistillationConfig) -> Settings:
     """Scale an arm's warm-up and length, declared for studies of `STEPS` steps, to the study's length.
 
-    Without this, `--steps` would shorten only the arms that declare no length, or end a run in its warm-up. Both are
-    rounded down to multiples of the evaluation interval, so that the switch is evaluated, unless nothing would be left.
+    Otherwise `--steps` would shorten only the arms that declare no length, or end a run during its warm-up. Both are
+    rounded down to multiples of the evaluation interval, so that the switch is evaluated, unless they would become 0.
     """
     length, interval = base.trainer.total_training_steps, base.trainer.test_freq
     if length == STEPS:

@@ -1,7 +1,7 @@
 """Losses of on-policy distillation. Axes: E members, B sequences, T positions, A actions.
 
-p is the student's policy, q the teacher's, μ the student's policy that sampled the batch, l the log-probability of the
-sampled token under p, sg(.) a stop-gradient.
+p is the student's policy, q the teacher's, μ the policy with which the student sampled the batch, l the log-probability
+of the sampled token under p, sg(.) a stop-gradient.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from trainable.algo.losses import full_kl
 class TopKSupport(NamedTuple):
     """The tokens over which a truncated divergence sums.
 
-    mask: [..., A] bool. student_mass, teacher_mass: [...], the probability that each policy gives to them.
+    mask: [..., A] bool. student_mass, teacher_mass: [...] the probability that each policy assigns to them.
     """
 
     mask: Tensor
@@ -26,7 +26,7 @@ class TopKSupport(NamedTuple):
 
 
 def reverse_kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """[E], the mean over B and T of KL(p‖q) = Σ_a p (log p − log q), exactly, with the gradient through p everywhere.
+    """Compute the mean [E] over B and T of the exact KL(p‖q) = Σ_a p (log p − log q), with all gradients through p.
 
     student, teacher: [E, B, T, A] log-probabilities.
     """
@@ -35,7 +35,7 @@ def reverse_kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 @torch.no_grad()
 def select_support(student: Tensor, teacher: Tensor, k: int, support: Support) -> TopKSupport:
-    """The k most likely tokens of the student, of the teacher, or those among both; k is at most A.
+    """Select the k most likely tokens of the student, of the teacher, or of both; k is capped at A.
 
     student, teacher: [..., A] log-probabilities. The selection has no gradient.
     """
@@ -51,19 +51,19 @@ def _mark_top_k(log_probs: Tensor, k: int) -> Tensor:
 
 
 def truncated_reverse_kl_loss(student: Tensor, teacher: Tensor, mask: Tensor, normalize: bool) -> Tensor:
-    """[E], the mean over B and T of Σ_{a in S} p (log p − log q).
+    """Compute the mean [E] over B and T of Σ_{a in S} p (log p − log q).
 
-    Without `normalize`, p and q are not normalized over S, as published. The sum is then no divergence: it is lowered
-    by moving the student's mass out of S, where nothing penalizes it, and its minimum is negative. With `normalize`, it
-    is the KL of the two policies given S.
+    Without `normalize`, p and q are not normalized over S, as published. The sum is then not a divergence: moving the
+    student's mass out of S, where nothing penalizes it, lowers the sum, and its minimum is negative. With `normalize`,
+    it is the KL of the two policies given S.
 
     Args:
         student: [E, B, T, A] log p, with gradients.
         teacher: [E, B, T, A] log q.
         mask: [E, B, T, A] bool, S. Where it is empty (an intersection), the term is 0.
-        normalize: whether to normalize.
+        normalize: whether to normalize p and q over S.
 
-    Degenerate: if S has all tokens, both are `reverse_kl_loss`.
+    Degenerate: if S contains all tokens, both variants equal `reverse_kl_loss`.
     """
     if normalize:
         # An empty support would normalize over nothing; the mask of the sum below makes its term 0.
@@ -79,10 +79,10 @@ def truncated_reverse_kl_loss(student: Tensor, teacher: Tensor, mask: Tensor, no
 def policy_gradient_loss(
     action_log_probs: Tensor, behavior_log_probs: Tensor, teacher_log_probs: Tensor, clip: float
 ) -> Tensor:
-    """[E], PPO's clipped surrogate with the advantage A_t = log q(a_t) − μ_t of each sampled token, without a baseline.
+    """Compute PPO's clipped surrogate [E] with the advantage A_t = log q(a_t) − μ_t of each token, without a baseline.
 
-    On policy the ratio is 1, and the gradient is that of −mean( sg(A_t) l_t ). In expectation it is the gradient of
-    KL(p‖q) at the sampled prefixes. All arguments but `clip`: [E, B, T], of the sampled tokens.
+    On policy the ratio is 1, and the loss has the gradient of −mean( sg(A_t) l_t ). In expectation this is the gradient
+    of KL(p‖q) at the sampled prefixes. All arguments but `clip`: [E, B, T], of the sampled tokens.
     """
     advantages = teacher_log_probs - behavior_log_probs
     return clipped_policy_loss(action_log_probs, behavior_log_probs, advantages, clip, clip).loss.mean((1, 2))
@@ -91,10 +91,10 @@ def policy_gradient_loss(
 def sequence_policy_gradient_loss(
     action_log_probs: Tensor, behavior_log_probs: Tensor, teacher_log_probs: Tensor, is_mean: bool
 ) -> Tensor:
-    """[E], −mean_B Σ_t sg(G_t) l_t with the return G_t = Σ_{u >= t} (log q(a_u) − μ_u) of the rest of the sequence.
+    """Compute −mean_B Σ_t sg(G_t) l_t [E] with the return to go G_t = Σ_{u >= t} (log q(a_u) − μ_u).
 
-    In expectation it is the gradient of the KL between the policies over whole sequences. is_mean: divide by T, which
-    is the normalization of the other losses. Other arguments: [E, B, T], of the sampled tokens.
+    In expectation it has the gradient of the KL between the policies over whole sequences. is_mean: divide by T, the
+    normalization of the other losses. Other arguments: [E, B, T], of the sampled tokens.
     """
     advantages = teacher_log_probs - behavior_log_probs
     returns = advantages.flip(-1).cumsum(-1).flip(-1)

@@ -1,4 +1,4 @@
-"""Read: what a run of a student came to, and the words of its report."""
+"""Summarize a student's run, and describe its family for reports."""
 
 import math
 import statistics
@@ -11,10 +11,10 @@ from sandboxes.toys.report.descriptions import ERROR_PANEL, Description, Panel
 
 
 def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
-    """Values of the last evaluation, of the last row with a batch, and of the switch from a warm-up to its loss."""
+    """Take values from the last evaluation, the last row with a batch, and the switch from warm-up to top-k loss."""
     summary = summarize_by_prefix(rows, end_step, TRIAL_COLUMNS)
     errors = [(row["step"], row["test_error"]) for row in rows if row.get("test_error") is not None]
-    # Only a run with a warm-up has a switch: the first row after the last one of the warm-up.
+    # Only a run with a warm-up has a switch: the first row after the warm-up.
     warmup_steps = [row["step"] for row in rows if row.get("is_warmup") == 1]
     switch_errors = [error for step, error in errors if warmup_steps and step > warmup_steps[-1]]
     if switch_errors:

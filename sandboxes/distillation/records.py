@@ -1,7 +1,7 @@
 """Columns that a run of on-policy distillation may write: name, unit, meaning. docs/metrics.md lists them too.
 
-A row is one evaluation, of the weights before the step. Columns of a batch are of the batch of that step, before its
-update; the last row has none. Source: the published diagnostics, which have the prefix `diag_` there.
+A row is one evaluation, of the weights before the step. Columns of a batch describe the batch of that step, before its
+update; the last row has none. Source: the published diagnostics, which have the prefix `diag_`.
 """
 
 from trainable.runs.records import TOY_TIME_COLUMNS, Column

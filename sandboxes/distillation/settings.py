@@ -1,4 +1,4 @@
-"""Settings of one run of on-policy distillation. Names and defaults are those of the source's documents."""
+"""Settings of one run of on-policy distillation. Names and defaults follow the source's documents."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -25,9 +25,9 @@ Support = Literal["student", "teacher", "intersection"]
 TOP_K = "OPDTopKReverseKL"
 SEQUENCE_PG = "OPDSequencePG"
 EVAL_PROMPTS = 1000
-"""Prompts of an evaluation: with an error of 0.5 per token and 8 tokens, its standard error is below 0.01."""
+"""Prompts per evaluation: with an error of 0.5 per token and 8 tokens, its standard error is below 0.01."""
 MAX_TENSOR_ENTRIES = 2**30
-"""4 GiB in float32; larger sizes are typing errors."""
+"""4 GiB in float32; larger sizes are typos."""
 
 
 class DistillationRunnerConfig(RunnerConfig):
@@ -105,12 +105,12 @@ class DistillationConfig(ToyRunConfig):
 
     @property
     def num_actions(self) -> int:
-        """A, the tokens that the student can emit: content, the separator, and the answer token of format_answer."""
+        """A, the number of tokens that the student can emit: content, separator, and format_answer's answer token."""
         return self.vocab_size + 1 + (self.task == "format_answer")
 
     @property
     def max_positions(self) -> int:
-        """Positions of the model: a prompt, the separator and an answer of the longest length."""
+        """Number of positions of the model: a prompt, the separator and an answer of the maximum length."""
         return 2 * max(self.seq_len, self.max_seq_len) + 1
 
     def explain_rejection(self) -> str | None:

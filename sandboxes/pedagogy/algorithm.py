@@ -23,40 +23,40 @@ _TEACHER_DRAWS, _STUDENT_DRAWS = 0, 1  # indices of the random streams of a step
 
 @dataclass(frozen=True)
 class LessonBatch:
-    """Completions of one policy, one batch for each of E members: B completions of T tokens."""
+    """Completions of one policy, a batch for each of E members: B completions of T tokens."""
 
     inputs: Tensor
-    """[E, B, 2], the two numbers of each prompt."""
+    """[E, B, 2] the two numbers of each prompt."""
     actions: Tensor
-    """[E, B, T], the sampled tokens."""
+    """[E, B, T] the sampled tokens."""
     behavior_log_probs: Tensor
-    """[E, B, T], under the policy that sampled them, after its own prompt."""
+    """[E, B, T] log-probabilities under the policy that sampled them, given its prompt."""
     task_rewards: Tensor
-    """[E, B], 1 where the answer is correct, otherwise 0."""
+    """[E, B] 1 where the answer is correct, otherwise 0."""
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The task hinted_arithmetic: prompts with and without the answer, and the grading of the last tokens."""
+    """The task hinted_arithmetic: makes prompts with and without the answer, and grades the last tokens."""
 
     config: PedagogyConfig
 
     def make_answers(self, inputs: Tensor) -> Tensor:
-        """[..., answer_len], (x0 + k x1) modulo V for k = 1, 2, ...; the published task has the sum alone."""
+        """Compute answers [..., answer_len]: (x0 + k x1) modulo V for k = 1, 2, ...; the published task has k = 1."""
         factors = torch.arange(1, self.config.answer_len + 1)
         return (inputs[..., :1] + factors * inputs[..., 1:]) % self.config.content_vocab_size
 
     def make_student_prompts(self, inputs: Tensor) -> Tensor:
-        """[..., 3]: the inputs and the query separator."""
+        """Make the student's prompts [..., 3]: the inputs and the query separator."""
         return torch.cat((inputs, torch.full_like(inputs[..., :1], self.config.content_vocab_size)), dim=-1)
 
     def make_teacher_prompts(self, inputs: Tensor) -> Tensor:
-        """[..., 4 + answer_len]: the inputs, the hint separator, the answer, and the query separator."""
+        """Make the teacher's prompts [..., 4 + answer_len]: inputs, hint separator, answer, query separator."""
         query = torch.full_like(inputs[..., :1], self.config.content_vocab_size)
         return torch.cat((inputs, query + 1, self.make_answers(inputs), query), dim=-1)
 
     def grade(self, inputs: Tensor, actions: Tensor) -> Tensor:
-        """[...], 1 where the last tokens of actions [..., T] are the answer, otherwise 0; earlier ones are free."""
+        """Grade actions [..., T]: [...] 1 where the last tokens are the answer, otherwise 0; earlier ones are free."""
         return (actions[..., -self.config.answer_len :] == self.make_answers(inputs)).all(-1).float()
 
 
@@ -76,7 +76,7 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         self.optimizers = {"student": self.student_optimizer, "teacher": self.teacher_optimizer}
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
-        """Errors and entropies of the greedy completions of student and teacher to EVAL_PROMPTS new prompts."""
+        """Compute errors and entropies of the greedy completions of student and teacher to EVAL_PROMPTS new prompts."""
         inputs = self._sample_inputs("sandbox_evaluation", EVAL_PROMPTS, step)
         columns: dict[str, Tensor] = {}
         policies = {"": (self.student, self.task.make_student_prompts(inputs))}
@@ -91,11 +91,11 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         return columns
 
     def sample(self, step: int) -> LessonBatch:
-        """The first batch of the step: of the student if it learns alone, otherwise of the teacher; in groups."""
+        """Sample the step's first batch, in groups, from the teacher, or from the student if it learns alone."""
         return self._sample_batch((step, _TEACHER_DRAWS, 0), self.config.group_size)
 
     def _sample_batch(self, indices: tuple[int, ...], group_size: int) -> LessonBatch:
-        """A batch with `group_size` completions per prompt. indices: of the random streams."""
+        """Sample a batch with `group_size` completions per prompt. indices: of the random streams."""
         config = self.config
         is_student = config.method == STUDENT_ONLY
         inputs = self._sample_inputs("sandbox_prompts", config.batch_size // group_size, *indices)
@@ -115,7 +115,7 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         return self.rngs.integers(purpose, *indices, high=self.config.content_vocab_size, shape=(count, 2))
 
     def train(self, batch: LessonBatch, step: int, is_row: bool) -> UpdateResult:
-        """Update the teacher on its completions, and the student on new ones of the teacher; or the student alone."""
+        """Update the teacher on its completions, then the student on new ones of the teacher; or only the student."""
         config, is_alone = self.config, self.config.method == STUDENT_ONLY
         metrics: dict[str, Tensor] = {}
         nonfinite_names: list[list[str]] = [[] for _ in batch.task_rewards]
@@ -133,7 +133,7 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         return UpdateResult(metrics, nonfinite_names)
 
     def _reinforce_student(self, batch: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
-        """One step of GRPO on the reward of the task, with the student's own completions."""
+        """Take one GRPO step on the task reward with completions of the student."""
         prompts = self.task.make_student_prompts(batch.inputs)
         loss, advantages = self._compute_grpo_loss(self.student, prompts, batch, batch.task_rewards)
         return descend(self.student_optimizer, loss), {
@@ -144,7 +144,7 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         }
 
     def _update_teacher(self, batch: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
-        """One step of the teacher; the student only judges its completions."""
+        """Take one step of the teacher; the student only judges its completions."""
         config = self.config
         with torch.no_grad():
             student_log_probs = self._compute_log_probs(
@@ -175,7 +175,7 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         }
 
     def _imitate(self, lessons: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
-        """One step of the student on completions of the teacher, right or wrong."""
+        """Take one step of the student on the teacher's completions, right or wrong."""
         config = self.config
         log_probs = select_log_probs(
             self._compute_log_probs(self.student, self.task.make_student_prompts(lessons.inputs), lessons.actions),
@@ -197,7 +197,7 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
     def _compute_grpo_loss(
         self, models: TransformerEnsemble, prompts: Tensor, batch: LessonBatch, rewards: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """GRPO's loss [E] and advantages [E, B] of `batch` with `rewards` [E, B]. prompts: [E, B, L]."""
+        """Compute GRPO's loss [E] and advantages [E, B] of `batch` with `rewards` [E, B]. prompts: [E, B, L]."""
         group_ids = torch.arange(rewards.numel()) // self.config.group_size
         advantages = group_advantages(rewards.flatten(), group_ids, True).view(rewards.shape)
         log_probs = select_log_probs(self._compute_log_probs(models, prompts, batch.actions), batch.actions)
@@ -207,16 +207,16 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         return policy_loss.loss.mean((1, 2)), advantages
 
     def _compute_log_probs(self, models: TransformerEnsemble, prompts: Tensor, actions: Tensor) -> Tensor:
-        """[E, B, T, A] log-probabilities at the positions of actions [E, B, T] after prompts [E, B, L]."""
+        """Compute log-probabilities [E, B, T, A] at the positions of actions [E, B, T] after prompts [E, B, L]."""
         tokens = torch.cat((prompts, actions[..., :-1]), dim=-1)
         return models.compute_logits(tokens, actions.shape[-1]).log_softmax(-1)
 
     def _compute_mixed_rate(self, task_rewards: Tensor) -> Tensor:
-        """[E], the share of groups with right and wrong answers."""
+        """Compute the fraction [E] of groups that contain both right and wrong answers."""
         groups = task_rewards.unflatten(1, (-1, self.config.group_size))
         return (groups.amax(-1) != groups.amin(-1)).float().mean(1)
 
 
 make_trainer = partial(EnsembleTrainer, make_algorithm=PedagogyAlgorithm)
-"""A trainer of a configuration with a teacher and a student per seed."""
+"""Make a trainer of a configuration with a teacher and a student per seed."""
 TRAINER = TrainerFamily(make_trainer)

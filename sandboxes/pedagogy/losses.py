@@ -1,6 +1,6 @@
 """Formulas of pedagogical reinforcement learning. E members, B completions, T positions.
 
-p is the student's policy after its own prompt, without the hint; a_t is a token of the teacher's completion.
+p is the student's policy given its prompt, without the hint; a_t is a token of the teacher's completion.
 """
 
 import math
@@ -12,7 +12,7 @@ from sandboxes.toys.decoding import select_log_probs
 
 
 def compute_surprise_gaps(student_log_probs: Tensor, actions: Tensor) -> Tensor:
-    """[E, B, T] g_t = max_a log p(a) − log p(a_t), at least 0: how far a token is from the student's best one.
+    """Compute g_t = max_a log p(a) − log p(a_t) [E, B, T], at least 0: how far a token is from the student's best one.
 
     student_log_probs: [E, B, T, A]. actions: [E, B, T].
     """
@@ -20,7 +20,7 @@ def compute_surprise_gaps(student_log_probs: Tensor, actions: Tensor) -> Tensor:
 
 
 def compute_spike_penalty(gaps: Tensor, beta: float) -> Tensor:
-    """[E, B], (logsumexp_t(β g_t) − log T) / β of gaps [E, B, T].
+    """Compute (logsumexp_t(β g_t) − log T) / β [E, B] of gaps [E, B, T].
 
     It is the mean of the gaps as β goes to 0, and their maximum as β goes to infinity, so that a single token that the
     student would never write counts more than many small surprises.
@@ -29,19 +29,19 @@ def compute_spike_penalty(gaps: Tensor, beta: float) -> Tensor:
 
 
 def compute_learnability(penalty: Tensor, decay: float) -> Tensor:
-    """exp(−λ penalty), in (0, 1]; it multiplies the reward of the task, so that a wrong answer earns nothing."""
+    """Compute exp(−λ penalty), in (0, 1]. It multiplies the task reward, so that a wrong answer earns nothing."""
     return torch.exp(-decay * penalty)
 
 
 def compute_gate(action_log_probs: Tensor, kappa: float, gamma: float) -> Tensor:
-    """σ(κ (log p(a_t) − γ)), without gradient: near 1 for tokens within reach of the student, near 0 for others."""
+    """Compute σ(κ (log p(a_t) − γ)), without gradient: near 1 for tokens within the student's reach, else near 0."""
     return torch.sigmoid(kappa * (action_log_probs.detach() - gamma))
 
 
 def gated_imitation_loss(action_log_probs: Tensor, gate: Tensor) -> Tensor:
-    """[E], the mean over completions of Σ_t w_t (−log p_t) / max(Σ_t w_t, 1e-8).
+    """Compute the mean [E] over completions of Σ_t w_t (−log p_t) / max(Σ_t w_t, 1e-8).
 
-    It is normalized per completion: the gate moves weight between the tokens of a completion, and takes none from it.
+    Due to the normalization per completion, the gate moves weight between its tokens without changing the total.
 
     Args:
         action_log_probs: [E, B, T] log p of the teacher's tokens.

@@ -1,4 +1,4 @@
-"""Read: what a run of student and teacher came to, and the words of its report."""
+"""Summarize a run of student and teacher, and describe its family for reports."""
 
 from functools import partial
 

@@ -1,8 +1,8 @@
 """Columns that a run of pedagogical reinforcement learning may write. docs/metrics.md lists them too.
 
-A row is one evaluation, of the weights before the step. Columns of a batch are of the batches of that step; the last
-row has none. A student that learns alone has no columns of a teacher. The ratio of the clipped loss is left out: every
-batch is trained on once, so that it is 1.
+A row is one evaluation, of the weights before the step. Columns of a batch describe the batches of that step; the last
+row has none. A student that learns alone has no teacher columns. There is no column for the ratio of the clipped loss,
+which is always 1, since every batch is trained on once.
 """
 
 from trainable.runs.records import TOY_TIME_COLUMNS, Column

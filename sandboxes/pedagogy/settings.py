@@ -1,4 +1,4 @@
-"""Settings of one run of pedagogical reinforcement learning. Names and defaults are those of the source's documents."""
+"""Settings of one run of pedagogical reinforcement learning. Names and defaults follow the source's documents."""
 
 from typing import ClassVar, Literal
 
@@ -21,9 +21,9 @@ from trainable.config.setting_types import Common, Finite, NonNegative, Positive
 STUDENT_ONLY = "StudentGRPO"
 _TEACHER_SETTINGS = ("teacher_lr", "teacher_steps", "spike_beta", "learnability_lambda")
 EVAL_PROMPTS = 1000
-"""Prompts of an evaluation: with an error of 0.5, its standard error is 0.016."""
+"""Prompts per evaluation: with an error of 0.5, its standard error is 0.016."""
 MAX_TENSOR_ENTRIES = 2**28
-"""1 GiB in float32; larger sizes are typing errors."""
+"""1 GiB in float32; larger sizes are typos."""
 
 
 class PedagogyRunnerConfig(RunnerConfig):
@@ -80,12 +80,12 @@ class PedagogyConfig(ToyRunConfig):
 
     @property
     def num_actions(self) -> int:
-        """A, the content tokens and the two separators, which can be written too."""
+        """A, the number of content tokens plus the two separators, which can also be written."""
         return self.content_vocab_size + 2
 
     @property
     def max_positions(self) -> int:
-        """Positions of the models: the teacher's prompt (two inputs, separator, answer, separator) and a completion."""
+        """Number of positions: the teacher's prompt (two inputs, separator, answer, separator) and a completion."""
         return 4 + self.answer_len + self.completion_len
 
     def explain_rejection(self) -> str | None:

@@ -1,1 +1,1 @@
-"""What the sandboxes of toy tasks share: networks, ensembles, studies and their report."""
+"""Code that the sandboxes of toy tasks share: networks, ensembles, studies and their report."""

@@ -16,7 +16,7 @@ from sandboxes.toys.transformer import (
     linear,
 )
 
-GREEDY_CHUNK = 250  # prompts per member; small enough that the tensors of one token stay in the processor's cache
+GREEDY_CHUNK = 250  # prompts per member; few enough that the tensors of one token stay in the processor's cache
 
 
 class Completions(NamedTuple):
@@ -36,19 +36,19 @@ def generate_completions(
 ) -> Completions:
     """Generate `num_tokens` tokens after each prompt, `samples_per_prompt` times.
 
-    A prompt is read only once, and the last generated token is never read.
+    A prompt is processed only once; the last generated token is never fed back.
 
     Args:
         models: E transformers.
         prompts: [E, P, L].
         num_tokens: T, the length of every completion.
-        uniforms: [E, P S, T] in [0, 1), by which tokens are drawn; None: greedy decoding.
+            uniforms: [E, P S, T] in [0, 1), from which tokens are sampled; None: greedy decoding.
         samples_per_prompt: S. The rows i S ... (i + 1) S - 1 of the result belong to prompt i.
     """
     folded_weights, length = models.fold_weights(), prompts.shape[-1]
     hidden, keys_values = models.read_tokens(folded_weights, prompts, num_last=1)
     last_hidden = hidden.repeat_interleave(samples_per_prompt, dim=1)
-    # One slot less than tokens, because the last generated token is never read.
+    # One slot fewer than tokens, because the last generated token is never fed back.
     padding = (0, 0, 0, num_tokens - 1)
     caches = [
         (
@@ -71,24 +71,24 @@ def generate_completions(
 
 
 def decode_greedily(models: TransformerEnsemble, prompts: Tensor, num_tokens: int) -> Completions:
-    """The most likely token after each prefix of prompts [E, B, L], in chunks of prompts, which bounds the memory."""
+    """Decode the most likely tokens after prompts [E, B, L], in chunks of prompts to bound the memory."""
     chunks = [generate_completions(models, chunk, num_tokens) for chunk in prompts.split(GREEDY_CHUNK, dim=1)]
     return Completions(*(torch.cat(outputs, dim=1) for outputs in zip(*chunks, strict=True)))
 
 
 def sample_actions(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse-CDF sampling: actions [...] from log_probs [..., A] and uniforms [...] in [0, 1).
+    """Sample actions [...] from log_probs [..., A] by inverse CDF, with uniforms [...] in [0, 1).
 
     An action of probability 0 is never drawn.
     """
-    # In float64, because sums of float32 probabilities lose rare actions. The last sum replaces 1, which rounding can
-    # miss; the last action needs no bound.
+    # In float64, because sums of float32 probabilities lose rare actions. Multiplying by the last sum corrects for
+    # rounding; the last action needs no bound.
     cumulative_probs = log_probs.double().exp().cumsum(-1)
     return (cumulative_probs[..., :-1] <= uniforms[..., None] * cumulative_probs[..., -1:]).sum(-1)
 
 
 def select_log_probs(log_probs: Tensor, actions: Tensor) -> Tensor:
-    """Log-probabilities [...] of actions [...] among log_probs [..., A]."""
+    """Select the log-probabilities [...] of actions [...] from log_probs [..., A]."""
     return log_probs.gather(-1, actions[..., None]).squeeze(-1)
 
 
@@ -99,9 +99,9 @@ def _decode_step(
     caches: list[tuple[Tensor, Tensor]],
     position: int,
 ) -> Tensor:
-    """Read tokens [E, B, 1] at `position` and fill the caches; returns hidden states [E, B, 1, d] after all blocks.
+    """Process tokens [E, B, 1] at `position`, filling the caches; returns hidden states [E, B, 1, d] after all blocks.
 
-    caches: the keys and values of each block, [E, B, heads, slots, d / heads] each.
+    caches: keys and values of each block, [E, B, heads, slots, d / heads] each.
     """
     hidden = embed_tokens(folded_weights, tokens, position)
     for block, (keys, values) in zip(folded_weights.blocks, caches, strict=True):

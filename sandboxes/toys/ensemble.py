@@ -1,4 +1,4 @@
-"""Trainer of an ensemble: trains all seeds of a condition together, step by step, whatever they learn."""
+"""Train an ensemble: all seeds of a condition together, step by step, for any algorithm."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,15 +36,15 @@ class Algorithm(Generic[Batch]):
     """All trained weights, by the prefix of their tensors in a checkpoint."""
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
-        """Columns that describe the weights, [E] each. Changes nothing."""
+        """Compute columns that describe the weights, [E] each. Changes nothing."""
         raise NotImplementedError
 
     def sample(self, step: int) -> Batch:
-        """The batch of a step, without gradients. Changes nothing."""
+        """Sample the batch of a step, without gradients. Changes nothing."""
         raise NotImplementedError
 
     def find_stops(self, batch: Batch, step: int) -> dict[int, Row]:
-        """By seed, the stop columns of each member that a rule ends before it trains on `batch`. Changes nothing."""
+        """Return, by seed, the stop columns of members that a rule ends before training on `batch`. Changes nothing."""
         return {}
 
     def train(self, batch: Batch, step: int, is_row: bool) -> UpdateResult:
@@ -52,11 +52,11 @@ class Algorithm(Generic[Batch]):
         raise NotImplementedError
 
     def measure_open_interval(self) -> dict[str, Tensor]:
-        """Columns, [E] each, about the steps since the last row, for the row of a member that ends. Changes nothing."""
+        """Compute columns, [E] each, about the steps since the last row, for a member that ends. Changes nothing."""
         return {}
 
     def get_tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the members need to continue, [E, ...] each: here weights and moments."""
+        """Return every tensor that the members need to continue, [E, ...] each: here weights and moments."""
         return {
             name: tensor
             for prefix, optimizer in self.optimizers.items()
@@ -64,11 +64,11 @@ class Algorithm(Generic[Batch]):
         }
 
     def get_values(self, member: int) -> dict[str, Any]:
-        """Every other value that a member needs to continue, as JSON."""
+        """Return every other value that a member needs to continue, as JSON."""
         return {}
 
     def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the results of `get_tensors` and, one per member, of `get_values`.
+        """Continue from the results of `get_tensors` and (one per member) `get_values`.
 
         Raises KeyError, TypeError, RuntimeError or ValueError if they do not fit.
         """
@@ -77,16 +77,15 @@ class Algorithm(Generic[Batch]):
 
 
 class EnsembleTrainer:
-    """Trains one model per seed; all models have the same configuration.
+    """Trains one model per seed, all with the same configuration.
 
     When a member ends, the others continue as if it had never been there, up to rounding in sums whose order depends on
     the number of members.
 
     Args:
-        config: the configuration; its own seed is ignored.
+        config: the configuration; its seed is ignored.
         seeds: different numbers, one per member.
-        make_algorithm: function of the configuration and of seeds that returns the algorithm of these members before
-            the first step.
+        make_algorithm: maps the configuration and seeds to the algorithm of these members before the first step.
     """
 
     def __init__(
@@ -101,35 +100,35 @@ class EnsembleTrainer:
         self.seeds = tuple(seeds)
         """The members that are still training."""
         self.algorithm = make_algorithm(config, self.seeds)
-        """What they do in a step."""
+        """The algorithm of these members."""
         self.step_index = 0
         self.final_states: dict[int, TrainerState] = {}
-        """Last state of each member that a rule or the last step ended. Members that failed have none."""
+        """Last state of each member that ended by a rule or the last step. Members that failed have none."""
         self._start_time, self._resumed_seconds, self._seconds_at_last_row = time.perf_counter(), 0.0, 0.0
 
     def step(self, before_update: Callable[[], None] = do_nothing) -> StepResult:
         """Train on one batch, in the order of the source: evaluate, sample, check the stop rule, update.
 
-        After the last batch, the next call evaluates, and every member ends. A member that a rule stops ends before it
-        trains on the batch; then this call does no update, and the next call repeats the step for the other members.
+        The call after the last batch evaluates, and ends every member. A member that a rule stops ends before it trains
+        on the batch; that call makes no update, and the next one repeats the step for the other members.
         """
         step = self.step_index
-        # The last weights are evaluated too, so the last row is written by a call that trains on nothing.
+        # The final weights are evaluated too, so the last row is written by a call without training.
         if step == self.config.trainer.total_training_steps:
             return self._end_members({seed: {} for seed in self.seeds})
         is_row = step in self.config.get_row_steps(step + 1)
         with torch.no_grad():
             evaluation = self.algorithm.evaluate(step) if is_row else {}
             batch = self.algorithm.sample(step)
-        # Until here nothing of the trainer has changed, and random numbers depend on the step alone. So the members
-        # that continue can repeat the step, and draw the same batch.
+        # So far, nothing in the trainer has changed, and random numbers depend on the step alone. So the members that
+        # continue can repeat the step and draw the same batch.
         if stop_columns := self.algorithm.find_stops(batch, step):
             return self._end_members(stop_columns)
         before_update()
         update_result = self.algorithm.train(batch, step, is_row)
         self.step_index += 1
         rows = self._make_rows({**evaluation, **update_result.metrics}, step) if is_row else {}
-        # A member with a loss, gradient or weight that is not finite is a failure.
+        # A member whose loss, gradient or weights are not finite has failed.
         failures = {
             seed: f"values of step {step} were not finite: {format_names(names)}"
             for seed, names in zip(self.seeds, update_result.nonfinite_names, strict=True)
@@ -140,7 +139,7 @@ class EnsembleTrainer:
         return StepResult({seed: row for seed, row in rows.items() if seed not in failures}, failures=failures)
 
     def _make_rows(self, metrics: dict[str, Tensor], step: int) -> dict[int, Row]:
-        """One row per seed; a number that is not finite, such as a mean over nothing, is omitted."""
+        """Make one row per seed; a number that is not finite, such as a mean over nothing, is omitted."""
         elapsed = self._measure_elapsed()
         time_columns = {"seconds": elapsed - self._seconds_at_last_row, "seconds_total": elapsed}
         self._seconds_at_last_row = elapsed
@@ -160,20 +159,20 @@ class EnsembleTrainer:
         with torch.no_grad():
             evaluation = self.algorithm.evaluate(self.step_index)
         rows = self._make_rows({**evaluation, **self.algorithm.measure_open_interval()}, self.step_index)
-        # The members that continue get no row here, so their clock must not start again.
+        # The members that continue get no row here, so their clock must not restart.
         self._seconds_at_last_row = seconds_at_last_row
         self.final_states |= {seed: self.get_state(seed) for seed in stop_columns}
         self._keep_members([seed for seed in self.seeds if seed not in stop_columns])
         return StepResult({seed: {**rows[seed], **stop_row} for seed, stop_row in stop_columns.items()})
 
     def _keep_members(self, seeds: Sequence[int]) -> None:
-        """Continue with `seeds` only, through their states, exactly as a run that is resumed from a checkpoint."""
+        """Continue with `seeds` only, through their states, exactly like a run resumed from a checkpoint."""
         if seeds:
             self.load_states([self.get_state(seed) for seed in seeds])
         self.seeds = tuple(seeds)
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
-        """The last row, unchanged, because every row is an evaluation."""
+        """Return the last row unchanged, because every row is an evaluation."""
         return row, {}
 
     def close(self) -> None:
@@ -183,8 +182,8 @@ class EnsembleTrainer:
         return self._resumed_seconds + time.perf_counter() - self._start_time
 
     def get_state(self, seed: int) -> TrainerState:
-        """Everything that the member of `seed` needs to continue after its last step."""
-        # An ended member has no row in the tensors any more.
+        """Return everything that the member of `seed` needs to continue after its last step."""
+        # A member that has ended is no longer in the tensors.
         if seed in self.final_states:
             return self.final_states[seed]
         member = self.seeds.index(seed)
@@ -195,20 +194,20 @@ class EnsembleTrainer:
             "seconds": self._measure_elapsed(),
             "seconds_at_row": self._seconds_at_last_row,
         }
-        # Tensors of all members at first; `slice_member` takes this member's.
+        # `slice_member` takes this member's slice of the tensors of all members.
         return TrainerState(slice_member(self.algorithm.get_tensors(), member), values)
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
         """Continue with the members of `states`, which may come from different trainers.
 
-        Raises ValueError if they do not fit together or to the configuration; then the trainer is unchanged.
+        Raises ValueError if they do not match each other or the configuration; the trainer is then unchanged.
         """
-        # Loading fills only objects that it has made itself, so a shallow copy is enough to restore the trainer.
+        # Loading changes only objects that it creates, so a shallow copy is enough to restore the trainer.
         previous_attributes = dict(vars(self))
         try:
             self._load_states(states)
         except (KeyError, TypeError, RuntimeError, ValueError) as error:
-            # Missing keys, wrong types, and shapes that do not stack all mean the same: the states do not fit.
+            # Missing keys, wrong types, and shapes that do not stack all mean that the states do not fit.
             vars(self).update(previous_attributes)
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
@@ -230,20 +229,20 @@ class EnsembleTrainer:
 
 
 def slice_member(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:
-    """The slice of `member` of each tensor, as a copy, so that the memory of the other members can be freed."""
+    """Slice one member out of each tensor, as a copy, so that the memory of the other members can be freed."""
     return {name: tensor[member].detach().clone() for name, tensor in tensors.items()}
 
 
 def stack_members(slices: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The inverse of `slice_member`: stack the members' slices, in this order, along a new first axis."""
+    """Stack the members' slices, in this order, along a new first axis: the inverse of `slice_member`."""
     return {name: torch.stack([member[name] for member in slices]) for name in slices[0]}
 
 
 def select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names start with `prefix`/, without that prefix."""
+    """Select the tensors whose names start with `prefix`/, and remove that prefix."""
     return {name.removeprefix(f"{prefix}/"): value for name, value in tensors.items() if name.startswith(f"{prefix}/")}
 
 
 def add_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The same tensors, with `prefix`/ in front of their names."""
+    """Add `prefix`/ to the names of the tensors."""
     return {f"{prefix}/{name}": value for name, value in tensors.items()}

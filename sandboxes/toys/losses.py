@@ -1,4 +1,4 @@
-"""Advantages of answers that are compared within their group, and the clipped loss of PPO without its dual clip."""
+"""Group-relative advantages, and the clipped loss of PPO without its dual clip."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from trainable.algo.losses import PolicyLoss, ppo_clip_loss
 
 STD_FLOOR = 1e-8  # keeps divisions finite in groups whose rewards are equal
 _NO_DUAL_CLIP = 1e9
-"""Above e^20, the largest ratio, so that the dual clip of `ppo_clip_loss` is never active."""
+"""Above the largest ratio, e^20, so that the dual clip of `ppo_clip_loss` is never active."""
 
 
 def group_advantages(scores: Tensor, ids: Tensor, divide_by_std: bool) -> Tensor:
-    """[N] group-relative advantages G: (R − mean) / (std + 1e-8), or R − mean.
+    """Compute group-relative advantages G [N]: (R − mean) / (std + 1e-8), or R − mean.
 
     Args:
         scores: [N] R.
-        ids: [N] numbers, equal for the members of a group.
+            ids: [N] numbers, equal within a group.
         divide_by_std: whether to divide by the std (divisor K). Then G = 0 in a group whose std is at most 1e-8.
     """
     mask = torch.ones_like(scores, dtype=torch.bool).unsqueeze(1)
@@ -27,5 +27,5 @@ def group_advantages(scores: Tensor, ids: Tensor, divide_by_std: bool) -> Tensor
 def clipped_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """`ppo_clip_loss` of every entry, without a dual clip. log_probs, old_log_probs, advantages: [...]."""
+    """Compute `ppo_clip_loss` per entry, without a dual clip. log_probs, old_log_probs, advantages: [...]."""
     return ppo_clip_loss(log_probs, old_log_probs, advantages, clip_low, clip_high, _NO_DUAL_CLIP)

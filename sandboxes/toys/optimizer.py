@@ -1,4 +1,4 @@
-"""Adam for an ensemble: each member is one row of weights, gradients and moments, and has its own norm and failures."""
+"""Adam for an ensemble: each member is one row of weights, gradients and moments, with a separate norm and failures."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,12 +15,12 @@ MAX_GRAD_NORM = 1.0
 class MemberAdam:
     """Adam, with torch's defaults, for E models whose weights are stacked along the first axis.
 
-    parameters: by name, [E, ...] each. Their values are kept as one matrix [E, P], with the P weights of a member in
-    the order of `parameters`, so that a norm or an inner product of gradients is one operation; a step copies the
-    matrix into the parameters. Adam works element by element, so members do not affect each other.
+    parameters: by name, [E, ...] each. Their values are kept as one matrix [E, P], with a member's P weights in the
+    order of `parameters`, so that a norm or an inner product of gradients is one operation; a step copies the matrix
+    into the parameters. Adam works element by element, so members do not affect each other.
 
-    This uses torch's function, because the class torch.optim.Adam first imports torch's compiler, which takes longer
-    than some whole conditions of the sandbox.
+    Uses torch's functional Adam, because the class torch.optim.Adam first imports torch's compiler, which takes longer
+    than some conditions of the sandbox take to train.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], lr: float) -> None:
@@ -31,21 +31,21 @@ class MemberAdam:
         self.steps = torch.zeros(())
 
     def compute_gradient(self, loss: Tensor) -> Tensor:
-        """[E, P], the gradient of each member's loss [E]; 0 for weights that the loss does not depend on."""
+        """Compute the gradient [E, P] of each member's loss [E]; 0 for weights on which the loss does not depend."""
         parameters = list(self.parameters.values())
-        # A member's loss depends on its own weights only, so one backward pass of the sum serves all members.
+        # A member's loss depends only on its weights, so one backward pass of the sum serves all members.
         gradients = torch.autograd.grad(loss.sum(), parameters, materialize_grads=True, allow_unused=True)
         return torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
 
     @torch.no_grad()
     def step(self, gradient: Tensor) -> None:
-        """One step of Adam, against `gradient` [E, P]."""
+        """Take one step of Adam, against `gradient` [E, P]."""
         adam(
             [self.weights],
             [gradient],
             [self.exp_avg],
             [self.exp_avg_sq],
-            [],  # running maxima, which only amsgrad has
+            [],  # running maxima, used only by amsgrad
             [self.steps],
             fused=True,
             amsgrad=False,
@@ -63,13 +63,13 @@ class MemberAdam:
             tensor.copy_(chunk)
 
     def split_by_parameter(self, matrix: Tensor) -> list[Tensor]:
-        """The columns of `matrix` [E, P] that belong to each parameter, in its shape."""
+        """Split the columns of `matrix` [E, P] by parameter, in the parameters' shapes."""
         tensors = list(self.parameters.values())
         chunks = matrix.split([tensor[0].numel() for tensor in tensors], dim=1)
         return [chunk.view_as(tensor) for tensor, chunk in zip(tensors, chunks, strict=True)]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """weights, exp_avg, exp_avg_sq: [E, P]; steps: [E], one number per member, so that members can be separated."""
+        """Return weights, exp_avg, exp_avg_sq [E, P], and steps [E], one per member to make members separable."""
         return {
             "weights": self.weights,
             "exp_avg": self.exp_avg,
@@ -96,7 +96,7 @@ class MemberAdam:
 def clip_gradient(gradient: Tensor, norm: Tensor, max_norm: float) -> Tensor:
     """Scale each member's row of `gradient` [E, P] down to a norm of at most `max_norm`.
 
-    norm: [E], the norms of `gradient`. The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
+    norm: [E] the norms of `gradient`. The 1e-6 comes from torch.nn.utils.clip_grad_norm_.
     """
     return gradient * (max_norm / (norm + 1e-6)).clamp(max=1.0).unsqueeze(1)
 
@@ -104,8 +104,8 @@ def clip_gradient(gradient: Tensor, norm: Tensor, max_norm: float) -> Tensor:
 def descend(optimizer: MemberAdam, loss: Tensor) -> list[list[str]]:
     """Take one step against the gradient of each member's loss [E], clipped to `MAX_GRAD_NORM`.
 
-    Returns for each member the names of what was not finite: its loss, gradients or weights. A member that is not
-    finite is updated too. Members have separate rows of weights, so it cannot spoil the others.
+    Returns the names of what was not finite for each member: its loss, gradients or weights. Such a member is updated
+    too, but cannot spoil the others, since members have separate rows of weights.
     """
     gradient = optimizer.compute_gradient(loss)
     norm = gradient.norm(dim=1)
@@ -118,12 +118,12 @@ def descend(optimizer: MemberAdam, loss: Tensor) -> list[list[str]]:
 
 
 def merge_names(names: Sequence[list[str]], later_names: Sequence[list[str]]) -> list[list[str]]:
-    """For each member what was not finite first: of `names` of earlier steps, or else of a later one."""
+    """Keep, for each member, the first names of what was not finite: from earlier steps, or else from a later one."""
     return [first or later for first, later in zip(names, later_names, strict=True)]
 
 
 def _find_nonfinite(optimizer: MemberAdam, member: int, loss: Tensor, gradient: Tensor, norm: Tensor) -> list[str]:
-    """The names of what is not finite for a member. loss: [E]. gradient: [E, P]. norm: [E], norms of `gradient`."""
+    """Name what is not finite for a member. loss: [E]. gradient: [E, P]. norm: [E] norms of `gradient`."""
     gradients = [
         (name, chunk[member])
         for name, chunk in zip(optimizer.parameters, optimizer.split_by_parameter(gradient), strict=True)

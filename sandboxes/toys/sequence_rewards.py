@@ -1,7 +1,7 @@
 """The five sequence tasks: the correct answer to a prompt, and the reward of an answer.
 
-A prompt is H tokens from 0 ... V - 1, followed by the separator V. An answer is H tokens. The policy can also answer
-with the separator, which is never correct.
+A prompt is H tokens from 0 ... V - 1, followed by the separator V. An answer is H tokens. The policy can also emit the
+separator, which is never correct.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,9 +16,9 @@ class SequenceKind:
     """One sequence task."""
 
     make_labels: Callable[[Tensor, int], Tensor]
-    """From prompts [..., H] and V to the correct answers [..., H]."""
+    """Maps prompts [..., H] and V to the correct answers [..., H]."""
     make_chain_spans: Callable[[int], tuple[slice, slice]] | None = None
-    """From H to the two spans of positions of a chain task. Each correct span is worth a third of the reward, and a
+    """Maps H to the two spans of positions of a chain task. Each correct span is worth a third of the reward, and a
     fully correct answer another third. None: the reward is the fraction of correct positions."""
     num_extra_tokens: int = 0
     """Tokens in addition to the V content tokens and the separator."""
@@ -29,12 +29,12 @@ def _make_reversal_labels(prompts: Tensor, vocab_size: int) -> Tensor:
 
 
 def _make_sum_labels(prompts: Tensor, vocab_size: int) -> Tensor:
-    """A copy of the prompt whose last token is the sum of the others, modulo V."""
+    """Copy the prompt, replacing the last token by the sum of the others, modulo V."""
     return torch.cat((prompts[..., :-1], prompts[..., :-1].sum(-1, keepdim=True) % vocab_size), dim=-1)
 
 
 def _make_format_labels(prompts: Tensor, vocab_size: int) -> Tensor:
-    """The answer token V + 1, the sum of the first two tokens modulo V, then a copy of the rest."""
+    """Make the answer token V + 1, then the sum of the first two tokens modulo V, then a copy of the rest."""
     answer_token = torch.full_like(prompts[..., :1], vocab_size + 1)
     return torch.cat((answer_token, prompts[..., :2].sum(-1, keepdim=True) % vocab_size, prompts[..., 2:]), dim=-1)
 
@@ -52,10 +52,10 @@ SEQUENCE_KINDS: Mapping[str, SequenceKind] = {
 
 
 def compute_sequence_rewards(kind: SequenceKind, is_correct: Tensor, score_mask: Tensor, binary: bool) -> Tensor:
-    """Rewards [...] in [0, 1] of answers.
+    """Compute the rewards [...] of answers, in [0, 1].
 
     Chain tasks: a third for each correct span, and a third for a fully correct answer. Other tasks: the fraction of
-    scored positions that are correct, or with `binary`, 1 if all of them are and 0 otherwise.
+    scored positions that are correct, or, with `binary`, 1 if all of them are and 0 otherwise.
 
     Args:
         kind: the task.

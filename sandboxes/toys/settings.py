@@ -1,4 +1,4 @@
-"""What the configurations of all toy studies share: the section `trainer`, and how combinations are rejected."""
+"""Settings that all toy studies share: the section `trainer`, and how invalid combinations are rejected."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from trainable.config.setting_types import Common, NonNegative, ParseNull, Patie
 PUBLISHED_NAMES: Mapping[str, str] = MappingProxyType(
     {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
 )
-"""For each name of a setting in the sources' documents, the name here, which is that of all studies."""
+"""Maps the setting names in the sources' documents to the names that all studies use."""
 CLIP_CONDITION = ReadCondition(
     "clip_epsilon",
     lambda c: c.clip_epsilon < SMALLEST_CLIP,
@@ -52,11 +52,11 @@ class ToyRunConfig(BaseRunConfig):
     seed: int = Field(0, ge=0, le=400, description="seed of weights, prompts and samples")
 
     def get_row_steps(self, step: int) -> range:
-        """The steps of the rows, one per evaluation, that a run has written after `step` training steps."""
+        """Return the steps of the rows, one per evaluation, that a run has written after `step` training steps."""
         return range(0, step, self.trainer.test_freq)
 
     def explain_rejection(self) -> str | None:
-        """Why this combination of settings cannot be run, in a sentence that says what to set; None if it can be."""
+        """Explain why this combination of settings cannot be run, and what to set instead; None if it is valid."""
         return None
 
     @model_validator(mode="after")
@@ -68,12 +68,12 @@ class ToyRunConfig(BaseRunConfig):
 
 
 def get_first_reason(reasons: Mapping[str, bool]) -> str | None:
-    """The first of the reasons that applies, or None."""
+    """Return the first reason that applies, or None."""
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def reject_heads(config: Any) -> dict[str, bool]:
-    """Whether the attention heads do not divide the width, by the reason to show."""
+    """Check whether the attention heads divide the width; maps the reason to show to True if they do not."""
     return {
         f"nhead={config.nhead} does not divide d_model={config.d_model}: set nhead=1, or another divisor": (
             config.d_model % config.nhead != 0
@@ -82,7 +82,7 @@ def reject_heads(config: Any) -> dict[str, bool]:
 
 
 def reject_partial_groups(config: Any) -> dict[str, bool]:
-    """Whether the last group of a batch would not be full, by the reason to show."""
+    """Check whether groups fill a batch; maps the reason to show to True if the last one would not be full."""
     fitting_size = max(1, config.batch_size // config.group_size) * config.group_size
     return {
         f"batch_size={config.batch_size} is not a multiple of group_size={config.group_size}: set batch_size="
@@ -91,7 +91,7 @@ def reject_partial_groups(config: Any) -> dict[str, bool]:
 
 
 def reject_large_tensors(config: Any, entries: int, max_entries: int, *settings: str) -> dict[str, bool]:
-    """Whether the largest tensor has too many entries, by the reason to show. settings: names of those to lower."""
+    """Check the largest tensor's size; maps the reason to True if too large. settings: which ones to lower."""
     sizes = " ".join(f"{name}={getattr(config, name)}" for name in settings)
     return {
         f"a tensor of this run would have {entries} entries, and the maximum is {max_entries}: set smaller sizes "
@@ -100,7 +100,7 @@ def reject_large_tensors(config: Any, entries: int, max_entries: int, *settings:
 
 
 def count_transformer_entries(config: Any) -> int:
-    """Entries of the largest tensor of a transformer that reads a batch: weights or activations."""
+    """Count the entries of the largest tensor of a transformer that reads a batch: weights or activations."""
     return max(
         4 * config.batch_size * config.max_positions * config.d_model,
         config.batch_size * config.max_positions**2 * config.nhead,

@@ -1,4 +1,4 @@
-"""Studies of toy tasks, whose arms are named conditions, and what their families share."""
+"""Make studies of toy tasks, whose arms are named conditions, and their families."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -11,13 +11,13 @@ from trainable.runs.records import COMMON_TRIAL_COLUMNS, STOP_COLUMNS, Column
 _PRESETS: Mapping[str, Preset] = MappingProxyType(
     {name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")}
 )
-"""The presets of a toy family: they are equal, because the tasks are small everywhere."""
+"""The presets of a toy family, all equal, because the tasks are small everywhere."""
 SMOKE_SETTINGS: Settings = MappingProxyType(
     {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
 )
-"""Settings of --smoke: small enough to run a study in seconds, so its numbers show nothing."""
+"""Settings of --smoke: small enough to run a study in seconds, so its numbers are meaningless."""
 BYTES_PER_ROW = 12_000
-"""metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
+"""For metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
 BYTES_PER_PARAMETER = 12
 """A weight and Adam's two moments, in float32."""
 _STATE_OVERHEAD_BYTES = 100_000
@@ -26,13 +26,13 @@ _STATE_OVERHEAD_BYTES = 100_000
 def make_toy_family(
     name: str, trial_columns: tuple[Column, ...], log_formats: Mapping[str, str], **fields: Any
 ) -> Family:
-    """A family of toy studies.
+    """Make a family of toy studies.
 
     Args:
-        name: of the family, whose Trainable is in its module `trial` and whose reading is in its module `read`.
-        trial_columns: in addition to those of all families.
-        log_formats: format by column of the fields of a log line.
-        fields: other fields of `Family`, instead of those that the toy families share.
+        name: of the family. Its Trainable is in its module `trial`, and its summary in its module `read`.
+        trial_columns: in addition to the columns that all families have.
+        log_formats: format of each field of a log line, by column.
+        fields: other fields of `Family`, overriding those that toy families share.
     """
     shared_fields = {
         "presets": _PRESETS,
@@ -40,7 +40,7 @@ def make_toy_family(
         "report": "sandboxes.toys.report.report:TOY_REPORT",
         "description": f"sandboxes.{name}.read:DESCRIPTION",
         "get_environment": lambda settings: str(settings.get("task", "")),
-        # Values for every template of a study.
+        # Values that every template of a study can use.
         "make_template_values": lambda config: {"task": config.task, "method": config.method},
         "has_batched_seeds": True,
     }
@@ -53,18 +53,18 @@ def make_toy_family(
 
 
 def make_log_columns(formats: Mapping[str, str]) -> tuple[DisplayColumn, ...]:
-    """Fields of a log line that have the names of their columns, with the format of each."""
+    """Make the fields of a log line, named after their columns, with the format of each."""
     return tuple(DisplayColumn(column, column, format_spec) for column, format_spec in formats.items())
 
 
 def estimate_toy_bytes(n_parameters: int, n_networks: int = 1) -> tuple[int, int]:
-    """Maximum bytes of a checkpoint of networks with `n_parameters` parameters each, and bytes of a row."""
+    """Estimate the maximum bytes of a checkpoint of networks with `n_parameters` parameters each, and of a row."""
     return n_networks * (BYTES_PER_PARAMETER * n_parameters + _STATE_OVERHEAD_BYTES), BYTES_PER_ROW
 
 
 def count_transformer_parameters(config: Any) -> int:
-    """At least the parameters of the transformer of a configuration with num_layers, d_model, num_actions and so on."""
-    # 12 d^2 weights of a block are in matrices, and d^2 is more than its biases and norms.
+    """Bound from above the parameters of the transformer of a configuration with num_layers, d_model and so on."""
+    # A block's matrices have 12 d^2 weights; its biases and norms have fewer than d^2.
     return config.num_layers * 13 * config.d_model**2 + config.d_model * (
         2 * config.num_actions + config.max_positions + 2
     )
@@ -85,12 +85,12 @@ def make_toy_study(
     stop_rules: tuple[str, ...] = (),
     wandb_project: str | None = None,
 ) -> Study:
-    """A study whose arms are named conditions of a toy task.
+    """Make a study whose arms are named conditions of a toy task.
 
     Args:
         name: of the study.
         question: the docstring of the study's module. Its first paragraph becomes the question.
-        arms: for each arm, by its name, the settings in addition to `fixed_settings`.
+        arms: by name of the arm, the settings in addition to `fixed_settings`.
         baseline: the arm that the others are compared with.
         family: of the study; its configuration has the settings `task` and `method`.
         fixed_settings: settings of all arms.
@@ -100,7 +100,7 @@ def make_toy_study(
         contrasts: see `Study`.
         adapt: see `Axis`.
         stop_rules: names of the rules by which the trainer may end a run.
-        wandb_project: project in W&B; by default the family's name and `_sandbox`.
+        wandb_project: project in W&B; by default the family's name followed by `_sandbox`.
     """
     run_template = run_template or name.replace("-", "_")
     return Study(

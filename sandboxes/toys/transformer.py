@@ -1,9 +1,9 @@
 """Ensemble of E causal transformers of one shape; every weight has a leading axis of members.
 
 The model of the sequence tasks: token embedding times sqrt(d_model) plus a learned position embedding, pre-norm blocks
-with a ReLU feed-forward layer of width 4 d_model, a final normalization, and a head without bias. It is equal to a
+with a ReLU feed-forward layer of width 4 d_model, a final normalization, and a head without bias. It equals a
 `torch.nn.TransformerEncoder` with the same weights but needs fewer passes over memory: the scale and shift of a
-normalization are folded into the matrix that follows it, and the last block skips positions whose output is not read.
+normalization are folded into the matrix that follows it, and the last block skips positions whose output is not used.
 """
 
 import math
@@ -30,14 +30,14 @@ class TransformerShape:
 
 
 class Linear(NamedTuple):
-    """An affine map of each member: matrix [E, in, out] and bias [E, 1, out]."""
+    """An affine map per member: matrix [E, in, out] and bias [E, 1, out]."""
 
     matrix: Tensor
     bias: Tensor
 
 
 class Block(NamedTuple):
-    """The maps of one block; the preceding normalization and the scale 1 / sqrt(d / heads) are folded into them."""
+    """The maps of one block, with the preceding normalization and the scale 1 / sqrt(d / heads) folded in."""
 
     query: Linear
     key_value: Linear
@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
 
 class FoldedWeights(NamedTuple):
-    """The models' weights in the form that a pass uses.
+    """The models' weights in the form that a forward pass uses.
 
     token_embeddings: [E, vocab, d], scaled by sqrt(d). position_embeddings: [E, positions, d].
     """
@@ -66,7 +66,7 @@ class TransformerEnsemble:
         self.weights = dict(weights)
 
     def compute_logits(self, tokens: Tensor, logits_to_keep: int) -> Tensor:
-        """Logits [E, B, logits_to_keep, vocab] at the last positions of tokens [E, B, L], without padding."""
+        """Compute logits [E, B, logits_to_keep, vocab] at the last positions of tokens [E, B, L], without padding."""
         folded_weights = self.fold_weights()
         hidden, _ = self.read_tokens(folded_weights, tokens, logits_to_keep)
         return linear(layer_norm(hidden), folded_weights.head)
@@ -74,13 +74,13 @@ class TransformerEnsemble:
     def read_tokens(
         self, folded_weights: FoldedWeights, tokens: Tensor, num_last: int
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Hidden states [E, B, num_last, d] at the last positions of tokens [E, B, L], after all blocks.
+        """Compute hidden states [E, B, num_last, d] at the last positions of tokens [E, B, L], after all blocks.
 
         Also returns the keys and values of each block.
         """
         hidden, keys_values = embed_tokens(folded_weights, tokens, start_position=0), []
         for layer, block in enumerate(folded_weights.blocks):
-            # After the last block, only the positions that are read are needed.
+            # The last block is computed only at the positions whose output is used.
             num_queries = num_last if layer == self.shape.num_layers - 1 else tokens.shape[-1]
             normed_hidden = layer_norm(hidden)
             keys, values = compute_keys_values(block, normed_hidden, self.shape.num_heads)
@@ -89,7 +89,7 @@ class TransformerEnsemble:
         return hidden, keys_values
 
     def fold_weights(self) -> FoldedWeights:
-        """The weights in the form that passes use; gradients flow through."""
+        """Convert the weights to the form that forward passes use; gradients flow through."""
         weights = self.weights
         return FoldedWeights(
             weights["embedding.weight"] * math.sqrt(self.shape.d_model),
@@ -124,7 +124,7 @@ def _make_linear(weight: Tensor, bias: Tensor) -> Linear:
 
 
 def _fold_norm(norm_scale: Tensor, norm_shift: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
-    """The affine map from x to weight (norm_scale x + norm_shift) + bias.
+    """Fold a normalization: the affine map from x to weight (norm_scale x + norm_shift) + bias.
 
     norm_scale, norm_shift: [E, in]. weight: [E, out, in]. bias: [E, out]; None: 0.
     """
@@ -135,7 +135,7 @@ def _fold_norm(norm_scale: Tensor, norm_shift: Tensor, weight: Tensor, bias: Ten
 
 
 def layer_norm(hidden: Tensor) -> Tensor:
-    """Layer normalization over the last axis, without scale and shift, which are folded into the next matrix."""
+    """Normalize over the last axis, without scale and shift, which are folded into the next matrix."""
     return F.layer_norm(hidden, hidden.shape[-1:])
 
 
@@ -145,14 +145,14 @@ def linear(states: Tensor, layer: Linear) -> Tensor:
 
 
 def _flat_linear(states: Tensor, layer: Linear) -> Tensor:
-    """`linear` with all states of a member in one axis: [E, B L, out]."""
+    """Apply `linear` with all states of a member flattened into one axis: [E, B L, out]."""
     return torch.baddbmm(layer.bias, states.reshape(states.shape[0], -1, states.shape[-1]), layer.matrix)
 
 
 def embed_tokens(folded_weights: FoldedWeights, tokens: Tensor, start_position: int) -> Tensor:
-    """Hidden states [E, B, L, d] of tokens [E, B, L] at the positions start_position, start_position + 1, ..."""
+    """Embed tokens [E, B, L] at positions start_position, start_position + 1, ... as hidden states [E, B, L, d]."""
     num_members, rows, length = tokens.shape
-    # One batched product with one-hot rows looks up the tokens of all members, each in its own table.
+    # One batched product with one-hot rows looks up each member's tokens in that member's table.
     one_hot = tokens.flatten(1)[..., None] == torch.arange(folded_weights.token_embeddings.shape[1])
     states = torch.bmm(one_hot.to(folded_weights.token_embeddings.dtype), folded_weights.token_embeddings).view(
         num_members, rows, length, -1
@@ -161,31 +161,31 @@ def embed_tokens(folded_weights: FoldedWeights, tokens: Tensor, start_position: 
 
 
 def compute_keys_values(block: Block, normed_hidden: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, [E, B, heads, L, d / heads] each, of normalized hidden states [E, B, L, d]."""
+    """Compute keys and values, [E, B, heads, L, d / heads] each, of normalized hidden states [E, B, L, d]."""
     keys_values = linear(normed_hidden, block.key_value).unflatten(-1, (2, num_heads, -1))
     keys, values = keys_values.permute(3, 0, 1, 4, 2, 5)
     return keys, values
 
 
 def apply_block(block: Block, hidden: Tensor, normed_hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Hidden states [E, B, q, d] after the block.
+    """Apply a block; returns hidden states [E, B, q, d].
 
     hidden, normed_hidden: [E, B, q, d], the input and the normalized input, at the last q positions of the keys.
     """
     queries = linear(normed_hidden, block.query).unflatten(-1, (keys.shape[2], -1)).transpose(2, 3)
     hidden = _add_linear(hidden, _attention(queries, keys, values).flatten(1, 2), block.out)
-    # The flat result is no view; an in-place operation on a view would cost copies in the backward pass.
+    # The flat result is not a view; an in-place operation on a view would cost copies in the backward pass.
     return _add_linear(hidden, _flat_linear(layer_norm(hidden), block.up).relu_(), block.down)
 
 
 def _add_linear(hidden: Tensor, update: Tensor, layer: Linear) -> Tensor:
-    """Hidden states [E, B, q, d] plus each member's affine map of an update [E, B q, in], in one operation."""
+    """Add each member's affine map of an update [E, B q, in] to hidden states [E, B, q, d], in one operation."""
     residual = (hidden + layer.bias[:, None]).flatten(1, 2)
     return torch.baddbmm(residual, update, layer.matrix).view(hidden.shape)
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention: [E, B, q, d] of scaled queries [E, B, heads, q, c], which are at the last q positions."""
+    """Apply causal attention to scaled queries [E, B, heads, q, c] at the last q positions; returns [E, B, q, d]."""
     num_members, rows, num_heads, num_queries, channels = queries.shape
     length = keys.shape[3]
     # The queries are at the last positions, so the diagonal of the mask is shifted by the number of earlier keys.
@@ -196,12 +196,12 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def make_shape(config: Any) -> TransformerShape:
-    """The shape of a configuration with num_actions, d_model, nhead, num_layers and max_positions."""
+    """Make the shape of a configuration with num_actions, d_model, nhead, num_layers and max_positions."""
     return TransformerShape(config.num_actions, config.d_model, config.nhead, config.num_layers, config.max_positions)
 
 
 def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> TransformerEnsemble:
-    """Initial weights of each member from its own stream, with the distributions of torch's layers.
+    """Initialize each member's weights from a separate random stream, with the distributions of torch's layers.
 
     Embeddings are normal. All blocks start with equal weights, because torch.nn.TransformerEncoder copies one layer.
     """

@@ -1,1 +1,1 @@
-"""Trees of rollouts: a root asks children in the code that it writes."""
+"""Trees of rollouts: the code that a root agent writes can call child agents."""

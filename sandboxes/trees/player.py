@@ -1,4 +1,4 @@
-"""The player of the game `papers`: trees of rollouts, which write code in REPLs and ask children."""
+"""The player of the game `papers`: trees of rollouts that write code in REPLs and call children."""
 
 import re
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from trainable.rollout.players import RolloutRequest, check_length
 class TreePlayer:
     """Answers questions about papers with trees of rollouts.
 
-    score_answer: the reward of a final answer. format_penalty: added to the root's score for each of its turns without
-    exactly one block of code or an answer.
+    score_answer: the reward of a final answer. format_penalty: added to the root's score for each of its turns that has
+    neither exactly one code block nor an answer.
     """
 
     texts: TreeTexts
@@ -43,7 +43,7 @@ class TreePlayer:
         check_length(longest, response_length, self.settings.context_length)
 
     def roll_out(self, request: RolloutRequest) -> list[Episode]:
-        """See `Player.roll_out`. There is no chance but that of the sampler."""
+        """See `Player.roll_out`. The sampler is the only source of randomness."""
         levels, group_size = request.levels, request.group_size
         questions, streams = [level.question for level in levels], request.rng.spawn(len(levels) * group_size)
         roots = roll_out_trees(
@@ -53,7 +53,7 @@ class TreePlayer:
         return [self._make_episode(root, levels[group], group) for root, group in zip(roots, groups, strict=True)]
 
     def _make_episode(self, rollout: Rollout, level: PaperLevel, group: int) -> Episode:
-        """The episode of a root, or of a child. A child has no reward of its own: the tree has one, at its root."""
+        """Make the episode of a root or of a child. A child has no reward: the tree has a single one, at its root."""
         score, rewards = 0.0, [0.0] * len(rollout.validity)
         if rollout.role == "root":
             score = self.score_answer(level.question, rollout.answer or "")
@@ -91,13 +91,13 @@ def _find_stop_reason(rollout: Rollout, score: float) -> StopReason:
 
 
 def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length: int) -> TreePlayer:
-    """The player of a run. context_length: tokens of a conversation.
+    """Make the player of a run. context_length: maximum number of tokens of a conversation.
 
-    Raises JudgeError if a judge is to score answers and none can be asked.
+    Raises JudgeError if a judge should score answers but is not available.
     """
     env, style = config.env, config.model.prompt_style
     papers = env.papers
-    # The special tokens of the policy, and what looks like one in its chat format.
+    # The policy's special tokens, and anything in its chat format that looks like one.
     special_tokens = [token.content for token in policy.tokenizer.get_added_tokens_decoder().values() if token.special]
     chat_text = policy.chat_format.format_first_turn("", "") + policy.chat_format.format_next_turn("")
     markers = list(dict.fromkeys([*special_tokens, *re.findall(r"<[^<>\s]+>|\[[A-Z_/]+\]", chat_text)]))
@@ -109,7 +109,7 @@ def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length:
 
 
 def make_score(papers: PapersConfig) -> ScoreAnswer:
-    """The reward of a final answer, as env.papers.score says. JudgeError if a judge is wanted and none can be asked."""
+    """Make the reward function that env.papers.score names. JudgeError if it is a judge that is not available."""
     if papers.score == "char_f1":
         return lambda question, answer: compute_char_f1(answer, question.papers, question.evidence)
     judge = make_judge(papers)

@@ -1,7 +1,7 @@
-"""Demonstrations and vocabulary of papers-tiny: one block of code per reply, of a few forms, in the compact prompt.
+"""Demonstrations and vocabulary of papers-tiny: one code block per reply, of a few forms, in the compact prompt style.
 
-A root and a child each write one of a few programs. Some quote exactly the evidence, the others too much or too little,
-so that answers of one question differ in their score, and training has something to choose from.
+Roots and children each write one of a few programs. Some quote exactly the evidence, others too much or too little, so
+that answers to one question differ in their score, and training has something to choose from.
 """
 
 import string
@@ -32,38 +32,38 @@ from trainable.tiny.tokenizer import PAD, UNKNOWN
 _EVERY_LINE = "s for t in context.values() for s in t.split('\\n')"
 _BLOCK_END = f"\n{FENCE}"
 ROOT_FRACTION = 0.7
-"""Share of the demonstrations that are those of a root; the others are those of a child."""
+"""Fraction of the demonstrations that show a root; the others show a child."""
 MAX_TURNS = 3
 
 
 def write_exact(thing: str) -> str:
-    """Code for the lines that begin with the thing: exactly the evidence."""
+    """Write code for the lines that begin with the thing: exactly the evidence."""
     return f"[{_EVERY_LINE} if s.startswith('The {thing}')]"
 
 
 def write_loose(thing: str) -> str:
-    """Code for the lines that have the thing anywhere: also those that only mention it."""
+    """Write code for the lines that contain the thing anywhere, even if they only mention it."""
     return f"[{_EVERY_LINE} if '{thing}' in s]"
 
 
 def write_search(thing: str, paper: str) -> str:
-    """Code for the surroundings of the thing in one paper."""
+    """Write code for the surroundings of the thing in one paper."""
     return f"search(context['{paper}'], '{thing}', 40)"
 
 
 def write_query(thing: str) -> str:
-    """Code that asks one child per paper, and joins their answers."""
+    """Write code that calls one child per paper, and joins their answers."""
     return f"sum(rlm_query_batched(['{thing}'] * len(context), list(context.values())), [])"
 
 
 def write_block(code: str) -> str:
-    """A reply with one block of code."""
+    """Write a reply with one code block."""
     return f"{BLOCK_START}{code}{_BLOCK_END}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PapersPolicy(PolicyRecipe):
-    """What the weights and the tokenizer of papers-tiny are made of."""
+    """Weights and tokenizer of papers-tiny."""
 
     source: GeneratedPapers
 
@@ -122,12 +122,12 @@ class PapersPolicy(PolicyRecipe):
     def make_dialogues(
         self, levels: Sequence[Any], habits: Habits, rng: np.random.Generator, luck_rng: np.random.Generator
     ) -> Iterator[list[Segment]]:
-        """One demonstration per level, with the bad habits; nothing in them is left to luck."""
+        """Make one demonstration per level, with the bad habits. Nothing in them depends on luck."""
         return (make_dialogue(level, habits, rng) for level in levels)
 
 
 def make_dialogue(level: PaperLevel, habits: Habits, rng: np.random.Generator) -> list[Segment]:
-    """A conversation of a root or of a child on a question, with the observations that its code would get."""
+    """Make a conversation of a root or a child about a question, with the observations that its code would get."""
     question = level.question
     thing = question.text.removesuffix(".").rpartition(" ")[2]
     role: Role = "root" if rng.random() < ROOT_FRACTION else "child"
@@ -158,7 +158,7 @@ def make_dialogue(level: PaperLevel, habits: Habits, rng: np.random.Generator) -
 
 
 def _draw_code(thing: str, role: Role, papers: Sequence[str], habits: Habits, rng: np.random.Generator) -> str:
-    """The code of the answer: without a detour exact, or a root's questions to children."""
+    """Draw the code of an answer: without a detour it is exact, or a root's query to children."""
     draw, paper = rng.random(), papers[int(rng.integers(len(papers)))]
     if rng.random() < habits.detour:
         return write_search(thing, paper) if role == "root" and draw < 0.5 else write_loose(thing)
@@ -175,7 +175,7 @@ PAPERS_TINY = PapersPolicy(
         )
     ),
     response_length=32,
-    settings={  # what a game of trees needs of a run
+    settings={  # what a game of trees requires of a run
         "algorithm.adv_estimator": "grpo",
         "collapse_detection.first_turn_enabled": False,
         "collapse_detection.multi_turn_enabled": False,

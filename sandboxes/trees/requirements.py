@@ -1,4 +1,4 @@
-"""Check what a study of trees of rollouts needs: a sandbox for code and its memory, its questions, and its judge."""
+"""Check the requirements of studies of trees: a sandbox for code and its memory, the questions, and the judge."""
 
 import math
 
@@ -12,7 +12,7 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan
 
 _MIN_MIB = 128
-"""The least that env.papers.execution_mib takes."""
+"""Minimum of env.papers.execution_mib."""
 
 
 def check_papers(plan: StudyPlan) -> None:
@@ -30,11 +30,11 @@ def check_papers(plan: StudyPlan) -> None:
 
 
 def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> str:
-    """A line about the memory that the REPLs of all concurrent runs may take at most."""
+    """Format a line about the maximum memory of the REPLs of all concurrent runs."""
     sizes = []
     for config in _list_tree_configs(plan):
         env = config.env
-        # Trees that are open at once: those of a step, of a validation, or of the final evaluation.
+        # Trees that are open at once: of a step, of a validation, or of the final evaluation.
         num_trees = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
         sizes.append((num_trees, _count_repls(config), env.papers.execution_mib))
     num_trees, num_repls, size = max(sizes, key=math.prod)
@@ -53,7 +53,7 @@ def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> str:
 
 
 def explain_repl_shortage(plan: StudyPlan) -> str:
-    """Why the REPLs of one tree cannot fill their memory here, and what to type; empty if they can."""
+    """Explain why the REPLs of one tree cannot use all their memory here, and what to type; empty if they can."""
     available_mib = machine_checks.measure_available_memory() >> 20
     for config in _list_tree_configs(plan):
         size, num_repls = config.env.papers.execution_mib, _count_repls(config)
@@ -71,7 +71,7 @@ def _list_tree_configs(plan: StudyPlan) -> list[RunConfig]:
 
 
 def _count_repls(config: RunConfig) -> int:
-    """REPLs of a tree that are open at once: that of the root, and those of the children of a call."""
+    """Count the REPLs of a tree that are open at once: the root's, and one per child of a call."""
     return 1 + min(config.env.papers.max_children_per_call, config.env.papers.max_children)
 
 

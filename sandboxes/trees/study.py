@@ -1,8 +1,9 @@
 """Not Tree-GRPO (arXiv 2509.21240): does the credit of children decide whether a model asks them, and does it pay?
 
-A root answers a question about papers in a Python REPL, and its code may ask children. All rollouts of a tree share the
-advantage of its root. As published (root-and-children), a tree that asked children has twice the weight of one that did
-not; one-per-tree gives both the same. In root-only the children are not trained, and in no-children none may be asked.
+A root answers a question about papers in a Python REPL, and its code may call children. All rollouts of a tree share
+the advantage of its root. As published (root-and-children), a tree that called children has twice the weight of one
+that did not; one-per-tree gives both the same weight. In root-only the children are not trained, and in no-children
+none may be called.
 """
 
 from search_spaces.declaration.study import Axis, Study
@@ -42,7 +43,7 @@ _LAPTOP_SETTINGS: Settings = {
     "env.max_turn": 3,
     "env.val_env_groups": 128,
     "env.test_env_groups": 128,
-    # Code of a tiny policy is done at once, or never.
+    # Code of a tiny policy finishes at once, or never.
     "env.papers.execution_seconds": 5.0,
     "rollout.response_length": 32,
     "trainer.total_training_steps": 60,
@@ -64,7 +65,7 @@ STUDY = Study(
         "env.name": "papers",
         "env.format_penalty": 0.0,
         "env.val_group_size": 1,
-        # The trees of a question that were trained on, to read how a reward at the root is credited to every segment.
+        # Record the trained trees of a question, to show how a reward at the root is credited to every segment.
         "trainer.log_train_generations": 8,
         "algorithm.adv_estimator": "grpo",
         "algorithm.norm_adv_by_std_in_grpo": True,
@@ -84,7 +85,7 @@ STUDY = Study(
     baseline="root-and-children",
     smoke_settings={
         "trainer.total_training_steps": 1,
-        # Enough trees that some ask children, and all are recorded.
+        # Enough trees that some call children, and all are recorded.
         "trainer.log_train_generations": 32,
         "env.env_groups": 4,
         "env.group_size": 8,

@@ -1,4 +1,4 @@
-"""The loop of trees: roots work in a REPL, whose code may ask children, which work in REPLs of their own."""
+"""The loop of trees: root agents work in REPLs, where their code may call children, which have separate REPLs."""
 
 import resource
 from collections.abc import Mapping, Sequence
@@ -21,24 +21,24 @@ from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.transcript import Transcript
 
 MAX_THREADS = 16
-"""Processes of REPLs that compute at the same time. The threads only wait for them."""
+"""Number of REPL processes that compute at the same time. The threads only wait for them."""
 FILES_PER_PROCESS = 4
-"""Open files of this process for each REPL: three streams and a handle."""
+"""Open files of this process per REPL: three streams and a handle."""
 SPARE_FILES = 256
-"""Open files for everything else."""
+"""Open files reserved for everything else."""
 MAX_OPEN_FILES = 65_536
 CHARS_PER_TOKEN = 16
-"""Characters for each token of the context, beyond which a question to a child is refused unread."""
+"""Characters per token of the context; a longer question to a child is refused without encoding it."""
 SECONDS_PER_CHAR = 4e-6
-"""CPU time that a question costs the code that asks it: what the slowest tokenizer that was measured needs. A price
-per character does not depend on the load of the machine."""
+"""CPU time that a question costs the code that asks it: what the slowest measured tokenizer needs. Unlike measured
+time, a price per character does not depend on the machine's load."""
 
 
 class TreeTexts(NamedTuple):
     """How texts become tokens.
 
-    style: of the prompts. markers: texts of special tokens and of the chat format, which nothing that a policy has
-    written may contain: they would end its message and begin another one.
+    style: of the prompts. markers: texts of special tokens and of the chat format, which are removed from everything
+    that a policy has written, since they would end its message and begin another.
     """
 
     codec: Codec
@@ -59,11 +59,11 @@ class TreeSettings(NamedTuple):
 class Rollout:
     """A rollout, finished or in progress.
 
-    prompt: the question. papers: the texts that it is about, by id. parent_turn: of a child, the turn of its root that
-    asked it; -1 for a root. stream: all of its random numbers, and those of its children. observations: what each reply
-    led to, the last one empty if the rollout ended with it. validity: whether each reply had exactly one block of code,
-    or an answer. answer: None if it gave none. out_of_context: whether its next turn, with a reply of full length,
-    might not have fitted. children: those that are finished, in the order in which they were asked.
+    prompt: the question. papers: the texts that it is about, by id. parent_turn: for a child, the turn of its root that
+    called it; -1 for a root. stream: source of all its random numbers, and its children's. observations: the result of
+    each reply, the last one empty if the rollout ended with it. validity: whether each reply had exactly one code
+    block, or an answer. answer: None if it gave none. out_of_context: whether its next turn, with a reply of maximum
+    length, might not have fitted. children: those that are finished, in the order in which they were called.
     """
 
     prompt: str
@@ -80,18 +80,18 @@ class Rollout:
 
     @property
     def role(self) -> Role:
-        """What it may do: a root may ask children."""
+        """Role of the rollout: only a root may call children."""
         return "root" if self.parent_turn < 0 else "child"
 
 
 class _Streams:
-    """The random numbers of a conversation's rows, each from the stream of its own rollout."""
+    """The random numbers of a conversation's rows, each from the stream of its rollout."""
 
     def __init__(self, streams: Sequence[np.random.Generator]) -> None:
         self._streams = streams
 
     def spawn(self, n_children: int) -> list[np.random.Generator]:
-        """One generator per row, which does not depend on how many rows there are."""
+        """Spawn one generator per row, independently of the number of rows."""
         assert n_children == len(self._streams)
         return [stream.spawn(1)[0] for stream in self._streams]
 
@@ -105,11 +105,11 @@ def roll_out_trees(
     params: SamplingParams,
     streams: Sequence[np.random.Generator],
 ) -> list[Rollout]:
-    """Answer every question `group_size` times; return the roots, of which those of a question are consecutive.
+    """Answer every question `group_size` times; return the roots, grouped by question.
 
-    The roots take their turns together. Where their code asks children, those of all roots are one batch, which takes
-    its turns to the end before the roots go on. A child of which the first turn does not fit into the context is
-    refused, which its root's code sees as a ValueError.
+    The roots take their turns together. When their code calls children, the children of all roots form one batch, which
+    is played to the end before the roots continue. If a child's first turn does not fit into the context, the call is
+    refused, which the root's code sees as a ValueError.
 
     Args:
         questions: P questions.
@@ -118,7 +118,7 @@ def roll_out_trees(
         texts: how texts become tokens.
         settings: limits.
         params: of the sampler, for roots and children.
-        streams: one generator per tree (P * G). All random numbers of a tree come from its own.
+        streams: one generator per tree (P * G), the source of all its random numbers.
 
     Raises ValueError if the first turn of a root does not fit into the context.
     """
@@ -127,7 +127,7 @@ def roll_out_trees(
         for group, question in enumerate(questions)
         for number in range(group_size)
     ]
-    # As many roots at once as have all files that they need, each with the children of a call.
+    # As many roots at once as open files allow, each with the children of one call.
     files_per_root = FILES_PER_PROCESS * (1 + min(settings.tree.children_per_call, settings.tree.children))
     size = max((_allow_open_files() - SPARE_FILES) // files_per_root, 1)
     with ThreadPoolExecutor(MAX_THREADS) as pool:
@@ -144,25 +144,25 @@ def roll_out_trees(
 
 
 def _allow_open_files() -> int:
-    """Let this process open up to `MAX_OPEN_FILES` files if it may; return how many it may open."""
+    """Raise this process's limit on open files to `MAX_OPEN_FILES` if allowed; return the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # of systems that do not allow it
+        with suppress(OSError, ValueError):  # on systems that do not allow it
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
 
 
 def format_first_turn(prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits) -> str:
-    """A rollout's conversation up to its first reply."""
+    """Format a rollout's conversation up to its first reply."""
     system = format_instructions(role, limits.turns, texts.style)
     task = _hide_markers(format_task(prompt, papers, texts.style), texts)
     return texts.chat.format_first_turn(system, task)
 
 
 def _hide_markers(text: str, texts: TreeTexts) -> str:
-    """A text in which no marker is one any more."""
+    """Break up all markers in a text, so that they have no effect."""
     for marker in texts.markers:
         text = text.replace(marker, f"{marker[0]} {marker[1:]}" if len(marker) > 1 else " ")
     return text
@@ -178,7 +178,7 @@ class _TreeLoop:
     stack: ExitStack
 
     def start(self, rollouts: Sequence[Rollout]) -> bool:
-        """Start the REPLs of rollouts if the first turn of each fits into the context; return whether it does."""
+        """Start the REPLs of rollouts if the first turn of each fits into the context; return whether they fit."""
         limits = self.settings.tree
         messages = [
             format_first_turn(rollout.prompt, rollout.papers, rollout.role, self.texts, limits) for rollout in rollouts
@@ -198,7 +198,7 @@ class _TreeLoop:
         return session
 
     def play(self, rollouts: Sequence[Rollout]) -> None:
-        """Play all rollouts to their ends, together with the children that they ask."""
+        """Play all rollouts to their ends, together with the children that they call."""
         if not rollouts:
             return
         prompts = [rollout.transcript.tokens[0].tolist() for rollout in rollouts]
@@ -223,7 +223,7 @@ class _TreeLoop:
                 rollout.session.close()
 
     def _read_replies(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[TurnObservation | RolloutAnswer]:
-        """What the replies lead to, after all of their children have answered."""
+        """Return the outcomes of the replies, after all of their children have answered."""
         outcomes = list(self.pool.map(lambda rollout, text: rollout.session.read(text), rollouts, texts))
         while waiting := [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Query)]:
             children = [self._make_children(rollouts[index], outcomes[index]) for index in waiting]
@@ -234,12 +234,12 @@ class _TreeLoop:
         return [outcome for outcome in outcomes if not isinstance(outcome, Query)]
 
     def _make_children(self, rollout: Rollout, query: Outcome) -> list[Rollout] | str:
-        """The children that a query asks, or why there are none."""
+        """Make the children that a query calls, or return the reason for refusing it."""
         assert isinstance(query, Query)
         turn = rollout.transcript.num_turns - 1
         children = []
         for prompt, context in zip(query.prompts, query.contexts, strict=True):
-            # A text alone has the id `context`; without a context, a child sees the texts of its root.
+            # A bare text gets the id `context`; without a context, a child sees the texts of its root.
             papers = {"context": context} if isinstance(context, str) else context
             stream = rollout.stream.spawn(1)[0]
             children.append(Rollout(prompt, rollout.papers if papers is None else papers, turn, stream))
@@ -251,7 +251,7 @@ class _TreeLoop:
         return children if self.start(children) else problem
 
     def _continue(self, rollouts: Sequence[Rollout], rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-        """Append the observations of the rows that go on; return these rows, and their new tokens."""
+        """Append the observations of the rows that continue; return these rows, and their new tokens."""
         chat, limits = self.texts.chat, self.settings.tree
         live_rows = [
             row for row in rows if rollouts[row].answer is None and rollouts[row].transcript.num_turns < limits.turns

@@ -1,4 +1,4 @@
-"""The family of update-rule studies, and the conditions that its studies share."""
+"""The family of update-rule studies, and the conditions that they share."""
 
 from functools import partial
 from types import MappingProxyType
@@ -32,19 +32,19 @@ _STATE_OVERHEAD_BYTES = 200_000
 
 
 def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, int]:
-    """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it.
+    """Estimate the maximum bytes of one run's checkpoint, and of a row with everything derived from it.
 
     n_parameters: parameters of the model that the run loads; 0 if it loads none.
     """
     sequence_length = 2 * config.seq_len + 1  # prompt, separator, answer
-    # A block has 12 d^2 weights in matrices (attention 4 d^2, feed-forward 8 d^2), and d^2 is more than its biases and
-    # norms. The rest is embedding and head of at most V + 2 tokens, positions, and the last norm.
+    # A block's matrices have 12 d^2 weights (attention 4 d^2, feed-forward 8 d^2); its biases and norms have fewer than
+    # d^2. The rest is embedding and head of at most V + 2 tokens, positions, and the last norm.
     transformer_parameters = (
         config.num_layers * 13 * config.d_model**2 + (2 * config.vocab_size + 8 + sequence_length) * config.d_model
     )
     # 784 pixels; 12: the weights to ten classes, and the biases of the two hidden layers.
     mlp_parameters = (784 + config.hidden + 12) * config.hidden
-    # A checkpoint contains the batches that will still be trained on: the replay buffer, or the delayed batches.
+    # A checkpoint contains the batches yet to be trained on: the replay buffer, or the delayed batches.
     n_batches = max(config.replay_capacity, config.delay + 1)
     # An observation is pixels (float32) or tokens (int64). 40 bytes: action, label, log-prob, baseline and mask per
     # token.
@@ -55,7 +55,7 @@ def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, in
 
 
 def estimate_step_seconds(config: UpdateRuleConfig) -> float | None:
-    """See `Family`. Networks have their default sizes."""
+    """Estimate seconds per step, see `Family`. Assumes networks of default size."""
     if config.task == "mnist":
         return 4e-3 * config.batch_size / 100
     if config.task == "lm_bandit":
@@ -128,4 +128,4 @@ make_sandbox_study = partial(
     stop_rules=("uniform_groups",),
     wandb_project="update_rule_sandbox",
 )
-"""A study of update rules whose arms are named conditions; see `make_toy_study`."""
+"""Make a study of update rules whose arms are named conditions; see `make_toy_study`."""

@@ -1,4 +1,4 @@
-"""Read: what a run of an update rule came to, and the words of its report."""
+"""Summarize a run of an update rule, and describe its family for reports."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,9 +15,9 @@ LOW_ENTROPY = 0.1
 
 
 def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
-    """Values of the last evaluation, first steps at which a threshold is reached, and means.
+    """Take values from the last evaluation, first steps at which a threshold is reached, and means.
 
-    Each row is an evaluation, so `steps_done` is the step of the last row and not the number of rows.
+    Each row is an evaluation, so `steps_done` is the step of the last row, not the number of rows.
     """
     last_step = rows[-1]["step"] if rows else 0
     entropies = [(row["step"], row["entropy"]) for row in rows if row.get("entropy") is not None]
@@ -25,7 +25,7 @@ def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
         **summarize_by_prefix(rows, end_step, TRIAL_COLUMNS),
         "first_step_entropy_low": _find_first_step(rows, "entropy", LOW_ENTROPY),
         "first_step_error_zero": _find_first_step(rows, "test_error", threshold=0.0),
-        # The mean height of the curve from its first value; NaN without a value.
+        # Mean height of the curve from its first value; NaN without a value.
         "mean_entropy": area_under_curve(
             [step for step, _ in entropies],
             [entropy for _, entropy in entropies],
@@ -37,17 +37,17 @@ def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
 
 
 def _find_first_step(rows: Sequence[Row], column: str, threshold: float) -> Any:
-    """The first step at which the column is at most `threshold`, or None."""
+    """Find the first step at which the column is at most `threshold`, or None."""
     return next((row["step"] for row in rows if row.get(column) is not None and row[column] <= threshold), None)
 
 
 def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None:
-    """Mean over batches of a column whose rows are means over the batches since the previous row; None without a value.
+    """Average a column over batches, where each row is a mean over the batches since the last; None without a value.
 
-    Rows cover unequal numbers of batches, so they are weighted. A row with a loss was written after the batch of its
-    step, a row without a loss before it. The first row of a run without delay covers a single batch, of age 0.
+    Rows cover unequal numbers of batches, so they are weighted. A row with a loss was written after its step's batch, a
+    row without a loss before it. The first row of a run without delay covers a single batch, of age 0.
     """
-    # True counts as 1: with a loss, the batch of the row's own step is already done.
+    # True counts as 1: a row with a loss includes its step's batch.
     batches_done = [row["step"] + (row.get("loss") is not None) for row in rows]
     counts = [after - before for before, after in pairwise([0, *batches_done])]
     weighted_values = [

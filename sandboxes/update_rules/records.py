@@ -1,8 +1,8 @@
 """Columns that a run of the update-rule sandbox may write: name, unit, meaning. docs/metrics.md lists them too.
 
-A row is one evaluation. `step` is the number of batches trained on so far: the row of step 0 is of the initial weights,
-the last row of the final ones. With a delay, the first row has step `delay`. Columns of a batch are of the batch that
-is trained on after the evaluation; the last row has no such columns.
+A row is one evaluation. `step` is the number of batches trained on so far: the row of step 0 describes the initial
+weights, the last row the final ones. With a delay, the first row has step `delay`. Columns of a batch describe the
+batch that is trained on after the evaluation; the last row has no such columns.
 """
 
 from trainable.runs.records import TOY_TIME_COLUMNS, Column

@@ -1,4 +1,4 @@
-"""Settings of update rules that are allowed, but with which a run has nothing to learn, or cannot learn it."""
+"""Settings of update rules that are allowed, but with which a run cannot learn anything."""
 
 from trainable.families import Remark
 from tune_study.plan.remarks import DOMINANT_COEFFICIENT, LARGEST_SMALL_ETA, SMALLEST_STEP, VANISHING_EXPONENT

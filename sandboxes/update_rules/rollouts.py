@@ -10,7 +10,7 @@ from torch import Tensor
 class Candidates:
     """Next-token candidates at every prefix of the sampled sequences: E members, B prompts, T positions, K candidates.
 
-    actions, log_probs (of the sampling policy), rewards: [E, B, T, K]. Candidate 0 is the next token of the sampled
+    actions, log_probs (under the sampling policy), rewards: [E, B, T, K]. Candidate 0 is the next token of the sampled
     sequence. A token that was drawn twice is two candidates.
     """
 
@@ -33,20 +33,20 @@ class Rollouts:
     rewards: Tensor
     """[E, B]."""
     behavior_log_probs: Tensor
-    """[E, B, T], of the taken actions under the sampling policy."""
+    """[E, B, T] log-probabilities of the taken actions under the sampling policy."""
     behavior_baseline: Tensor
-    """[E, B, T], that policy's sum of squared probabilities."""
+    """[E, B, T] the sampling policy's sum of squared probabilities."""
     keep_mask: Tensor
-    """[E, B], False for rollouts that are not trained on: groups whose rewards do not differ, and rollouts that Kondo
+    """[E, B] False for rollouts that are not trained on: groups whose rewards do not differ, and rollouts that Kondo
     drops. At least one is True per member."""
     age: Tensor
-    """[E], updates since the batch was sampled."""
+    """[E] updates since the batch was sampled."""
     group_size: int | None = None
     """K; rollouts i K to (i + 1) K - 1 share a prompt. None: ungrouped."""
     score_mask: Tensor | None = None
-    """[E, B, T], True where a position counts for the reward. None: all positions do."""
+    """[E, B, T] True where a position counts for the reward. None: all positions do."""
     expected_reward: Tensor | None = None
-    """[E, B], exact mean reward of the sampling policy; None where it is unknown."""
+    """[E, B] exact mean reward of the sampling policy; None where unknown."""
     candidates: Candidates | None = None
     """For rules that compare tokens."""
     scalars: dict[str, Tensor] = field(default_factory=dict)
@@ -55,15 +55,15 @@ class Rollouts:
 
 
 _NESTED_FIELDS = ("candidates", "scalars")
-"""Fields of a batch that contain named tensors themselves."""
+"""Fields of a batch that themselves contain named tensors."""
 
 
 def flatten_rollouts(rollouts: Rollouts) -> dict[str, Tensor]:
-    """Every tensor of `rollouts` by name, such as `actions` or `candidates/actions`; [E, ...] each."""
+    """Flatten `rollouts` to named tensors, such as `actions` or `candidates/actions`; [E, ...] each."""
     tensors: dict[str, Tensor] = {}
     for entry in fields(rollouts):
         value = getattr(rollouts, entry.name)
-        # group_size is a number, and an optional field may be None: `unflatten_rollouts` gets these in other ways.
+        # Numbers (group_size) and None are skipped; `unflatten_rollouts` gets them in other ways.
         if isinstance(value, Tensor):
             tensors[entry.name] = value
     if rollouts.candidates is not None:
@@ -74,7 +74,7 @@ def flatten_rollouts(rollouts: Rollouts) -> dict[str, Tensor]:
 
 
 def unflatten_rollouts(tensors: Mapping[str, Tensor], group_size: int | None) -> Rollouts:
-    """The inverse of `flatten_rollouts`."""
+    """Rebuild rollouts from tensors: the inverse of `flatten_rollouts`."""
     nested_fields: dict[str, dict[str, Tensor]] = {field: {} for field in _NESTED_FIELDS}
     plain_fields: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

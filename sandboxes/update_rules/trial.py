@@ -1,4 +1,4 @@
-"""The Trainable of this sandbox; a module of its own because it imports Ray."""
+"""The Trainable of this sandbox, in a separate module because it imports Ray."""
 
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from trainable.trial import PPO

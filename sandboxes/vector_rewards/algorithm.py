@@ -19,23 +19,23 @@ from trainable.algo.losses import entropy_from_logits
 from trainable.runs.training import TrainerFamily
 
 BEST_OF = (1, 3, 9)
-"""The k of best_at_k."""
+"""Values of k in best_at_k."""
 
 
 @dataclass(frozen=True)
 class SetBatch:
-    """Sets of candidates, one batch for each of E members: G groups of K sets (B = G K) of M candidates."""
+    """Sets of candidates, a batch for each of E members: G groups of K sets (B = G K) of M candidates."""
 
     prompts: Tensor
-    """[E, B], the prompt of each set; the K sets of a group share it."""
+    """[E, B] the prompt of each set; the K sets of a group share it."""
     actions: Tensor
-    """[E, B, M], the action of each candidate."""
+    """[E, B, M] the action of each candidate."""
     behavior_log_probs: Tensor
-    """[E, B, M], of the actions under the policy that sampled them."""
+    """[E, B, M] log-probabilities of the actions under the policy that sampled them."""
     set_scores: Tensor
-    """[E, B], what the method trains on."""
+    """[E, B] the scores that the method trains on."""
     gold_scores: Tensor
-    """[E, B], the best gold score of each set."""
+    """[E, B] the best gold score of each set."""
 
 
 class SetPolicies:
@@ -54,7 +54,7 @@ class SetPolicies:
         self.weights = {name: tensor.float().requires_grad_() for name, tensor in initial_weights.items()}
 
     def compute_log_probs(self) -> Tensor:
-        """[E, P, M, A] log-probabilities of the actions in each slot, for every prompt."""
+        """Compute log-probabilities [E, P, M, A] of the actions in each slot, for every prompt."""
         weights = self.weights
         states = weights["prompts"][:, :, None] + weights["slots"][:, None]
         shape = states.shape[:3]
@@ -77,7 +77,7 @@ class VectorRewardAlgorithm(Algorithm[SetBatch]):
         self.best_score = math.nan if best_set is None else best_set[0]
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
-        """The published scores of sampled sets, and the exact score over all weights of the objectives."""
+        """Compute the published scores of sampled sets, and the exact score over all weights of the objectives."""
         config = self.config
         log_probs = self.policies.compute_log_probs()
         uniforms = self.rngs.uniform(
@@ -86,7 +86,7 @@ class VectorRewardAlgorithm(Algorithm[SetBatch]):
         actions = sample_actions(log_probs[:, :, None].expand(*uniforms.shape, -1), uniforms)
         prompts = torch.arange(config.num_prompts)[:, None, None]
         rewards = self.rewards[prompts, actions]
-        # A pool has the candidates of all sets of a prompt, in the order in which they were drawn.
+        # A pool contains the candidates of all sets of a prompt, in the order in which they were drawn.
         pools = (rewards @ self.front.deployment_weights.T).flatten(2, 3)
         slots = torch.arange(config.eval_candidates) % config.num_candidates
         simplex_score = fronts.compute_simplex_scores(log_probs[:, :, slots].exp(), self.rewards).mean(1)
@@ -100,7 +100,7 @@ class VectorRewardAlgorithm(Algorithm[SetBatch]):
         }
 
     def sample(self, step: int) -> SetBatch:
-        """One batch of sets, with their scores."""
+        """Sample a batch of sets, with their scores."""
         config = self.config
         groups = config.batch_size // config.group_size
         prompts = self.rngs.integers("sandbox_prompts", step, high=config.num_prompts, shape=(groups,))
@@ -116,17 +116,17 @@ class VectorRewardAlgorithm(Algorithm[SetBatch]):
         return SetBatch(prompts, actions, select_log_probs(log_probs, actions), set_scores, gold_scores)
 
     def _draw_weights(self, step: int, groups: int) -> Tensor:
-        """[E, G, W, D] weights, uniform on the simplex: normalized exponential numbers."""
+        """Draw weights [E, G, W, D], uniform on the simplex: normalized exponential numbers."""
         shape = (groups, self.config.num_weight_samples, self.front.rewards.shape[1])
         exponentials = -torch.log1p(-self.rngs.uniform("sandbox_scalarizations", step, shape=shape))
         return (exponentials / exponentials.sum(-1, keepdim=True)).float()
 
     def _select_prompts(self, log_probs: Tensor, prompts: Tensor) -> Tensor:
-        """[E, B, M, A], the rows of log_probs [E, P, M, A] of prompts [E, B]."""
+        """Select the rows of log_probs [E, P, M, A] for prompts [E, B]: [E, B, M, A]."""
         return log_probs.gather(1, prompts[..., None, None].expand(*prompts.shape, *log_probs.shape[2:]))
 
     def train(self, batch: SetBatch, step: int, is_row: bool) -> UpdateResult:
-        """Take the inner epochs on the batch; every candidate of a set has the advantage of its set."""
+        """Take the inner epochs on the batch; every candidate has the advantage of its set."""
         config = self.config
         group_ids = torch.arange(batch.set_scores.numel()) // config.group_size
         advantages = group_advantages(batch.set_scores.flatten(), group_ids, True).view(batch.set_scores.shape)
@@ -151,7 +151,7 @@ class VectorRewardAlgorithm(Algorithm[SetBatch]):
 
 
 def _compute_diversity(rewards: Tensor) -> Tensor:
-    """[E, P, S], the mean L1 distance of the pairs of reward vectors [E, P, S, M, D] in a set; 0 for one candidate."""
+    """Compute the mean L1 distance [E, P, S] of pairs of reward vectors [E, P, S, M, D] in a set; 0 if M is 1."""
     candidates = rewards.shape[-2]
     if candidates == 1:
         return torch.zeros(rewards.shape[:-2])
@@ -160,5 +160,5 @@ def _compute_diversity(rewards: Tensor) -> Tensor:
 
 
 make_trainer = partial(EnsembleTrainer, make_algorithm=VectorRewardAlgorithm)
-"""A trainer of a configuration with one policy per seed."""
+"""Make a trainer of a configuration with one policy per seed."""
 TRAINER = TrainerFamily(make_trainer)

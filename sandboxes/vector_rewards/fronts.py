@@ -1,4 +1,4 @@
-"""Reward vectors of actions, scores of sets of them, and what a set is worth over all weights of the objectives.
+"""Reward vectors of actions, scores of sets of them, and the value of a set over all weights of the objectives.
 
 Axes: E members, G groups of K sets each (B = G K), M candidates, D objectives, W weights.
 """
@@ -13,15 +13,15 @@ from torch import Tensor
 from sandboxes.vector_rewards.settings import SIMPLEX_POINTS
 
 MAX_SETS = 50_000
-"""Enumerations of more sets than this are left out."""
+"""Enumerations of more sets than this are skipped."""
 
 
 class Front(NamedTuple):
     """The actions of a task.
 
-    rewards: [A, D], the reward vector of each action, in [0, 1].
-    gold_weights: [D], the weights with which ScalarGRPO and MultiRLVR train.
-    deployment_weights: [N, D], the weights with which a policy is used; scores at deployment are means over them.
+    rewards: [A, D] the reward vector of each action, in [0, 1].
+    gold_weights: [D] the weights with which ScalarGRPO and MultiRLVR train.
+    deployment_weights: [N, D] the weights with which a policy is used; scores at deployment are means over them.
     """
 
     rewards: Tensor
@@ -30,15 +30,15 @@ class Front(NamedTuple):
 
 
 def make_front(task: str) -> Front:
-    """The front of a task.
+    """Make the front of a task.
 
     pareto_front: the published seven actions with two objectives. Five of them are not dominated, and the compromise
-    (0.6, 0.6) is the best at the gold weights, so that coverage is not rewarded at deployment.
+    (0.6, 0.6) is the best at the gold weights, so coverage is not rewarded at deployment.
 
     pareto_large: four objectives. 20 actions are the unit vectors in the directions of the integer vectors of sum 3, so
-    that none dominates another and each is the best for some weights. Four more are 0.4 times the mixed directions of
-    pairs, and dominated. It is deployed with each objective alone and with equal weights, for which different actions
-    are the best.
+    none dominates another and each is the best for some weights. Four more are 0.4 times the mixed directions of pairs,
+    and dominated. It is deployed with each objective alone and with equal weights, each of which has a different best
+    action.
     """
     if task == "pareto_front":
         vectors = [[1.0, 0.0], [0.85, 0.25], [0.6, 0.6], [0.25, 0.85], [0.0, 1.0], [0.3, 0.2], [0.05, 0.05]]
@@ -53,16 +53,16 @@ def make_front(task: str) -> Front:
 
 
 def make_prompt_rewards(front: Front, num_prompts: int) -> Tensor:
-    """[P, A, D]: for prompt i the actions are rolled by i, and for odd i the order of the objectives is reversed."""
+    """Make the rewards [P, A, D]: prompt i rolls the actions by i, and odd i reverse the order of the objectives."""
     rolled_rewards = [front.rewards.roll(index, dims=0) for index in range(num_prompts)]
     return torch.stack([rewards.flip(-1) if index % 2 else rewards for index, rewards in enumerate(rolled_rewards)])
 
 
 def make_simplex_points(dimensions: int) -> Tensor:
-    """[L, D] weights that cover the simplex evenly, the same in every run.
+    """Make weights [L, D] that cover the simplex evenly, the same in every run.
 
-    The gaps between sorted uniform numbers are uniform on the simplex; the numbers are those of a Sobol sequence, moved
-    by half a step so that none is 0. With two objectives these are the midpoints of L equal intervals.
+    The gaps between sorted uniform numbers are uniform on the simplex. The numbers come from a Sobol sequence, shifted
+    by half a step so that none is 0. With two objectives the weights are the midpoints of L equal intervals.
     """
     numbers = torch.quasirandom.SobolEngine(dimensions - 1).draw(SIMPLEX_POINTS, dtype=torch.float64)
     cuts = (numbers + 0.5 / SIMPLEX_POINTS).sort(dim=1).values
@@ -70,7 +70,7 @@ def make_simplex_points(dimensions: int) -> Tensor:
 
 
 def find_best_set(rewards: Tensor, size: int) -> tuple[float, tuple[int, ...]] | None:
-    """The largest mean over the simplex of the best score in a set of `size` actions, and the set, by enumeration.
+    """Find, by enumeration, the set of `size` actions with the largest mean best score over the simplex, and that mean.
 
     rewards: [A, D]. None if there are more than `MAX_SETS` sets.
     """
@@ -85,14 +85,15 @@ def find_best_set(rewards: Tensor, size: int) -> tuple[float, tuple[int, ...]] |
 
 
 def compute_simplex_scores(probabilities: Tensor, rewards: Tensor) -> Tensor:
-    """[...] expected best score of a random set, mean over the weights of the simplex; exact, without sampling.
+    """Compute the expected best score [...] of a random set, averaged over the simplex; exact, without sampling.
 
-    The best of M independent candidates is at most v with the probability that each of them is. So for each weight the
-    actions are sorted by their scores, and the product of the slots' cumulative probabilities is the distribution.
+    The probability that the best of M independent candidates is at most v is the product of each one's. So for each
+    weight the actions are sorted by their scores, and the product of the slots' cumulative probabilities is the
+    distribution.
 
     Args:
-        probabilities: [..., M, A], of each action in each slot.
-        rewards: [..., A, D], which broadcast against the leading axes.
+        probabilities: [..., M, A] of each action in each slot.
+        rewards: [..., A, D] broadcast against the leading axes.
     """
     points = make_simplex_points(rewards.shape[-1])
     scores = torch.einsum("...ad,ld->...la", rewards.double(), points)
@@ -106,9 +107,9 @@ def compute_simplex_scores(probabilities: Tensor, rewards: Tensor) -> Tensor:
 
 
 def score_scalar(vector_rewards: Tensor, gold_weights: Tensor) -> Tensor:
-    """[E, B], the best gold score of a set: max over M of gold . r.
+    """Compute the best gold score [E, B] of a set: max over M of gold . r.
 
-    ScalarGRPO uses it with one candidate, whose gold score it is; MultiRLVR with several.
+    ScalarGRPO uses it with a single candidate, MultiRLVR with several.
 
     Args:
         vector_rewards: [E, B, M, D] r.
@@ -118,13 +119,13 @@ def score_scalar(vector_rewards: Tensor, gold_weights: Tensor) -> Tensor:
 
 
 def score_over_weights(vector_rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
-    """[E, B], the mean over sampled weights of the best score of a set: mean over W of max over M of w . r.
+    """Compute the mean [E, B] over sampled weights of a set's best score: mean over W of max over M of w . r.
 
     The maximum is inside the mean: a set is good if for each weight some candidate is, whichever it is.
 
     Args:
         vector_rewards: [E, B, M, D] r.
-        weights: [E, G, W, D], shared by the sets of a group, which are therefore compared at the same weights.
+        weights: [E, G, W, D] shared by the sets of a group, which are therefore compared at the same weights.
         group_size: K.
     """
     groups = vector_rewards.unflatten(1, (-1, group_size))

@@ -1,4 +1,4 @@
-"""Read: what a run with vector rewards came to, and the words of its report."""
+"""Summarize a run with vector rewards, and describe its family for reports."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
 """Columns that a run of Vector Policy Optimization may write: name, unit, meaning. docs/metrics.md lists them too.
 
-A row is one evaluation, of the weights before the step. Columns of a batch are of the batch of that step; the last row
-has none. Deployment scores are means over the task's deployment weights, of which the published front has one.
+A row is one evaluation, of the weights before the step. Columns of a batch describe the batch of that step; the last
+row has none. Deployment scores are means over the task's deployment weights, of which the published front has one.
 """
 
 from trainable.runs.records import TOY_TIME_COLUMNS, Column

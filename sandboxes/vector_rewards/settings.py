@@ -1,4 +1,4 @@
-"""Settings of one run of Vector Policy Optimization. Names and defaults are those of the source's documents."""
+"""Settings of one run of Vector Policy Optimization. Names and defaults follow the source's documents."""
 
 from typing import ClassVar, Literal
 
@@ -17,11 +17,11 @@ from trainable.config.setting_types import Common, NonNegative, Positive
 
 SCALAR = "ScalarGRPO"
 SIMPLEX_POINTS = 2048
-"""Number of weights over which a mean over the simplex is taken."""
+"""Number of weights over which a mean over the simplex is computed."""
 _MAX_ACTIONS = 64
-"""At least the actions of every front."""
+"""Upper bound on the number of actions of every front."""
 MAX_TENSOR_ENTRIES = 2**28
-"""1 GiB in float32; larger sizes are typing errors."""
+"""1 GiB in float32; larger sizes are typos."""
 
 
 class VectorRewardRunnerConfig(RunnerConfig):

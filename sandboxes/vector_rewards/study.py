@@ -19,7 +19,7 @@ from trainable.families import DisplayColumn, OutcomeColumn, Settings
 
 
 def estimate_bytes(config: VectorRewardConfig, n_parameters: int) -> tuple[int, int]:
-    """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it."""
+    """Estimate the maximum bytes of one run's checkpoint, and of a row with everything derived from it."""
     max_actions = 24  # of the large front
     parameters = config.hidden * (config.num_prompts + config.num_candidates + config.hidden + max_actions + 1)
     return estimate_toy_bytes(parameters + max_actions)

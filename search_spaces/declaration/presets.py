@@ -11,7 +11,7 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
         "model.prompt_style": "compact",
         "model.dtype": "float32",
         "model.enable_gradient_checkpointing": False,
-        # Torch does both instead for models that the compiled code does not run.
+        # Torch does both for models that the compiled code does not support.
         "rollout.name": "compiled",
         "model.compiled_passes": True,
         "rollout.max_model_len": None,
@@ -21,12 +21,12 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
         # Length of training and intervals.
         "trainer.total_training_steps": 60,
         "trainer.test_freq": 5,
-        # A pass of the tiny reference over the validation episodes is cheap, and shows how far a policy without a
-        # KL term moves.
+        # A forward pass of the tiny reference over the validation episodes is cheap, and shows how far a policy without
+        # a KL term moves.
         "trainer.measure_val_kl": True,
-        # A few episodes of each validation, to read what a policy that collapses says.
+        # A few episodes of each validation, to read what a collapsing policy says.
         "trainer.log_val_generations": 4,
-        # A rolling checkpoint takes a twentieth of the time of a step, so not every step writes one.
+        # A rolling checkpoint takes a twentieth of a step's time, so not every step writes one.
         "trainer.resume_seconds": 10,
         # The published validation temperature makes the tiny model nearly greedy.
         "rollout.val_temperature": 1.0,
@@ -40,8 +40,8 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
     }
 )
 
-# A learning rate at which training without protection may collapse. The preset was accepted with runs in torch.
-# Compiled code rounds otherwise, and in it no rate that was tried passes the rule (LOG.md, "Stress in compiled code").
+# A learning rate at which unprotected training may collapse. The preset was accepted with runs in torch. Compiled code
+# rounds differently, and no rate tried there passes the rule (LOG.md, "Stress in compiled code").
 _STRESS_CHANGES = {"actor.lr": 2e-3, "rollout.name": "torch", "model.compiled_passes": False}
 
 # The published configuration of LoRA.
@@ -49,7 +49,7 @@ _ADAPTER_SETTINGS: Settings = MappingProxyType(
     {"model.lora_rank": 64, "model.lora_alpha": 64, "actor.lr": 1e-5, "critic.lr": 1e-4}
 )
 
-# A state of the published model has 74 GB, which take a while to write, and a sweep has dozens of runs.
+# A checkpoint of the published model has 74 GB, which take a while to write, and a sweep has dozens of runs.
 _PAPER_SETTINGS: Settings = MappingProxyType({"trainer.keep_last": False, "trainer.async_checkpoints": True})
 
 PRESETS: dict[str, Preset] = {

@@ -10,7 +10,7 @@ from trainable.config.own_parts import shorten_part_name
 from trainable.families import Family, Settings
 
 Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
-"""Pairs of arms that differ in nothing else, by description of the comparison; a difference is first minus second."""
+"""Pairs of arms that differ in one respect, by description of the comparison; a difference is first minus second."""
 
 
 def keep_settings(settings: Settings, base: BaseRunConfig) -> Settings:
@@ -25,25 +25,25 @@ class Axis:
     setting: str
     """The dotted setting, or a description of how named arms differ."""
     grids: Mapping[str, tuple[str, ...]]
-    """For each preset, the axis values as they are typed. A variant of a preset may be left out."""
+    """For each preset, the axis values as they are typed. Variants of a preset may be omitted."""
     option: str = "--values"
     """The command-line flag for values of the axis; the published flag where there is one."""
     extra_settings: Settings = field(default_factory=dict)
-    """Settings that every numeric value sets in addition."""
+    """Additional settings of every numeric value."""
     named_settings: Mapping[str, Settings] = field(default_factory=dict)
-    """For each value that is a name, the settings that it sets instead."""
+    """For each value that is a name, the settings that replace it."""
     value_groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each name of a group, the values of the group; typing the name selects all of them."""
+    """Groups of values, by name; typing the name selects all of them."""
     adapt: Callable[[Settings, Any], Settings] = keep_settings
     """Adapts an arm's settings to the study's base configuration."""
     dose: str = ""
-    """A numeric setting of the arms which breaks training if it is large. The report estimates the value at which half
+    """A numeric setting of the arms that breaks training if it is large. The report estimates the value at which half
     of the runs collapse, for each combination of the other settings. Empty if there is none."""
     factors: tuple[str, ...] = ()
-    """Settings whose combinations are the arms. The report says which of them matters more."""
+    """Settings whose combinations are the arms. The report says which matters more."""
 
     def make_settings(self, value: str, base: BaseRunConfig) -> dict[str, object]:
-        """Settings of the arm at `value` (a number or a key of `named_settings`) under the base configuration."""
+        """Make the settings of the arm at `value` (a number or a key of `named_settings`) under the base config."""
         value_settings = self.named_settings.get(value, {**self.extra_settings, self.setting: value})
         return dict(self.adapt(value_settings, base))
 
@@ -51,13 +51,13 @@ class Axis:
     def swept_fields(self) -> frozenset[str]:
         """Dotted settings in which the arms differ."""
         named_fields = frozenset[str]().union(*self.named_settings.values())
-        # If every value of the grids is a name, `setting` is a description and not the name of a field.
+        # If every value of the grids is a name, `setting` is a description rather than a field.
         has_only_names = set(self.named_settings) >= set().union(*self.grids.values())
         return named_fields if has_only_names else named_fields | {self.setting, *self.extra_settings}
 
 
 def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] = ("laptop", "paper")) -> Axis:
-    """An axis over all combinations of the values of several settings.
+    """Make an axis over all combinations of the values of several settings.
 
     An arm is named after its values: `lr1e-4-ppo_epochs4`.
 
@@ -81,9 +81,9 @@ def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] 
 
 
 def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:
-    """The main effects of the arms of `make_grid_axis(factors)`.
+    """Make the main-effect contrasts between the arms of `make_grid_axis(factors)`.
 
-    A main effect compares a value of a factor with its first value, in pairs of arms that are equal otherwise.
+    A main effect compares a value of a factor with its first value, in pairs of arms that are otherwise equal.
 
     Example:
         >>> list(make_grid_contrasts({"actor.lr": ("1e-4", "1e-3"), "actor.ppo_epochs": ("1", "4")}))
@@ -100,7 +100,7 @@ def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:
 
 
 def make_grid_interactions(factors: Mapping[str, Sequence[str]]) -> Contrasts:
-    """The interactions of the arms of `make_grid_axis(factors)`.
+    """Make the interaction contrasts between the arms of `make_grid_axis(factors)`.
 
     An interaction is, as in factorial designs, half the difference between the effect of one factor at a value of the
     other and its effect at the other's first value.
@@ -136,12 +136,12 @@ def _shorten_key(key: str) -> str:
 
 
 def _name_point(point: Mapping[str, str]) -> str:
-    """The name of the arm at a point of a grid."""
+    """Name the arm at a point of a grid."""
     return "-".join(f"{_shorten_key(key)}{shorten_part_name(value)}" for key, value in point.items())
 
 
 def _list_points(factors: Mapping[str, Sequence[str]], *without: str) -> list[dict[str, str]]:
-    """All combinations of the factors that are not in `without`, which have their first value."""
+    """List all combinations of the factors, holding those in `without` at their first value."""
     axes = [values[:1] if key in without else values for key, values in factors.items()]
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*axes)]
 
@@ -150,10 +150,10 @@ def _list_points(factors: Mapping[str, Sequence[str]], *without: str) -> list[di
 class NameTemplates:
     """Templates for the names of a study's runs and for the paths of their files.
 
-    `run`, `summary_log` and `wandb_project` describe the whole study and may use the values of its family only. Those
-    of language models are:
+    `run`, `summary_log` and `wandb_project` describe the whole study and may use only the values of its family.
+    Language models have these:
 
-    * {env}: name of the game; {model}: last part of the model's path, followed by the game if the model is of the hub
+    * {env}: name of the game; {model}: last part of the model's path, followed by the game if the model is from the hub
       and the game is not Sokoban, whose published names contain no game; {size}: its billions of parameters, like 3B
       (the model if its name has none);
     * {tag}: nofilter or filter_zero, from rollout_filter_include_zero; {strategy}: filter strategy; {mass}:
@@ -220,60 +220,59 @@ class Study:
     baseline: str
     """The arm that the others are compared with; a template as in `NameTemplates`."""
     published_templates: NameTemplates | None = None
-    """Names of the study's files in published documents or in related studies; by default the names follow from the
-    study's name."""
+    """Names of the study's files in published documents or in related studies; by default derived from the study's
+    name."""
     stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
     """Rules that may stop a run early, see `trainable.runs.stop_rules.RULES`."""
     presets: Mapping[str, Settings] = field(default_factory=dict)
-    """For each preset, the settings that the preset changes for this study."""
+    """For each preset, the settings that this study changes."""
     n_seeds: int | None = None
     """Default number of seeds per arm; None for the preset's number."""
     baseline_seeds: int = 1
-    """Least number of seeds of the baseline. In a study of one seed per arm, all arms are compared with the luck of a
-    single baseline run if this is 1."""
+    """Minimum number of seeds of the baseline. With 1, in a study of one seed per arm, all arms are compared with the
+    luck of a single baseline run."""
     has_include_zero_option: bool = True
     """Whether --rollout_filter_include_zero may be used; False where the axis sets it."""
     game: str = ""
-    """The only game of the study, if its names contain a game; empty if --env may choose one."""
+    """The study's only game, if its names contain a game; empty if --env may choose one."""
     smoke_settings: Settings = field(default_factory=dict)
     """Settings of --smoke, which runs the study in seconds; empty if the study has no --smoke."""
     margins: Mapping[str, float] = field(default_factory=dict)
-    """Differences within which two arms count as equal, by outcome, where they are not those of the family."""
+    """Differences within which two arms count as equal, by outcome, where they differ from the family's."""
     contrasts: Contrasts = field(default_factory=dict)
     """The comparisons that answer the question, declared before anything is run."""
     interactions: Contrasts = field(default_factory=dict)
-    """Contrasts that mean something only over all of their pairs."""
+    """Contrasts that are meaningful only over all of their pairs."""
     strategy_aliases: Mapping[str, str] = field(default_factory=dict)
-    """For each name that --rollout_filter_strategy takes, the name of the filter strategy; empty if the study has no
-    such option."""
+    """Maps the names that --rollout_filter_strategy takes to filter strategies; empty without this option."""
     variants: Mapping[str, "Study"] = field(default_factory=dict)
     """For each value of `variant_setting`, the study of the same question under that value, if names and arms depend on
-    the value. --kl-type chooses one."""
+    it. --kl-type chooses one."""
     variant_setting: str = ""
     """The dotted setting that the variants fix."""
     sections: Sequence[object] = ()
     """Sections with which the report of the study ends: `analysis.report.section.Section`, from a file of yours."""
 
     def get_grid(self, preset: str) -> tuple[str, ...]:
-        """The axis values under a preset of the family, as they are typed."""
+        """Return the axis values under a preset of the family, as they are typed."""
         return self.axis.grids[self._resolve_preset(preset, self.axis.grids)]
 
     def make_preset_settings(self, preset: str) -> dict[str, object]:
-        """The settings of all arms under a preset: those of the preset, then those of the study."""
+        """Make the settings of all arms under a preset: the preset's, overridden by the study's."""
         study_settings = self.presets.get(self._resolve_preset(preset, self.presets), {})
         return {**self.family.presets[preset].settings, **self.fixed_settings, **study_settings}
 
     def _resolve_preset(self, preset: str, entries: Mapping[str, object]) -> str:
-        """The name under which `entries` has the preset: its own, or that of the preset of which it is a variant."""
+        """Return the name under which `entries` has the preset: its name, or the preset of which it is a variant."""
         return preset if preset in entries else self.family.presets[preset].variant_of
 
     def get_variant(self, value: str) -> "Study":
-        """The study under `value` of `variant_setting`, which may be this one. Raise KeyError if no study has it."""
+        """Return the study (possibly this one) with `value` of `variant_setting`. Raise KeyError if there is none."""
         return self if value == self.fixed_settings[self.variant_setting] else self.variants[value]
 
     @property
     def name_templates(self) -> NameTemplates:
-        """Published templates, or those derived from the study's name."""
+        """Published templates, or templates derived from the study's name."""
         if self.published_templates is not None:
             return self.published_templates
         stem = self.name.replace("-", "_")
@@ -289,8 +288,8 @@ class Study:
 
 
 def make_value_label(value: str) -> str:
-    """The published label of an axis value: no dots, lower case ("0.001" -> "0001", "1.0" -> "10").
+    """Make the published label of an axis value: no dots, lower case ("0.001" -> "0001", "1.0" -> "10").
 
-    A part of the user has its name, without the file.
+    A plug-in is labeled by its name, without its file.
     """
     return shorten_part_name(value).replace(".", "").lower()

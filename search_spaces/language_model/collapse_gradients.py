@@ -1,9 +1,9 @@
 """What do the gradients of task, KL term and entropy bonus do while a policy collapses, and while it is held?
 
 The arms cross PPO and GRPO with the coefficient of the KL loss: 0, with which the preset `stress` collapses, and 0.1,
-which holds it. Gradients are analyzed by the reward std of the groups, on a batch of their own, often enough that some
-analyses lie before, at and after the onset of a collapse. The entropy bonus is small and the same in all arms, so that
-its gradient is measured.
+which prevents it. Gradients are analyzed by the reward std of the groups, on a separate batch, often enough that some
+analyses lie before, at and after the onset of a collapse. The entropy bonus is small and the same in all arms; it is
+there so that its gradient is measured.
 """
 
 from search_spaces.declaration.study import Axis, Study

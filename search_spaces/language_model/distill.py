@@ -1,12 +1,12 @@
 """Does a teacher teach faster than the game's rewards, and its whole distribution faster than samples of it?
 
 On-policy distillation: the policy plays, and every token that it sampled is compared with the teacher, which is the
-reference of the KL loss. The loss is the reverse KL, KL(policy || teacher), at the policy's own tokens. `exact` sums it
+reference of the KL loss. The loss is the reverse KL, KL(policy || teacher), at the policy's tokens. `exact` sums it
 over the vocabulary. `sampled` estimates its gradient from the sampled token alone: k2 as a loss has the gradient of a
 policy gradient with the reward log teacher - log policy at that token. It is unbiased in the first of the four updates
-per batch, whose tokens the current policy has sampled. Neither reads the game's rewards. `ppo` reads nothing else, and
-`both` adds the two losses. All arms play the same levels with the same number of
-rollouts; as policies change, so does the number of tokens, against which the report draws success, too.
+per batch, when the current policy has sampled the tokens. Neither reads the game's rewards. `ppo` reads nothing else,
+and `both` adds the two losses. All arms play the same levels with the same number of rollouts. The number of tokens
+changes with the policies, so the report also draws success against tokens.
 
 The teacher of a shipped policy is that policy before it learned its bad habits; it is made on first use.
 """
@@ -46,10 +46,10 @@ STUDY = Study(
         grids={"paper": tuple(ARMS), "laptop": tuple(ARMS)},
         named_settings=ARMS,
     ),
-    # No filter: without rewards, their variance says nothing of a group.
+    # No filter: without rewards, their variance says nothing about a group.
     fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
     presets={
-        # The head of a larger Qwen2.5 has other padding, so an exact KL needs a teacher of the same size.
+        # The head of a larger Qwen2.5 has different padding, so an exact KL needs a teacher of the same size.
         "paper": {"model.reference_path": "Qwen/Qwen2.5-3B-Instruct", "trainer.measure_val_kl": True},
         "laptop": {"model.reference_path": "sokoban-tiny-teacher"},
     },

@@ -15,13 +15,13 @@ from trainable.runs.records import LAST_VALUE_COLUMNS, STEP_COLUMNS, STOP_COLUMN
 from trainable.runs.study_record import Dimension
 
 DEFAULT_ENVIRONMENT = "sokoban"
-"""The game of studies that were recorded before there was another one."""
+"""The game of studies recorded before there were several."""
 
 INCLUDE_ZERO_TAGS = {True: "nofilter", False: "filter_zero"}
 """The published tag of each value of rollout_filter_include_zero."""
 
 COLLAPSE_TAGS = {(True, True): "ftmt", (True, False): "ft", (False, True): "mt", (False, False): "nocd"}
-"""The published tags, by whether the diagnostics of first turns and those of all turns are on."""
+"""The published tags, by whether the diagnostics of first turns and of all turns are on."""
 
 _FILTER_STRATEGY = "filter.rollout_filter_strategy"
 
@@ -31,33 +31,33 @@ SEARCH_SPACE: tuple[Dimension, ...] = (
     Dimension("actor.kl_loss_coef", 1e-3, 1, is_log=True, condition=("actor.use_kl_loss", "True")),
     Dimension("actor.entropy_coeff", 1e-4, 0.1, is_log=True),
     Dimension("actor.clip_ratio_high", 0.1, 0.5),
-    # Groups with the largest spread of rewards: by their share of it, or by their number.
+    # Groups with the largest spread of rewards: selected by their share of it, or by number.
     Dimension(_FILTER_STRATEGY, values=("top_p", "top_k")),
     Dimension("filter.rollout_filter_value", 0.4, 1, condition=(_FILTER_STRATEGY, "top_p")),
     Dimension("filter.rollout_filter_value", 0.25, 1, condition=(_FILTER_STRATEGY, "top_k")),
 )
 """The settings that a search changes by default: rate, KL, entropy, clip range and filter.
 
-Intervals of one to three powers of ten around the values of published recipes.
+The intervals span one to three powers of ten around the values of published recipes.
 """
 
 STRATEGY_NAMES = {"top_k_abs": "top_k"}
-"""The published name of each filter strategy whose name differs: in the documents top_k takes a count of groups."""
+"""Published names of filter strategies, where they differ: in the documents top_k takes a count of groups."""
 
 
 def get_model_name(path: str) -> str:
-    """Last part of a model's path, used in the names of its runs: Qwen2.5-3B for Qwen/Qwen2.5-3B."""
+    """Return the last part of a model's path, used in the names of its runs: Qwen2.5-3B for Qwen/Qwen2.5-3B."""
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def format_rate(rate: float) -> str:
-    """A learning rate as it is typed: 3e-4 for 0.0003, 1.7e-3 for 0.0017."""
+    """Format a learning rate as it is typed: 3e-4 for 0.0003, 1.7e-3 for 0.0017."""
     mantissa, exponent = f"{rate:e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def make_template_values(config: RunConfig) -> dict[str, str]:
-    """Values for every template of a study; see `search_spaces.declaration.study.NameTemplates`."""
+    """Make the values for every template of a study; see `search_spaces.declaration.study.NameTemplates`."""
     env, trainer, collapse = config.env, config.trainer, config.collapse_detection
     actor, filter_config = config.actor, config.filter
     model = get_model_name(config.model.path)
@@ -65,7 +65,7 @@ def make_template_values(config: RunConfig) -> dict[str, str]:
     size_match = re.search(r"(?<![\d.])\d+(\.\d+)?B(?![A-Za-z])", model)
     train_size = f"{env.env_groups}x{env.group_size}"
     groups, rollouts = trainer.gradient_analysis_env_groups, trainer.gradient_analysis_group_size
-    # The model of the hub plays any game, and two games may not share a folder.
+    # A model from the hub plays any game, and two games must not share a folder.
     shipped_model = SHIPPED_MODELS.get(config.model.path)
     is_model_of_game = shipped_model is not None and shipped_model.game == env.name
     is_told_by_model = is_model_of_game or env.name == EnvConfig.model_fields["name"].default
@@ -95,7 +95,7 @@ def make_template_values(config: RunConfig) -> dict[str, str]:
 
 
 def as_run_config(config: BaseRunConfig) -> RunConfig:
-    """Return `config` typed as this family's configuration. Raise TypeError for one of another family."""
+    """Return `config` typed as this family's configuration. Raise TypeError if it belongs to another family."""
     if not isinstance(config, RunConfig):
         raise TypeError(
             f"A {type(config).__name__} does not configure the fine-tuning of a language model: use a RunConfig."
@@ -104,7 +104,7 @@ def as_run_config(config: BaseRunConfig) -> RunConfig:
 
 
 def get_model_path(config: RunConfig) -> str:
-    """Path of the model that the run fine-tunes."""
+    """Return the path of the model that the run fine-tunes."""
     return config.model.path
 
 

@@ -1,9 +1,9 @@
 """Does the reward-variance filter still help when luck, and not skill, spreads the rewards of a group?
 
-The arms cross the strength of the filter with the slip of FrozenLake, the probability that a move does not go where it
-is meant to. Slips spread the rewards of a group without any signal, so a filter by reward variance selects groups by
-luck. RAGEN-2 reports that its gain shrinks with slip, and that it is gone at 80 to 100 %. Of all other settings the
-arms have those of the study top-p.
+The arms cross the strength of the filter with the slip of FrozenLake, the probability that a move goes elsewhere than
+intended. Slips spread the rewards of a group without any signal, so a filter by reward variance selects groups by luck.
+RAGEN-2 reports that its gain shrinks with slip, and is gone at 80 to 100 %. All other settings are taken from the study
+top-p.
 """
 
 from search_spaces.declaration.study import Axis, Contrasts, Study
@@ -18,7 +18,7 @@ FILTERS: dict[str, Settings] = {
     "0.9": {"filter.rollout_filter_value": 0.9, "filter.rollout_filter_include_zero": False},
     "0.6": {"filter.rollout_filter_value": 0.6, "filter.rollout_filter_include_zero": False},
 }
-"""Settings of each filter, by the top-p mass that it keeps; none keeps all groups."""
+"""Settings of each filter, by the top-p mass that it keeps; `none` keeps all groups."""
 
 
 def _name_arm(filter_name: str, slip: str) -> str:

@@ -2,7 +2,7 @@
 
 The arms cross the learning rate of the policy, over a decade and a half, with the coefficient of the KL loss (0 and
 0.1) and with the advantage estimator (PPO with a critic, GRPO without one). They differ in nothing else: the critic
-keeps the learning rate of the preset, and GRPO the loss aggregation of PPO.
+keeps the preset's learning rate, and GRPO uses PPO's loss aggregation.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
 RATES: dict[str, tuple[str, ...]] = {
-    # sokoban-tiny learns at 3e-4 and collapses at 3e-3 without a KL loss. The rates are closer to each other there.
+    # sokoban-tiny learns at 3e-4 and collapses at 3e-3 without a KL loss, so rates are denser there.
     "laptop": ("1e-4", "3e-4", "1e-3", "1.7e-3", "3e-3"),
     # The published rate is 1e-6.
     "paper": ("1e-7", "3e-7", "1e-6", "1.7e-6", "3e-6"),
@@ -31,7 +31,7 @@ def _name_arm(algorithm: str, coefficient: str, rate: str) -> str:
 
 
 def _make_arms(rates: tuple[str, ...]) -> Iterator[tuple[str, Settings]]:
-    """The arms over `rates` by name: for each algorithm and KL coefficient, from the lowest rate to the highest."""
+    """Yield the arms over `rates` by name: for each algorithm and KL coefficient, from the lowest rate up."""
     for algorithm, estimator in ESTIMATORS.items():
         for coefficient in KL_COEFFICIENTS:
             for rate in rates:
@@ -49,7 +49,7 @@ def _make_arms(rates: tuple[str, ...]) -> Iterator[tuple[str, Settings]]:
 _ARMS_BY_PRESET = {preset: dict(_make_arms(rates)) for preset, rates in RATES.items()}
 _ALL_RATES = tuple(rate for rates in RATES.values() for rate in rates)
 
-# A study has the pairs of its preset: those of other rates have no runs.
+# All pairs are listed; a study uses the pairs of its preset, since other rates have no runs.
 CONTRASTS: Contrasts = {
     **{
         f"KL 0.1 against KL 0, {algorithm.upper()}": tuple(
@@ -77,7 +77,7 @@ STUDY = Study(
         dose="actor.lr",
     ),
     fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
-    # The arms set their rates themselves, so a preset's rate only names the baseline.
+    # The arms set their rates themselves, so a preset's rate serves only to name the baseline.
     presets={"stress": {"actor.lr": PPO.presets["laptop"].settings["actor.lr"]}},
     n_seeds=3,
     baseline="ppo-kl0-lr{lr}",

@@ -1,12 +1,12 @@
 """At which mismatch of sampler and trainer does success fall, and which importance correction saves it?
 
-An engine that computes less exactly than the trainer samples from another distribution, and its mismatch grows when a
-policy loses its way; a collapse and a mismatch are therefore hard to tell apart in published runs. Here the mismatch is
-a dose: noise, relative to the size of each weight, that every sync adds to the engine's copy. bfloat16 rounds weights
-by about 0.001 of their size. Training samples from this copy, and validations from the policy itself. The arms cross
-the dose with the corrections of the loss that trainers offer: none, truncated importance sampling of tokens, masks of
-whole episodes, and the band of IcePop. The check of a fixed prompt, which ends other runs, only measures here: the
-column engine_prompt_mismatch is compared with the tolerance that runs have.
+An engine that computes less exactly than the trainer samples from a different distribution, and its mismatch grows when
+a policy degenerates; so in published runs a collapse and a mismatch are hard to tell apart. Here the mismatch is a
+dose: noise, relative to the size of each weight, that every sync adds to the engine's copy. bfloat16 rounds weights by
+about 0.001 of their size. Training samples from this copy, and validations from the policy itself. The arms cross the
+dose with the corrections of the loss that trainers offer: none, truncated importance sampling of tokens, masks of whole
+episodes, and the band of IcePop. The check of a fixed prompt, which ends other runs, only measures here: the column
+engine_prompt_mismatch is to be compared with the usual tolerance.
 """
 
 from search_spaces.declaration.study import Axis, Contrasts, Study
@@ -21,7 +21,7 @@ CORRECTIONS: dict[str, Settings] = {
     "episodemask": {"actor.tis_imp_ratio_cap": 3.0, "actor.tis_mode": "sequence_mask"},
     "icepop": {"actor.tis_imp_ratio_cap": 5.0, "actor.tis_imp_ratio_floor": 0.5, "actor.tis_mode": "token_mask"},
 }
-"""Settings of each correction, by its name: the published caps and floors."""
+"""Settings of each correction by name, with the published caps and floors."""
 
 BASELINE = "noise0-none"
 
@@ -31,7 +31,7 @@ def _name_arm(dose: str, correction: str) -> str:
 
 
 _ARMS: dict[str, Settings] = {
-    # A noise of 0 would be no copy at all; at this one, float32 rounds it away.
+    # With a noise of 0 there would be no copy; this one is lost in float32 rounding.
     BASELINE: {"rollout.weight_noise": 1e-30, **CORRECTIONS["none"]},
     **{
         _name_arm(dose, correction): {"rollout.weight_noise": float(dose), **settings}
@@ -66,7 +66,7 @@ STUDY = Study(
         "actor.kl_loss_coef": 0.0,
         "actor.entropy_coeff": 0.0,
         "filter.rollout_filter_value": 1.0,
-        # The check measures, and ends no run.
+        # The check measures without ending runs.
         "rollout.logprob_tolerance": 1000.0,
     },
     n_seeds=3,

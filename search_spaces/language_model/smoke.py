@@ -14,11 +14,11 @@ from trainable.families import Settings
 
 COEFFICIENTS = ("0.001", "0.003", "0.01", "0.03")
 FILTER_FRACTIONS = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4}
-"""The fraction of groups that a filter keeps, by the filter's published name; the same under every strategy."""
+"""Fraction of groups that a filter keeps, by its published name; the same under every strategy."""
 
 KL_TYPES = ("low_var_kl", "kl", "mse")
 STRATEGY_ALIASES = {"top_p": "top_p", "top_k": "top_k_abs", "min_p": "min_p", "top_f": "top_f"}
-"""The name here of each filter strategy, by its published name; the published top_k takes a count of groups."""
+"""Maps published names to filter strategies; the published top_k takes a count of groups."""
 
 GROUPS = ("1", "2", "3", "4", "5")
 GROUPS_BY_KL_TYPE = {"kl": ("1", "4", "5"), "mse": ("1", "4", "5"), "low_var_kl": GROUPS}
@@ -31,7 +31,7 @@ class GridGroup(NamedTuple):
     """One group of the grid."""
 
     filters: Mapping[str, float]
-    """For each filter, by its name, the fraction of groups that it keeps."""
+    """Fraction of groups that each filter keeps, by the filter's name."""
     kl_coefs: tuple[str, ...]
     """Coefficients of the KL loss; "0" turns it off."""
     entropy_coefs: tuple[str, ...]
@@ -39,7 +39,7 @@ class GridGroup(NamedTuple):
     zero_task_advantage: bool = False
     """Whether task advantages are set to 0, so that only the regularizers train."""
     prefix: str = ""
-    """Text before the filter's name in the names of the group's runs."""
+    """Prefix of the filter's name in the names of the group's runs."""
 
 
 GRID_GROUPS: dict[str, GridGroup] = {
@@ -52,7 +52,7 @@ GRID_GROUPS: dict[str, GridGroup] = {
 
 
 def make_arms(group: str, kl_type: str) -> dict[str, Settings]:
-    """Arms of a group by their published names, without the collapse tag ({collapse} of `NameTemplates`)."""
+    """Make the arms of a group by their published names, without the collapse tag ({collapse} of `NameTemplates`)."""
     grid_group = GRID_GROUPS[group]
     settings_by_arm: dict[str, Settings] = {}
     for (name, fraction), kl_coef, entropy_coef in itertools.product(
@@ -74,7 +74,7 @@ def make_arms(group: str, kl_type: str) -> dict[str, Settings]:
 def convert_to_group_count(settings: Settings, base: RunConfig) -> Settings:
     """Convert the fraction of groups to a count if the strategy takes a count: max(1, int(fraction * groups)).
 
-    A filter that keeps no group would leave nothing to train on, hence at least 1.
+    At least 1, because a filter that keeps no group would leave nothing to train on.
     """
     if not FILTER_STRATEGIES[base.filter.rollout_filter_strategy].counts_groups:
         return settings
@@ -109,12 +109,12 @@ _FIXED_SETTINGS: Settings = MappingProxyType(
 
 
 def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]], loss_tag: str) -> Study:
-    """A study over groups of the grid.
+    """Make a study over groups of the grid.
 
     Args:
         name, question: of the study.
         kl_types: for each KL loss, the groups of the grid that use it.
-        loss_tag: the part of the study's file names that stands for the KL losses.
+        loss_tag: stands for the KL losses in the study's file names.
     """
     kl_type_groups = [(kl_type, group) for kl_type, groups in kl_types.items() for group in groups]
     grid = tuple(itertools.chain.from_iterable(_ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups))
@@ -126,8 +126,8 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
         )
         for group_name in GROUPS
     }
-    # Each arm sets its own KL loss, but the base configuration's loss completes the name of the baseline, an arm of
-    # group 3. In the published order, the last loss is the one under which group 3 runs.
+    # Each arm sets a KL loss, but the base configuration's completes the name of the baseline, an arm of group 3. In
+    # the published order, group 3 runs under the last loss.
     kl_type = kl_type_groups[-1][0]
     return Study(
         name=name,

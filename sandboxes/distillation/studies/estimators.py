@@ -35,7 +35,7 @@ _HORIZONS = (4, 8, 16, 32, 64)
 _ESTIMATORS: dict[str, Settings] = {
     "full_vocab_rkl": {"method": "OPDReverseKL"},
     "token_pg": {"method": "OPDPG"},
-    # The sum over the tokens of a sequence, as published; the other estimators average, as the next one does.
+    # The sum over the tokens of a sequence, as published; the other estimators average, as `sequence_pg_mean` does.
     "sequence_pg": {"method": "OPDSequencePG"},
     "sequence_pg_mean": {"method": "OPDSequencePG", "sequence_mean": True},
 }

@@ -22,7 +22,7 @@ TEMPERATURES = (1.0, 0.5)
 WARMUPS = (0, 100, 200, 250)
 TOP_K = 4
 # The fourth largest weight is exp(-2 / temperature): .135 and .018. A weight of .02 is below the first and above the
-# second; these are on the other side.
+# second; the weights here are on the other side.
 OTHER_WEIGHTS = {1.0: ("separator_in", 0.2), 0.5: ("separator_out", 0.01)}
 
 
@@ -57,7 +57,7 @@ def _make_arms(temperature: float) -> dict[str, Settings]:
 
 
 CONTRASTS: Contrasts = {
-    # The question: one support against another, in arms that are equal otherwise.
+    # The question: one support against another, in arms that are otherwise equal.
     **{
         f"{support} support against the student's, temperature {temperature:g}": tuple(
             (f"T{temperature}_{support}_warm{warmup}", f"T{temperature}_student_warm{warmup}") for warmup in WARMUPS

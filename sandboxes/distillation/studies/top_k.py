@@ -29,7 +29,7 @@ STABILITY = make_distillation_study(
         "exact against sampled": (("full_vocab_rkl", "sampled_pg"),),
     },
 )
-"""The published sum over the k tokens is not normalized, and so is no divergence: it falls when mass leaves the k
+"""The published sum over the k tokens is not normalized, so it is not a divergence: it falls when mass leaves the k
 tokens. The arms `topk_normalized_k...` normalize both policies over them."""
 
 _COLD_START_WARMUP = 100
@@ -55,7 +55,7 @@ COLD_START = make_distillation_study(
     adapt=scale_steps,
 )
 """As published, an arm with a warm-up of 100 steps has 200 steps with the top-k loss, and a cold one has 300. The arms
-`warm_equal_...` have 300 steps after the switch, so that they differ from the cold ones in the warm-up alone."""
+`warm_equal_...` have 300 steps after the switch, so they differ from the cold ones only in the warm-up."""
 
 _LARGE_KS = (4, 8)
 _WARMUPS = (0, 50, 100, 150, 200, 250)

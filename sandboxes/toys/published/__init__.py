@@ -1,1 +1,1 @@
-"""Published numbers of the sandboxes, and the comparison with them."""
+"""Published results of the sandboxes, and the comparison with them."""

@@ -9,29 +9,26 @@ from pathlib import Path
 MIN_STD = 0.01
 """Replaces a standard deviation of 0 in a test, in the unit of the column (fraction, reward or nats).
 
-Three equal numbers do not show that there is no variation, and Welch's test needs some. Chosen before the first run.
+Three equal numbers do not prove that there is no variation, and Welch's test needs some. Chosen before the first run.
 """
 
 MARGIN = 0.05
-"""Difference within which our mean and a published one are equal, in the unit of the column."""
+"""Difference within which our mean counts as equal to the published one, in the unit of the column."""
 
 PER_SEED, POOLED, NEVER_REACHED, MEAN_ALONE = "per seed", "pooled", "never", "mean alone"
-"""Kinds of cells: mean and std over seeds; mean and std over the logged rows of all seeds; "never reached" as text; a
+"""Kinds of cells: mean and std over seeds; mean and std over the logged rows of all seeds; "never reached" as text;
 mean over seeds without a std."""
 
 EQUAL, DIFFERS, OPEN = "equal", "differs", "open"
-"""Verdicts on a cell: shown to be equal within the margin, resolved to differ, or neither."""
+"""Verdicts on a cell: equal within the margin, significantly different, or neither."""
 NOT_DISTINGUISHABLE, NO_EXPECTATION = "not distinguishable", "open"
-"""What was expected of a cell before any of our runs, if not `DIFFERS`: that no difference would be resolved (a verdict
-of `EQUAL` or `OPEN`), or nothing."""
+"""Expectations stated before any of our runs, besides `DIFFERS`: that no difference would be significant (a verdict of
+`EQUAL` or `OPEN`), or none."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One unique cell of the published tables.
-
-    A number that is printed in two tables is one cell.
-    """
+    """One cell of the published tables. A number that is printed in two tables is a single cell."""
 
     studies: tuple[str, ...]
     """Our studies that run the cell. The test uses the first one that is present."""
@@ -49,11 +46,10 @@ class Cell:
     kind: str
     """PER_SEED, POOLED, NEVER_REACHED or MEAN_ALONE."""
     expected_verdict: str
-    """Stated, as its rationale, before any of our runs."""
+    """Stated before any of our runs, as was its rationale."""
     rationale: str
     conditions: Mapping[str, object]
-    """The settings of the published runs, by dotted name, defaults included. A cell is tested only if our runs have the
-    same."""
+    """All settings of the published runs, by dotted name. A cell is tested only if our runs have the same."""
 
     @property
     def eval_interval(self) -> int:
@@ -70,17 +66,17 @@ class Cell:
 
     @property
     def margin(self) -> float:
-        """Difference within which the means are equal: `MARGIN`, or one evaluation interval for a step."""
+        """Difference within which the means count as equal: `MARGIN`, or one evaluation interval for a step."""
         return self.eval_interval if self.column.startswith("first_step") else MARGIN
 
 
 def read_cells(file_name: str, make_conditions: Callable[[str, str], Mapping[str, object]]) -> tuple[Cell, ...]:
-    """The cells of a CSV file of this folder, one per row.
+    """Read the cells of a CSV file in this folder, one per row.
 
     Args:
-        file_name: of a file whose columns are the fields of `Cell`. Its studies are separated by spaces, an empty
-            number is NaN, and a rationale is a name in rationales.csv.
-        make_conditions: function of a study and an arm.
+        file_name: a file whose columns are the fields of `Cell`. Its studies are separated by spaces, an empty number
+            is NaN, and a rationale is a name in rationales.csv.
+        make_conditions: maps a study and an arm to the settings of the published runs.
     """
     rationales = {"": "", **{row["name"]: row["text"] for row in _read_rows("rationales.csv")}}
     return tuple(

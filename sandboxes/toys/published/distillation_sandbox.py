@@ -1,8 +1,8 @@
 """The tables of the on-policy distillation sandbox (github.com/deepakvijaykee/rl-experiments), each cell once.
 
 Each row has three seeds, 0 to 2; the number after "+/-" is the sample standard deviation. Rows at the switch and
-variances are printed as means alone. What is expected was written down before our ten seeds were compared with a cell,
-but after single runs of the exact loss had been seen.
+variances are printed as means only. Expectations were written down before our ten seeds were compared with a cell, but
+after single runs of the exact loss had been seen.
 """
 
 from collections.abc import Mapping
@@ -101,9 +101,9 @@ ARM_SETTINGS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
 
 
 def make_conditions(study: str, arm: str) -> Mapping[str, object]:
-    """All settings of the published runs of an arm."""
+    """Return all settings of the published runs of an arm."""
     return {**_SHARED_SETTINGS, **STUDY_SETTINGS[study], **ARM_SETTINGS[study][arm]}
 
 
 CELLS = read_cells("distillation_sandbox.csv", make_conditions)
-"""Every cell of the tables once, in the order of the tables."""
+"""All distinct cells of the tables, in their order."""

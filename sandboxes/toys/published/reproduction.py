@@ -1,9 +1,9 @@
 """Compare our runs with published numbers: one test per cell, fixed before the first run.
 
-Each cell is tested with Welch's t test: our seeds against the published mean, standard deviation and number of seeds.
-A standard deviation of 0, on either side, is replaced by `Cell.min_std`. A cell "differs" if Holm's p over all cells
-that are tested together is below .05. It is "equal" if two one-sided tests show a difference below `Cell.margin`, each
-at .05: every such cell is a claim of its own, so these p-values are not corrected. Otherwise it is "open". Cells that
+Each cell is tested with Welch's t test: our seeds against the published mean, standard deviation and number of seeds. A
+standard deviation of 0, on either side, is replaced by `Cell.min_std`. A cell "differs" if Holm's p over all cells that
+are tested together is below .05. It is "equal" if two one-sided tests show a difference below `Cell.margin`, each at
+.05; these p-values are not corrected, since every such cell is a separate claim. Otherwise it is "open". Cells that
 cannot be tested stay in the table, with the reason.
 """
 
@@ -33,12 +33,12 @@ from sandboxes.toys.published.cells import (
 )
 
 SOURCES = (update_rule_sandbox, distillation_sandbox)
-"""The modules of published numbers. Each has `CELLS`, and `SOURCE`, which says where they were published."""
+"""The modules of published numbers. Each has `CELLS`, and `SOURCE`, the place of publication."""
 CELLS: tuple[Cell, ...] = tuple(cell for source in SOURCES for cell in source.CELLS)
 NOT_TESTED = "cannot be tested"
-# Seeds per arm of ours, stated with the test before the first run; a report with fewer says so.
+# Our planned seeds per arm, declared with the test before the first run; a report with fewer says so.
 PLANNED_SEEDS = 10
-# Rounding in a mean of equal numbers would give them a tiny std, and Welch's test a huge t.
+# Rounding in a mean of equal numbers would give a tiny std, and Welch's test a huge t.
 _ZERO_STD_TOLERANCE = 1e-12
 COLUMNS = (
     *("study", "arm", "column", "section", "kind"),
@@ -49,12 +49,12 @@ COLUMNS = (
 
 
 def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> pd.DataFrame:
-    """One row per published cell whose study is in `frames`, in the order of `cells`, with the columns `COLUMNS`.
+    """Compare our runs with each published cell whose study is in `frames`: a row per cell, with the columns `COLUMNS`.
 
     * mean, std (ddof 1) and n are ours, over scored runs (completed, or stopped by a rule, which keep their last row).
       For a pooled cell they are over logged rows.
     * verdict: equal (within `margin`), differs, open, or cannot be tested; reason: why it cannot be tested.
-    * as_expected: whether the cell differs exactly if that was expected; None without an expectation or a test.
+    * as_expected: whether the verdict on differing matches the expectation; None without an expectation or a test.
     * notes: runs of the arm that were not counted, were stopped by a rule, or never reached the step.
 
     A cell that two studies run is tested once, with the first of them that is in `frames`.
@@ -80,7 +80,7 @@ def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> 
 
 
 def describe_sources(frames: StudyFrames) -> str:
-    """Where the numbers of the studies in `frames` were published, such as `the documents of A and those of B`."""
+    """Name the sources of the published numbers of the studies in `frames`, joined by "and"."""
     study_names = {study.name for study in frames.studies}
     return " and ".join(
         source.SOURCE for source in SOURCES if any(study_names & set(cell.studies) for cell in source.CELLS)
@@ -91,7 +91,7 @@ def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
     trials = frames.trials[(frames.trials["study"] == study) & (frames.trials["arm"] == cell.arm)]
     runs = trials[trials["status"].isin(SCORED_STATUSES)]
     steps = frames.steps[(frames.steps["study"] == study) & frames.steps["run_id"].isin(runs["run_id"])]
-    # A pooled cell is over logged rows, any other cell is over runs.
+    # A pooled cell is over logged rows, any other cell over runs.
     rows = steps if cell.kind == POOLED else runs
     values = rows[cell.column].dropna().to_numpy(dtype=float) if cell.column in rows else np.empty(0)
     sample = SampleStats(float(values.mean()) if len(values) else math.nan, sample_std(values), len(values))
@@ -127,21 +127,21 @@ def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
 
 
 def sample_std(values: Floats) -> float:
-    """Standard deviation (ddof 1) of values (n,); exactly 0 if all are equal, NaN for fewer than two."""
+    """Compute the standard deviation (ddof 1) of values (n,); exactly 0 if all are equal, NaN if n < 2."""
     if len(values) < 2:
         return math.nan
     return 0.0 if np.ptp(values) < _ZERO_STD_TOLERANCE else float(values.std(ddof=1))
 
 
 def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
-    """Why a cell cannot be tested; an empty string if it can."""
+    """Explain why a cell cannot be tested; empty if it can."""
     if cell.kind == POOLED:
         return "the number is pooled over rows, and no standard deviation over seeds is published"
     if cell.kind == MEAN_ALONE:
         return "the published mean has no standard deviation"
     if not len(runs):
         return "no run of this arm was completed or stopped by a rule"
-    # A run with other settings is another experiment: its number must not be tested against the published one.
+    # A run with other settings is a different experiment, and must not be tested against the published number.
     for name, value in cell.conditions.items():
         our_values = runs[f"config/{name}"].unique().tolist() if f"config/{name}" in runs else []
         if our_values != [value]:
@@ -151,7 +151,7 @@ def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
         reached_text = f"{len(values)} of our {len(runs)} runs"
         if cell.kind == NEVER_REACHED:
             return f"none of the {cell.n} published seeds reaches this step; {reached_text} do"
-        # Runs that never reach a step have no number, so a mean over the others would be that of the fastest runs.
+        # Runs that never reach the step have no number, so a mean over the others would describe the fastest runs.
         if len(values) < len(runs):
             return (
                 f"{reached_text} reach this step, and all {cell.n} published seeds do: a mean over only the runs that "
@@ -161,7 +161,7 @@ def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
 
 
 def _format_notes(cell: Cell, trials: pd.DataFrame) -> str:
-    """Seeds of the runs that did not complete, or never reached the step of a first_step column."""
+    """List the seeds of runs that did not complete, or never reached the step of a first_step column."""
     notes = []
     for status, rows in trials[trials["status"] != "completed"].groupby("status", sort=False):
         counting_text = "counted with the last row" if status in SCORED_STATUSES else "not counted"
@@ -179,7 +179,7 @@ def _format_seeds(rows: pd.DataFrame) -> str:
 
 
 def format_sentence(row: Row) -> str:
-    """The verdict on one cell in words. row: a row of `compare_to_published`."""
+    """State the verdict on one cell in words. row: from `compare_to_published`."""
     name = f"{row['study']} {row['arm']} {row['column']}" + (f" ({row['section']})" if row["kind"] == POOLED else "")
     published_text = (
         f"never (n {row['published_n']})" if row["kind"] == NEVER_REACHED else _format_number(row, "published_")
@@ -198,7 +198,7 @@ def format_sentence(row: Row) -> str:
 
 
 def _format_number(row: Row, prefix: str) -> str:
-    """A number such as `0.3345 (SD 0.0043, n 3)`. prefix: "published_", or "" for ours."""
+    """Format a number such as `0.3345 (SD 0.0043, n 3)`. prefix: "published_", or "" for ours."""
     if not row[f"{prefix}n"]:
         return "none"
     std_text = "" if math.isnan(row[f"{prefix}std"]) else f"SD {row[f'{prefix}std']:.3g}, "
@@ -206,12 +206,12 @@ def _format_number(row: Row, prefix: str) -> str:
 
 
 def format_sentences(table: pd.DataFrame) -> list[str]:
-    """One line per cell. table: the result of `compare_to_published`."""
+    """Format a line per cell. table: from `compare_to_published`."""
     return [format_sentence(row) for row in to_records(table)]
 
 
 def summarize_verdicts(table: pd.DataFrame) -> str:
-    """The number of cells by verdict, in one line. table: the result of `compare_to_published`."""
+    """Count the cells by verdict, in one line. table: from `compare_to_published`."""
     if table.empty:
         return "No published numbers are recorded for these studies."
     counts = table["verdict"].value_counts()

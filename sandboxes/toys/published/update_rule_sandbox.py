@@ -1,7 +1,7 @@
 """The tables of the update-rule sandbox (github.com/deepakvijaykee/rl-experiments, rl_sandbox), each cell once.
 
 Each row has three seeds. The number after "+/-" is the sample standard deviation, although newer documents of the same
-source call it a standard error: 53.3333 +/- 11.5470 come from the steps 40, 60 and 60, whose standard error is 6.667.
+source call it a standard error: 53.3333 +/- 11.5470 comes from the steps 40, 60 and 60, whose standard error is 6.667.
 Ages and entropy changes are pooled: their standard deviation is over 15 logged rows of each of 3 seeds. It does not
 measure variation between seeds, so no test between seeds can use it. `expected_verdict` and `rationale` were written
 down before any of our runs was compared with a cell.
@@ -51,7 +51,7 @@ _SHARED_SETTINGS: Mapping[str, object] = {
 }
 """Settings of the published runs, unless a study or an arm changes them.
 
-They are the defaults of the source, except for batch size, steps and evaluation interval, which the sweeps set.
+They are the source's defaults, except for batch size, steps and evaluation interval, which its sweeps set.
 """
 STUDY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "influence": {"task": "token_reversal"},
@@ -69,7 +69,7 @@ STUDY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     },
     "grpo-entropy": {"task": "token_reversal"},
 }
-# The documents call this condition grouped: 12 prompts with 8 rollouts, and four optimizer steps per batch.
+# The documents call this condition "grouped": 12 prompts with 8 rollouts, and four optimizer steps per batch.
 _GROUPED_SETTINGS: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
 ARM_SETTINGS: Mapping[str, Mapping[str, object]] = {
     **{
@@ -101,9 +101,9 @@ ARM_SETTINGS: Mapping[str, Mapping[str, object]] = {
 
 
 def make_conditions(study: str, arm: str) -> Mapping[str, object]:
-    """All settings of the published runs of an arm."""
+    """Return all settings of the published runs of an arm."""
     return {**_SHARED_SETTINGS, **STUDY_SETTINGS[study], **ARM_SETTINGS[arm]}
 
 
 CELLS = read_cells("update_rule_sandbox.csv", make_conditions)
-"""Every cell of the six tables once, in the order of the tables."""
+"""All distinct cells of the six tables, in their order."""

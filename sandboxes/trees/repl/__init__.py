@@ -1,1 +1,1 @@
-"""A Python REPL for code that a model wrote, in a process that can compute and talk to its parent, and nothing else."""
+"""A Python REPL for model-written code, in a process that can only compute and talk to its parent."""

@@ -1,4 +1,4 @@
-"""The reward `char_f1`: how well the passages that an answer quotes cover the evidence, in characters."""
+"""The reward `char_f1`: how well the passages quoted in an answer cover the evidence, in characters."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from trainable.files.json_values import parse_json
 
 MAX_FREE_PREDICTIONS = 12
-"""An answer may quote so many passages. Each further one costs `EXTRA_PREDICTION_COST` / 12."""
+"""Number of passages that an answer may quote for free. Each further one costs `EXTRA_PREDICTION_COST` / 12."""
 EXTRA_PREDICTION_COST = 0.05
 
 _MIN_QUOTE_LENGTH, _MIN_LINE_LENGTH = 8, 16
@@ -23,10 +23,10 @@ _BULLET = re.compile(r"^(?:[-*•]|\d+[.)])\s+")
 
 
 def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[str]) -> float:
-    """The reward of an answer, from 0 to 1: its F1 in characters of the papers, less the cost of too many passages.
+    """Compute the reward of an answer, in [0, 1]: its F1 in characters of the papers, minus a cost per excess passage.
 
-    Each passage of the answer and of the evidence marks its first exact occurrence in the papers. A passage that does
-    not occur marks nothing. An answer of more than 251 passages scores 0 whatever they mark.
+    Each passage of the answer and of the evidence marks its first exact occurrence in the papers, if any. An answer of
+    more than 251 passages scores 0 whatever they mark.
 
     Args:
         answer: a final answer, see `parse_predictions`.
@@ -41,7 +41,7 @@ def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[s
     """
     predictions = parse_predictions(answer)
     cost = EXTRA_PREDICTION_COST * max(0, len(predictions) - MAX_FREE_PREDICTIONS) / MAX_FREE_PREDICTIONS
-    if cost >= 1:  # looking up a million of them would take minutes
+    if cost >= 1:  # searching for a million passages would take minutes
         return 0.0
     text = "\n\n".join(papers.values())
     marks, gold_marks = _mark(text, predictions), _mark(text, evidence)
@@ -50,7 +50,7 @@ def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[s
 
 
 def _mark(text: str, passages: Iterable[str]) -> npt.NDArray[np.bool_]:
-    """The characters of the text (N,) that lie in the first occurrence of a passage."""
+    """Mark the characters of the text (N,) that lie in the first occurrence of a passage."""
     marks = np.zeros(len(text), dtype=bool)
     for passage in passages:
         start = text.find(passage) if passage else -1
@@ -60,11 +60,10 @@ def _mark(text: str, passages: Iterable[str]) -> npt.NDArray[np.bool_]:
 
 
 def parse_predictions(answer: str) -> tuple[str, ...]:
-    """The passages that a final answer quotes, without repetitions up to case and spaces.
+    """Extract the passages that a final answer quotes, dropping those that differ only in case and spaces.
 
-    Read in this order, and the first way that gives something counts: JSON or a Python literal (also in <final> tags or
-    in a code block), whose texts are the passages; quotations of at least 8 characters; lines of at least 16 characters
-    without their bullets.
+    Tries in this order, until one succeeds: JSON or a Python literal (also in <final> tags or in a code block), whose
+    texts are the passages; quotations of at least 8 characters; lines of at least 16 characters without their bullets.
 
     Example:
         >>> parse_predictions("<final>['first passage', 'second passage']</final>")
@@ -87,13 +86,13 @@ def parse_predictions(answer: str) -> tuple[str, ...]:
 
 
 def _unwrap(text: str, wrapping: re.Pattern[str]) -> str:
-    """What stands in the wrappings of a text, or the text if it has none."""
+    """Extract the contents of the wrappings of a text, or the text if it has none."""
     contents = wrapping.findall(text)
     return "\n".join(contents) if contents else text
 
 
 def _parse_literal(text: str) -> list[str] | None:
-    """The texts of a JSON value or Python literal; None if the answer is neither, or has a number or nothing alone."""
+    """Parse the texts of a JSON value or Python literal; None if the answer is neither, or a bare number or null."""
     value: Any
     try:
         value = parse_json(text.encode())
@@ -108,7 +107,7 @@ def _parse_literal(text: str) -> list[str] | None:
 
 
 def _list_texts(value: object) -> Iterator[str]:
-    """All texts of nested lists and mappings, without keys."""
+    """Yield all texts of nested lists and mappings, without keys."""
     if isinstance(value, str):
         yield value.strip()
     elif isinstance(value, Mapping):

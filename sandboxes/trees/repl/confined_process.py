@@ -1,9 +1,9 @@
-"""Confined processes, which run model-written code, and the process that forks them: a script that `process.py` starts.
+"""Confined processes that run model-written code, and the process that forks them: a script started by `process.py`.
 
-The script imports the standard library only and everything that a confined process needs before it is confined:
-afterwards the kernel refuses every system call but those of a computation (libseccomp, a list of what is allowed).
-Messages are JSON on standard input, each after its length, and lines of JSON on standard output; the parent trusts none
-of them.
+The script imports only the standard library, and everything that a confined process needs before it is confined:
+afterwards the kernel refuses all system calls except those of a computation (libseccomp with an allow-list). Messages
+are JSON on standard input, each preceded by its length, and lines of JSON on standard output; the parent trusts none of
+them.
 
 Messages from the parent have a random token, which the reply repeats: {"kind": "start", "context": {...}, "may_query":
 bool}, {"kind": "execute", "code": "..."}, and after a query {"kind": "answers", "values": [...]} or
@@ -35,24 +35,24 @@ import warnings
 from collections import Counter
 
 ALLOWED_CALLS = (
-    # Streams that are open already.
+    # Streams that are already open.
     "read", "write", "close", "lseek",
-    # Memory, but no memory that can be executed: see `list_conditions`.
+    # Memory, but not executable memory: see `list_conditions`.
     "brk", "munmap",
-    # Signals of this process alone.
+    # Signals of this process only.
     "rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "restart_syscall", "rseq",
-    # Random numbers and its turn.
+    # Random numbers, scheduling, time.
     "getrandom", "sched_yield", "gettimeofday",
-    # Its own end.
+    # Ending itself.
     "exit", "exit_group",
 )  # fmt: skip
-"""System calls that a computation needs. All others fail with EPERM: those of files, processes, sockets, signals."""
+"""System calls that a computation needs. All others, for files, processes, sockets or signals, fail with EPERM."""
 MAX_PROMPTS = 64
-"""Prompts of one query; the limits of an episode are lower."""
+"""Maximum number of prompts of one query; the limits of an episode are lower."""
 LENGTH_DIGITS = 10
-"""Before each message from the parent: its length in bytes."""
+"""Number of digits of the length in bytes that precedes each message from the parent."""
 _MAX_FILES = 64
-"""Open files of the process that forks the others, which needs ten."""
+"""Limit on open files of the process that forks the others, which needs ten."""
 BUILTIN_NAMES = (
     "__build_class__",
     "abs", "all", "any", "ascii", "bin", "bool", "bytearray", "bytes", "callable", "chr", "complex", "dict", "dir",
@@ -63,7 +63,7 @@ BUILTIN_NAMES = (
     "LookupError", "NameError", "NotImplementedError", "OverflowError", "RuntimeError", "StopIteration", "TypeError",
     "ValueError", "ZeroDivisionError",
 )  # fmt: skip
-"""What the published REPL offers, without import, open, eval and exec. This is its language and no boundary."""
+"""What the published REPL offers, without import, open, eval and exec. This is a language, not a security boundary."""
 
 
 class FinalAnswer(BaseException):
@@ -71,7 +71,7 @@ class FinalAnswer(BaseException):
 
 
 def limit_resources(memory_bytes: int, cpu_seconds: int) -> None:
-    """Limit memory, CPU time, processes and the sizes of files, of which the process may write none."""
+    """Limit memory, CPU time and processes, and forbid writing to files."""
     for name, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -87,21 +87,21 @@ def end_with_parent(parent_id: int) -> None:
     """Make the kernel kill this process when its parent ends."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_id:  # it has ended already
+    if os.getppid() != parent_id:  # it has already ended
         os._exit(0)
 
 
 def rank_for_killing(score: int) -> None:
-    """Say which processes the kernel kills first when memory is short: those of 1000 before those of 0."""
+    """Set the score by which the kernel chooses processes to kill when memory is short: 1000 before 0."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(score))
 
 
 def drop_rights() -> None:
-    """Give up the capabilities of root, for whoever runs studies as root, and with Landlock all files.
+    """Drop the capabilities of root, for users who run studies as root, and deny all files with Landlock.
 
-    The filter of system calls alone refuses files, too: this is for a call that it should not have allowed. Other
-    processes of the user cannot read the memory of this one.
+    The system-call filter alone already denies files; this guards against a call that it should not have allowed. Other
+    processes of the same user cannot read this one's memory.
     """
     header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # _LINUX_CAPABILITY_VERSION_3
     libc = ctypes.CDLL(None, use_errno=True)
@@ -113,18 +113,18 @@ def drop_rights() -> None:
     create_ruleset, restrict_self = 444, 446  # on every processor
     all_accesses = ctypes.c_uint64(0x1FFF)
     rules = libc.syscall(create_ruleset, ctypes.byref(all_accesses), 8, 0)
-    if rules >= 0:  # Linux 5.13, where it is switched on
+    if rules >= 0:  # Linux 5.13 or newer, where Landlock is enabled
         libc.syscall(restrict_self, rules, 0)
         os.close(rules)
 
 
 def confine(library: ctypes.CDLL) -> None:
-    """Limit the process to the system calls of a computation, for good. Raise OSError if the kernel does not do it."""
+    """Restrict the process permanently to the system calls of a computation. Raise OSError if the kernel cannot."""
     library.seccomp_init.restype = ctypes.c_void_p
     library.seccomp_init.argtypes = [ctypes.c_uint32]
     library.seccomp_syscall_resolve_name.argtypes = [ctypes.c_char_p]
     library.seccomp_load.argtypes = [ctypes.c_void_p]
-    # With arguments by reference, which has a fixed number of parameters.
+    # Takes the comparisons as an array: the other variant is variadic.
     library.seccomp_rule_add_array.argtypes = [
         ctypes.c_void_p,
         ctypes.c_uint32,
@@ -138,7 +138,7 @@ def confine(library: ctypes.CDLL) -> None:
         raise OSError(errno.ENOSYS, "libseccomp could not start")
     for name, comparisons in [*((name, ()) for name in ALLOWED_CALLS), *list_conditions()]:
         number = library.seccomp_syscall_resolve_name(name.encode())
-        if number < 0:  # this processor has no such call
+        if number < 0:  # this processor does not have the call
             continue
         array = (_Comparison * len(comparisons))(*comparisons) if comparisons else None
         if error := library.seccomp_rule_add_array(rules, allow, number, len(comparisons), array):
@@ -160,10 +160,10 @@ class _Comparison(ctypes.Structure):
 
 
 def list_conditions() -> list[tuple[str, tuple[_Comparison, ...]]]:
-    """Calls that are allowed with some arguments only, one entry per alternative."""
+    """List the calls that are allowed with certain arguments only, one entry per alternative."""
     less_or_equal, equal, masked_equal = 3, 4, 7
     not_executable = _Comparison(2, masked_equal, 4, 0)  # PROT_EXEC
-    # Neither locked in memory nor shared: MAP_PRIVATE, ANONYMOUS, NORESERVE, STACK and FIXED are left.
+    # Neither locked in memory nor shared: leaves MAP_PRIVATE, ANONYMOUS, NORESERVE, STACK and FIXED.
     private = _Comparison(3, masked_equal, 0xFFFFFFFF & ~(0x02 | 0x10 | 0x20 | 0x4000 | 0x20000), 0)
     own_clock = _Comparison(0, less_or_equal, 11, 0)  # the clocks of other processes have larger numbers
     advice = (4, 15)  # DONTNEED, NOHUGEPAGE
@@ -181,7 +181,7 @@ def list_conditions() -> list[tuple[str, tuple[_Comparison, ...]]]:
 
 
 def check_confinement() -> None:
-    """Try what the filter must refuse. Raise OSError if something of it works."""
+    """Try what the filter must refuse. Raise OSError if any of it works."""
     libc = ctypes.CDLL(None, use_errno=True)
     open_folder, send_signal = (lambda: os.open("/", os.O_RDONLY)), (lambda: os.kill(0, 0))
     for attempt in (open_folder, lambda: os.stat("/"), os.getppid, send_signal, socket.socket):
@@ -195,7 +195,7 @@ def check_confinement() -> None:
     ctypes.set_errno(0)
     if libc.fork() == 0:
         os._exit(0)
-    if ctypes.get_errno() != errno.EPERM:  # the limit of processes has another number
+    if ctypes.get_errno() != errno.EPERM:  # the limit on processes fails with a different error
         raise OSError(errno.ENOSYS, "the filter of system calls is loaded and lets processes fork")
     libc.mmap.restype = ctypes.c_void_p
     for protection, flags in ((7, 0x22), (3, 0x21)):  # executable and private, not executable and shared
@@ -204,15 +204,15 @@ def check_confinement() -> None:
 
 
 class Channel:
-    """Messages to and from the parent. Its streams are not those that code sees as sys.stdin and sys.stdout."""
+    """Messages to and from the parent, on streams other than the sys.stdin and sys.stdout that code sees."""
 
     def __init__(self) -> None:
         self._input, self._output = os.fdopen(0, "rb", closefd=False), os.fdopen(1, "wb", buffering=0, closefd=False)
         self._token: object = None
 
     def receive(self) -> dict[str, object]:
-        """The next message. The process ends if the parent has gone."""
-        # Read in two pieces, whatever arrives at once: otherwise addresses of later objects would depend on that.
+        """Receive the next message. The process ends if the parent is gone."""
+        # Always read in two pieces: otherwise the addresses of later objects would depend on what arrives at once.
         length = self._input.read(LENGTH_DIGITS)
         if not length:
             os._exit(0)
@@ -230,7 +230,7 @@ class Channel:
 class Tools:
     """What the code may call.
 
-    context: texts by id. channel: to the parent, which answers queries. message_bytes: the most that it takes at once.
+    context: texts by id. channel: to the parent, which answers queries. message_bytes: maximum size of a message.
     namespace: the variables of the code.
     """
 
@@ -255,27 +255,27 @@ class Tools:
         self._first_values = dict(self.namespace)
 
     def _number_object(self, value: object, /) -> int:
-        """A number of its own for every object, in place of `id`: an address would differ between processes."""
-        # The objects stay, so that no other one gets their address.
+        """Number each object, in place of `id`, whose addresses would differ between processes."""
+        # Keeping the objects prevents others from getting their address.
         return self._numbered_objects.setdefault(id(value), (len(self._numbered_objects) + 1, value))[0]
 
     def _compute_hash(self, value: object, /) -> int:
-        """`hash`, but a number of its own for an object whose hash is its address."""
+        """Compute `hash`, but number objects whose hash is their address."""
         is_nan = isinstance(value, float) and math.isnan(value)
         return self._number_object(value) if is_nan or type(value).__hash__ is object.__hash__ else hash(value)
 
     def list_papers(self) -> list[str]:
-        """The ids of all papers."""
+        """List the ids of all papers."""
         return list(self.context)
 
     def search(self, text: str, keyword: str, window: int = 300) -> list[str]:
-        """The surroundings of every occurrence of `keyword` in `text`, case ignored: `window` characters beside it."""
+        """Find each occurrence of `keyword` in `text`, ignoring case, with `window` characters around it."""
         half, words = max(int(window), 0) // 2, str(keyword)
         places = (match.start() for match in re.finditer(re.escape(words), str(text), re.IGNORECASE)) if words else ()
         return [str(text)[max(place - half, 0) : place + len(words) + half] for place in places]
 
     def get_paper_abstract(self, paper_id: str) -> str:
-        """The abstract of a paper, up to an empty line; without one, the first paragraph that is no heading."""
+        """Return a paper's abstract, up to an empty line; without one, the first paragraph that is not a heading."""
         text = self.context[paper_id]
         if match := re.search(r"^[#\s]*abstract\s*[:.]?[ \t]*(.*?)(?:\n\s*\n|\Z)", text, re.I | re.M | re.S):
             return match[1].strip()
@@ -283,10 +283,10 @@ class Tools:
         return next((block for block in paragraphs if block and not block.startswith("#")), "")
 
     def extract_section(self, paper_id: str, section: str) -> str:
-        """The text of the section of a paper whose heading is `section`; empty if it has none.
+        """Return the text of a paper's section with the heading `section`; empty if it has none.
 
-        A heading is a line that begins with #, one that ends in a colon after an empty line, or one that is `section`
-        itself, each with or without a number. A section ends at the next heading of its level or above.
+        A heading is a line that begins with #, one that ends in a colon after an empty line, or one that equals
+        `section`, each with or without a number. A section ends at the next heading of its level or above.
         """
         wanted, lines, level, is_after_gap = str(section).strip().lower(), list[str](), 0, True
         for line in self.context[paper_id].splitlines():
@@ -305,7 +305,7 @@ class Tools:
         return "\n".join(lines).strip()
 
     def SHOW_VARS(self) -> dict[str, str]:
-        """The variables that the code has set, with their types."""
+        """List the variables that the code has set, with their types."""
         return {
             name: type(value).__name__
             for name, value in self.namespace.items()
@@ -313,11 +313,11 @@ class Tools:
         }
 
     def rlm_query(self, prompt: str, context: object = None) -> object:
-        """The final answer of a child episode to `prompt`. context: what the child sees; None for all papers."""
+        """Ask a child episode and return its final answer. context: what the child sees; None for all papers."""
         return self.rlm_query_batched([prompt], [context])[0]
 
     def rlm_query_batched(self, prompts: list[str], context_list: list[object] | None = None) -> list[object]:
-        """The final answers of one child episode per prompt, in their order. A problem is raised as a ValueError."""
+        """Ask one child episode per prompt and return their final answers in order. Problems raise ValueError."""
         prompt_list = [str(prompt) for prompt in prompts]
         contexts = list(context_list) if context_list is not None else [None] * len(prompt_list)
         if not prompt_list:
@@ -361,7 +361,7 @@ def _parse_literal(text: object) -> object:
 
 
 def execute(code: str, tools: Tools, message_bytes: int) -> dict[str, object]:
-    """Run code as a REPL does: the value of a last line that is an expression is printed."""
+    """Run code as a REPL does: if the last line is an expression, its value is printed."""
     output, errors, namespace = io.StringIO(), io.StringIO(), tools.namespace
     tools.answers.clear()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
@@ -377,16 +377,16 @@ def execute(code: str, tools: Tools, message_bytes: int) -> dict[str, object]:
                     print(repr(value))
         except FinalAnswer:
             pass
-        except BaseException as error:  # whatever the code raises is an observation, SystemExit too
+        except BaseException as error:  # whatever the code raises, even SystemExit, is an observation
             errors.write(_describe(error))
-    # Also an answer that the code caught on its way.
+    # Also an answer whose exception the code caught.
     final = tools.answers[0] if tools.answers else None
     texts = {"stdout": output.getvalue(), "stderr": errors.getvalue(), "final": final}
     return {"kind": "result", **{name: text and _cut(text, message_bytes // 4) for name, text in texts.items()}}
 
 
 def parse(code: str) -> ast.Module:
-    """Parse code. Code that is indented as a whole is parsed as if it was not."""
+    """Parse code, ignoring a common indentation of all lines."""
     try:
         return ast.parse(code, "<repl>")
     except IndentationError:
@@ -394,15 +394,15 @@ def parse(code: str) -> ast.Module:
 
 
 def _cut(text: str, num_bytes: int) -> str:
-    """The beginning of a text that takes at most so many bytes in a message."""
-    if 12 * len(text) <= num_bytes:  # no character takes more
+    """Cut a text so that it takes at most `num_bytes` in a message."""
+    if 12 * len(text) <= num_bytes:  # no character takes more than 12 bytes
         return text
     beginning = text[: num_bytes - 2]  # between quotes
     return beginning if len(json.dumps(beginning)) <= num_bytes else text[: num_bytes // 12]
 
 
 def _describe(error: BaseException) -> str:
-    """The last line of a traceback. The code may have defined the error, so that its text fails, too."""
+    """Format the last line of a traceback. The code may have defined the error, so formatting may fail, too."""
     try:
         return "".join(traceback.format_exception_only(error))
     except BaseException:
@@ -410,25 +410,24 @@ def _describe(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Start a confined process for each request on the control socket, which is standard input, until the parent ends.
+    """Start a confined process for each request on the control socket (standard input), until the parent ends.
 
     A request is JSON, {"nonce": "...", "numbers": [memory in bytes, CPU seconds, bytes of a message]}, with three
     streams: the standard input, output and error of the new process. The reply is the nonce with a pidfd, or the nonce
-    with a problem. Nothing that a model wrote is ever in this process, so it imports once what each of the others
-    needs.
+    with a problem. This process never holds anything that a model wrote, so it can import what the others need once.
 
-    A request is read by the process that it asks for. This one does the same every time, so that its memory, and with
-    it the addresses of the objects of the others, does not depend on what it has started before.
+    The new process itself reads the request. This one always does the same, so that its memory, and with it the
+    addresses of objects in the others, does not depend on what it has started before.
     """
     library = ctypes.CDLL(sys.argv[1])
     warnings.simplefilter("ignore")
-    os.environ.clear()  # it says to which run this process belongs
+    os.environ.clear()  # the environment says to which run this process belongs
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_FILES, _MAX_FILES))
     rank_for_killing(900)  # before the trial, and after the processes that take the memory
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes leave of those that have ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps processes that have ended
     process_id, poller = os.getpid(), select.poll()
     poller.register(0, select.POLLIN)
-    # A fork of the parent may have the other end of the socket, too, and outlive it.
+    # A fork of the parent may also hold the other end of the socket, and outlive the parent.
     poller.register(os.pidfd_open(os.getppid()), select.POLLIN)
     gc.collect()
     gc.freeze()
@@ -437,7 +436,7 @@ def main() -> None:
         is_read, reader = os.pipe()
         try:
             os.fork()
-        except OSError as error:  # such as too many processes: those that exist go on
+        except OSError as error:  # such as too many processes; existing ones are unaffected
             decline(error)
         if os.getpid() != process_id:
             try:
@@ -445,12 +444,12 @@ def main() -> None:
             finally:  # a child never becomes a second parent
                 os._exit(1)
         os.close(reader)
-        os.read(is_read, 1)  # until the new process has read the request, and closed this
+        os.read(is_read, 1)  # until the new process has read the request, and closed its end
         os.close(is_read)
 
 
 def decline(error: OSError) -> None:
-    """Answer a request with the reason why there is no process."""
+    """Answer a request with the reason why no process was started."""
     control = socket.socket(fileno=0)
     request, streams, _, _ = socket.recv_fds(control, 4096, 3)
     for stream in streams:
@@ -460,7 +459,7 @@ def decline(error: OSError) -> None:
 
 
 def run(library: ctypes.CDLL, parent_id: int, reader: int) -> None:
-    """Read a request, confine this process, and execute what the parent sends. reader: closed once it is read."""
+    """Read a request, confine this process, and execute what the parent sends. reader: closed after reading."""
     control = socket.socket(fileno=0)
     content, streams, _, _ = socket.recv_fds(control, 4096, 3)
     os.close(reader)

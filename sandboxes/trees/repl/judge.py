@@ -15,7 +15,7 @@ from trainable.config.games import PapersConfig
 from trainable.files.json_values import parse_json
 
 MAX_RETRIES = 5
-"""Attempts after the first one. The waits before them are 2, 4, 8, 16 and 30 seconds."""
+"""Attempts after the first one. They are preceded by waits of 2, 4, 8, 16 and 30 seconds."""
 MAX_WAIT_S = 30.0
 TIMEOUT_S = 60.0
 MAX_REPLY_BYTES = 2**20
@@ -32,7 +32,7 @@ _INSTRUCTIONS = (
 
 
 class JudgeError(RuntimeError):
-    """The judge gave no valid score. There is no other reward in its place: the run ends, and can be continued."""
+    """The judge gave no valid score. No other reward replaces it: the run ends, and can be resumed."""
 
 
 class _Grade(BaseModel):
@@ -44,11 +44,11 @@ class _Grade(BaseModel):
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge at an endpoint.
+    """A judge behind an endpoint.
 
-    Each answer is one request at temperature 0. What may pass (no connection, a timeout of 60 seconds, the statuses
-    408, 409, 429 and those from 500 on, a reply that is no valid grade) is tried again up to five times, after waits
-    that double from 2 to at most 30 seconds; every other status ends at once. Redirects are not followed.
+    Each answer is one request at temperature 0. Transient failures (no connection, a timeout of 60 seconds, status 408,
+    409, 429 or 500 and above, a reply that is not a valid grade) are retried up to five times, after waits that double
+    from 2 to at most 30 seconds; any other status is final. Redirects are not followed.
 
     Example:
         >>> judge = Judge("http://127.0.0.1:8000/v1", "my-judge")
@@ -59,15 +59,15 @@ class Judge:
     """
 
     url: str
-    """Of the API, without /chat/completions, such as https://api.openai.com/v1 or http://127.0.0.1:8000/v1."""
+    """URL of the API, without /chat/completions, such as https://api.openai.com/v1 or http://127.0.0.1:8000/v1."""
     model: str
-    """The name of the model there."""
+    """The model's name at the endpoint."""
     key_variable: str = "OPENAI_API_KEY"
-    """The environment variable with the key. It is read for each request and stands in no file."""
+    """The environment variable with the key. It is read for each request and never written to a file."""
     sleep: Callable[[float], None] = time.sleep
 
     def find_obstacle(self) -> str:
-        """Why no answer can be judged, as a sentence that says what to do; empty if a request can be sent."""
+        """Explain why no answer can be judged, and what to do about it; empty if a request can be sent."""
         if not self.url:
             return "The judge needs an address: --set env.papers.judge_url=https://api.openai.com/v1, or another one."
         key = os.environ.get(self.key_variable)
@@ -75,13 +75,13 @@ class Judge:
             return (
                 f"The judge needs a key: export {self.key_variable}=... (any text, where the endpoint asks for none)."
             )
-        # Checked here, so that no error shows it.
+        # Checked here, so that no error message shows the key.
         if not (key.isascii() and key.isprintable() and " " not in key):
             return f"The judge's key in {self.key_variable} has letters that no key has: set it again."
         return ""
 
     def score(self, question: str, answer: str, evidence: Sequence[str]) -> float:
-        """The score of a final answer, from 0.1 to 1: the mean of precision and recall, in tenths of their points.
+        """Score a final answer, from 0.1 to 1: the mean of precision and recall, in tenths of their points.
 
         evidence: the passages that answer the question.
 
@@ -106,7 +106,7 @@ class Judge:
 
     def _request(self, body: Mapping[str, Any]) -> float:
         def authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
-            # Not as a header: a password for this host in ~/.netrc would take its place.
+            # Not as a header: a password for this host in ~/.netrc would replace it.
             request.headers["Authorization"] = f"Bearer {os.environ.get(self.key_variable, '')}"
             return request
 
@@ -125,7 +125,7 @@ class Judge:
             raise _TransientError(f"no reply ({type(error).__name__})") from None
         except requests.RequestException as error:
             raise JudgeError(f"The judge at {self.url} cannot be asked: {error}") from None
-        except ValueError:  # of http.client, whose text may have the key
+        except ValueError:  # from http.client, whose text may contain the key
             raise JudgeError(f"The judge at {self.url} cannot be asked: the request is not valid HTTP.") from None
         if status in (408, 409, 429) or status >= 500:
             raise _TransientError(f"status {status}")
@@ -135,23 +135,23 @@ class Judge:
 
 
 def make_judge(papers: PapersConfig) -> Judge:
-    """The judge that the settings name."""
+    """Make the judge that the settings name."""
     return Judge(papers.judge_url or "", papers.judge_model, papers.judge_key_variable)
 
 
 class _TransientError(Exception):
-    """What may be different at the next attempt."""
+    """A failure that may not recur at the next attempt."""
 
 
 def _format_case(question: str, answer: str, evidence: Sequence[str]) -> str:
     passages = "\n".join(f"- {passage}" for passage in evidence)
-    # No answer can have a tag with its own digest, so none can end early and add a reference of its own.
+    # No answer can contain a tag with its digest, so none can end early and add a forged reference.
     tag = f"answer-{hashlib.sha256(answer.encode()).hexdigest()[:16]}"
     return f"<question>\n{question}\n</question>\n<reference>\n{passages}\n</reference>\n<{tag}>\n{answer}\n</{tag}>"
 
 
 def _read_score(content: bytes) -> float:
-    """The score in the reply of the endpoint. _TransientError if there is none."""
+    """Read the score in the endpoint's reply. _TransientError if there is none."""
     if len(content) > MAX_REPLY_BYTES:
         raise _TransientError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
     try:

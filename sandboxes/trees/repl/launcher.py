@@ -1,4 +1,4 @@
-"""Start confined processes: a launcher has imported what they need, and forks one in a few milliseconds."""
+"""Start confined processes in milliseconds, by forking a launcher that has already imported what they need."""
 
 import atexit
 import json
@@ -24,10 +24,10 @@ _WITHOUT_RANDOM_ADDRESSES = (
     "resource.setrlimit(resource.RLIMIT_STACK, (size, size)); "
     "ctypes.CDLL(None).personality(0x0040000); os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Executes a program with ADDR_NO_RANDOMIZE, if the kernel allows that, and a stack whose size, on which addresses
-depend, is always the same."""
+"""Executes a program with ADDR_NO_RANDOMIZE, if the kernel allows it, and with a stack of fixed size, since addresses
+depend on this size."""
 START_SECONDS = 60.0
-"""Patience with a new process, on a busy machine too; a launcher takes a tenth of a second, others less."""
+"""Timeout for starting a process, even on a busy machine; a launcher takes a tenth of a second, others less."""
 
 
 class LauncherError(RuntimeError):
@@ -35,10 +35,10 @@ class LauncherError(RuntimeError):
 
 
 class ConfinedChild:
-    """A process that a launcher has started. It is no child of this process, so it is named by a handle.
+    """A process started by a launcher. It is not a child of this process, so it is identified by a handle.
 
-    stdin, stdout, stderr: file descriptors of this end of its streams, which do not block. pid: its id, which is only
-    for reading: after its end another process may have it. launcher: the one that started it.
+    stdin, stdout, stderr: non-blocking file descriptors of this end of its streams. pid: its id, for reading only:
+    after its end another process may have it. launcher: the launcher that started it.
     """
 
     def __init__(self, handle: int, streams: Sequence[int], launcher: "Launcher") -> None:
@@ -50,18 +50,18 @@ class ConfinedChild:
         (self.pid,) = (int(line.removeprefix("Pid:")) for line in lines if line.startswith("Pid:"))
 
     def read_cpu_seconds(self) -> float:
-        """The CPU time of the process so far, in seconds; 0 if it has ended."""
+        """Return the CPU time of the process so far, in seconds; 0 if it has ended."""
         try:
             seconds = time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid of the C library
         except OSError:
             return 0.0
-        return 0.0 if self._wait_for_end(0) else seconds  # after its end the id may be that of another process
+        return 0.0 if self._wait_for_end(0) else seconds  # after its end, another process may have the id
 
     def _wait_for_end(self, seconds: float) -> bool:
         return bool(self._end.poll(seconds * 1000))
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal; a process that has ended gets none."""
+        """Send a signal, unless the process has ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
 
@@ -75,8 +75,8 @@ class ConfinedChild:
 class Launcher:
     """A process that starts confined ones, for all threads of this process.
 
-    It ends when its socket is closed: with this process, at the latest, whatever forks this one has. All that it has
-    started end with it. mark: of the run to which it belongs.
+    It ends when its socket is closed, at the latest with this process, even if this process has forks. Everything that
+    it started ends with it. mark: identifies the run to which it belongs.
     """
 
     def __init__(self, library: str) -> None:
@@ -86,7 +86,7 @@ class Launcher:
         with other_end:
             python = sys.executable
             self._process = subprocess.Popen(
-                # Without site-packages, whose modules would be open to the code, and with the same hashes each time.
+                # Without site-packages, whose modules the code could reach, and with the same hashes each time.
                 [python, "-S", "-c", _WITHOUT_RANDOM_ADDRESSES, python, "-s", "-P", "-S", "-B", str(_SCRIPT), library],
                 stdin=other_end.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -116,7 +116,7 @@ class Launcher:
             if not reply:
                 raise LauncherError("the process that starts others has ended")
             text = reply.decode("utf-8", "replace")
-            if not text.startswith(nonce):  # then neither would the next one be the reply to its request
+            if not text.startswith(nonce):  # out of step: later replies would belong to other requests, too
                 raise LauncherError("the process that starts others has answered another request")
             if not handles:
                 raise OSError(text.removeprefix(nonce) or "no handle arrived")
@@ -127,25 +127,25 @@ class Launcher:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the launcher has ended, and all that it has started with it."""
+        """Whether the launcher, and everything that it started, has ended."""
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
         return any(event & (select.POLLHUP | select.POLLERR) for _, event in poller.poll(0))
 
     def close(self) -> None:
-        """End the launcher and all that it has started."""
+        """End the launcher and everything that it started."""
         self._control.close()
         self._process.kill()
         self._process.wait()
 
 
 def _make_streams() -> tuple[list[int], list[int]]:
-    """Three pipes: the ends of the new process (input, output, error), and those of this one, which do not block."""
+    """Open three pipes: the ends for the new process (input, output, error), and ours, which do not block."""
     ends: list[int] = []
     try:
         for _ in range(3):
             ends.extend(os.pipe())
-    except OSError:  # those that exist are closed where one is missing
+    except OSError:  # close the others if one cannot be opened
         _close(ends)
         raise
     input_inner, input_outer, output_outer, output_inner, error_outer, error_inner = ends
@@ -162,7 +162,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 _LOCK = threading.Lock()
 _LAUNCHERS: dict[tuple[int, str], Launcher] = {}
-"""The launchers of this process, by its id, since a fork has none yet, and by their library."""
+"""The launchers of this process, by its id (a fork has none at first), and by their library."""
 
 
 @atexit.register
@@ -175,8 +175,8 @@ def _close_launchers() -> None:
 def start_confined(library: str, numbers: Sequence[int]) -> ConfinedChild:
     """Start a confined process with the launcher of this process.
 
-    A launcher that has ended is started again. So is that of a run that this process trained before the current one:
-    whoever starts that run again takes it for an orphan.
+    A launcher that has ended is replaced. So is a launcher of a run that this process trained earlier: whoever starts
+    that run again would take it for an orphan.
     """
     key = (os.getpid(), library)
     with _LOCK:

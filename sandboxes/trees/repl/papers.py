@@ -1,4 +1,4 @@
-"""The game `papers`: a question about several papers per level, which a tree of rollouts answers."""
+"""The game `papers`: each level is a question about several papers, which a tree of rollouts answers."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits
 from trainable.envs.level_sets import find_test_levels
 
 SUCCESS_SCORE = 0.9
-"""The score from which an answer counts as a success: nearly all of the evidence, and little beside it."""
+"""Score from which an answer counts as a success: nearly all of the evidence, and little else."""
 QUERY_ACTION, CODE_ACTION = "ask", "run"
-"""The actions of a turn: one for each child that its code asked, and one for its code."""
+"""The actions of a turn: one for each child that its code called, and one for its code."""
 
 TEST_FRACTION = 0.1
-"""Share of the rows of a file that no training sees."""
+"""Fraction of a file's rows that are never trained on."""
 MIN_FILE_ROWS = 20
 
 THINGS = (
@@ -32,7 +32,7 @@ PROPERTIES = ("deep", "high", "long", "wide")
 MIN_NUMBER, MAX_NUMBER = 10, 99
 
 ScoreAnswer = Callable[[Question, str], float]
-"""The reward, from 0 to 1, of the final answer to a question; an answer may be empty."""
+"""Computes the reward, from 0 to 1, of the final answer to a question; an answer may be empty."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,20 +44,20 @@ class PaperLevel:
 
     @cached_property
     def key(self) -> bytes:
-        """Equal for equal questions about equal papers."""
+        """Key that is equal for equal questions about equal papers."""
         return hashlib.sha256(repr((self.question.text, dict(self.question.papers))).encode()).digest()
 
 
 def make_question(seed: int, num_papers: int = 3, num_sentences: int = 4) -> Question:
-    """A question about a thing, whose evidence is every sentence that begins with it. It needs no data set.
+    """Generate a question about a thing, whose evidence is every sentence that begins with it. Needs no data set.
 
-    One to all of the papers have one sentence of evidence each. In the others, and beside it, sentences are about other
-    things; some of them only mention the thing, so that a search for its name finds too much.
+    One or more of the papers have one sentence of evidence each. All other sentences are about other things; some of
+    them mention the thing, so that a search for its name finds too much.
 
     Args:
-        seed: the question is a function of it and of the sizes.
+        seed: determines the question, together with the sizes.
         num_papers: at least 1.
-        num_sentences: sentences of a paper, at least 2.
+        num_sentences: sentences per paper, at least 2.
 
     Example:
         >>> question = make_question(0)
@@ -88,13 +88,13 @@ def make_question(seed: int, num_papers: int = 3, num_sentences: int = 4) -> Que
 
 
 def _draw_sentences(thing: str, count: int, rng: np.random.Generator) -> list[str]:
-    """Different sentences about a thing."""
+    """Draw distinct sentences about a thing."""
     numbers = MIN_NUMBER + rng.choice(MAX_NUMBER - MIN_NUMBER + 1, size=count, replace=False)
     return [f"The {thing} is {number} metres {PROPERTIES[rng.integers(len(PROPERTIES))]}." for number in numbers]
 
 
 class _Papers:
-    """What the levels of the game have in common, wherever their questions come from."""
+    """What the levels of the game have in common, whatever the source of their questions."""
 
     name: str = "papers"
     title: str = "Papers"
@@ -102,10 +102,10 @@ class _Papers:
     measures: Mapping[str, Measure] = MappingProxyType(
         {"children": lambda level, actions: float(list(actions).count(QUERY_ACTION))}
     )
-    """children: how many of them the tree asked."""
+    """children: how many children the tree called."""
 
     def compute_chance(self, levels: Sequence[PaperLevel], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """Not known: random text is no code."""
+        """Return None: random text is not code, so chance success is unknown."""
         return None
 
     compute_best = compute_chance
@@ -113,7 +113,7 @@ class _Papers:
 
 @dataclass(frozen=True)
 class GeneratedPapers(_Papers):
-    """Generated questions (see `make_question`); every seed is a question of its own.
+    """Generated questions (see `make_question`); every seed is a different question.
 
     num_papers, num_sentences: sizes of a question.
     """
@@ -122,17 +122,17 @@ class GeneratedPapers(_Papers):
     num_sentences: int
 
     def make_levels(self, seeds: Sequence[int]) -> list[PaperLevel]:
-        """A question for each seed."""
+        """Make a question for each seed."""
         return [PaperLevel(int(seed), make_question(int(seed), self.num_papers, self.num_sentences)) for seed in seeds]
 
     def make_test_levels(self, count: int) -> list[PaperLevel]:
-        """The first `count` test questions: all different and in no published set."""
+        """Make the first `count` test questions: all distinct and in no published set."""
         return list(_find_test_questions(self, count))
 
 
 @lru_cache(maxsize=4)
 def _find_test_questions(papers: GeneratedPapers, count: int) -> tuple[PaperLevel, ...]:
-    """Cached, because a process may train several runs, and the search goes through thousands of questions."""
+    """Find test questions. Cached, because a process may train several runs, and the search tries thousands."""
     levels = find_test_levels(papers.make_levels, count)
     assert levels is not None  # two random numbers and an order of twenty things: questions hardly ever repeat
     return tuple(levels)
@@ -140,10 +140,10 @@ def _find_test_questions(papers: GeneratedPapers, count: int) -> tuple[PaperLeve
 
 @dataclass(frozen=True)
 class FilePapers(_Papers):
-    """The questions of a file, each once however often it stands there.
+    """The questions of a file, without duplicates.
 
     A tenth of the rows, in a fixed random order, are the test questions. A seed draws one of the others, so training
-    and validation may share rows. ValueError for fewer than 20 different rows.
+    and validation may share rows. ValueError for fewer than 20 distinct rows.
     """
 
     questions: tuple[Question, ...]
@@ -155,19 +155,19 @@ class FilePapers(_Papers):
 
     @cached_property
     def _levels(self) -> list[PaperLevel]:
-        """A level of each different question; its seed is its place in the file."""
+        """A level for each distinct question; its seed is its place in the file."""
         levels = [PaperLevel(place, question) for place, question in enumerate(self.questions)]
         return list({level.key: level for level in reversed(levels)}.values())[::-1]
 
     @cached_property
     def _places(self) -> tuple[list[int], list[int]]:
-        """The rows for tests, and the others."""
+        """The places of the test rows, and of the others."""
         order = np.random.default_rng(0).permutation(len(self._levels)).tolist()
         num_tests = int(TEST_FRACTION * len(order))
         return order[:num_tests], order[num_tests:]
 
     def make_levels(self, seeds: Sequence[int]) -> list[PaperLevel]:
-        """A random row for each seed."""
+        """Draw a random row for each seed."""
         _, places = self._places
         draws = [int(np.random.default_rng(int(seed)).integers(len(places))) for seed in seeds]
         return [
@@ -175,7 +175,7 @@ class FilePapers(_Papers):
         ]
 
     def make_test_levels(self, count: int) -> list[PaperLevel]:
-        """The test questions, at most `count`."""
+        """Return up to `count` test questions."""
         places, _ = self._places
         return [
             PaperLevel(FIRST_TEST_SEED + number, self._levels[place].question)
@@ -184,7 +184,7 @@ class FilePapers(_Papers):
 
 
 def make_papers(settings: PapersConfig) -> GeneratedPapers | FilePapers:
-    """The questions of a file, or generated ones.
+    """Read the questions of a file, or generate them.
 
     Raises QuestionFileError if the file cannot be read, and ValueError if it is too short.
     """

@@ -1,4 +1,4 @@
-"""A confined process as the parent sees it: start, execute, answer queries, and kill on any overrun."""
+"""A confined process as its parent sees it: start, execute, answer queries, and kill it if it exceeds a limit."""
 
 import ctypes.util
 import functools
@@ -19,28 +19,28 @@ from sandboxes.trees.repl.launcher import START_SECONDS, ConfinedChild, Launcher
 
 
 class ReplLimits(NamedTuple):
-    """What a REPL may use. Beyond any of these, its process is killed and its variables are lost."""
+    """What a REPL may use. If it exceeds a limit, its process is killed and its variables are lost."""
 
     seconds: float = 30.0
-    """CPU time of one execution, which does not depend on what else the machine does. It is that of the process, and
-    what this one needs to read its replies and queries, without the episodes of the children."""
+    """CPU time of one execution, which does not depend on the machine's load: of the process, plus what this process
+    needs to read its replies and queries, without the episodes of children."""
     memory_bytes: int = 512 * 2**20
     """Address space of the process."""
     message_bytes: int = 4 * 2**20
-    """Size of one reply. A longer output is cut."""
+    """Maximum size of one reply. Longer output is cut."""
     wall_factor: float = 30.0
-    """An execution that sleeps ends after so many times `seconds`."""
+    """An execution that sleeps ends after this many times `seconds`."""
 
 
 _ADDRESS = re.compile(r"0x(?:(?<= at 0x)[0-9a-f]{6,}|(?<=\b0x)[0-9a-f]{12})\b")
-"""Where a text of Python says so, or of the length that all addresses have; other hexadecimal numbers stay."""
+"""Matches addresses: after " at", or of the length that all addresses have. Other hexadecimal numbers stay."""
 
 Context = str | dict[str, str] | None
-"""What a child sees: one text, texts by id, or None for what its root sees."""
+"""What a child sees: one text, texts by id, or None for the same as its root."""
 
 
 class Query(NamedTuple):
-    """What an execution asks of child episodes: one prompt and one context for each."""
+    """What an execution asks of child episodes: one prompt and one context each."""
 
     prompts: tuple[str, ...]
     contexts: tuple[Context, ...]
@@ -50,7 +50,7 @@ class Execution(NamedTuple):
     """The end of an execution.
 
     stdout, stderr: what it printed, and its error. final: the final answer, if it gave one. is_lost: whether the
-    process was killed, so that variables are gone.
+    process was killed, and its variables with it.
     """
 
     stdout: str
@@ -69,7 +69,7 @@ def _find_library() -> str | None:
 
 
 def find_obstacle() -> str:
-    """Why no code can be confined here, as a sentence that says what to do; empty if it can be."""
+    """Explain why no code can be confined here, and what to do about it; empty if it can."""
     if not sys.platform.startswith("linux"):
         return "Model-written code is confined by Linux alone: use Linux, or a Linux container."
     if _find_library() is None:
@@ -80,13 +80,13 @@ def find_obstacle() -> str:
 class ReplProcess:
     """A Python REPL in a confined process. Its variables persist between executions until it is killed.
 
-    The code is never trusted: every reply of the process is checked, one that is none counts as an overrun, and the
-    process is stopped while no execution runs. What the code of an execution says of itself may still be untrue: it can
-    claim any output and any final answer, as it could print and return them.
+    The code is never trusted: every reply of the process is checked, an invalid one counts as exceeding a limit, and
+    the process is stopped while no execution runs. What code says about its execution may still be untrue: it can claim
+    any output and any final answer, just as it could print and return them.
 
     Args:
         context: texts by id, which the code sees as `context`.
-        may_query: whether the code may ask child episodes.
+        may_query: whether the code may call child episodes.
         limits: what the process may use.
 
     The process ends with this one at the latest.
@@ -125,7 +125,7 @@ class ReplProcess:
             process.close()
 
     def execute(self, code: str) -> Execution | Query:
-        """Run code until it ends, or until it asks child episodes, whose answers `answer` hands over.
+        """Run code until it ends, or until it calls child episodes, whose results `answer` passes back.
 
         Raises ValueError while a query is open, and ConfinementError if a new process is needed and does not start.
         """
@@ -138,19 +138,19 @@ class ReplProcess:
         return self._exchange({"kind": "execute", "code": code})
 
     def answer(self, values: Sequence[str]) -> Execution | Query:
-        """Hand over the final answers of the children of the open query, and go on. ValueError for another number."""
+        """Pass back the final answers of the open query's children, and continue. ValueError if the number is wrong."""
         if not self._open_prompts or len(values) != self._open_prompts:
             raise ValueError(f"{len(values)} answers for {self._open_prompts} open prompts.")
         return self._exchange({"kind": "answers", "values": list(values)})
 
     def refuse(self, problem: str) -> Execution | Query:
-        """Raise `problem` in the code as the answer to its open query, and go on. ValueError without a query."""
+        """Raise `problem` in the code as the result of its open query, and continue. ValueError without a query."""
         if not self._open_prompts:
             raise ValueError("No query is open.")
         return self._exchange({"kind": "problem", "text": problem})
 
     def charge(self, seconds: float) -> None:
-        """Take CPU time that its open query costs elsewhere, in seconds, from the execution."""
+        """Subtract CPU time, in seconds, that the open query uses elsewhere from the execution's budget."""
         self._cpu_left -= seconds
 
     def _start(self) -> None:
@@ -181,12 +181,12 @@ class ReplProcess:
         if isinstance(reply, str):
             launcher_has_ended = self._process.launcher.has_ended
             self.close()
-            if launcher_has_ended:  # then this is not the doing of the code
+            if launcher_has_ended:  # then the code is not to blame
                 raise ConfinementError("The process that starts confined ones has ended, and all of them with it.")
-            with suppress(ConfinementError, OSError):  # the next execution tries again
+            with suppress(ConfinementError, OSError):  # the next execution retries
                 self._start()
             return Execution("", f"{reply} All variables are lost.", None, is_lost=True)
-        # Until it is spoken to: code that has replied in its own way would go on.
+        # Stopped until the next message: code that forged a reply would continue to run.
         self._process.send_signal(signal.SIGSTOP)
         if reply["kind"] == "query":
             self._open_prompts = len(reply["prompts"])
@@ -194,12 +194,12 @@ class ReplProcess:
         return Execution(_clean(reply["stdout"]), _clean(reply["stderr"]), _clean(reply["final"]))
 
     def _ask(self, message: dict[str, Any], kinds: Container[str]) -> dict[str, Any] | str:
-        """The reply to a message, of one of these kinds, or what was wrong with it, as a sentence."""
+        """Send a message and receive a reply of one of these kinds, or describe in a sentence what went wrong."""
         process = self._process
         assert process is not None
         clock = _Clock(process, self._cpu_left, self._wall_left)
         try:
-            if _read_now(process.stdout):  # nobody asked it
+            if _read_now(process.stdout):  # an unsolicited message
                 return "RuntimeError: an earlier execution sent what is no message and was ended."
             process.send_signal(signal.SIGCONT)
             self._token = secrets.token_hex(16)
@@ -210,7 +210,7 @@ class ReplProcess:
         except OSError:
             return "RuntimeError: the execution ended the REPL."
         self._cpu_left, self._wall_left = clock.measure_rest()
-        # Also if it has replied before anybody looked: on a busy machine that may take a while.
+        # Checked even if it replied before anybody looked, which may take a while on a busy machine.
         return reply if self._cpu_left > 0 else self._describe_overrun()
 
     def _receive(self, stream: int, clock: "_Clock", kinds: Container[str]) -> dict[str, Any] | str:
@@ -232,7 +232,7 @@ class ReplProcess:
 
 
 def _read_now(stream: int) -> bytes:
-    """What a stream has to read now; empty if it has nothing."""
+    """Read what a stream has available now; empty if nothing."""
     try:
         return os.read(stream, 65536)
     except BlockingIOError:
@@ -240,7 +240,7 @@ def _read_now(stream: int) -> bytes:
 
 
 class _Clock:
-    """What is left of an execution: seconds of CPU time, its own and of this thread for it, and of wall time."""
+    """Time left of an execution: CPU seconds of the process and of this thread on its behalf, and wall time."""
 
     def __init__(self, process: ConfinedChild, cpu_seconds: float, wall_seconds: float) -> None:
         self._process = process
@@ -248,13 +248,13 @@ class _Clock:
         self._wall_end = time.monotonic() + wall_seconds
 
     def measure_rest(self) -> tuple[float, float]:
-        """The seconds of CPU time and of wall time that are left."""
+        """Return the seconds of CPU time and of wall time that are left."""
         cpu_rest = self._cpu_end - self._process.read_cpu_seconds() - time.thread_time()
         return cpu_rest, self._wall_end - time.monotonic()
 
     def wait(self, stream: int, event: int) -> bool:
         """Wait for an event of a stream, and return whether it came in time."""
-        poller = select.poll()  # since select takes no high numbers
+        poller = select.poll()  # select cannot handle high descriptor numbers
         poller.register(stream, event)
         # A process of one thread needs no more CPU time than wall time.
         while (seconds := min(*self.measure_rest(), 1e6)) > 0:
@@ -264,7 +264,7 @@ class _Clock:
 
 
 def _write(stream: int, text: bytes, clock: _Clock) -> bool:
-    """Write a text to a stream that does not block, and return whether all of it was taken in time."""
+    """Write a text to a non-blocking stream, and return whether all of it was accepted in time."""
     rest = memoryview(text)
     while rest:
         if not clock.wait(stream, select.POLLOUT):
@@ -275,10 +275,10 @@ def _write(stream: int, text: bytes, clock: _Clock) -> bool:
 
 
 def _clean(value: Any) -> Any:
-    """A text, or texts by id, without halves of surrogate pairs and without addresses in memory; None stays.
+    """Remove lone surrogates and memory addresses from a text, or from texts by id; None stays.
 
-    No file and no tokenizer takes the halves. Addresses differ between processes, and what a policy reads should be the
-    same with the same seed.
+    No file and no tokenizer accepts lone surrogates. Addresses differ between processes, and what a policy reads should
+    be the same with the same seed.
     """
     if isinstance(value, dict):
         return {_clean(name): _clean(text) for name, text in value.items()}
@@ -286,7 +286,7 @@ def _clean(value: Any) -> Any:
 
 
 def _parse_message(content: bytes, token: str, kinds: Container[str]) -> dict[str, Any] | None:
-    """The reply of the process to the message with `token`, checked in all its fields; None if it is none."""
+    """Parse the reply of the process to the message with `token`, checking all fields; None if invalid."""
     try:
         message = json.loads(content)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Questions about documents: the rows of a data file, checked field by field."""
+"""Questions about documents: read the rows of a data file, checking each field."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,8 @@ class QuestionFileError(ValueError):
 class Question:
     """A question with its documents and the passages that answer it.
 
-    papers: texts by id, in the order of the file. evidence: passages, each of which occurs in a paper word for word if
-    the file is right about it.
+    papers: texts by id, in the order of the file. evidence: passages; if the file is correct, each occurs verbatim in a
+    paper.
     """
 
     text: str
@@ -33,7 +33,7 @@ class Question:
 
 
 def _parse_text(value: object) -> object:
-    """A value that may be written as JSON. A text that is none stays as it is, and is then refused by its type."""
+    """Parse a value that may be JSON text. Other text is returned as is, and is then rejected by its type."""
     if not isinstance(value, str):
         return value
     try:
@@ -43,7 +43,7 @@ def _parse_text(value: object) -> object:
 
 
 def _check_text(text: str) -> str:
-    """The text, if it has no half of a surrogate pair, which no tokenizer and no file takes."""
+    """Return the text unless it has a lone surrogate, which no tokenizer and no file accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -56,7 +56,7 @@ _WRAP_PROMPT = BeforeValidator(lambda value: [{"role": "user", "content": value}
 
 
 class _Row(BaseModel):
-    # Numbers are no texts, and other columns are nobody's mistake.
+    # Numbers are not accepted as text, and additional columns are not an error.
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
@@ -72,7 +72,7 @@ class _Paper(_Row):
     abstract: _Text | None = None
 
     def format(self) -> str:
-        """Title, abstract and text, with headings that the tools of the REPL know."""
+        """Join title, abstract and text, with headings that the tools of the REPL recognize."""
         title = f"# {self.title}" if self.title else ""
         abstract = f"## Abstract\n{self.abstract}" if self.abstract else ""
         return "\n\n".join(block for block in (title, abstract, self.text) if block)
@@ -95,7 +95,7 @@ class _RewardSpec(_Row):
 
 
 class _Fields(_Row):
-    """Fields that may stand in a row or in its extra_info."""
+    """Fields that may be in a row or in its extra_info."""
 
     context_text: _Context | None = None
     context: _Context | None = None
@@ -110,7 +110,7 @@ class _QuestionRow(_Fields):
     extra_info: Annotated[_Fields | None, BeforeValidator(_parse_text)] = None
 
     def make_question(self) -> Question:
-        """The question of the row. ValueError that names the field that is missing or empty."""
+        """Make the question of the row. ValueError that names the field that is missing or empty."""
         last_prompt = next((message.content for message in reversed(self.prompt) if message.role == "user"), "")
         text = self.question or last_prompt
         if not text.strip():
@@ -148,7 +148,7 @@ def read_questions(path: Path) -> list[Question]:
     A row has these fields; others are ignored.
 
     =====================  ===========================================================================================
-    question or prompt     a text; a prompt may also be a list of messages {role, content}: the last of the user counts
+    question or prompt     a text; a prompt may also be a list of messages {role, content}: the last user's one counts
     papers                 a list of {paperId or paper_id, text, title (optional), abstract (optional)},
     or context_text        or texts by id, also as JSON in a text, also as `context`, also in `extra_info`
     reward_spec            {evidence: [{selections: [{text}]}]}, also as JSON in a text, also in `extra_info`;
@@ -171,12 +171,12 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def _list_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file with their places, such as `line 3`."""
+    """Yield the rows of a file with their places, such as `line 3`."""
     if path.suffix not in SUFFIXES:
         raise QuestionFileError(f"{path}: a file of questions ends in {' or '.join(SUFFIXES)}.")
     try:
         if path.suffix == ".parquet":
-            # One group after the other, so that a large file does not become Python objects at once.
+            # Group by group, so that a large file does not become Python objects all at once.
             with pq.ParquetFile(path) as file:
                 rows = (
                     row
@@ -203,14 +203,14 @@ def _parse_line(path: Path, number: int, line: bytes) -> Any:
 
 
 def _drop_missing(value: Any) -> Any:
-    """A row without fields that are null. A table has every field of any row in all of them."""
+    """Drop fields that are null: in a table, every row has the fields of all rows."""
     if isinstance(value, dict):
         return {name: _drop_missing(item) for name, item in value.items() if item is not None}
     return [_drop_missing(item) for item in value] if isinstance(value, list) else value
 
 
 def _describe(error: ValidationError) -> str:
-    """The first problem, as `field papers[2].text: Input should be a valid string`."""
+    """Format the first problem, as `field papers[2].text: Input should be a valid string`."""
     problem = error.errors(include_url=False, include_context=False)[0]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
     return f"field `{field or 'the row'}`: {problem['msg'][0].lower()}{problem['msg'][1:]}"

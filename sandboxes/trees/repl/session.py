@@ -1,4 +1,4 @@
-"""The REPL of one rollout: replies in, observations, questions for children or a final answer out."""
+"""The REPL of one rollout: takes replies, and returns observations, questions for children, or a final answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,10 +8,10 @@ from sandboxes.trees.repl.texts import format_output, parse_reply
 
 
 class TreeLimits(NamedTuple):
-    """Limits of the episodes of a tree, with the published values.
+    """Limits of the episodes of a tree; the defaults are the published values.
 
-    turns: replies of the root, and of each child. children_per_call: prompts of one call. children: of a tree.
-    observation_chars: of what code printed, for the policy to read.
+    turns: replies of the root, and of each child. children_per_call: prompts per call. children: per tree.
+    observation_chars: length of the printed output that the policy reads.
     """
 
     turns: int = 10
@@ -21,7 +21,7 @@ class TreeLimits(NamedTuple):
 
 
 class TurnObservation(NamedTuple):
-    """What a reply led to. is_valid: whether the reply had exactly one block of code, whatever the code did."""
+    """Result of a reply. is_valid: whether the reply had exactly one code block, whatever the code did."""
 
     text: str
     is_valid: bool
@@ -37,12 +37,12 @@ Outcome = TurnObservation | Query | RolloutAnswer
 
 
 class ReplSession:
-    """The REPL of a root or of a child. No reply raises an error: what is wrong with it becomes an observation.
+    """The REPL of a root or of a child. Replies never raise errors: what is wrong with them becomes an observation.
 
     Args:
         papers: texts by id.
         limits: of the tree.
-        is_root: whether the code may ask children. A child may not, so a tree has depth one.
+            is_root: whether the code may call children. A child may not, so a tree has depth one.
         process_limits: what the code may use.
 
     Example:
@@ -74,7 +74,7 @@ class ReplSession:
         self._process.close()
 
     def read(self, reply: str) -> Outcome:
-        """Execute the code of a reply. After a Query, `give_answers` or `refuse` goes on with the same reply."""
+        """Execute the code of a reply. After a Query, `give_answers` or `refuse` continues the same reply."""
         content = parse_reply(reply)
         if content.code is not None:
             return self._advance(self._process.execute(content.code))
@@ -87,7 +87,7 @@ class ReplSession:
         return TurnObservation(content.problem, is_valid=False)
 
     def give_answers(self, answers: Sequence[str]) -> Outcome:
-        """Hand over the final answers of the children of the last Query, in the order of its prompts."""
+        """Pass back the final answers of the last Query's children, in the order of its prompts."""
         return self._advance(self._process.answer(answers))
 
     def refuse(self, problem: str) -> Outcome:
@@ -95,11 +95,11 @@ class ReplSession:
         return self._advance(self._process.refuse(problem))
 
     def charge(self, seconds: float) -> None:
-        """Take CPU time that the last Query costs elsewhere, in seconds, from the code that asked it."""
+        """Charge CPU time, in seconds, that the last Query uses elsewhere to the code that sent it."""
         self._process.charge(seconds)
 
     def _advance(self, result: Execution | Query) -> Outcome:
-        """Refuse queries beyond the limits until the code ends or asks one within them."""
+        """Refuse queries beyond the limits until the code ends or makes one within them."""
         while isinstance(result, Query):
             num_prompts, limits = len(result.prompts), self.limits
             if num_prompts > limits.children_per_call:

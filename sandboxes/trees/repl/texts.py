@@ -1,4 +1,4 @@
-"""What a policy reads in an episode with a REPL, and what counts as its code and its answer."""
+"""The texts of an episode with a REPL: what the policy reads, and how its code and answers are recognized."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ _ANSWER_TOOLS = (
 
 
 class ReplyContent(NamedTuple):
-    """What a reply asks for: code to execute, a final answer in plain text, or neither with the reason.
+    """What a reply contains: code to execute, a final answer in plain text, or neither, with the reason.
 
     code: of its only block. answer: of a line FINAL(...). variable: the name in a line FINAL_VAR(...). problem: why
     there is nothing, for the policy to read. Exactly one of them is not None.
@@ -69,14 +69,14 @@ def parse_reply(text: str) -> ReplyContent:
 
 
 def _list_blocks(text: str) -> list[str]:
-    """The contents of all blocks that begin with ```repl on a line of its own and end with ```."""
+    """List the contents of all blocks that begin with ```repl on a separate line and end with ```."""
     blocks, rest = [], text
     while (start := rest.find(FENCE)) >= 0:
         opening, rest = rest[start:], rest[start + len(FENCE) :]
         end = rest.find(FENCE)
         if end < 0:
             break
-        # Without blanks after the tag, which no reader sees.
+        # Ignores trailing blanks after the tag, which are invisible.
         tag, line_end, code = rest[:end].partition("\n")
         if line_end and tag.strip() == "repl" and opening.startswith(f"{FENCE}repl"):
             blocks.append(code)
@@ -85,7 +85,7 @@ def _list_blocks(text: str) -> list[str]:
 
 
 def _unquote(text: str) -> str:
-    """The value of a text in quotes; any other text as it is."""
+    """Evaluate a text in quotes; return any other text unchanged."""
     if len(text) <= _MAX_QUOTED_LENGTH and text[:1] in ("'", '"'):
         try:
             value = ast.literal_eval(text)
@@ -96,9 +96,9 @@ def _unquote(text: str) -> str:
 
 
 def format_instructions(role: Role, max_turns: int, style: PromptStyle) -> str:
-    """The system message of a root, which may ask children, or of a child.
+    """Format the system message of a root, which may call children, or of a child.
 
-    max_turns: replies of an episode. In the compact style it is a word that a tiny policy knows.
+    max_turns: replies per episode. The compact style is one word that a tiny policy knows.
     """
     if style == "compact":
         return "Papers" if role == "root" else "Paper"
@@ -119,7 +119,7 @@ def format_instructions(role: Role, max_turns: int, style: PromptStyle) -> str:
 
 
 def format_task(question: str, papers: Mapping[str, str], style: PromptStyle) -> str:
-    """The first user message: the question, and the sizes of the papers instead of their texts."""
+    """Format the first user message: the question, and the sizes of the papers instead of their texts."""
     if style == "compact":
         return f"{' '.join(papers)}\n{question}\n"
     sizes = "\n".join(f"- {name}: {len(text)} characters" for name, text in papers.items())
@@ -127,7 +127,7 @@ def format_task(question: str, papers: Mapping[str, str], style: PromptStyle) ->
 
 
 def format_observation(text: str, turns_left: int, style: PromptStyle) -> str:
-    """A later user message: what the last reply led to, and how many replies are left."""
+    """Format a later user message: the result of the last reply, and how many replies are left."""
     if style == "compact":
         return f"{text}\n"
     plural = "reply is" if turns_left == 1 else "replies are"
@@ -135,9 +135,9 @@ def format_observation(text: str, turns_left: int, style: PromptStyle) -> str:
 
 
 def format_output(stdout: str, stderr: str, max_chars: int) -> str:
-    """What code printed, and its error, each cut so that both have at most `max_chars` characters.
+    """Format what code printed, and its error, cut to `max_chars` characters together.
 
-    The error has at least half of the room.
+    The error gets at least half of them.
 
     Example:
         >>> format_output("1\\n", "", 100)

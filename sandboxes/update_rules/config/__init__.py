@@ -1,1 +1,1 @@
-"""Settings of the sandbox, and combinations that it rejects."""
+"""Settings of the sandbox, and the combinations that it rejects."""

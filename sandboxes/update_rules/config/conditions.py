@@ -1,4 +1,4 @@
-"""Allowed values of settings, and the settings that are read only under others (`trainable.config.conditions`)."""
+"""Allowed values of settings, and settings that are read only under others (`trainable.config.conditions`)."""
 
 from sandboxes.update_rules.config.rules import RULES
 from trainable.config.base_config import ReadCondition
@@ -7,7 +7,7 @@ from trainable.config.conditions import derive_conditions
 SEQUENCE_TASKS = ("token_reversal", "masked_reversal", "chain_reversal", "chain_arithmetic", "format_answer")
 CHAIN_TASKS = ("chain_reversal", "chain_arithmetic", "format_answer")
 TOKEN_REWARD_TASKS = ("token_reversal", "masked_reversal")
-"""Tasks whose reward is a mean over tokens, so that each token has its own reward."""
+"""Tasks whose reward is a mean over tokens, so that each token has a reward."""
 BANDIT_TASKS = ("mnist", "lm_bandit")
 TASKS = (*SEQUENCE_TASKS, *BANDIT_TASKS)
 

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 from sandboxes.update_rules.config.conditions import BANDIT_TASKS, CHAIN_TASKS, SEQUENCE_NOISE_MODES, TOKEN_REWARD_TASKS
 
 MAX_TENSOR_ENTRIES = 2**30
-"""4 GiB in float32, for each of several tensors of each seed. Larger sizes are typing errors: they end in a kill by the
-operating system, after which a run would be started again."""
+"""4 GiB in float32, for each of several tensors of each seed. Larger sizes are typos: the operating system would kill
+the process, after which the run would be restarted."""
 
 
 class Rejection(NamedTuple):
     """A rejected combination of settings."""
 
     applies: Callable[[Any], bool]
-    """Returns whether an `UpdateRuleConfig` is such a combination. Its argument is typed Any, because the module of
-    that class imports this one."""
+    """Check whether an `UpdateRuleConfig` is such a combination. Typed Any, because the module of that class imports
+    this one."""
     reason: str
     """A sentence that says what is wrong and what to set. Settings in braces are filled in."""
 
@@ -163,7 +163,7 @@ REJECTIONS: tuple[Rejection, ...] = (
         "method={c.method} builds its target from the current policy, so old samples would move the target: set "
         "delay=0 replay_capacity=0 inner_epochs=1",
     ),
-    # Values that a rule would divide by zero with, or that leave it without effect.
+    # Values that a rule would divide by zero, or that leave it without effect.
     Rejection(
         lambda c: c.rule.temperature == "gate" and c.eta == 0,
         "method={c.method} divides delight by eta, which must be above 0: set eta=1",
@@ -186,5 +186,5 @@ REJECTIONS: tuple[Rejection, ...] = (
 
 
 def find_rejection(config: Any) -> str | None:
-    """Why `config` cannot be run, in a sentence that says what to set; None if it can be run."""
+    """Explain why `config` cannot be run, in a sentence that says what to set; None if it can be run."""
     return next((reason.format(c=config) for applies, reason in REJECTIONS if applies(config)), None)

@@ -1,7 +1,7 @@
-"""Records of the update rules: the location of each formula, and properties that the rest of the sandbox depends on.
+"""Records of the update rules: where each formula is, and the properties that the rest of the sandbox depends on.
 
-Sampler, trainer, diagnostics and the checks of settings depend on properties, never on names. A new rule therefore
-needs only a function in a module of `sandboxes.update_rules.rules` and a line in `RULES`.
+Sampler, trainer, diagnostics and the checks of settings depend on properties, never on names. So a new rule needs only
+a function in a module of `sandboxes.update_rules.rules` and a line in `RULES`.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rule:
-    """One update rule. A property is True, or has a value, if the rule has it."""
+    """One update rule, described by properties that are True, or have a value, if they apply."""
 
     formula: str
     """`<module>.<function>` in `sandboxes.update_rules.rules`: a name, so that settings are checked without torch."""
@@ -21,7 +21,7 @@ class Rule:
     has_groups: bool = False
     """Samples `group_size` rollouts per prompt and compares them."""
     has_candidates: bool = False
-    """Draws `group_size` next tokens at every prefix, each with its own reward."""
+    """Draws `group_size` next tokens at every prefix, each with a separate reward."""
 
     # Training.
     is_teacher_forced: bool = False
@@ -33,7 +33,7 @@ class Rule:
     discounts_age: bool = False
     """Weights a batch by exp(-`replay_age_decay` age)."""
     on_policy_rule: str | None = None
-    """The rule that it equals on batches of age 0."""
+    """The rule that it is identical to on batches of age 0."""
 
     # Settings that it reads.
     temperature: Literal["gate", "target", "regression"] | None = None
@@ -41,7 +41,7 @@ class Rule:
     clip: Literal["clip_low", "clip_high"] | None = None
     """Setting of the upper clip bound; the lower one is `clip_low`. None: ratios are not clipped on both sides."""
     settings: tuple[str, ...] = ()
-    """Others that not every rule reads."""
+    """Further settings, which not every rule reads."""
 
     # Requirements on the task and its rewards.
     needs_token_labels: bool = False
@@ -121,5 +121,5 @@ DEFAULT_METHOD = "DG"
 
 
 def get_rule(method: str, group_size: int) -> Rule:
-    """The record of an update rule. One of the user samples groups if the setting group_size is above 1."""
+    """Return the record of an update rule. A plug-in rule samples groups if the setting group_size is above 1."""
     return RULES[method] if method in RULES else Rule("", has_groups=group_size > 1)

@@ -1,4 +1,4 @@
-"""Settings of one run of the update-rule sandbox. Names and defaults are those of the source's documents."""
+"""Settings of one run of the update-rule sandbox. Names and defaults follow the source's documents."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -103,12 +103,12 @@ class UpdateRuleConfig(ToyRunConfig):
 
     @property
     def samples_per_prompt(self) -> int:
-        """Rollouts of each prompt in a batch: group_size for grouped rules, otherwise 1."""
+        """Rollouts per prompt in a batch: group_size for grouped rules, otherwise 1."""
         return self.group_size if self.rule.has_groups else 1
 
     @property
     def max_tensor_entries(self) -> int:
-        """Entries of the largest tensor of a member, up to a small factor: weights, activations or stored batches."""
+        """Entries of a member's largest tensor, up to a small factor: weights, activations or stored batches."""
         positions = 2 * self.seq_len + 1  # prompt, separator, answer
         tokens = self.batch_size * positions * (self.group_size if self.rule.has_candidates else 1)
         # The buffer never has more batches than the run has steps.
@@ -128,9 +128,9 @@ class UpdateRuleConfig(ToyRunConfig):
         return max(sizes.get(self.task, sequence_sizes))
 
     def get_row_steps(self, step: int) -> range:
-        """The steps of the rows (one per evaluation) that a run has written after `step` training steps.
+        """Return the steps of the rows (one per evaluation) that a run has written after `step` training steps.
 
-        Evaluations start at step `delay`: before that, batches of the age `delay` do not exist yet.
+        Evaluations start at step `delay`, because batches of that age do not exist earlier.
         """
         return range(self.delay, step, self.trainer.test_freq)
 

@@ -24,13 +24,13 @@ from sandboxes.update_rules.rules.rule import (
 
 
 def compute_gate(advantage: Tensor, action_log_probs: Tensor, eta: float) -> Tensor:
-    """g = σ(A · s / eta), without gradient, of the shape of `advantage` and `action_log_probs` (l); eta > 0."""
-    # −l is the surprisal. Detached: the gate is a weight, and its own gradient is not part of the rule.
+    """Compute the gate g = σ(A · s / eta), without gradient, in the shape of both arguments; eta > 0."""
+    # −l is the surprisal. Detached: the gate is a weight, and the rule does not include its gradient.
     return torch.sigmoid(-advantage * action_log_probs.detach() / eta)
 
 
 def _gate_samples(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """[E, B, T] l, A and g of every sample."""
+    """Compute l, A and g of every sample, [E, B, T] each."""
     action_log_probs = select_log_probs(log_probs, rollouts.actions)
     advantage = compute_advantages(rollouts, log_probs, config)
     return action_log_probs, advantage, compute_gate(advantage, action_log_probs, config.eta)
@@ -111,7 +111,7 @@ def uncertainty_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConf
 def filtered_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """−mean( l · sg(1[u <= uncertainty_threshold] · g · A) ); filtered samples count in the mean, with weight 0.
 
-    Without groups, u is one number for the batch, so the filter passes the whole batch or nothing.
+    Without groups, u is one number for the batch, so the filter passes either the whole batch or nothing.
 
     Source: this sandbox.
     Reduces to: DG at a threshold of 0.5 or more if rewards lie in [0, 1], whose standard deviation is at most 0.5.
@@ -144,7 +144,7 @@ def reward_variance_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRule
     )
 
 
-BISECTIONS = 20  # a range of 20 eta is halved to 2e-5 eta, far below what changes a fraction of rollouts
+BISECTIONS = 20  # a range of 20 eta is halved to 2e-5 eta, too little to change a fraction of rollouts
 MARGIN = 10.0
 """Search margin around the scores, in units of eta. σ(±10) is within 5e-5 of 1 and 0, so the threshold lies inside."""
 
@@ -160,14 +160,14 @@ def kondo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
 
 
 def compute_behavior_delight(rollouts: Rollouts) -> Tensor:
-    """[E, B, T] A · (−μ) under the sampling policy; A is R minus its expected reward, or minus its Σ_a π(a)²."""
+    """Compute A · (−μ) [E, B, T] under the sampling policy; A is R minus its expected reward or Σ_a π(a)²."""
     return compute_behavior_advantages(rollouts) * -rollouts.behavior_log_probs
 
 
 def find_threshold(scores: Tensor, keep_mask: Tensor, keep_fraction: float, eta: float) -> Tensor:
-    """[E] λ such that the mean over kept rollouts of σ((score − λ) / eta) is `keep_fraction`, by bisection.
+    """Find λ [E] such that the mean over kept rollouts of σ((score − λ) / eta) is `keep_fraction`, by bisection.
 
-    The mean falls with λ, so there is only one root. scores, keep_mask: [E, B]. keep_fraction: below 1.
+    The mean decreases with λ, so there is only one root. scores, keep_mask: [E, B]. keep_fraction: below 1.
     """
     low = scores.masked_fill(~keep_mask, torch.inf).amin(1) - MARGIN * eta
     high = scores.masked_fill(~keep_mask, -torch.inf).amax(1) + MARGIN * eta
@@ -187,13 +187,13 @@ def screen_rollouts(
     with the best score.
 
     Args:
-        rollouts: a batch; rollouts outside its `keep_mask` stay out and count nowhere.
+            rollouts: a batch; rollouts outside its `keep_mask` stay out and are not counted.
         uniforms: [E, B] numbers in [0, 1), one per rollout.
         config: kondo_keep in (0, 1], eta > 0.
 
     Returns:
-        The batch with a smaller `keep_mask`, and kept_frac and gate_prob_mean, [E] each: fractions of the rollouts that
-        were kept before.
+            The batch with a smaller `keep_mask`, and kept_frac and gate_prob_mean, [E] each: as fractions of the
+            previously kept rollouts.
     """
     keep_mask = rollouts.keep_mask
     if config.kondo_keep == 1:
@@ -204,7 +204,7 @@ def screen_rollouts(
     cutoff = find_threshold(scores, keep_mask, config.kondo_keep, config.eta)
     keep_probability = torch.sigmoid((scores - cutoff[:, None]) / config.eta)
     screened_mask = keep_mask & (uniforms < keep_probability)
-    # The rollout with the best score stays if the draws leave none.
+    # If the draws leave no rollout, the one with the best score is kept.
     best_index = scores.masked_fill(~keep_mask, -torch.inf).argmax(1, keepdim=True)
     fallback_mask = torch.zeros_like(keep_mask).scatter(1, best_index, True)
     screened_mask = torch.where(screened_mask.any(1, keepdim=True), screened_mask, fallback_mask)

@@ -24,7 +24,7 @@ from trainable.algo.losses import estimate_kl
 
 
 def group_skills(scores: Tensor, ids: Tensor) -> Tensor:
-    """[N] skills z of scores [N] in groups with numbers `ids` [N]: (R − mean) / std, or R − mean where std <= 1e-6."""
+    """Compute skills z [N] of scores [N] in groups `ids` [N]: (R − mean) / std, or R − mean where std <= 1e-6."""
     mask = torch.ones_like(scores, dtype=torch.bool).unsqueeze(1)
     return group_skill(scores, ids, mask, factor_dtype=torch.float64).squeeze(1)
 
@@ -37,20 +37,20 @@ def clipped_surrogate(
     clip_range: tuple[float, float],
     beta: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate loss −min(r G, clip(r, 1 − low, 1 + high) G) + beta · kl(x), with metrics.
+    """Compute the clipped surrogate loss −min(r G, clip(r, 1 − low, 1 + high) G) + beta · kl(x), with metrics.
 
     Args:
         action_log_probs: [E, B, ...] l.
-        old_log_probs: μ, of the same shape.
-        advantages: G, of the same shape.
+            old_log_probs: μ, same shape.
+            advantages: G, same shape.
         keep_mask: [E, B].
         clip_range: (low, high).
-        beta: coefficient of kl(x), which is k3 of `estimate_kl` without its limit. None: no KL term and no metric of
-            it. Samples are of μ, so kl(x) has the expectation E_μ[μ/π] − 1 − KL(μ‖π), which equals KL(π‖μ) only to
-            second order in x. Its mean is `reverse_kl_mean`.
+            beta: coefficient of kl(x), which is k3 of `estimate_kl` without its limit. None: no KL term and no KL
+                metric. Samples come from μ, so kl(x) has the expectation E_μ[μ/π] − 1 − KL(μ‖π), which equals KL(π‖μ)
+                only to second order in x. Its mean is `reverse_kl_mean`.
 
     Returns:
-        The loss of every entry [E, B, ...], and metrics [E] by name.
+            The loss of every entry [E, B, ...], and metrics [E] by name.
     """
     policy_loss = clipped_policy_loss(action_log_probs, old_log_probs, advantages, *clip_range)
     metrics = {
@@ -66,7 +66,7 @@ def clipped_surrogate(
 def _compute_surrogate(
     rollouts: Rollouts, log_probs: Tensor, divide_by_std: bool, clip_range: tuple[float, float], beta: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`clipped_surrogate` of every token [E, B, T], with the group-relative advantage of its rollout."""
+    """Compute `clipped_surrogate` of every token [E, B, T], with the group-relative advantage of its rollout."""
     action_log_probs = select_log_probs(log_probs, rollouts.actions)
     advantages = group_advantages(rollouts.rewards.flatten(), make_group_ids(rollouts), divide_by_std)
     advantages = advantages.view_as(rollouts.rewards).to(action_log_probs.dtype)
@@ -144,7 +144,7 @@ def max_rl(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> R
 
     Source: Tajwar et al. 2026, arXiv:2602.02710; the ratios, truncated at iw_cap, are an addition of this sandbox.
     Reduces to: at r = 1 to group-baseline PG divided by the group's success rate; 0 if no rollout is correct.
-    Axis: influence. The gradient is that of log success rates instead of success rates.
+    Axis: influence. The gradient raises log success rates instead of success rates.
     ValueError: no groups, or a kept reward is neither 0 nor 1.
     """
     moments = group_moments(rollouts)
@@ -180,7 +180,7 @@ def tempo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
 
 
 def _compute_prefix_values(rollouts: Rollouts) -> Tensor:
-    """[E, P, K, T + 1] float64 V: mean reward of the kept rollouts with the same first t tokens, for t = 0 ... T."""
+    """Compute V [E, P, K, T + 1] in float64: mean reward of kept rollouts with the same first t tokens, t = 0 ... T."""
     actions, keep_mask = unflatten_groups(rollouts.actions, rollouts), unflatten_groups(rollouts.keep_mask, rollouts)
     # Entry (i, j, t) is 1 while rollouts i and j agree up to token t: a product stays 0 after the first difference.
     same_prefix = (actions.unsqueeze(3) == actions.unsqueeze(2)).long().cumprod(-1)  # [E, P, K, K, T]

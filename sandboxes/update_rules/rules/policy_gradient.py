@@ -46,12 +46,12 @@ def pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleL
 def traj_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """−mean( l · sg(A · min(exp(Σ_t x_t), iw_cap)) ): PG with one ratio per sequence.
 
-    Source: this sandbox; the ratio of whole trajectories is that of exact importance sampling.
+    Source: this sandbox; the ratio of whole trajectories is the one of exact importance sampling.
     Reduces to: PG on bandits (T = 1); REINFORCE at r = 1.
     Axis: support, at the granularity of a sequence.
     """
     action_log_probs = select_log_probs(log_probs, rollouts.actions)
-    # The sum can be large, and exp then overflows to infinity, which the cap makes finite again.
+    # The sum can be large, so that exp overflows to infinity, which the cap makes finite again.
     sequence_log_ratio = (action_log_probs.detach() - rollouts.behavior_log_probs).sum(-1, keepdim=True)
     weight = sequence_log_ratio.exp().clamp(max=config.iw_cap).expand(action_log_probs.shape)
     return policy_gradient_loss(
@@ -64,7 +64,7 @@ def aspo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rul
 
         w = min(1/r, 1 + clip_high) where A > 0,    w = max(r, 1 − clip_low) where A <= 0
 
-    Good samples that have become less likely have a weight above 1, those that have become more likely one below 1.
+    Good samples that have become less likely get a weight above 1, those that have become more likely a weight below 1.
 
     Source: ASPO, arXiv:2510.06062, scoped to this sandbox: no dual clip, and this sandbox's advantage.
     Reduces to: REINFORCE at r = 1, so on policy with one inner epoch.
@@ -104,7 +104,7 @@ def log_growth(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     """−mean( l · sg(A · w) ), w = 1/π(a) where the action is correct and 1 where it is wrong. Bandits only.
 
     A correct action of probability π is sampled with probability π and has the weight 1/π, so in expectation every
-    prompt reinforces its correct action equally, as the cross-entropy does.
+    prompt reinforces its correct action equally, like the cross-entropy.
 
     Source: this sandbox.
     Reduces to: REINFORCE if only wrong actions were sampled; in expectation, with baseline 0, to CE.

@@ -1,9 +1,9 @@
 """Building blocks of update rules: their result type, and the quantities in their formulas.
 
 Axes: E members, B rollouts, T positions, A actions, P groups, K rollouts of a group. In the formulas of all rules, l is
-the log-probability of the taken action under the current policy π, μ the one under the sampling policy (also called μ),
-s = −l the surprisal, x = l − μ, r = exp(x), R the reward of a rollout, sg(.) a stop-gradient, σ the logistic function,
-and `mean` is over the kept rollouts of a member and their positions.
+the log-probability of the taken action under the current policy π, μ its log-probability under the sampling policy
+(also called μ), s = −l the surprisal, x = l − μ, r = exp(x), R the reward of a rollout, sg(.) a stop-gradient, σ the
+logistic function, and `mean` is over the kept rollouts of a member and their positions.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from sandboxes.update_rules.rollouts import Rollouts
 from trainable.algo import reductions
 from trainable.algo.losses import LOG_RATIO_LIMIT
 
-CONSTANT_BASELINE = 0.5  # of baseline=constant
+CONSTANT_BASELINE = 0.5  # for baseline=constant
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ Raises ValueError if the batch does not fit.
 
 
 def masked_mean(x: Tensor, keep_mask: Tensor) -> Tensor:
-    """[E] mean of `x` [E, B] or [E, B, ...] over the rollouts in `keep_mask` [E, B]; 0 for an empty mask.
+    """Compute the mean [E] of `x` [E, B] or [E, B, ...] over the rollouts in `keep_mask` [E, B]; 0 for an empty mask.
 
-    Other entries of `x` are not read and may be NaN.
+    Entries of `x` outside the mask are not read and may be NaN.
     """
     rows = x.flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
     return reductions.masked_mean(rows, keep_mask.unsqueeze(-1).expand_as(rows), (1, 2))
 
 
 def make_rule_loss(rollouts: Rollouts, loss: Tensor, **metrics: Tensor) -> RuleLoss:
-    """The result of a rule: `loss` [E], `metrics` [E] each, and the mean reward, which every rule reports."""
+    """Make a rule's result: `loss` [E], `metrics` [E] each, and the mean reward, which every rule reports."""
     all_metrics = {"reward": masked_mean(rollouts.rewards, rollouts.keep_mask), **metrics}
     return RuleLoss(loss, {name: value.detach() for name, value in all_metrics.items()})
 
@@ -54,12 +54,12 @@ def make_rule_loss(rollouts: Rollouts, loss: Tensor, **metrics: Tensor) -> RuleL
 def policy_gradient_loss(
     rollouts: Rollouts, action_log_probs: Tensor, weights: Tensor, **sample_metrics: Tensor
 ) -> RuleLoss:
-    """−mean( l · sg(w) ): the loss of every rule that only weights its samples.
+    """Compute −mean( l · sg(w) ): the loss of every rule that only weights its samples.
 
     Args:
         rollouts: the batch.
         action_log_probs: [E, B, T] l.
-        weights: w, of the same shape.
+            weights: w, same shape.
         sample_metrics: values [E, B] or [E, B, T] whose means are metrics.
     """
     loss = -masked_mean(action_log_probs * weights.detach(), rollouts.keep_mask)
@@ -69,25 +69,25 @@ def policy_gradient_loss(
 
 
 def log_ratios(action_log_probs: Tensor, rollouts: Rollouts) -> Tensor:
-    """[E, B, T] x = l − μ, clamped to ±20 nats, beyond which a ratio is not informative."""
+    """Compute x = l − μ [E, B, T], clamped to ±20 nats, beyond which a ratio is not informative."""
     return (action_log_probs - rollouts.behavior_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def capped_ratios(action_log_probs: Tensor, rollouts: Rollouts, cap: float) -> Tensor:
-    """[E, B, T] min(r, cap), without gradient."""
+    """Compute min(r, cap) [E, B, T], without gradient."""
     return (action_log_probs.detach() - rollouts.behavior_log_probs).exp().clamp(max=cap)
 
 
 def sum_squared_probs(log_probs: Tensor) -> Tensor:
-    """[E, B, T] Σ_a π(a)², without gradient: the mean reward of a calibrated policy, correct as often as it is sure."""
+    """Compute Σ_a π(a)² [E, B, T], without gradient: the mean reward of a calibrated policy."""
     return log_probs.detach().exp().square().sum(-1)
 
 
 def compute_advantages(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Tensor:
-    """[E, B, T] A = R − b, without gradient; R is the rollout's reward at each of its positions.
+    """Compute A = R − b [E, B, T], without gradient; R is the rollout's reward at each of its positions.
 
-    b is the exact mean reward of the sampling policy where the batch has it; otherwise, by `config.baseline`, Σ_a π(a)²
-    of the current policy, 0, or 0.5.
+    b is the exact mean reward of the sampling policy if the batch has it; otherwise, by `config.baseline`, Σ_a π(a)² of
+    the current policy, 0, or 0.5.
     """
     rewards = rollouts.rewards.unsqueeze(-1).expand(rollouts.actions.shape)
     if rollouts.expected_reward is not None:
@@ -98,7 +98,7 @@ def compute_advantages(rollouts: Rollouts, log_probs: Tensor, config: UpdateRule
 
 
 def compute_behavior_advantages(rollouts: Rollouts) -> Tensor:
-    """[E, B, T] R − b of the sampling policy: b is its mean reward where that is known, otherwise its Σ_a π(a)²."""
+    """Compute R − b [E, B, T] of the sampling policy: b is its mean reward if known, otherwise its Σ_a π(a)²."""
     expected_reward = rollouts.expected_reward
     return rollouts.rewards.unsqueeze(-1) - (
         rollouts.behavior_baseline if expected_reward is None else expected_reward.unsqueeze(-1)
@@ -108,7 +108,7 @@ def compute_behavior_advantages(rollouts: Rollouts) -> Tensor:
 class MaskedMoments(NamedTuple):
     """Moments of kept values along the last axis, in float64.
 
-    deviations: [..., n], value minus mean, and 0 outside the mask. mean, std (divisor N): [..., 1].
+    deviations: [..., n] value minus mean, and 0 outside the mask. mean, std (divisor N): [..., 1].
     """
 
     deviations: Tensor
@@ -117,10 +117,10 @@ class MaskedMoments(NamedTuple):
 
 
 def masked_moments(values: Tensor, keep_mask: Tensor) -> MaskedMoments:
-    """Moments of the values [..., n] where `keep_mask`.
+    """Compute the moments of the values [..., n] inside `keep_mask`.
 
-    They are computed in float64: in float32 the mean of equal rewards can differ from them by a rounding error, which a
-    division by the standard deviation would amplify.
+    In float32, rounding could make the mean of equal rewards differ from them, which a division by the standard
+    deviation would amplify; hence float64.
     """
     count = keep_mask.sum(-1, keepdim=True).clamp(min=1)
     exact_values = torch.where(keep_mask, values.double(), 0)
@@ -130,34 +130,33 @@ def masked_moments(values: Tensor, keep_mask: Tensor) -> MaskedMoments:
 
 
 def unflatten_groups(x: Tensor, rollouts: Rollouts) -> Tensor:
-    """`x` [E, B, ...] as groups, [E, P, K, ...]; ValueError if the batch has no groups."""
+    """Split `x` [E, B, ...] into groups, [E, P, K, ...]; ValueError if the batch has no groups."""
     if rollouts.group_size is None:
         raise ValueError("This update rule compares the rollouts of a prompt, but this batch has no groups.")
     return x.unflatten(1, (-1, rollouts.group_size))
 
 
 def make_group_ids(rollouts: Rollouts) -> Tensor:
-    """[E · B] numbers, equal for the kept rollouts of a group; every other rollout is a group by itself.
+    """Make numbers [E · B] that are equal for the kept rollouts of a group; any other rollout is a separate group.
 
-    With these, a function of `trainable.algo` that works by group handles all members at once, and reads kept rollouts
-    only. ValueError if the batch has no groups.
+    With these, functions of `trainable.algo` that work by group handle all members at once, and use kept rollouts only.
+    ValueError if the batch has no groups.
     """
     keep_mask = unflatten_groups(rollouts.keep_mask, rollouts)
     indices = torch.arange(keep_mask.numel()).unflatten(0, keep_mask.shape)
-    # A kept rollout has the index of its group's first rollout. The offset keeps all other numbers apart from these.
+    # A kept rollout has the index of its group's first rollout. The offset separates all other numbers from these.
     return torch.where(keep_mask, indices[..., :1], keep_mask.numel() + indices).flatten()
 
 
 def group_moments(rollouts: Rollouts) -> MaskedMoments:
-    """`masked_moments` of the kept rewards of each group: [E, P, K], [E, P, 1], [E, P, 1]."""
+    """Compute `masked_moments` of the kept rewards of each group: [E, P, K], [E, P, 1], [E, P, 1]."""
     return masked_moments(unflatten_groups(rollouts.rewards, rollouts), unflatten_groups(rollouts.keep_mask, rollouts))
 
 
 def compute_reward_std(rollouts: Rollouts) -> Tensor:
-    """[E, B] u, the standard deviation (divisor N) of rewards within a group; ungrouped: one number for the batch.
+    """Compute u [E, B], the standard deviation (divisor N) of rewards in each group, or in the batch without groups.
 
-    Over different prompts, it measures not only how reliable rewards are, but also how much the prompts differ in
-    difficulty.
+    Across prompts, it measures not only how reliable rewards are, but also how much the prompts differ in difficulty.
     """
     if rollouts.group_size is None:
         std = masked_moments(rollouts.rewards, rollouts.keep_mask).std

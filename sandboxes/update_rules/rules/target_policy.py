@@ -22,26 +22,26 @@ from trainable.algo.target_policy import compute_group_distributions
 
 
 class TargetFit(NamedTuple):
-    """Fit of p to q over the n candidates of each choice. loss: [...], with gradient. log_target: [..., n] log q."""
+    """Fit of p to q over the n candidates of each choice. loss: [...] with gradient. log_target: [..., n] log q."""
 
     loss: Tensor
     log_target: Tensor
 
     @property
     def entropy(self) -> Tensor:
-        """[...] −Σ q log q, nats."""
+        """−Σ q log q [...], in nats."""
         return -(self.log_target.exp() * self.log_target).sum(-1)
 
 
 def fit_target(scores: Tensor, old_log_probs: Tensor, skills: Tensor, ids: Tensor, eta: float) -> TargetFit:
-    """−Σ_i q_i log p_i over the last axis, p = softmax(scores), q = softmax(log softmax(old) + skills / eta).
+    """Compute −Σ_i q_i log p_i over the last axis, p = softmax(scores), q = softmax(log softmax(old) + skills / eta).
 
     Args:
         scores: [..., n] c; the gradient of the loss with respect to it is p − q.
-        old_log_probs: o, of the same shape, without gradient.
-        skills: z, of the same shape, without gradient.
-        ids: [N] number of the choice of each of the N entries, in order. An entry whose number is unique is not a
-            candidate and contributes nothing.
+            old_log_probs: o, same shape, without gradient.
+            skills: z, same shape, without gradient.
+            ids: [N] number of the choice of each of the N entries, in order. An entry with a unique number is not a
+                candidate and contributes nothing.
         eta: above 0.
     """
     distributions = compute_group_distributions(scores.flatten(), old_log_probs.flatten(), skills.flatten(), ids, eta)
@@ -50,7 +50,7 @@ def fit_target(scores: Tensor, old_log_probs: Tensor, skills: Tensor, ids: Tenso
 
 
 def _compute_group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig, anchored: bool) -> RuleLoss:
-    """The loss of TPO. anchored: whether the target starts from the sampling policy, instead of a uniform one."""
+    """Compute TPO's loss. anchored: whether the target starts from the sampling policy instead of a uniform one."""
     ids, keep_mask = make_group_ids(rollouts), unflatten_groups(rollouts.keep_mask, rollouts)
     sequence_log_probs = unflatten_groups(select_log_probs(log_probs, rollouts.actions).sum(-1), rollouts)
     skills = group_skills(rollouts.rewards.flatten(), ids).view_as(sequence_log_probs)
@@ -61,7 +61,7 @@ def _compute_group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRul
     )
     target_fit = fit_target(sequence_log_probs, old_log_probs, skills, ids, config.tpo_eta)
     group_mask = keep_mask.any(-1)  # groups that are trained on
-    # A dropped rollout is a group by itself, with a target probability of 1.
+    # A dropped rollout forms a separate group, with a target probability of 1.
     top_prob = target_fit.log_target.exp().masked_fill(~keep_mask, 0).amax(-1)
     metrics = {
         "tpo_target_entropy": masked_mean(target_fit.entropy, group_mask),

@@ -19,13 +19,13 @@ from sandboxes.update_rules.rules.rule import (
 
 
 def get_score_mask(rollouts: Rollouts) -> Tensor:
-    """[E, B, T] bool: positions that count for the reward."""
+    """Return the positions that count for the reward, [E, B, T] bool."""
     score_mask = rollouts.score_mask
     return torch.ones_like(rollouts.actions, dtype=torch.bool) if score_mask is None else score_mask
 
 
 def find_correct_tokens(rollouts: Rollouts) -> Tensor:
-    """[E, B, T] bool: the sampled token is correct, at a position that counts."""
+    """Mark where the sampled token is correct, at positions that count, [E, B, T] bool."""
     return (rollouts.actions == rollouts.labels) & get_score_mask(rollouts)
 
 
@@ -52,24 +52,24 @@ def dg_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
 
 
 def _reverse_cumsum(x: Tensor) -> Tensor:
-    """[E, B, T] Σ_{u>=t} x_u."""
+    """Compute Σ_{u>=t} x_u [E, B, T]."""
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
 def get_candidates(rollouts: Rollouts) -> Candidates:
-    """The batch's candidates; ValueError if it has none."""
+    """Return the batch's candidates; ValueError if it has none."""
     if rollouts.candidates is None:
         raise ValueError("This update rule compares candidates for each token, but this batch has none.")
     return rollouts.candidates
 
 
 def make_row_ids(x: Tensor) -> Tensor:
-    """[N] row numbers of the N entries of `x`, in order; a row is a slice along the last axis."""
+    """Number the rows of `x` (slices along the last axis) for each of its N entries, in order: [N]."""
     return torch.arange(x.numel()) // x.shape[-1]
 
 
 def compute_candidate_metrics(rollouts: Rollouts) -> dict[str, Tensor]:
-    """[E] mean reward of all candidates, and of those that are in the sampled sequences."""
+    """Compute the mean rewards [E] of all candidates, and of those in the sampled sequences."""
     rewards = get_candidates(rollouts).rewards
     return {
         "candidate_reward": masked_mean(rewards, rollouts.keep_mask),
@@ -84,7 +84,7 @@ def grpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
 
     Source: this sandbox: GRPO at every prefix.
     Reduces to: at r = 1 to −mean over prefixes of Σ_k log π(a_k) · sg(G_k).
-    Axis: granularity. Each position has its own rewards, and GRPO's update.
+    Axis: granularity. Each position has separate rewards, and GRPO's update.
     ValueError: the batch has no candidates.
     """
     candidates = get_candidates(rollouts)
@@ -103,7 +103,7 @@ def grpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
 
 
 def cross_entropy(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """−mean log π(y_t) of the correct token y_t at every position; `log_probs` are those after correct tokens.
+    """−mean log π(y_t) of the correct token y_t at every position; `log_probs` are conditioned on correct tokens.
 
     The rule reads neither rewards nor which positions count.
 
@@ -120,10 +120,10 @@ def self_distill_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
 
         A_t = 1[a_t correct] − Σ_a π(a)², and 0 at positions that do not count
 
-    Log-probabilities are those after the sampled tokens. The second term is over all positions, including those that do
-    not count.
+    Log-probabilities are conditioned on the sampled tokens. The second term is over all positions, including those that
+    do not count.
 
-    Source: this sandbox; labels on the learner's own prefixes as in Ross et al. 2011, arXiv:1011.0686 (DAgger).
+    Source: this sandbox; labels on prefixes sampled by the learner as in Ross et al. 2011, arXiv:1011.0686 (DAgger).
     Reduces to: on bandits at distill_alpha 0, DG with baseline `expected`.
     Axis: granularity and privileged acquisition. Every token is judged and corrected; sequence rewards are not used.
     """
@@ -140,8 +140,8 @@ def self_distill_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
 def scope_lite(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """DG + distill_alpha · (sum of −log π(y_t) over corrected positions) / max(1, corrected positions).
 
-    Corrected positions are those from the first wrong token of a sequence onwards. If not all positions count, only
-    those that do can be wrong or corrected.
+    Corrected positions are those from the first wrong token of a sequence onwards. Positions that do not count are
+    neither wrong nor corrected.
 
     Source: this sandbox.
     Reduces to: DG at distill_alpha 0, or if no sequence has a wrong token.

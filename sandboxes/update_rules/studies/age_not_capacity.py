@@ -19,15 +19,15 @@ AGES = (1.5, 3.5, 7.5)
 
 
 def compute_mean_age(decay: float, capacity: int) -> float:
-    """Mean age, in updates, of a batch drawn from the ages 0 ... capacity - 1 with weights exp(-decay x age)."""
+    """Compute the mean age (updates) of a batch drawn from ages 0 ... capacity - 1 with weights exp(-decay x age)."""
     weights = [math.exp(-decay * age) for age in range(capacity)]
     return sum(age * weight for age, weight in enumerate(weights)) / sum(weights)
 
 
 def solve_decay(age: float, capacity: int) -> float:
-    """The decay per update, to four digits, at which `compute_mean_age` is `age`.
+    """Find the decay per update, to four digits, at which `compute_mean_age` is `age`.
 
-    Raise ValueError if no decay >= 0 gives that age.
+    Raises ValueError if no decay >= 0 gives that age.
     """
     largest_age = compute_mean_age(decay=0.0, capacity=capacity)  # all batches equally likely
     if not 0 < age <= largest_age:
@@ -65,9 +65,9 @@ ARMS: dict[str, Settings] = {
 
 
 def _make_arm_pairs(first_template: str, second_template: str) -> tuple[tuple[str, str], ...]:
-    """Pairs of existing arms: the templates of their names filled in with every {age} and {capacity}.
+    """Pair existing arms, by filling both templates of their names with every {age} and {capacity}.
 
-    A template may use only one of the two, so a pair can come out several times; it counts once.
+    A template may use only one of the two, so a pair can occur several times; it is kept once.
     """
     combinations = [{"age": age, "capacity": capacity} for age in AGES for capacity in CAPACITIES]
     arm_pairs = dict.fromkeys(

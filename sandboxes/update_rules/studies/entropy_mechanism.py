@@ -47,7 +47,7 @@ _ARM_SUFFIXES = {"GRPO": _GRPO_SUFFIXES, "GRPO-nostd": _GRPO_SUFFIXES, "DrGRPO":
 
 
 def _make_clip_pairs(tight_clip: str, wide_clip: str) -> tuple[tuple[str, str], ...]:
-    """Pairs of every arm with the tight clip and the same arm with the wide clip."""
+    """Pair every arm that has the tight clip with the same arm with the wide clip."""
     tight_arms = [
         f"{name}-{suffix}"
         for name, suffixes in _ARM_SUFFIXES.items()

@@ -55,7 +55,7 @@ CONTRASTS: Contrasts = {
 def scale_training_steps(settings: Settings, base: UpdateRuleConfig) -> Settings:
     """Scale an arm's number of batches, declared for a study of 300 batches, to the study's length.
 
-    Without this, `--steps` would shorten only the arms that declare no length of their own.
+    Otherwise `--steps` would shorten only the arms that declare no length.
     """
     arm_steps = settings.get("trainer.total_training_steps")
     if not isinstance(arm_steps, int):

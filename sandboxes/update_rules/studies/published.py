@@ -46,7 +46,7 @@ INFLUENCE = make_sandbox_study(
     baseline="GRPO",
 )
 
-# The noise rewards the rare token (the separator), so it is an incentive that can be exploited, not neutral noise.
+# The noise rewards the rare token (the separator), so it is an exploitable incentive, not neutral noise.
 REWARD_NOISE = make_sandbox_study(
     name="reward-noise",
     question="When 20 % of failures are falsely rewarded, what does each noise-robust rule cost in error and entropy?",

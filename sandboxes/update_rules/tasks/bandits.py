@@ -19,15 +19,15 @@ from sandboxes.update_rules.tasks.rewards import (
 
 
 class BanditTask:
-    """The passes of a bandit (see `sandboxes.update_rules.tasks.task.Task`), whose T is 1."""
+    """The forward passes of a bandit (see `sandboxes.update_rules.tasks.task.Task`), with T = 1."""
 
     def compute_logits(self, models: Any, rollouts: Rollouts) -> Tensor:
-        """[E, B, 1, A] logits; with gradients."""
+        """Compute logits [E, B, 1, A], with gradients."""
         logits: Tensor = models.compute_logits(rollouts.observations)
         return logits[:, :, None]
 
     def compute_oracle_log_probs(self, models: Any, rollouts: Rollouts) -> Tensor:
-        """Those of `compute_logits`, because no token precedes the action."""
+        """Compute log-probabilities from `compute_logits`: no token precedes the action, so the oracle sees no more."""
         return self.compute_logits(models, rollouts).log_softmax(-1)
 
 
@@ -43,16 +43,16 @@ def make_bandit_rollouts(
     """Sample batch_size actions and their rewards.
 
     As published, a bandit with action costs filters its groups by correct actions without noise, and knows its expected
-    reward in grouped batches too. A bandit without costs filters by rewards, and knows it in ungrouped batches only.
+    reward in grouped batches too. A bandit without costs filters by rewards, and knows it only in ungrouped batches.
 
     Args:
         config: settings of the run.
         rngs: random numbers of the members.
         step: index of the batch, from which random numbers are derived.
         observations: [E, P, ...].
-        labels: [E, P], the correct actions, whose reward is 1.
+            labels: [E, P] the correct actions, whose reward is 1.
         log_probs: [E, P, A] of the sampling policy.
-        action_cost: [E, P, A], subtracted from the reward after noise; None: no costs.
+            action_cost: [E, P, A] subtracted from the reward after noise; None: no costs.
     """
     is_grouped = config.rule.has_groups
     samples_per_prompt = config.samples_per_prompt
@@ -69,7 +69,7 @@ def make_bandit_rollouts(
     has_feature = detect_bandit_feature(config.reward_noise_mode, actions)
     rewards = make_noisy_rewards(config, rngs, step, is_solved.float(), is_solved, has_feature)
     rewards = rewards - select_log_probs(cost, actions)
-    # `find_mixed_groups` needs scores of 0 and 1, and rewards minus costs are other numbers.
+    # `find_mixed_groups` needs scores of 0 and 1, unlike rewards minus costs.
     filter_scores = rewards if action_cost is None else is_solved
     keep_mask, scalars = (
         filter_groups(find_mixed_groups(filter_scores, samples_per_prompt), samples_per_prompt)

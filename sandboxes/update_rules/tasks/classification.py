@@ -1,7 +1,7 @@
-"""The classification bandit: the observation is an image, and the action of its class has reward 1.
+"""The classification bandit: the observation is an image, and the action that names its class has reward 1.
 
-Its model has two hidden layers with ReLU, initialized like torch.nn.Linear, with weights and biases uniform within
-1 / sqrt(inputs). Every weight has a leading axis of members.
+The model has two hidden layers with ReLU, initialized like torch.nn.Linear, with weights and biases uniform within 1 /
+sqrt(inputs). Every weight has a leading axis of members.
 """
 
 import itertools
@@ -24,7 +24,7 @@ class MLPEnsemble:
         self.weights = dict(weights)
 
     def compute_logits(self, inputs: Tensor) -> Tensor:
-        """Logits [E, B, out] of inputs [E, B, in]; with gradients."""
+        """Compute logits [E, B, out] of inputs [E, B, in], with gradients."""
         num_layers = len(self.weights) // 2
         for layer in range(num_layers):
             weight, bias = self.weights[f"layers.{layer}.weight"], self.weights[f"layers.{layer}.bias"]
@@ -35,7 +35,7 @@ class MLPEnsemble:
 
 
 def init_mlp_ensemble(layer_sizes: tuple[int, ...], rngs: MemberRngs) -> MLPEnsemble:
-    """Initial weights of each member from its own stream. layer_sizes: of the input, the hidden layers, the output."""
+    """Initialize each member's weights from a separate random stream. layer_sizes: input, hidden layers, output."""
     weights = {}
     for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(layer_sizes)):
         for tensor_index, shape in enumerate(((fan_out, fan_in), (fan_out,))):
@@ -53,13 +53,13 @@ class ClassificationTask(BanditTask):
         self.images = read_images(config.mnist_folder) if images is None else images
 
     def make_models(self, rngs: MemberRngs) -> MLPEnsemble:
-        """Initial weights of every member."""
+        """Initialize the model of each member."""
         hidden = self.config.hidden
         return init_mlp_ensemble((self.images.train_images.shape[1], hidden, hidden, NUM_CLASSES), rngs)
 
     @torch.no_grad()
     def sample(self, models: MLPEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
-        """One batch: batch_size actions, for as many images, or for batch_size / group_size of grouped rules."""
+        """Sample a batch: batch_size actions on as many images, or batch_size / group_size images for grouped rules."""
         images, classes = self.images.train_images, self.images.train_labels
         shape = (self.config.batch_size // self.config.samples_per_prompt,)
         image_indices = rngs.integers("sandbox_prompts", step, high=len(classes), shape=shape)
@@ -69,7 +69,7 @@ class ClassificationTask(BanditTask):
 
     @torch.no_grad()
     def evaluate(self, models: MLPEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Error of the likeliest class and entropy over all test images, and whether the images are synthetic."""
+        """Compute error and entropy over all test images, and whether the images are synthetic."""
         num_members = len(rngs.seeds)
         inputs = _scale_pixels(self.images.test_images).expand(num_members, -1, -1)
         log_probs = models.compute_logits(inputs).log_softmax(-1)
@@ -81,5 +81,5 @@ class ClassificationTask(BanditTask):
 
 
 def _scale_pixels(images: Tensor) -> Tensor:
-    """Bytes 0 ... 255 as floats 0 ... 1. All images are stored as bytes, which take a quarter of the memory."""
+    """Convert bytes 0 ... 255 to floats 0 ... 1. All images are stored as bytes, which take a quarter of the memory."""
     return images.float() / 255

@@ -1,6 +1,6 @@
 """Images of the task mnist: MNIST's four IDX files, or synthetic images of the same shape from a fixed seed.
 
-Results on the synthetic images cannot be compared with MNIST. Each of the ten classes has eight smooth prototypes; an
+Results on the synthetic images are not comparable with MNIST. Each of the ten classes has eight smooth prototypes; an
 example is a prototype, shifted by up to two pixels in each direction, plus noise. After 1000 batches of 100 labeled
 images, Adam at 1e-3 reaches an error of 0.43 with a linear model, and 0.20 with a perceptron of two hidden layers of
 width 50.
@@ -42,7 +42,7 @@ class Images(NamedTuple):
 
 
 def read_images(folder: str | None) -> Images:
-    """MNIST's images from a folder, or synthetic images if `folder` is None.
+    """Read MNIST's images from a folder, or make synthetic images if `folder` is None.
 
     Raises ValueError, with what to do, if a file is missing, damaged or not MNIST's.
     """
@@ -76,7 +76,7 @@ def _read_idx(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
         )
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{existing_paths[0]} cannot be unpacked ({error}). Download it again.") from None
-    # Type and shape are compared through the header, and the length too: a truncated file has a valid header.
+    # The header shows type and shape. The length is compared too: a truncated file has a valid header.
     header = bytes((0, 0, 8, len(shape))) + np.array(shape, dtype=">u4").tobytes()
     if content[: len(header)] != header or len(content) != len(header) + int(np.prod(shape)):
         raise ValueError(
@@ -89,7 +89,7 @@ def _read_idx(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
 
 @cache  # All conditions of a process share the images, which are never changed; making them can take longer than a run.
 def make_synthetic_images() -> Images:
-    """Synthetic images of MNIST's shape, always the same ones."""
+    """Make synthetic images of MNIST's shape, always the same ones."""
     rng = make_rng(0, "sandbox_data", 1)
     prototypes = _make_prototypes(rng)
     images, labels = _make_examples(prototypes, NUM_TRAIN + NUM_TEST, rng)
@@ -97,7 +97,7 @@ def make_synthetic_images() -> Images:
 
 
 def _make_prototypes(rng: np.random.Generator) -> Pixels:
-    """[classes, prototypes, side, side] of smooth random strokes between 0 and 1."""
+    """Make prototypes [classes, prototypes, side, side] of smooth random strokes between 0 and 1."""
     # 7 x 7 random numbers, enlarged four times to 28 x 28 and blurred over 5 x 5 pixels.
     coarse_noise = rng.standard_normal((NUM_CLASSES, PROTOTYPES_PER_CLASS, 7, 7)).astype(np.float32)
     smooth_noise = np.kron(coarse_noise, np.ones((4, 4), dtype=np.float32))
@@ -107,12 +107,12 @@ def _make_prototypes(rng: np.random.Generator) -> Pixels:
 
 
 def _make_examples(prototypes: Pixels, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Images [count, 784] uint8 and classes [count]."""
+    """Make images [count, 784] uint8 and classes [count]."""
     labels = rng.integers(NUM_CLASSES, size=count)
     prototype_ids = rng.integers(PROTOTYPES_PER_CLASS, size=count)
     offsets = rng.integers(-2, 3, size=(count, 2))
     images = np.empty((count, IMAGE_SIDE, IMAGE_SIDE), dtype=np.uint8)
-    # All examples with the same shift of -2 ... 2 pixels at once.
+    # Processes all examples with the same shift of -2 ... 2 pixels at once.
     for row, col in np.ndindex(5, 5):
         indices = np.flatnonzero((offsets == (row - 2, col - 2)).all(1))
         clean_pixels = np.roll(prototypes, (row - 2, col - 2), (-2, -1))[labels[indices], prototype_ids[indices]]

@@ -21,7 +21,7 @@ class _NextTokenModel(nn.Module):
         self.policy = policy.model
 
     def forward(self, contexts: Tensor) -> Tensor:
-        """Logits [B, V] of the token after each of contexts [B, L]."""
+        """Compute logits [B, V] of the token after each of contexts [B, L]."""
         # Hidden states are selected by position in the flattened batch: the last one of each row.
         rows, length = contexts.shape
         last_positions = torch.arange(1, rows + 1) * length - 1
@@ -30,13 +30,13 @@ class _NextTokenModel(nn.Module):
 
 
 class LanguageModelEnsemble:
-    """E language models. weights: [E, ...] each, named as the model's parameters; the policy keeps the initial ones.
+    """E language models. weights: [E, ...] each, named like the model's parameters; the policy keeps the initial ones.
 
     Members run one after another, which costs little for models of this size.
     """
 
     def __init__(self, policy: Policy, num_members: int) -> None:
-        # The members have their own tensors; the model's weights stay those of the policy, for the KL to it.
+        # Members have separate tensors. The model keeps the policy's weights, for the KL to it.
         self.initial_model = _NextTokenModel(policy).requires_grad_(False)
         self.weights = {
             name: weight.expand(num_members, *weight.shape).clone().requires_grad_()
@@ -44,7 +44,7 @@ class LanguageModelEnsemble:
         }
 
     def compute_logits(self, contexts: Tensor) -> Tensor:
-        """Logits [E, B, V] of the token after each of contexts [E, B, L]; with gradients."""
+        """Compute logits [E, B, V] of the token after each of contexts [E, B, L], with gradients."""
         member_weights = {name: weight.unbind() for name, weight in self.weights.items()}
         return torch.stack(
             [
@@ -57,19 +57,19 @@ class LanguageModelEnsemble:
 
     @torch.no_grad()
     def compute_initial_log_probs(self, contexts: Tensor) -> Tensor:
-        """Log-probabilities [..., B, V] of the token after contexts [..., B, L], under the initial weights."""
+        """Compute log-probabilities [..., B, V] of the token after contexts [..., B, L], under the initial weights."""
         flat_log_probs: Tensor = self.initial_model(contexts.flatten(0, -2)).log_softmax(-1)
         return flat_log_probs.unflatten(0, contexts.shape[:-1])
 
 
 MAX_WINDOWS = 500
-WINDOW_BATCH_SIZE = 16  # windows per pass of an evaluation, which bounds its memory
+WINDOW_BATCH_SIZE = 16  # windows per forward pass of an evaluation, to bound its memory
 
 
 class LanguageModelBandit(BanditTask):
     """lm_bandit: observations are context_len tokens.
 
-    The reward is 1 for the token of the text and 0 for others, with noise applied, minus kl_weight (log pi(a) - log
+    The reward is 1 for the text's token and 0 for others, with noise applied, minus kl_weight (log pi(a) - log
     pi_first(a)), where pi_first has the initial weights.
     """
 
@@ -83,7 +83,7 @@ class LanguageModelBandit(BanditTask):
                 f"read: set context_len={max_context}, or less."
             )
         self.tokens = read_tokens(config.text_file, self.policy.tokenizer, config.context_len)
-        # Windows that do not overlap, each a context and its target.
+        # Non-overlapping windows, each a context and its target.
         windows = self.tokens.test.unfold(0, config.context_len + 1, config.context_len + 1)[:MAX_WINDOWS]
         self.contexts, self.targets = windows[:, :-1], windows[:, -1]
         # Indices of the easy, medium and hard third of windows, by the initial weights' surprisal of the target.
@@ -94,12 +94,12 @@ class LanguageModelBandit(BanditTask):
         self.difficulty_thirds = (-select_log_probs(log_probs, self.targets)).argsort(stable=True).tensor_split(3)
 
     def make_models(self, rngs: MemberRngs) -> LanguageModelEnsemble:
-        """Every member starts with the loaded weights."""
+        """Make models that all start with the loaded weights."""
         return LanguageModelEnsemble(self.policy, len(rngs.seeds))
 
     @torch.no_grad()
     def sample(self, models: LanguageModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
-        """One batch: batch_size tokens, after as many contexts, or after batch_size / group_size for grouped rules."""
+        """Sample a batch: batch_size tokens after as many contexts, or batch_size / group_size for grouped rules."""
         contexts, labels = self._sample_contexts(rngs, step, self.config.batch_size // self.config.samples_per_prompt)
         log_probs = models.compute_logits(contexts).log_softmax(-1)
         action_cost = torch.zeros_like(log_probs)  # kl_weight (log pi - log pi_first) of every token
@@ -109,7 +109,7 @@ class LanguageModelBandit(BanditTask):
 
     @torch.no_grad()
     def evaluate(self, models: LanguageModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Error of the likeliest token, perplexity and entropy, over MAX_WINDOWS windows of the evaluation text."""
+        """Compute error of the likeliest token, perplexity and entropy, over up to MAX_WINDOWS evaluation windows."""
         num_members = len(rngs.seeds)
         log_prob_chunks = [
             models.compute_logits(rows.expand(num_members, -1, -1)).log_softmax(-1)
@@ -127,7 +127,7 @@ class LanguageModelBandit(BanditTask):
         }
 
     def _sample_contexts(self, rngs: MemberRngs, step: int, num_contexts: int) -> tuple[Tensor, Tensor]:
-        """Contexts [E, num_contexts, context_len] at random positions, and the next tokens [E, num_contexts]."""
+        """Sample contexts [E, num_contexts, context_len] at random positions, and the next tokens [E, num_contexts]."""
         length = self.config.context_len
         starts = rngs.integers("sandbox_prompts", step, high=len(self.tokens.train) - length, shape=(num_contexts,))
         windows = self.tokens.train[starts[..., None] + torch.arange(length + 1)]

@@ -1,8 +1,8 @@
 """Rewards of a batch: noise that corrupts a fraction of them, and the groups whose rewards differ.
 
-Noise is a pure function of uniform random numbers. label_flip and random_reward are the common models of a noisy
-verifier. The false-positive modes reward a feature of the answer, so a policy can exploit them. Under a uniform policy
-over three tokens, about 98 % of sequences of length 10 contain the rare token.
+Noise is a pure function of uniform random numbers. label_flip and random_reward are common models of a noisy verifier.
+The false-positive modes reward a feature of the answer, which a policy can exploit: under a uniform policy over three
+tokens, about 98 % of sequences of length 10 contain the rare token.
 """
 
 import torch
@@ -19,13 +19,13 @@ def corrupt_rewards(
 
     Args:
         rewards: [...] in [0, 1].
-        uniforms: [..., 2] in [0, 1). The first number decides whether a reward is corrupted; the second one is the
-            reward in the mode random_reward.
+            uniforms: [..., 2] in [0, 1). The first number decides whether a reward is corrupted; the second is the
+                reward in the mode random_reward.
         mode: one of `sandboxes.update_rules.config.conditions.NOISE_MODES`.
         noise_rate: in [0, 1].
         is_solved: [...], True where the answer is fully correct.
-        has_feature: [...], True where the answer has the feature that the mode's false positives reward
-            (`detect_sequence_feature`, `detect_bandit_feature`).
+            has_feature: [...], True where the answer has the feature that the mode falsely rewards
+                (`detect_sequence_feature`, `detect_bandit_feature`).
     """
     if mode == "none":
         return rewards
@@ -41,14 +41,14 @@ def corrupt_rewards(
 def make_noisy_rewards(
     config: UpdateRuleConfig, rngs: MemberRngs, step: int, rewards: Tensor, is_solved: Tensor, has_feature: Tensor
 ) -> Tensor:
-    """The result of `corrupt_rewards` for rewards [E, B] of a step, with the noise of `config`."""
+    """Apply `corrupt_rewards` to rewards [E, B] of a step, with the noise of `config`."""
     # Two numbers per rollout in every mode, although only random_reward reads the second.
     uniforms = rngs.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
     return corrupt_rewards(rewards, uniforms, config.reward_noise_mode, config.reward_noise, is_solved, has_feature)
 
 
 def detect_sequence_feature(mode: str, prompts: Tensor, outputs: Tensor, separator: int) -> Tensor:
-    """[...] bool, whether outputs [..., H] after prompts [..., H] have the feature that a mode rewards."""
+    """Check whether outputs [..., H] after prompts [..., H] have the feature that a mode rewards, [...] bool."""
     if mode == "false_positive_action0":
         return (outputs == 0).any(-1)
     if mode in ("false_positive_rare_token", "false_positive_sep"):
@@ -59,22 +59,22 @@ def detect_sequence_feature(mode: str, prompts: Tensor, outputs: Tensor, separat
 
 
 def detect_bandit_feature(mode: str, actions: Tensor) -> Tensor:
-    """[...] bool, whether actions [...] of a bandit have the feature that a mode rewards; it is always action 0."""
+    """Check whether actions [...] of a bandit have the feature that a mode rewards, always action 0; [...] bool."""
     if mode in ("false_positive_action0", "spurious_feature"):
         return actions == 0
     return torch.zeros_like(actions, dtype=torch.bool)
 
 
 def keep_all_rollouts(rewards: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The result of `filter_groups` for ungrouped rollouts with rewards [E, B]: all are kept, without statistics."""
+    """Keep all rollouts with rewards [E, B], as `filter_groups` would for ungrouped ones, without statistics."""
     return torch.ones_like(rewards, dtype=torch.bool), {}
 
 
 def filter_groups(is_mixed: Tensor, group_size: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mask [E, B] of the rollouts to train on, and statistics of the sampler, [E] each.
+    """Make a mask [E, B] of the rollouts to train on, and statistics of the sampler, [E] each.
 
     is_mixed: [E, P] bool, groups whose rewards differ. Uniform groups offer no comparison and are dropped, but a member
-    without a mixed group keeps all groups. Rollouts i * group_size ... (i + 1) * group_size - 1 are group i.
+    without a mixed group keeps all groups. Group i is rollouts i * group_size ... (i + 1) * group_size - 1.
     """
     is_fallback = ~is_mixed.any(-1)  # an empty batch has no loss, so a member without mixed groups keeps all
     group_mask = is_mixed | is_fallback[:, None]
@@ -87,9 +87,9 @@ def filter_groups(is_mixed: Tensor, group_size: int) -> tuple[Tensor, dict[str, 
 
 
 def find_varied_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """[E, P] bool: groups of rewards [E, B] whose standard deviation (divisor K - 1) is above 1e-6.
+    """Find groups of rewards [E, B] whose standard deviation (divisor K - 1) is above 1e-6, [E, P] bool.
 
-    Equal rewards can have a standard deviation of a rounding error in float32, which 1e-6 does not pass.
+    In float32, rounding can give equal rewards a tiny standard deviation, which stays below 1e-6.
     """
     groups = rewards.unflatten(-1, (-1, group_size))
     # A group of one has no standard deviation with divisor K - 1.
@@ -97,6 +97,6 @@ def find_varied_groups(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def find_mixed_groups(scores: Tensor, group_size: int) -> Tensor:
-    """[E, P] bool: groups of scores [E, B] in [0, 1] that are neither all 0 nor all 1."""
+    """Find groups of scores [E, B] in [0, 1] that are neither all 0 nor all 1, [E, P] bool."""
     totals = scores.unflatten(-1, (-1, group_size)).sum(-1)
     return (totals > 0) & (totals < group_size)

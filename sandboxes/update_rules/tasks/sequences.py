@@ -38,7 +38,7 @@ class SequenceTask:
             self.score_mask[: config.seq_len - config.score_len] = False
 
     def make_models(self, rngs: MemberRngs) -> TransformerEnsemble:
-        """Initial weights of every member."""
+        """Initialize the model of each member."""
         config = self.config
         num_actions = config.vocab_size + 1 + self.kind.num_extra_tokens
         shape = TransformerShape(
@@ -47,7 +47,7 @@ class SequenceTask:
         return init_transformer_ensemble(shape, rngs)
 
     def sample(self, models: TransformerEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
-        """One batch: batch_size rollouts, for as many prompts, or for batch_size / group_size of grouped rules."""
+        """Sample a batch: batch_size rollouts of as many prompts, or batch_size / group_size for grouped rules."""
         config = self.config
         samples_per_prompt = config.samples_per_prompt
         prompts = self._sample_prompts(rngs, "sandbox_prompts", step, config.batch_size // samples_per_prompt)
@@ -82,20 +82,20 @@ class SequenceTask:
         )
 
     def compute_logits(self, models: TransformerEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] logits of the same positions; with gradients."""
+        """Compute logits [E, B, T, A] at the sampled positions, with gradients."""
         return models.compute_logits(rollouts.observations[..., :-1], self.config.seq_len)
 
     def compute_oracle_log_probs(self, models: TransformerEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] log-probabilities after the correct tokens; with gradients."""
+        """Compute log-probabilities [E, B, T, A] given the correct tokens, with gradients."""
         prompts = rollouts.observations[..., : self.config.seq_len]
         return self._compute_label_log_probs(models, prompts)
 
     def evaluate(self, models: TransformerEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Errors, entropy and separators of greedy answers to EVAL_PROMPTS new prompts per member."""
+        """Compute errors, entropy and separators of greedy answers to EVAL_PROMPTS new prompts per member."""
         prompts = self._sample_prompts(rngs, "sandbox_evaluation", step, EVAL_PROMPTS)
         tokens, log_probs = decode_greedily(models, self._append_separator(prompts), self.config.seq_len)
         is_correct = tokens == self._make_labels(prompts)
-        # Where the reward judges whole sequences, so does the error.
+        # If the reward judges whole sequences, so does the error.
         is_sequence_error = self.kind.make_chain_spans is not None or self.config.binary_reward
         scored_correct = is_correct[..., self.score_mask]
         columns = {
@@ -110,7 +110,7 @@ class SequenceTask:
         return columns
 
     def _sample_prompts(self, rngs: MemberRngs, purpose: str, step: int, num_prompts: int) -> Tensor:
-        """Prompts [E, num_prompts, H]; fewer prompts are the first ones of more, so grouped rules share them."""
+        """Sample prompts [E, num_prompts, H]. Fewer prompts are a prefix of more, so grouped rules share them."""
         return rngs.integers(purpose, step, high=self.config.vocab_size, shape=(num_prompts, self.config.seq_len))
 
     def _append_separator(self, prompts: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ class SequenceTask:
 
     @torch.no_grad()
     def _compute_expected_reward(self, models: TransformerEnsemble, prompts: Tensor) -> Tensor | None:
-        """[E, B] probability of the correct answer if that is the mean reward of an ungrouped batch, otherwise None."""
+        """Compute the probability [E, B] of the correct answer if it is the mean reward (ungrouped), else None."""
         config = self.config
         is_noise_free = config.task == "token_reversal" and config.binary_reward and config.reward_noise_mode == "none"
-        # A fractional reward also counts partly correct answers, and a grouped rule compares with its group instead.
+        # A fractional reward also counts partly correct answers, and a grouped rule uses its group for comparison.
         if not is_noise_free or config.rule.has_groups:
             return None
         return (
@@ -139,12 +139,12 @@ class SequenceTask:
         )
 
     def _sample_candidates(self, completions: Completions, prompts: Tensor, rngs: MemberRngs, step: int) -> Candidates:
-        """group_size next tokens at every prefix of the rollouts, with reward 1 if correct at a scored position.
+        """Sample group_size next tokens at every prefix of the rollouts, with reward 1 if correct at a scored position.
 
-        The distribution at each prefix is known from the rollout, so no prefix is read again.
+        The distribution at each prefix is known from the rollout, so this needs no forward pass.
         """
-        # Candidate 0 is the sampled token itself. The others have their own stream (index 1), so that the sequences are
-        # those of every other rule with the same seed.
+        # Candidate 0 is the sampled token. The others have a separate stream (index 1), so that every rule with the
+        # same seed samples the same sequences.
         uniform_shape = (self.config.batch_size, self.config.seq_len, self.config.group_size - 1)
         uniforms = rngs.uniform("sandbox_samples", step, 1, shape=uniform_shape)
         extra_actions = sample_actions(completions.log_probs[..., None, :], uniforms)
@@ -154,5 +154,5 @@ class SequenceTask:
 
 
 def _compute_fraction(mask: Tensor) -> Tensor:
-    """[E] fraction of True in mask [E, ...]."""
+    """Compute the fraction [E] of True in mask [E, ...]."""
     return mask.flatten(1).float().mean(-1)

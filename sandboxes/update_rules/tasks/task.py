@@ -1,4 +1,4 @@
-"""Protocols that the trainer requires of a task and of its models. All tensors have a leading axis of E members."""
+"""Protocols that a task and its models must follow. All tensors have a leading axis of E members."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ class Task(Protocol):
     """
 
     def make_models(self, rngs: MemberRngs) -> ModelEnsemble:
-        """Initial weights of every member, from its own stream of purpose sandbox_weights."""
+        """Initialize the model of each member, with the separate random stream sandbox_weights."""
         ...
 
     def sample(self, models: Any, rngs: MemberRngs, step: int) -> Rollouts:
@@ -34,13 +34,13 @@ class Task(Protocol):
         ...
 
     def compute_logits(self, models: Any, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] logits at each position after the sampled tokens; with gradients."""
+        """Compute logits [E, B, T, A] at each position given the sampled tokens, with gradients."""
         ...
 
     def compute_oracle_log_probs(self, models: Any, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] log-probabilities after the correct tokens; those of the logits for a bandit."""
+        """Compute log-probabilities [E, B, T, A] given the correct tokens; for a bandit, from the logits."""
         ...
 
     def evaluate(self, models: Any, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Columns of `sandboxes.update_rules.records.EVALUATION_COLUMNS`, [E] each: test_error, entropy, ..."""
+        """Compute columns of `sandboxes.update_rules.records.EVALUATION_COLUMNS`, [E] each: test_error, entropy, ..."""
         ...

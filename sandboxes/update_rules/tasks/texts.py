@@ -1,7 +1,7 @@
 """Texts for the language-model bandit: tokenize the passages of a file, and split them into training and evaluation.
 
 The shipped text has dialogues in which a solver plays Sokoban, like those that sokoban-tiny was trained on, but on
-other levels. `python -m sandboxes.update_rules.tasks.texts FILE` generates it again.
+other levels. `python -m sandboxes.update_rules.tasks.texts FILE` regenerates it.
 """
 
 import json
@@ -26,26 +26,26 @@ EVAL_DIVISOR = 4  # the last quarter of a text's passages is for evaluation
 
 
 class Tokens(NamedTuple):
-    """Tokens [N] to train on, and [M] to evaluate with."""
+    """Tokens [N] to train on, and [M] to evaluate on."""
 
     train: Tensor
     test: Tensor
 
 
 def read_tokens(text_file: str | None, tokenizer: Tokenizer, context_len: int) -> Tokens:
-    """The tokens of a text, or of the shipped text; passages are tokenized one by one and joined by newlines.
+    """Read the tokens of a text, or of the shipped text; passages are tokenized separately and joined by newlines.
 
     Raises ValueError, with what to do, if the file is missing, is not a text, or is too short for a context.
     """
     texts = read_passages(SHIPPED_TEXT if text_file is None else Path(text_file).expanduser())
-    # One by one, so that no token spans two passages and the split below falls between tokens.
+    # Tokenized separately, so that no token spans two passages and the split below falls between tokens.
     encodings = [tokenizer.encode("\n" * (n > 0) + text, add_special_tokens=False) for n, text in enumerate(texts)]
     num_train = len(texts) - max(1, len(texts) // EVAL_DIVISOR)
     token_splits = [
         torch.tensor([token_id for encoding in split for token_id in encoding.ids])
         for split in (encodings[:num_train], encodings[num_train:])
     ]
-    # Training needs one context with its next token; evaluation needs one for each third by difficulty.
+    # Training needs one context with its next token; evaluation needs one per third by difficulty.
     if len(token_splits[0]) <= context_len or len(token_splits[1]) < 3 * (context_len + 1):
         raise ValueError(
             f"text_file={text_file} has {len(token_splits[0])} tokens for training and {len(token_splits[1])} for "
@@ -56,7 +56,7 @@ def read_tokens(text_file: str | None, tokenizer: Tokenizer, context_len: int) -
 
 
 def read_passages(path: Path) -> list[str]:
-    """The non-blank lines of a text; for a .jsonl file, the string that each line encodes."""
+    """Read the non-blank lines of a text; for a .jsonl file, the string that each line encodes."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -75,7 +75,7 @@ def read_passages(path: Path) -> list[str]:
 
 
 def make_sokoban_passages(count: int) -> list[str]:
-    """The first `count` dialogues of the shipped text, on levels that no policy is validated or tested on."""
+    """Make the first `count` dialogues of the shipped text, on levels never used for validation or tests."""
     levels = make_demonstration_levels(SOKOBAN_TINY.source, count, _FIRST_LEVEL)
     rngs = make_rng(0, "sandbox_data", 2), make_rng(0, "sandbox_data", 2, 1)
     demonstrations = SOKOBAN_TINY.make_dialogues(levels, Habits(), *rngs)

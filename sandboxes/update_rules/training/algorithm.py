@@ -1,4 +1,4 @@
-"""The algorithm of the update-rule sandbox: replay, screening, the inner epochs of a rule, and their diagnostics."""
+"""The algorithm of the update-rule sandbox: replay, screening, a rule's inner epochs, and diagnostics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,9 +26,9 @@ from sandboxes.update_rules.training.replay import AgeStatistics, ReplayDraw, ma
 from trainable.runs.run_files import Row
 
 UNIFORM_GROUPS = "uniform_groups"
-"""Name of the stop rule for too many consecutive batches without a mixed group."""
+"""Stop rule for too many consecutive batches without a mixed group."""
 COSINE_EVERY = 5
-"""Evaluations per measurement of the gradient's direction, which costs two more backward passes."""
+"""Evaluations between measurements of the gradient's direction, which cost two more backward passes."""
 
 # Keys of `Rollouts.scalars`, and their columns.
 _SAMPLER_COLUMNS = {
@@ -59,16 +59,16 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         self.consecutive_uniform_batches = torch.zeros(len(seeds), dtype=torch.int64)
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
-        """Columns of the task's evaluation, [E] each."""
+        """Compute the columns of the task's evaluation, [E] each."""
         return self.task.evaluate(self.models, self.rngs, step)
 
     def sample(self, step: int) -> ReplayDraw:
-        """The batch to train on: the one that is sampled, a delayed one, or one from the replay buffer."""
+        """Choose the batch to train on: the newly sampled one, a delayed one, or one from the replay buffer."""
         new_rollouts = self.task.sample(self.models, self.rngs, step)
         return self.buffer.draw(new_rollouts, self.rngs.uniform("sandbox_replay", step, shape=()))
 
     def find_stops(self, batch: ReplayDraw, step: int) -> dict[int, Row]:
-        """The stop columns of each member with too many consecutive batches without a mixed group."""
+        """Make the stop columns of members with too many consecutive batches without a mixed group."""
         patience = self.config.fallback_patience
         return {
             seed: {
@@ -85,8 +85,8 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         """Screen the batch and take the optimizer steps of the rule."""
         self.buffer, self.consecutive_uniform_batches = batch.buffer, self._count_uniform_batches(batch)
         rollouts, config = batch.rollouts, self.config
-        # The weight of the batch in the loss because of its age. discounts_age is a bool: the exponent is 0 for the
-        # rules that do not discount it.
+        # Age-dependent weight of the batch in the loss. discounts_age is a bool: for rules that do not discount age,
+        # the exponent is 0.
         freshness = torch.exp(-config.replay_age_decay * rollouts.age.double() * config.rule.discounts_age)
         self.age_statistics.add(rollouts.age, freshness)
         screen_metrics: dict[str, Tensor] = {}
@@ -103,18 +103,18 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         return UpdateResult(columns, result.nonfinite_names)
 
     def measure_open_interval(self) -> dict[str, Tensor]:
-        """Statistics of the ages of the batches since the last row, where batches can have an age."""
+        """Compute statistics of the batches' ages since the last row; empty if batches cannot have an age."""
         return self.age_statistics.compute() if self.config.delay or self.config.replay_capacity else {}
 
     def _count_uniform_batches(self, batch: ReplayDraw) -> Tensor:
-        """[E], the number of consecutive batches without a mixed group, the last of which is `batch`."""
-        # Only grouped samplers report the flag; a comparison of rewards over different prompts would mean nothing.
+        """Count consecutive batches without a mixed group [E], up to and including `batch`."""
+        # Only grouped samplers report the flag; comparing rewards of different prompts would be meaningless.
         zeros = torch.zeros(len(batch.rollouts.rewards))
         is_uniform = batch.rollouts.scalars.get("used_group_fallback", zeros) > 0
         return torch.where(is_uniform, self.consecutive_uniform_batches + 1, 0)
 
     def _make_sampler_columns(self, replay_draw: ReplayDraw) -> dict[str, Tensor]:
-        """Columns of the sampler and the replay buffer for the batch that was trained on."""
+        """Make the columns of the sampler and the replay buffer for the batch that was trained on."""
         scalars = replay_draw.rollouts.scalars
         columns = {column: scalars[name] for name, column in _SAMPLER_COLUMNS.items() if name in scalars}
         if self.config.replay_capacity:
@@ -127,11 +127,11 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         return columns
 
     def _update(self, rollouts: Rollouts, is_measured: bool, has_cosine: bool) -> UpdateResult:
-        """Take one optimizer step per inner epoch; each member's gradient is clipped by its own norm.
+        """Take one optimizer step per inner epoch; the gradient of each member is clipped by its norm.
 
         is_measured: whether to measure metrics. has_cosine: whether to include the gradient's direction.
         """
-        # Measuring costs passes over the batch, so only the steps that write a row do it.
+        # Measuring costs forward passes, so only steps that write a row do it.
         collect_metrics = self._start_measuring(rollouts, has_cosine) if is_measured else None
         nonfinite_names: list[list[str]] = [[] for _ in rollouts.rewards]
         for _ in range(self.config.inner_epochs):
@@ -140,7 +140,7 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         return UpdateResult(collect_metrics(log_probs, result) if collect_metrics else {}, nonfinite_names)
 
     def _compute_loss(self, rollouts: Rollouts) -> tuple[Tensor, RuleLoss]:
-        """The log-probabilities [E, B, T, A] that the rule learns from, and its loss."""
+        """Compute the log-probabilities [E, B, T, A] that the rule learns from, and its loss."""
         log_probs = (
             self.task.compute_oracle_log_probs(self.models, rollouts)
             if self.config.rule.is_teacher_forced
@@ -149,7 +149,7 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         return log_probs, self.objective(rollouts, log_probs, self.config)
 
     def _start_measuring(self, rollouts: Rollouts, has_cosine: bool) -> Callable[[Tensor, RuleLoss], dict[str, Tensor]]:
-        """Measure the state before the updates. Returns a function that, called after them, computes all columns."""
+        """Measure the state before the updates; returns a function to call after them, which computes all columns."""
         logits_before = self._compute_logits(rollouts) if self.config.entropy_diagnostics else None
         fit_metrics: dict[str, Tensor] = {}
         if self.config.oracle_fit:
@@ -160,9 +160,9 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
 
         def collect_metrics(log_probs: Tensor, last_loss: RuleLoss) -> dict[str, Tensor]:
             metrics = {"loss": last_loss.loss.detach(), **last_loss.metrics, **fit_metrics}
-            # Teacher-forced log-probabilities follow other prefixes than the sampled ones: ratios would be meaningless.
+            # Teacher-forced log-probabilities are conditioned on other prefixes, so ratios would be meaningless.
             if not self.config.rule.is_teacher_forced:
-                # Distances below and above 1 from which a ratio counts as clipped, also for rules that do not clip.
+                # Distances below and above 1 at which a ratio counts as clipped, even for rules that do not clip.
                 high = self.config.clip_high if self.config.rule.clip == "clip_high" else self.config.clip_low
                 metrics |= compute_ratio_statistics(log_probs, rollouts, self.config.clip_low, high)
             if logits_before is not None:
@@ -181,19 +181,19 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         return self.task.compute_logits(self.models, rollouts)
 
     def _compute_oracle_gradient(self, rollouts: Rollouts) -> Tensor:
-        """[E, P], gradient of the cross-entropy of the correct actions after correct prefixes, on the same batch."""
+        """Compute the gradient [E, P] of the cross-entropy of correct actions after correct prefixes, on this batch."""
         oracle_log_probs = self.task.compute_oracle_log_probs(self.models, rollouts)
         return self.optimizer.compute_gradient(cross_entropy(rollouts, oracle_log_probs, self.config).loss)
 
     def get_tensors(self) -> dict[str, Tensor]:
-        """Weights and moments, the sums of ages, and the batches that may still be drawn."""
+        """Return weights and moments, the sums of ages, and the batches that may still be drawn."""
         tensors = super().get_tensors() | {"ages": self.age_statistics.sums}
         for index, stored_batch in enumerate(self.buffer.drawable_batches):
             tensors |= add_prefix(flatten_rollouts(stored_batch.rollouts), f"batches/{index}")
         return tensors
 
     def get_values(self, member: int) -> dict[str, Any]:
-        """The count of the stop rule, and what the batches need to be unpacked."""
+        """Return the count of the stop rule, and what is needed to unpack the batches."""
         batches = self.buffer.drawable_batches
         return {
             "uniform_batches": int(self.consecutive_uniform_batches[member]),
@@ -206,7 +206,7 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         super().load(tensors, values)
         self.age_statistics.sums = tensors["ages"]
         for index in range(values[0]["batches"]):
-            # `with_batch` computes the priority again, which a state does not contain.
+            # `with_batch` recomputes the priority, which a state does not contain.
             self.buffer = self.buffer.with_batch(
                 unflatten_rollouts(select_prefix(tensors, f"batches/{index}"), values[0]["group_size"])
             )

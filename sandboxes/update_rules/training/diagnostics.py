@@ -1,4 +1,4 @@
-"""Effect of an update on each member's policy: ratios, entropies, gradients, and what samples do for the oracle."""
+"""Effect of an update on each member's policy: ratios, entropies, gradients, and how samples influence the oracle."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from sandboxes.update_rules.tasks.task import ModelEnsemble, Task
 def compute_ratio_statistics(
     log_probs: Tensor, rollouts: Rollouts, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
-    """Mean, standard deviation (divisor N), maximum and clipped fraction of pi(a) / pi_actor(a) over trained tokens.
+    """Compute mean, std (divisor N), maximum and clipped fraction of pi(a) / pi_actor(a) over trained tokens.
 
-    log_probs: [E, B, T, A]. Trained tokens are those of kept rollouts, or all candidates at their positions. A ratio
-    counts as clipped outside [1 - clip_low, 1 + clip_high]. Returns RATIO_COLUMNS of update_rules.records,
-    [E] each.
+    log_probs: [E, B, T, A]. Trained tokens are the tokens of kept rollouts, or all candidates at their positions. A
+    ratio counts as clipped outside [1 - clip_low, 1 + clip_high]. Returns RATIO_COLUMNS of update_rules.records, [E]
+    each.
     """
     candidates = rollouts.candidates
     actions = rollouts.actions.unsqueeze(-1) if candidates is None else candidates.actions
@@ -38,11 +38,11 @@ def compute_ratio_statistics(
 
 
 def compute_entropy_statistics(logits_before: Tensor, logits_after: Tensor, rollouts: Rollouts) -> dict[str, Tensor]:
-    """Effect of an update on the entropy at the tokens of a batch.
+    """Measure the effect of an update on the entropy at the tokens of a batch.
 
-    The advantage is the reward minus the sampling policy's expected reward or baseline, regardless of the rule's own
-    baseline. Surprisal and probability are those of the policy before the update. Thirds end at the quantiles 1/3 and
-    2/3 of a member's kept tokens; a quantile itself belongs to the lower third.
+    The advantage is the reward minus the sampling policy's expected reward or baseline, whatever baseline the rule
+    uses. Surprisal and probability are from the policy before the update. Thirds end at the quantiles 1/3 and 2/3 of a
+    member's kept tokens; a quantile itself belongs to the lower third.
 
     Args:
         logits_before, logits_after: [E, B, T, A] at the batch's positions, before and after the update.
@@ -70,24 +70,24 @@ def compute_entropy_statistics(logits_before: Tensor, logits_after: Tensor, roll
 
 
 def entropies(log_probs: Tensor) -> Tensor:
-    """Entropy of each distribution, in nats. log_probs: [..., A]; a probability of 0 contributes 0."""
+    """Compute the entropy of each distribution, in nats. log_probs: [..., A]; a probability of 0 contributes 0."""
     return -torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)
 
 
 def correlation(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """[E], Pearson correlation of each row over the entries where `mask`; all [E, N]. NaN if x or y is constant."""
-    # A constant row has a variance of 0, and 0 / 0 is NaN: the row of the run then omits the column.
+    """Compute the Pearson correlation [E] of each row inside `mask`; all [E, N]. NaN if x or y is constant."""
+    # A constant row has variance 0, and 0 / 0 is NaN: the run's row then omits the column.
     variance_product = _masked_covariance(x, x, mask) * _masked_covariance(y, y, mask)
     return _masked_covariance(x, y, mask) / variance_product.sqrt()
 
 
 def cosine(x: Tensor, y: Tensor) -> Tensor:
-    """[E], cosine between the rows of two matrices [E, P]; NaN where a row is zero."""
+    """Compute the cosine [E] between the rows of two matrices [E, P]; NaN where a row is zero."""
     return (x * y).sum(1) / (x.norm(dim=1) * y.norm(dim=1))
 
 
 def _mean_by_thirds(name: str, values: Tensor, entropy_drop: Tensor, token_mask: Tensor) -> dict[str, Tensor]:
-    # nanquantile ignores the tokens that are not kept.
+    # nanquantile ignores tokens outside the mask.
     masked_values = values.masked_fill(~token_mask, torch.nan)
     low, high = torch.nanquantile(masked_values, torch.tensor([1 / 3, 2 / 3], dtype=values.dtype), dim=1).unsqueeze(-1)
     third_masks = {"low": values <= low, "mid": (values > low) & (values <= high), "high": values > high}
@@ -98,17 +98,17 @@ def _mean_by_thirds(name: str, values: Tensor, entropy_drop: Tensor, token_mask:
 
 
 def _expand_keep_mask(keep_mask: Tensor, like: Tensor) -> Tensor:
-    """[E, N], whether each entry is of a kept rollout. keep_mask: [E, B]. like: [E, B, ...], N entries per member."""
+    """Mark the entries of kept rollouts, [E, N]. keep_mask: [E, B]. like: [E, B, ...] with N entries per member."""
     return keep_mask.reshape(*keep_mask.shape, *[1] * (like.dim() - 2)).expand_as(like).flatten(1)
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """[E], mean of values [E, N] where `mask`; NaN for an empty mask."""
+    """Compute the mean [E] of values [E, N] inside `mask`; NaN for an empty mask."""
     return torch.where(mask, values, 0.0).sum(1) / mask.sum(1)
 
 
 def _masked_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """[E], population covariance of x and y [E, N] where `mask`."""
+    """Compute the population covariance [E] of x and y [E, N] inside `mask`."""
     return _masked_mean((x - _masked_mean(x, mask).unsqueeze(1)) * (y - _masked_mean(y, mask).unsqueeze(1)), mask)
 
 
@@ -116,8 +116,8 @@ class SampleInfluence(NamedTuple):
     """Quantities of each taken token of a batch, [E, N] each; N samples in the order of the batch."""
 
     projection: Tensor
-    """Inner product of the gradients of the token's log-probability and of the oracle's cross-entropy. It is negative
-    if raising the log-probability lowers the oracle's loss."""
+    """Inner product of the gradients of the token's log-probability and of the oracle's cross-entropy; negative if
+    raising the log-probability lowers the oracle's loss."""
     advantage: Tensor
     """Reward minus baseline, for every rule."""
     surprisal: Tensor
@@ -133,7 +133,7 @@ class SampleInfluence(NamedTuple):
 def compute_sample_influence(
     task: Task, models: ModelEnsemble, rollouts: Rollouts, oracle_gradients: Sequence[Tensor], config: UpdateRuleConfig
 ) -> SampleInfluence:
-    """Influence of every taken token of `rollouts` on the oracle's loss, and the quantities that rules weight it with.
+    """Compute every taken token's influence on the oracle's loss, and the quantities by which rules weight it.
 
     oracle_gradients: gradients of the oracle's loss, in the order of the models' parameters, [E, ...] each.
     """
@@ -153,10 +153,9 @@ def compute_sample_influence(
 
 
 def compute_fit_statistics(samples: SampleInfluence) -> dict[str, Tensor]:
-    """Pearson correlation over a member's samples between the projection and each quantity; [E] each.
+    """Compute the Pearson correlation over a member's samples between the projection and each quantity; [E] each.
 
-    The correlation is negative if the quantity is large for samples that help the oracle, and NaN if the quantity is
-    constant.
+    It is negative if the quantity is large for samples that help the oracle, and NaN if the quantity is constant.
     """
     quantities = {name: getattr(samples, name) for name in ("delight", "advantage", "surprisal", "gate")}
     return {
@@ -168,13 +167,12 @@ def compute_fit_statistics(samples: SampleInfluence) -> dict[str, Tensor]:
 def _compute_projections(
     action_log_probs: Tensor, parameters: Sequence[Tensor], directions: Sequence[Tensor]
 ) -> Tensor:
-    """[E, B, T], the inner product of each taken token's gradient with `directions`, for all tokens at once.
+    """Compute the inner product [E, B, T] of each taken token's gradient with `directions`, for all tokens at once.
 
     The inner product of the gradient of sum_t v_t l_t with the direction is linear in v. Its gradient with respect to
     v_t is the projection of token t, so two backward passes suffice for all tokens.
     """
-    # The product is linear in v, so its gradient with respect to v is the same at every v, and zeros are as good as
-    # any.
+    # The product is linear in v, so its gradient is the same at every v, and zeros will do.
     weights = torch.zeros_like(action_log_probs, requires_grad=True)
     gradients = torch.autograd.grad(
         (weights * action_log_probs).sum(), parameters, create_graph=True, materialize_grads=True

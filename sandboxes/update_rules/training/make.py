@@ -1,4 +1,4 @@
-"""Make the trainer of a configuration; the only module that looks up tasks and update rules by name."""
+"""Make the trainer of a configuration. Only this module looks up tasks and update rules by name."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def load_formula(formula: str) -> UpdateRule:
-    """The function `<module>.<function>` of `sandboxes.update_rules.rules` that a record names.
+    """Load the function `<module>.<function>` of `sandboxes.update_rules.rules` that a record names.
 
     Raises ModuleNotFoundError or AttributeError if the module or the function does not exist.
     """
@@ -40,7 +40,7 @@ UPDATE_RULES: dict[str, UpdateRule] = {name: load_formula(rule.formula) for name
 
 
 def make_task(config: UpdateRuleConfig) -> Task:
-    """The task of `config`. Raises ValueError, with what to do, if its data or model is missing."""
+    """Make the task of `config`. Raises ValueError, with what to do, if its data or model is missing."""
     if config.task == "mnist":
         return ClassificationTask(config)
     if config.task == "lm_bandit":
@@ -49,18 +49,18 @@ def make_task(config: UpdateRuleConfig) -> Task:
 
 
 def make_trainer(config: UpdateRuleConfig, seeds: Sequence[int]) -> EnsembleTrainer:
-    """A trainer of `config` with one member per seed."""
+    """Make a trainer of `config` with one member per seed."""
     rule = UPDATE_RULES[config.method] if config.method in UPDATE_RULES else wrap_own_rule(get_part(config.method))
     return make_task_trainer(config, seeds, make_task(config), rule)
 
 
 def make_task_trainer(config: UpdateRuleConfig, seeds: Sequence[int], task: Task, rule: UpdateRule) -> EnsembleTrainer:
-    """A trainer of `config` with one member per seed, on this task and by this rule."""
+    """Make a trainer of `config` with one member per seed, on this task and by this rule."""
     return EnsembleTrainer(config, seeds, partial(UpdateRuleAlgorithm, task=task, objective=rule))
 
 
 def wrap_own_rule(function: Callable[[Rollouts, Tensor, UpdateRuleConfig], Tensor]) -> UpdateRule:
-    """The update rule of a function of the user, which returns the loss [E] alone."""
+    """Wrap a plug-in update rule: a function that returns only the loss [E]."""
 
     def rule(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
         loss = function(rollouts, log_probs, config)
@@ -78,11 +78,11 @@ TRAINER = TrainerFamily(make_trainer)
 
 def check_update_rule(trial: "PartTrial", rule: Any, config: UpdateRuleConfig) -> None:
     """Train with the rule until it has learned from a batch. Raises OwnPartError that says what is wrong with it."""
-    with suppress(ConfigError):  # a batch of age 0, so that the first step trains
+    with suppress(ConfigError):  # with a batch of age 0, the first step already trains
         config = apply_overrides(config, {"delay": 0})
     try:
         trainer = make_trainer(config, (0,))
-    except Exception:  # of the task, such as a file that is not here; what needs it says so
+    except Exception:  # from the task, such as a missing file, which is reported elsewhere
         return
     for _ in range(config.delay + 1):
         trial.call(f"{trial.name}(rollouts, log_probs, config)", trainer.step)

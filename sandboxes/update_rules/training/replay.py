@@ -1,4 +1,4 @@
-"""Replay buffer: choose the batch to train on, which is the newest one, a delayed one, or one drawn by priority."""
+"""Replay buffer: choose the batch to train on: the newest one, a delayed one, or one drawn by priority."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ class StoredBatch(NamedTuple):
 class ReplayDraw(NamedTuple):
     """The result of a draw.
 
-    rollouts: the batch to train on, with its `age` set. priority: [E], of the batch that each member drew. buffer: the
-    buffer with the new batch; the buffer that was drawn from is not changed.
+    rollouts: the batch to train on, with its `age` set. priority: [E] of the batch that each member drew. buffer: the
+    buffer with the new batch; the original buffer is not changed.
     """
 
     rollouts: Rollouts
@@ -34,7 +34,7 @@ class ReplayDraw(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplayBuffer:
-    """The last sampled batches, the oldest first. One is added per step, so the position of a batch gives its age.
+    """The last sampled batches, oldest first. One is added per step, so the position of a batch gives its age.
 
     Batches younger than `delay` are not drawn; if none is old enough, the newest one is used. A delay without replay is
     a buffer of `delay` + 1 batches, of which exactly one is old enough. So ReplayDG with that capacity equals DG with
@@ -50,12 +50,12 @@ class ReplayBuffer:
     def draw(self, new_rollouts: Rollouts, uniforms: Tensor) -> ReplayDraw:
         """Add `new_rollouts`, and draw one batch per member with probability proportional to its priority.
 
-        uniforms: [E] in [0, 1), by which batches are drawn. If all priorities of a member are 0, all batches are
+        uniforms: [E] in [0, 1), from which batches are drawn. If all priorities of a member are 0, all batches are
         equally likely.
         """
         buffer = self.with_batch(new_rollouts)
         newest_index = len(buffer.batches) - 1  # batches are in the order of time, so age 0 is the last index
-        # Before `delay` steps no batch is old enough, and the newest one (age 0) is used.
+        # Before step `delay` no batch is old enough, and the newest one (age 0) is used.
         ages = torch.tensor([age for age in range(newest_index, -1, -1) if age >= self.delay] or [0])
         eligible_batches = [buffer.batches[newest_index - int(age)] for age in ages]
         priorities = torch.stack([stored.priority for stored in eligible_batches], dim=1)  # [E, batches]
@@ -66,21 +66,21 @@ class ReplayBuffer:
         return ReplayDraw(rollouts, priorities.gather(1, indices.unsqueeze(1)).squeeze(1), buffer)
 
     def with_batch(self, rollouts: Rollouts) -> "ReplayBuffer":
-        """The buffer with one more batch, and without the oldest one if it was full."""
-        # The mean over tokens first, and then over the kept rollouts, of which there is at least one.
+        """Return the buffer with one more batch, and without the oldest one if it was full."""
+        # First the mean over tokens, then over the kept rollouts, of which there is at least one.
         values = PRIORITY_FUNCTIONS[self.priority_rule](rollouts).mean(-1)
         stored_batch = StoredBatch(rollouts, (values * rollouts.keep_mask).sum(-1) / rollouts.keep_mask.sum(-1))
         return replace(self, batches=(*self.batches, stored_batch)[-self.capacity :])
 
     @property
     def drawable_batches(self) -> tuple[StoredBatch, ...]:
-        """The batches that a later step may still draw, which are all that a checkpoint needs."""
+        """The batches that a later step may still draw: all that a checkpoint needs."""
         # The next step adds a batch before it draws, which pushes the oldest one out of a full buffer.
         return self.batches[max(0, len(self.batches) + 1 - self.capacity) :]
 
 
 def make_buffer(config: UpdateRuleConfig) -> ReplayBuffer:
-    """An empty buffer for the replay or the delay of `config`; without either, it has a capacity of one batch."""
+    """Make an empty buffer for the replay or the delay of `config`; without either, its capacity is one batch."""
     capacity = config.replay_capacity or config.delay + 1
     return ReplayBuffer(capacity, config.delay, config.replay_priority, config.replay_age_decay)
 
@@ -100,7 +100,7 @@ AGE_DISCOUNTED = ("fresh_delight", "freshness")
 
 
 def _sample_inverse_cdf(priorities: Tensor, uniforms: Tensor) -> Tensor:
-    """[E] indices, drawn with probabilities proportional to `priorities` [E, n] by one uniform number each."""
+    """Draw indices [E] with probabilities proportional to `priorities` [E, n], using one uniform number each."""
     has_no_priority = priorities.sum(dim=1, keepdim=True) <= 0
     # In float64: in float32 the bounds of batches with small priorities could coincide.
     bounds = torch.where(has_no_priority, 1.0, priorities.double()).cumsum(dim=1)
@@ -110,7 +110,7 @@ def _sample_inverse_cdf(priorities: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _gather_batch(batches: Sequence[Rollouts], indices: Tensor) -> Rollouts:
-    """The batch in which the slice of member e is that of batches[indices[e]]."""
+    """Gather a batch in which the slice of member e comes from batches[indices[e]]."""
     if len(batches) == 1:
         return batches[0]  # without copies
     tensors = [flatten_rollouts(batch) for batch in batches]
@@ -122,26 +122,26 @@ def _gather_batch(batches: Sequence[Rollouts], indices: Tensor) -> Rollouts:
 
 
 class AgeStatistics:
-    """Statistics of the ages of the batches that were trained on since the last row.
+    """Statistics of the ages of the batches trained on since the last row.
 
-    sums: [E, 5], sums over those batches of 1, age, age^2, freshness weight, and freshness weight x age.
+    sums: [E, 5] sums over those batches of 1, age, age^2, freshness weight, and freshness weight x age.
     """
 
     def __init__(self, sums: Tensor) -> None:
         self.sums = sums
 
     def add(self, age: Tensor, weight: Tensor) -> None:
-        """Add a batch. age: [E], in updates. weight: [E], the freshness weight of the batch in the loss."""
+        """Add a batch. age: [E] in updates. weight: [E] freshness weight of the batch in the loss."""
         # float64, because squares of ages are summed over many batches before the mean is subtracted.
         age = age.double()
         self.sums = self.sums + torch.stack([torch.ones_like(age), age, age.square(), weight, weight * age], dim=1)
 
     def reset(self) -> None:
-        """Start again: a row has been written."""
+        """Start over, after a row has been written."""
         self.sums = torch.zeros_like(self.sums)
 
     def compute(self) -> dict[str, Tensor]:
-        """age_mean, age_std and effective_age, [E] each, NaN without a batch."""
+        """Compute age_mean, age_std and effective_age, [E] each, NaN without a batch."""
         count, age_sum, age_square_sum, weight_sum, weighted_age_sum = self.sums.unbind(dim=1)
         mean = age_sum / count
         # Rounding can make the variance slightly negative.
