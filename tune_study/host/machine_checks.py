@@ -71,7 +71,7 @@ class GpuMemory(NamedTuple):
 
 
 class GpuProcess(NamedTuple):
-    """A process that uses memory of the GPU `uuid`. used_mib: how much, in MiB; None if the driver does not report it."""
+    """A process that uses memory of the GPU `uuid`. used_mib: in MiB; None if the driver does not report it."""
 
     uuid: str
     pid: int
