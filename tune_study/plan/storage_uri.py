@@ -73,7 +73,7 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 
 def is_same_folder(uri: str, other_uri: str) -> bool:
-    """Check whether two URIs name the same folder. Queries may differ, as they say how to reach it (endpoint, region)."""
+    """Check whether two URIs name the same folder; queries (endpoint, region) may differ."""
     first, second = urlsplit(uri), urlsplit(other_uri)
     return (first.scheme, first.netloc, first.path.rstrip("/")) == (
         second.scheme,

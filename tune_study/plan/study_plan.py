@@ -58,7 +58,7 @@ class StudyPlan:
     max_seeds: int | None = None
     """Number of seeds per arm up to which seeds are added to open arms; None if seeds are fixed."""
     source: StudySource | None = None
-    """The declaration's file or Python text; None for a study of this package."""
+    """Where the study is declared, a file or Python code; None for a study of this package."""
     confirms: ConfirmedStudy | None = None
     """The study that this one confirms, if any."""
     search: Search | None = None
@@ -114,7 +114,7 @@ class StudyPlan:
         return tuple(tuple(spec for spec in self.runs if spec.arm == value) for value in self.values)
 
     def get_trial_name(self, spec: RunSpec) -> str:
-        """Return the name of the Tune trial that trains a run: run_id, or without a seed if it trains several."""
+        """Return the name of the Tune trial that trains a run: its run_id, without a seed if it trains several."""
         return spec.experiment_name if self.study.family.has_batched_seeds else spec.run_id
 
     @property

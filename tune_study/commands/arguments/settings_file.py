@@ -45,7 +45,7 @@ def read_assignments(path: Path) -> tuple[str, ...]:
 
 
 def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str, ...]:
-    """The assignments of the files and those that were typed. One that was typed replaces one of a file.
+    """Merge the assignments of files with typed ones, which take precedence.
 
     Keys are compared as they are written; two spellings of one setting are refused later, as given twice. Raises
     PlanError for a key that the files have twice.
