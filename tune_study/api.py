@@ -94,7 +94,7 @@ def run(
 
 
 def describe_source(study: Study) -> StudySource:
-    """Describe a declaration that is in no file for study.json: its fields, as text."""
+    """Describe, for study.json, a declaration that is in no file: its fields, as text."""
     fields = {
         "name": study.name,
         "question": study.question,

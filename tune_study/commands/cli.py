@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def report_errors(command: Command) -> Command:
-    """Decorate a command: print invalid input as a paragraph on stderr and exit with 2, or 3 if a study is too big."""
+    """Decorate a command: print invalid input as a paragraph on stderr; exit with 2, or 3 if a study does not fit."""
 
     @functools.wraps(command)
     def run_command(*args: Any, **kwargs: Any) -> None:

@@ -68,7 +68,7 @@ def _split_study_uri(uri: str) -> tuple[str, str]:
 
 
 def _check_local_path(text: str) -> Path:
-    """Return the folder that RUN names. Raises PlanError, without its text, for what may be a bad URI with a key."""
+    """Return the folder that RUN names. Raises PlanError without its text if it may be a bad URI with a key."""
     folder = Path(text)
     if not folder.is_dir():
         _check_uri(text)

@@ -173,7 +173,7 @@ def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
 
 
 def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
-    """Find a run by run_id, or by arm with the smallest seed; None: the only run. Raises PlanError if there is none."""
+    """Find a run by run_id, by arm (smallest seed), or the only run (None). Raises PlanError if there is none."""
     if trial is None and len(plan.runs) == 1:
         return plan.runs[0]
     # A run_id takes precedence over an arm of the same name.

@@ -38,7 +38,7 @@ def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[Gpu, ...]:
-    """Select the GPUs that CUDA_VISIBLE_DEVICES names, in its order, up to the first unknown entry as in CUDA."""
+    """Select the GPUs that CUDA_VISIBLE_DEVICES names, in its order and, as in CUDA, up to the first unknown entry."""
     if visible_devices is None:
         return gpus
     selected_gpus: list[Gpu] = []

@@ -36,7 +36,7 @@ def start_time_limit(hours: float | None) -> TimeLimit | None:
 
 
 def make_interrupt(folder: Path) -> "Interrupt":
-    """Make the stop request of the study in results/<run>."""
+    """Make the `Interrupt` of the study in results/<run>."""
     return Interrupt(folder / ".interrupt")
 
 

@@ -32,7 +32,7 @@ _OUTPUT_DISK_BYTES = 1 * _GB
 _GPU_OUTPUT_DISK_BYTES = 150 * _GB
 # Ray does not spill objects to a disk that is more than 95 % full.
 _RAY_DISK_BYTES, _RAY_DISK_FRACTION = 1 * _GB, 0.05
-# Ray 2.60 gives its object store 30 % of the memory, and puts it on disk if /dev/shm has less than that and than 10 GB.
+# Ray 2.60's object store gets 30 % of the memory, on disk if /dev/shm has less than that and less than 10 GB.
 _OBJECT_STORE_FRACTION, _MAX_OBJECT_STORE_BYTES = 0.3, 10**10
 # Ray 2.60 warns below this limit, because connections may fail.
 _MIN_OPEN_FILES = 4096

@@ -198,7 +198,7 @@ def _count_block_parameters(shape: ModelShape) -> int:
 
 
 def _count_cast_head(shape: ModelShape, config: RunConfig) -> int:
-    """Count the head's parameters if it is float32, so that passes copy it: unless it is untied and frozen."""
+    """Count the parameters of the head if passes copy it. An untied head under LoRA is not float32 and not copied."""
     is_float32 = shape.tie_word_embeddings or not config.model.lora_rank
     return shape.vocab_size * shape.hidden_size * is_float32
 

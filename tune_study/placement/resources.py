@@ -88,7 +88,7 @@ def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
 def format_gpu_label(n_gpus: float, gpus: tuple[Gpu, ...]) -> str:
     """Format the label of one run's GPUs in the published form, such as 1xH100.
 
-    A run without GPUs has the label 0xGPU. If the GPUs have different names, it is like 1xmixed.
+    A run without GPUs has the label 0xGPU. GPUs with different names give 1xmixed.
     """
     if n_gpus == 0 or not gpus:  # no GPU is visible in a dry run that plans for some
         return f"{n_gpus:g}xGPU"
@@ -180,7 +180,7 @@ def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None
 def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
     """Raise PlanError if a run needs an engine that is not installed, or several GPUs with the torch engine.
 
-    Raises it also for weights in 4 bits if the package for them is missing or the model's sizes do not suit it.
+    Also raised for weights in 4 bits if the package for them is missing or the model's sizes do not suit it.
 
     environ: the environment variables, which determine the hub cache.
     """

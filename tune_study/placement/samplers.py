@@ -64,7 +64,7 @@ def _find_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str:
 
 
 def compile_kernels(configs: Iterable[RunConfig], environ: Mapping[str, str], console: Console) -> None:
-    """Compile the code of the tiny policies and say so, if a run needs it and this machine has not done it.
+    """Compile the code of the tiny policies and say so, if a run needs it and this machine has not compiled it yet.
 
     Otherwise, each of the first runs would compile it. Raises PlanError if the command fails.
     """

@@ -63,7 +63,7 @@ def join_cluster(address: str | None) -> Iterator[tuple[Node, ...] | None]:
 
 
 def _check_address(address: str) -> None:
-    """Raise PlanError if `address` is malformed or does not answer, for which Ray would wait a minute."""
+    """Raise PlanError if `address` is malformed or does not answer. Ray would wait a minute for an answer."""
     if address == "auto":  # Ray looks the address up on this machine
         return
     host, _, port = address.rpartition(":")

@@ -40,7 +40,7 @@ class RunView:
     has_row: bool = False
     """Whether the run has a row since it was started."""
     last_status: str = ""
-    """How a run that had not ended when the study did is shown; empty before."""
+    """What is shown at the end of the study for a run that has not ended; empty before."""
     signal_problem: str = ""
     """Why the run has had nothing to learn from since step 1; empty if it has."""
     phase: str = ""

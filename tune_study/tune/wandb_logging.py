@@ -28,7 +28,7 @@ RUN_TIMEOUT_S = 5.0
 
 
 class _Event(NamedTuple):
-    """A run has something to write. summary: what ends its W&B run; None while the run is trained."""
+    """Something to write for a run. summary: what ends its W&B run; None while the run is trained."""
 
     run_id: str
     summary: Mapping[str, Any] | None = None

@@ -308,7 +308,7 @@ def print_replay(console: Console, replay: Replay) -> None:
 
 
 def format_thresholds(replay: Replay) -> str:
-    """Format the thresholds of the replay as a line, with the study's where they differ; `or` joins those of arms."""
+    """Format the replay's thresholds as a line, with the study's where they differ; `or` joins the values of arms."""
     entries = []
     n_changed = 0
     for name in EarlyStopConfig.model_fields:
