@@ -37,7 +37,7 @@ def param_space(
 
     Args:
         study: the name of a study, or a declared study.
-        preset: laptop, stress, small or paper.
+        preset: laptop, stress or paper.
         seeds: number of seeds per arm. Update rules and their companions train them side by side in one trial.
         values: the arms; None for all of the preset.
         settings: settings by name, such as **{"actor.lr": 1e-4}. A value may be a domain of Tune, such as
