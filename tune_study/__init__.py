@@ -1,7 +1,7 @@
-"""Run: the only package that starts Ray.
+"""Run studies. This is the only package that starts Ray.
 
-What a script with Ray Tune uses is importable from here: the Trainables `PPO`, `UpdateRules`, `Distillation`,
-`VectorRewards` and `Pedagogy`, `param_space`, `make_tuner`, `rules`, `RuleStopper`, and `run`, as of the command line.
+Scripts with Ray Tune import from here: the Trainables `PPO`, `UpdateRules`, `Distillation`, `VectorRewards` and
+`Pedagogy`, and `param_space`, `make_tuner`, `rules` and `RuleStopper`. `run` does what the command line's `run` does.
 """
 
 import importlib
@@ -20,7 +20,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, which is imported at its first use: the command line needs a fraction of a second to start."""
+    """Import a public name at its first use, so that the command line starts in a fraction of a second."""
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

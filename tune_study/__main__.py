@@ -5,7 +5,7 @@ import sys
 try:
     from tune_study.commands.cli import main
 except ModuleNotFoundError as error:
-    # An interpreter without our dependencies, or whose installation has not ended. What is ours and missing is a bug.
+    # The interpreter lacks our dependencies, or their installation is under way. A missing module of ours is a bug.
     if (error.name or "").split(".")[0] in ("tune_study", "trainable", "search_spaces", "analysis"):
         raise
     print(

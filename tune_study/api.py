@@ -1,4 +1,4 @@
-"""Run a study from Python: the same plan, folder and runs as those of the command line."""
+"""Run a study from Python, with the same plan, folder and runs as on the command line."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NO_SETTINGS: Mapping[str, object] = {}
 
 _GPU_SETTINGS = {"model.path", "trainer.n_gpus_per_node", "rollout.gpu_memory_utilization"}
-"""Settings whose values fit certain GPUs, or the paper preset, only."""
+"""Settings whose values suit only certain GPUs or the paper preset."""
 
 
 def run(
@@ -45,16 +45,16 @@ def run(
 
     Args:
         study: the study.
-        preset: laptop, stress or paper; None for paper if a GPU is visible that can hold it, else laptop. Under paper,
-            adapters are trained instead of all weights if only these fit.
+        preset: laptop, stress or paper; None for paper if a visible GPU can hold it, else laptop. Under paper, only
+            adapters are trained if training all weights does not fit.
         output: parent folder of results/, logs/ and model_saving/.
         seeds: number of seeds per arm; None for the study's own number.
         values: values of the axis; None for all of the preset.
-        env: the game, with the settings that come with it; None for that of the study.
+        env: the game, with the settings that come with it; None for the study's own game.
         settings: values by setting, as --set takes them, such as {"trainer.total_training_steps": 10}.
-        code: further files whose parts the study in the folder uses, if it is extended.
-        extend: whether new values and seeds are added to a study that the folder contains.
-        max_concurrent: the most runs at once; None for as many as the machine holds.
+        code: further plug-in files that the study in the folder uses, if it is extended.
+        extend: whether to add new values and seeds to the study that the folder contains.
+        max_concurrent: maximum number of concurrent runs; None for as many as the machine holds.
 
     Raises PlanError or ConfigError (both are ValueErrors) if the study cannot be run, and RuntimeError if a run failed.
 
@@ -94,7 +94,7 @@ def run(
 
 
 def describe_source(study: Study) -> StudySource:
-    """What study.json records of a declaration that is in no file: its fields, as text."""
+    """Describe, for study.json, a declaration that is in no file: its fields, as text."""
     fields = {
         "name": study.name,
         "question": study.question,
@@ -106,5 +106,5 @@ def describe_source(study: Study) -> StudySource:
         "baseline": study.baseline,
     }
     text = "".join(f"{name} = {value!r}\n" for name, value in fields.items())
-    # A call of `run` with other settings is refused by them, so another text alone is no reason to stop.
+    # Changed settings are refused when they are compared, so a changed text alone is no reason to stop.
     return StudySource("", text, hashlib.sha256(text.encode()).hexdigest(), accepts_change=True)

@@ -1,4 +1,4 @@
-"""The command `clean`: free the disk space of what ended runs no longer need."""
+"""The command `clean`: free the disk space that ended runs no longer need."""
 
 import shutil
 from collections.abc import Iterator
@@ -25,10 +25,7 @@ from tune_study.plan.storage_uri import is_uri
 
 
 class RemovableState(NamedTuple):
-    """The rolling checkpoints of a run that has ended, without that of its best validation if it is to stay.
-
-    num_bytes: on disk.
-    """
+    """The rolling checkpoints that can be removed from a run that has ended. num_bytes: their size on disk."""
 
     run_id: str
     status: str
@@ -37,10 +34,11 @@ class RemovableState(NamedTuple):
 
 
 def find_removable_states(folder: Path) -> list[RemovableState]:
-    """The rolling checkpoints of the runs in results/<run> that have ended, in the order of study.json.
+    """Find the rolling checkpoints that can be removed from results/<run>, in the order of study.json.
 
-    A run that is completed or was stopped by a rule never continues. Any other run, such as a failed one, needs its
-    checkpoint. Raises PlanError if the folder contains no study, and UnsafePathError if it has links for folders.
+    Only runs that are completed or were stopped by a rule are listed: any other run, such as a failed one, needs its
+    checkpoint to continue. Raises PlanError if the folder contains no study, and UnsafePathError if it has links for
+    folders.
     """
     study = read_study(folder)
     run_ids = [entry.run_id for entry in study.runs]
@@ -59,7 +57,7 @@ def find_removable_states(folder: Path) -> list[RemovableState]:
 
 
 def _list_removable(study: StudyRecord, run_dir: Path) -> Iterator[Path]:
-    """The folders that can be removed: all of the rolling checkpoints, or each but the one that --keep-best keeps."""
+    """Yield the folders to remove: all rolling checkpoints, or under --keep-best all but the best one."""
     from trainable.runs.checkpoint import iter_checkpoints  # imports torch
 
     if not flatten_settings(study.settings).get("trainer.keep_best"):
@@ -73,16 +71,16 @@ def _list_removable(study: StudyRecord, run_dir: Path) -> Iterator[Path]:
 
 
 def clean(console: Console, run: str, is_confirmed: bool) -> None:
-    """Print what can be removed, and remove it if the user agrees or has agreed (--yes).
+    """Print what can be removed, and remove it if --yes was typed or the user agrees.
 
-    Raises PlanError if RUN is no local folder of a study, and if another process runs the study.
+    Raises PlanError if RUN is not a local study folder, or if another process runs the study.
     """
     if is_uri(run):
         raise PlanError(
             f"`clean` frees space on this machine, and {format_value(run, 1000)} is in a storage: type a folder."
         )
     folder = Path(run)
-    read_study(folder)  # before the lock, which makes a folder
+    read_study(folder)  # before the lock, which creates a folder
     with outputs.lock_folder(folder):
         states = find_removable_states(folder)
         if not states:
@@ -104,6 +102,6 @@ def clean(console: Console, run: str, is_confirmed: bool) -> None:
             return
         for state in states:
             for path in state.paths:
-                if path.exists():  # of a checkpoint that was being replaced, only a hidden folder may be left
+                if path.exists():  # if a checkpoint was being replaced, only a hidden folder may be left
                     shutil.rmtree(path)
         print_line(console, f"Removed {total}.")

@@ -53,7 +53,7 @@ app = typer.Typer(
     help="Run studies of RL fine-tuning: train every arm, stop runs that collapse, report the results.",
     epilog=f"\b\nExample: {PROGRAM} run kl --preset laptop",
     no_args_is_help=True,
-    add_completion=PROGRAM == INSTALLED_PROGRAM,  # a shell completes the words of a program, not those of python
+    add_completion=PROGRAM == INSTALLED_PROGRAM,  # a shell completes the words of a program, not of `python -m`
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -62,10 +62,10 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
-    # Reports make many objects that live until the end: with Python's own thresholds, up to a tenth of their time goes
-    # into looking for garbage among them.
+    # Reports make many objects that live until the end. With Python's default thresholds, garbage collection takes up
+    # to a tenth of their time.
     gc.set_threshold(50_000, 20, 20)
-    # The interpreter looks through all objects once more as it ends, which takes up to 0.9 s.
+    # Without this, a last garbage collection at exit takes up to 0.9 s.
     atexit.register(gc.freeze)
     protect_output()  # before the first line is printed
     show_warnings()
@@ -74,12 +74,12 @@ def main() -> None:
     try:
         app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)
     except SystemExit as end:
-        # Click ends every command in this way, with an integer.
+        # Click ends every command with SystemExit and an integer.
         raise SystemExit(finish_output(end.code if isinstance(end.code, int) else 0)) from None
 
 
 def report_errors(command: Command) -> Command:
-    """Decorator: print invalid input as one paragraph on stderr and exit with code 2, or 3 if a study does not fit."""
+    """Decorate a command: print invalid input as a paragraph on stderr; exit with 2, or 3 if a study does not fit."""
 
     @functools.wraps(command)
     def run_command(*args: Any, **kwargs: Any) -> None:
@@ -91,7 +91,7 @@ def report_errors(command: Command) -> Command:
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG or error.filename is None:
                 raise
-            # Any word may name a file or a folder.
+            # Any word may be used as the name of a file or a folder.
             name = format_value(str(error.filename), 80)
             print_error(f"tune_study: {name} is longer than a name of a file may be: type a shorter word.")
             raise typer.Exit(2) from None
@@ -100,7 +100,7 @@ def report_errors(command: Command) -> Command:
 
 
 def command(name: str, example: str) -> Callable[[Command], Command]:
-    """Decorator: make a function a command, which has an example at the end of its help and reports its errors."""
+    """Return a decorator that registers a function as a command with an example in its help, and reports its errors."""
 
     def add_command(function: Command) -> Command:
         epilog = f"\b\nExample: {PROGRAM} {example}"
@@ -479,13 +479,13 @@ def probe(
         "trainer.ray_num_cpus": ray_num_cpus,
     }
     if gpus is not None:
-        # Before torch is imported below: it reads this variable once.
+        # Set before torch is imported below, which reads this variable once.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(gpus))
     from tune_study.commands import probe as probing
     from tune_study.folder import run_checkpoints
 
     path = run_checkpoints.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
-    # Only now, because it may download rows, and a wrong path should be reported at once.
+    # Only now, since this may download rows: a wrong path should be reported at once.
     folder = locate.fetch_for_writing(run)
     own_study = typed_again.load()
     allowed = typed_again.allowed | locate.list_typed_storage(run)

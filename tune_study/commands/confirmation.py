@@ -1,7 +1,7 @@
-"""The command `confirm`: run one arm and the arm that it is compared with again, with seeds that the study never used.
+"""The command `confirm`: run one arm and its baseline again, with seeds that the study never used.
 
-The best of several arms is in part the luckiest one, so its result in the study is too good. Fresh seeds know nothing
-of the choice: their result is the result.
+The best of several arms is in part the luckiest one, so the study overestimates it. Fresh seeds played no part in the
+choice, so their estimate is unbiased.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ def plan_confirmation(
     extend: bool,
     allowed: frozenset[str] = NOTHING,
 ) -> StudyPlan:
-    """The plan that confirms an arm of the study RUN, or continues its confirmation.
+    """Plan the confirmation of an arm of the study RUN, or its continuation.
 
     The confirmation is a study beside RUN, `<run>-confirm-<arm>`, with the settings of RUN, two arms and `n_seeds`
     seeds. They follow the largest seed of RUN and of all of its other confirmations.
@@ -39,10 +39,10 @@ def plan_confirmation(
     Args:
         run: RUN, a folder or a URI.
         arm: the arm to confirm, as it was typed.
-        baseline: the arm that it is compared with; None for the baseline of RUN.
+        baseline: the arm to compare it with; None for the baseline of RUN.
         n_seeds: number of seeds per arm.
-        own_study: the study of the file that was typed with --study; None without the option.
-        extend: whether seeds are added to a confirmation with fewer.
+        own_study: the study in the file of --study; None without the option.
+        extend: whether to add seeds to a confirmation that has fewer.
         allowed: see `plan_from_folder`.
 
     Raises PlanError if the study or an arm does not exist, or if there are too few seeds left.
@@ -89,13 +89,13 @@ def plan_confirmation(
 
 
 def find_confirmation(plan: StudyPlan, arm: str, own_study: OwnStudy | None) -> StudyPlan | None:
-    """The confirmation of an arm against the baseline of a study, if it has begun."""
+    """Find the confirmation of an arm against the study's baseline; None if it has not begun."""
     folder = _make_folder(plan, arm, plan.baseline)
     return plan_from_folder(folder, own_study=own_study) if (folder / STUDY_FILE).exists() else None
 
 
 def _make_folder(plan: StudyPlan, confirmed: str, compared: str | None) -> Path:
-    """The folder of a confirmation, beside that of its study."""
+    """Make the path of a confirmation, beside its study's folder."""
     suffix = make_value_label(confirmed)
     if compared is not None and compared != plan.baseline:
         suffix += f"-against-{make_value_label(compared)}"
@@ -105,7 +105,7 @@ def _make_folder(plan: StudyPlan, confirmed: str, compared: str | None) -> Path:
 def _choose_seeds(
     plan: StudyPlan, folder: Path, own_study: OwnStudy | None, allowed: frozenset[str]
 ) -> tuple[ConfirmedStudy, int]:
-    """What the confirmation in `folder` confirms, and its first seed. One that has begun keeps both."""
+    """Return what the confirmation in `folder` confirms, and its first seed. One that has begun keeps both."""
     if (folder / STUDY_FILE).exists():
         existing = plan_from_folder(folder, own_study=own_study, allowed=allowed)
         if existing.confirms is not None:

@@ -1,4 +1,4 @@
-"""The command `demo`: the recorded study with its statuses, its verdicts, two episodes and its report."""
+"""The command `demo`: show the recorded study with its statuses, verdicts, two episodes and its report."""
 
 import itertools
 import os
@@ -26,10 +26,10 @@ from tune_study.tune.conclusion import print_next_commands, write_results
 
 
 def show_demo(console: Console, output: Path) -> str:
-    """Unpack the recorded study below `output`, unless it is there already, and print what it came to.
+    """Unpack the recorded study below `output`, unless it is there already, and print its results.
 
-    Returns what went wrong while tables and report were written, or an empty text. Raises PlanError if there is
-    something else at its place.
+    Returns what went wrong while tables and report were written, or an empty text. Raises PlanError if something else
+    is in its place.
     """
     study = read_recorded_study()
     folder = output / "results" / study.run
@@ -57,9 +57,9 @@ def show_demo(console: Console, output: Path) -> str:
         print_line(console, f"{words} of arm {run.arm}, seed {run.seed}:")
         print_episode(console, episode)
     print_line(console, "")
-    # Last, because it takes longest: what comes before is on the terminal in the meantime.
+    # Last, because it takes longest: the rest is on the terminal by then.
     print_line(console, "Making tables and report ...")
-    # The page has all figures; who wants them as files types `report`.
+    # The page has all figures; `report` also writes them as files.
     problem = write_results(folder, console, with_pictures=False)
     print_line(
         console, "Three seeds are few: docs/collapse.md has ten of the same study, and says what holds over them."
@@ -76,7 +76,7 @@ def show_demo(console: Console, output: Path) -> str:
 
 
 def _choose_episodes(runs: list[RunEpisodes], baseline: str) -> Iterator[tuple[str, RunEpisodes, RecordedEpisode]]:
-    """The first failed episode at the end of a run of the baseline, and the first solved one at that of another arm."""
+    """Choose the first failed episode at the end of a baseline run, and the first solved one at the end of another."""
     choices = ((True, False, "A failed episode at the end"), (False, True, "A solved episode at the end"))
     for is_baseline, success, words in choices:
         arm_runs = [run for run in runs if (run.arm == baseline) == is_baseline]

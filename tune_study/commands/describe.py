@@ -37,7 +37,7 @@ from tune_study.plan.study_plan import StudyPlan, find_output, make_base_config
 from tune_study.plan.typed_settings import format_values
 
 MAX_VALUES_LENGTH = 120
-"""Characters of an axis's values in the list of studies; a list of arms may have a thousand."""
+"""Maximum number of characters that the list of studies shows of an axis's values; a list of arms may have 1,000."""
 
 
 def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> None:
@@ -62,7 +62,7 @@ def print_study(console: Console, study: Study) -> None:
 
 
 def make_study_list(studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> dict[str, list[dict[str, Any]]]:
-    """Studies and suites as JSON values: what `print_studies` and `print_study` print, with all values of an axis."""
+    """Convert studies and suites to JSON: what `print_studies` and `print_study` print, with all axis values."""
     study_entries = [
         {
             "name": study.name,
@@ -78,7 +78,7 @@ def make_study_list(studies: Sequence[Study], suites: Mapping[str, Sequence[str]
 
 
 def _shorten_values(study: Study, values: tuple[str, ...]) -> str:
-    """The values of an axis on one line; of a long list the first ones, and how to see all."""
+    """Format the values of an axis on one line; a long list is cut and ends with its number of values."""
     text = format_values(study, values)
     if len(text) <= MAX_VALUES_LENGTH:
         return text
@@ -96,13 +96,8 @@ def print_plan(
 ) -> None:
     """Print the plan of a study: runs, resources, steps, paths and memory.
 
-    Args:
-        console: output.
-        plan: the study.
-        resource_plan: resources of the study.
-        disk_line: disk budget of the study in words.
-        memory: memory plan of the run that needs most; None if it is not known.
-        gpu_names: names of the GPUs in use.
+    disk_line: the study's disk budget in words. memory: memory plan of the run that needs most; None if unknown.
+    gpu_names: names of the GPUs in use.
     """
     for line in [
         *_format_plan_lines(plan, resource_plan),
@@ -112,7 +107,7 @@ def print_plan(
         *_describe_power(plan),
         *filter(None, [time_estimate.format_cpu_time_line(plan, resource_plan)]),
         disk_line,
-        # The memory of a cluster's nodes is not known here.
+        # The memory of cluster nodes is unknown here.
         *(
             game.describe_memory(plan, resource_plan.max_concurrent)
             for game in load_game_requirements(plan)
@@ -122,11 +117,11 @@ def print_plan(
         f"Summary log: {plan.summary_log}",
     ]:
         print_line(console, line)
-    # The memory plan is one of GPU memory: a run on the CPU has none.
+    # The memory plan covers GPU memory only.
     if resource_plan.gpu_slots:
         print_memory(console, plan, resource_plan, memory, gpu_names)
     if plan.search is not None:
-        # A setting whose condition a point does not meet has no value.
+        # A point has no value for a setting whose condition it does not meet.
         settings = list(dict.fromkeys(name for point in plan.points.values() for name in point))
         points = [[arm, *(str(point.get(name, "")) for name in settings)] for arm, point in plan.points.items()]
         print_table(console, ("point", *(name.rpartition(".")[2] for name in settings)), points)
@@ -138,7 +133,7 @@ def print_plan(
 
 
 def _describe_search(plan: StudyPlan) -> list[str]:
-    """What a search does besides the runs of its plan; nothing for another study."""
+    """Describe what a search does after the runs of its plan; return nothing for other studies."""
     if plan.search is None:
         return []
     search, num_points = plan.search, len(plan.points)
@@ -158,9 +153,9 @@ def _describe_search(plan: StudyPlan) -> list[str]:
 
 
 def _describe_game(plan: StudyPlan) -> list[str]:
-    """What success means in the game of the study, and where its answers go.
+    """Describe what success means in the study's game, and where the answers are sent.
 
-    If the game is an axis, it is that of the base configuration.
+    If the game is the axis, the game of the base configuration is described.
     """
     if not plan.study.family.games:
         return []
@@ -177,9 +172,9 @@ def _describe_game(plan: StudyPlan) -> list[str]:
 
 
 def describe_signal(plan: StudyPlan) -> list[str]:
-    """What the shipped policies of the runs show of what can be learned from them, before any training.
+    """Describe how much can be learned from the shipped policies of the runs before any training.
 
-    How many groups have equal scores, and in a game of the user whether the policy can give a valid answer at all.
+    That is how many groups have equal scores, and whether the policy can give a valid answer at all in a plug-in game.
     """
     if not plan.study.family.games:
         return []
@@ -198,7 +193,7 @@ def describe_signal(plan: StudyPlan) -> list[str]:
 
 
 def _describe_power(plan: StudyPlan) -> list[str]:
-    """What the planned seeds resolve."""
+    """Describe which effects the planned seeds resolve."""
     from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
 
     line = describe_power(make_study_record(plan))
@@ -206,7 +201,7 @@ def _describe_power(plan: StudyPlan) -> list[str]:
 
 
 def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
-    """The study, its runs, their steps, and the resources that each run reserves."""
+    """Format the study, its runs, their steps, and the resources that each run reserves."""
     trainer = plan.base_config.trainer
     reserved_resources = " + ".join(
         " ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in resource_plan.bundles
@@ -230,7 +225,7 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
 
 
 def _describe_precision(plan: StudyPlan) -> list[str]:
-    """The types of passes, logits and weights, where they are not float32 throughout."""
+    """Describe the types of passes, logits and weights; return nothing if all are float32."""
     model = plan.ppo_config.model
     if model.dtype == "float32" and not model.load_in_4bit:
         return []
@@ -245,8 +240,8 @@ def _describe_precision(plan: StudyPlan) -> list[str]:
 
 
 def _describe_losses(plan: StudyPlan) -> list[str]:
-    """How the arms aggregate the losses of tokens: token-mean depends on the size of a micro-batch."""
-    # A loss over whole groups, and that of trees, have weights of their own.
+    """Describe how the arms aggregate token losses: token-mean depends on the size of a micro-batch."""
+    # Losses over whole groups and over trees weight tokens themselves.
     texts = dict.fromkeys(
         _describe_aggregation(config.actor)
         for config in plan.ppo_configs
@@ -272,7 +267,7 @@ def print_memory(
     memory: MemoryPlan | None,
     gpu_names: tuple[str, ...],
 ) -> None:
-    """Print the memory plan of a run, whether it fits, and a time estimate if the speed of the GPUs is known."""
+    """Print the memory plan of a run, whether it fits, and a time estimate if the GPUs' speed is known."""
     if memory is None:
         print_line(
             console,
@@ -289,7 +284,7 @@ def print_memory(
 
 
 def _format_seeds(plan: StudyPlan) -> str:
-    """`0,1,2`, or `0; of the baseline also 1,2,3,4` if single arms have more."""
+    """Format the seeds: `0,1,2`, or `0; of the baseline also 1,2,3,4` if single arms have more."""
     seeds = ",".join(map(str, plan.seeds))
     further = [
         f"of {'the baseline' if value == plan.baseline else format_value(value)} also {','.join(map(str, added))}"
@@ -301,9 +296,9 @@ def _format_seeds(plan: StudyPlan) -> str:
 def print_status(console: Console, folder: Path, location: str, study: StudyRecord, is_running: bool) -> None:
     """Print whether a study is running, finished or unfinished, and every run with its status.
 
-    location: the path of the folder as it was typed, or the URI that its files were fetched from. study: the content of
-    study.json. is_running: whether a driver runs the study. Without one, a run with the status `running` was
-    interrupted: its driver was killed before it could write another status.
+    location: the folder as it was typed, or the URI that its files were fetched from. study: the content of study.json.
+    is_running: whether a driver runs the study. Without one, a run with the status `running` was interrupted: its
+    driver was killed before it could write another status.
     """
     rows, metric = [], FAMILIES[study.family].primary_metric
     problems: list[tuple[str, str]] = []
@@ -311,7 +306,7 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
     for entry in study.runs:
         run_dir = folder / "runs" / entry.run_id
         record = find_record(RunRecord, run_dir)
-        # Of the run, since arms may differ; without its run.json, those of the study.
+        # Arms may differ in their steps, so the run's number is used; without run.json, the study's.
         total_steps = find_total_steps({} if record is None else record.config) or study.total_steps
         history = RunHistory.read(run_dir, total_steps, is_live=is_running)
         for note in history.notes:
@@ -322,7 +317,7 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         if step_rows:
             problems.append((entry.arm, describe_missing_signal(step_rows)))
         metric_values = (row.get(metric) for row in reversed(step_rows))
-        # Rows are read from disk and may be damaged: a value that is not a finite number is skipped.
+        # Rows are read from disk and may be damaged, so values that are not finite numbers are skipped.
         finite_values = (value for value in map(parse_finite, metric_values) if value is not None)
         metric_value = next(finite_values, None)
         metric_text = "-" if metric_value is None else f"{metric_value:.3f}"
@@ -345,14 +340,14 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
 
 
 def print_missing_checkpoints(console: Console, folder: Path, study: StudyRecord) -> None:
-    """Print which saved checkpoints of a study are missing; nothing if none is. study: the content of study.json."""
+    """Print which saved checkpoints of a study are missing, if any. study: the content of study.json."""
     if missing_checkpoints := list(find_missing(folder, study)):
         output = find_output(Path(os.path.abspath(folder)), study.run)
         print_line(console, format_missing(missing_checkpoints, output))
 
 
 class SettingRow(NamedTuple):
-    """A row of the list of settings. name: dotted name. is_common: whether the short list includes the setting."""
+    """A row of the list of settings. name: dotted name. is_common: whether the short list includes it."""
 
     name: str
     defaults: tuple[str, ...]
@@ -364,8 +359,7 @@ class SettingRow(NamedTuple):
 def print_settings(console: Console, study: Study, *, with_all: bool = False) -> None:
     """Print the settings of a study: their values under each preset, meaning and allowed values.
 
-    with_all: print every setting. Otherwise print the most common ones, then the number of the others and the command
-    that lists them.
+    with_all: print every setting; otherwise the most common ones, and the command that lists the others.
     """
     table = make_settings_rows(study)
     rows = [row for row in table if with_all or row.is_common]
@@ -379,7 +373,7 @@ def print_settings(console: Console, study: Study, *, with_all: bool = False) ->
 
 
 def print_matching_settings(console: Console, study: Study, word: str) -> bool:
-    """Print the settings of a study whose name or meaning has a word, and return whether there is one."""
+    """Print the settings whose name or meaning contains a word, and return whether there are any."""
     rows = [row for row in make_settings_rows(study) if word.lower() in f"{row.name} {row.meaning}".lower()]
     if rows:
         _print_settings_rows(console, study, rows)
@@ -392,9 +386,10 @@ def _print_settings_rows(console: Console, study: Study, rows: Sequence[SettingR
 
 
 def make_settings_rows(study: Study) -> list[SettingRow]:
-    """Rows for every setting of a study in order of declaration, except the seed, which --seeds sets.
+    """Make a row for each setting of a study except the seed (which --seeds sets), in order of declaration.
 
-    `defaults` has one entry per preset. A setting in which the arms differ shows the option that chooses its values.
+    `defaults` has one entry per preset. For a setting in which the arms differ, it names the option that sets the
+    values.
     """
     configs = [make_base_config(study, preset) for preset in study.family.presets]
     return _make_section_rows(study, study.family.config_class, configs, "")
@@ -403,7 +398,7 @@ def make_settings_rows(study: Study) -> list[SettingRow]:
 def _make_section_rows(
     study: Study, section: type[BaseModel], configs: Sequence[BaseModel], prefix: str
 ) -> list[SettingRow]:
-    """Rows of one section of the configuration. configs: that section under each preset."""
+    """Make the rows of one section of the configuration. configs: that section under each preset."""
     rows: list[SettingRow] = []
     for name, field in section.model_fields.items():
         annotation, values = field.annotation, [getattr(config, name) for config in configs]
@@ -422,7 +417,7 @@ def _format_value(value: object) -> str:
 
 
 def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
-    """The allowed values of a field, in words. annotation, metadata: the field's type and bounds in pydantic."""
+    """Describe the allowed values of a field. annotation, metadata: the field's type and constraints in pydantic."""
     for constraint in metadata:
         if isinstance(choice := getattr(constraint, "func", None), Choice):
             return " | ".join((*choice.names, PART_FORM))
@@ -436,7 +431,7 @@ def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
         if getattr(constraint, bound, None) is not None
     ]
     type_names = {bool: "True | False", int: "whole number", float: "number", str: "text"}
-    # `int | None` is a union too, but is shown as `whole number, or null`, so it comes first.
+    # Checked before other unions: `int | None` is shown as `whole number, or null`.
     alternatives = get_args(annotation)
     if type(None) in alternatives:
         return f"{_format_allowed(alternatives[0], metadata)}, or null"

@@ -1,6 +1,6 @@
 """The command `doctor`: check this machine before a run, and give advice for each problem.
 
-Quick checks come first. The start of Ray comes last, since it needs what the others check.
+Quick checks come first. Starting Ray comes last, since it needs what the others check.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import make_plan
 
 _TIMEOUT_S = 120.0
-"""Time limit of an import, and of Ray's start. On a busy machine with two cores they take 10 s."""
+"""Time limit of an import and of Ray's start. On a busy machine with two cores they take 10 s."""
 
-# Prints torch's version, the CUDA version that it is built for, the number of usable GPUs, and torch's last warning.
+# Print torch's version, the CUDA version that it is built for, the number of usable GPUs, and torch's last warning.
 _TORCH_SCRIPT = """
 import json, warnings, torch
 with warnings.catch_warnings(record=True) as caught:
@@ -58,8 +58,7 @@ _RAY_SCRIPT = "from tune_study.commands.doctor import start_ray; start_ray()"
 class ProcessResult(NamedTuple):
     """How a separate Python process ended.
 
-    pid: id of the process. output_line: last line of output. problem: what went wrong; empty without a problem.
-    seconds: how long the process ran.
+    output_line: last line of its output. problem: what went wrong; empty without a problem. seconds: how long it ran.
     """
 
     pid: int
@@ -69,14 +68,14 @@ class ProcessResult(NamedTuple):
 
 
 def diagnose(console: Console, output: Path, preset: str | None, environ: Mapping[str, str]) -> int:
-    """Check this machine and print the report; see `run_checks`. Returns the exit code: 1 for a problem, else 0."""
+    """Check this machine and print the report (see `run_checks`). Returns the exit code: 1 for a problem, else 0."""
     results = run_checks(output, preset, environ, lambda line: print_line(console, line))
     print_report(console, results)
     return int(any(result.severity == "problem" for result in results))
 
 
 def print_report(console: Console, results: Sequence[CheckResult]) -> None:
-    """Print all results as a table, then advice for each that is not ok, then a summary."""
+    """Print all results as a table, then advice for those that are not ok, then a summary."""
     rows = [[result.name, result.severity, result.detail] for result in results]
     print_table(console, ("check", "severity", "result"), rows)
     # Problems come last, next to the summary: a terminal shows the end of the output.
@@ -92,11 +91,12 @@ def print_report(console: Console, results: Sequence[CheckResult]) -> None:
 def run_checks(
     output: Path, preset: str | None, environ: Mapping[str, str], announce: Callable[[str], None]
 ) -> list[CheckResult]:
-    """Run every check, in the order of the report. Raise PlanError for an unknown preset.
+    """Run every check, in the order of the report. Raises PlanError for an unknown preset.
 
-    A check that raises is reported as a problem, and the other checks continue. output: the folder of --output. It need
-    not exist, and no file is left in it. preset: that of --preset; None to choose it as `run` does. environ: also of
-    the processes that are started. announce: called with a message before each check that takes seconds.
+    If a check raises, that is reported as a problem, and the other checks continue. output: the folder of --output,
+    which need not exist; no file is left in it. preset: the value of --preset; None to choose one as `run` does.
+    environ: the environment, also of the processes that are started. announce: called with a message before each check
+    that takes seconds.
     """
     gpus = detect_gpus(environ)
     chosen_preset, _ = choose_preset(preset, gpus)
@@ -105,7 +105,7 @@ def run_checks(
             f"There is no preset `{format_value(chosen_preset)}`: type --preset {' or --preset '.join(PRESETS)}."
         )
     ray_folder = machine_checks.find_ray_folder(environ)
-    # Functions, so that each is called only in its turn and an error ends only the check that raises it.
+    # Functions, so that each check runs in its turn and an error ends only that check.
     checks: tuple[tuple[str, Callable[[], Iterable[CheckResult]]], ...] = (
         ("requirements", lambda: check_requirements("tune_study")),
         ("processor", lambda: machine_checks.check_resources(PRESETS[chosen_preset].uses_gpus, gpus)),
@@ -127,7 +127,7 @@ def run_checks(
 def _run_check(
     name: str, check: Callable[[], Iterable[CheckResult]], announce: Callable[[str], None]
 ) -> list[CheckResult]:
-    """The results of a check, or one problem if it raises. A check whose name ends in dots is announced."""
+    """Run a check and turn an exception into a problem. A check whose name ends in dots is announced."""
     if name.endswith("..."):
         announce(name)
     try:
@@ -139,7 +139,7 @@ def _run_check(
 
 
 def check_requirements(distribution: str) -> list[CheckResult]:
-    """Compare Python and packages with the requirements of `distribution`; only a remark if it is not installed."""
+    """Compare Python and packages with the requirements of `distribution`; a remark if it is not installed."""
     try:
         package_metadata = metadata.metadata(distribution)
     except metadata.PackageNotFoundError:
@@ -183,18 +183,18 @@ def check_packages(requirements: Sequence[str], extras: Sequence[str]) -> list[C
 
 
 def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
-    """For each unmet requirement, what is installed instead.
+    """Find the unmet requirements, with what is installed instead.
 
-    requirements: of the package's metadata. extra: name of an extra, to check only the requirements that it adds; empty
-    to check only those that are always needed.
+    requirements: from the package's metadata. extra: an extra, to check only the requirements that it adds; empty to
+    check only those that are always needed.
     """
     from packaging.requirements import Requirement
 
     unmet_requirements = {}
     for requirement in map(Requirement, requirements):
-        # Without its marker the requirement can be shown and typed to pip.
+        # Without its marker, the requirement can be passed to pip.
         marker, requirement.marker = requirement.marker, None
-        # A requirement that has `extra == "vllm"` in its marker is needed with this extra and not without.
+        # A requirement with the marker `extra == "vllm"` is needed only with this extra.
         is_always_needed, is_needed = (marker is None or marker.evaluate({"extra": name}) for name in ("", extra))
         if not is_needed or (extra and is_always_needed):
             continue
@@ -209,16 +209,16 @@ def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
 
 
 def check_preset_model(preset: str, environ: Mapping[str, str], *, is_needed: bool) -> CheckResult:
-    """Check the model of a preset. A damaged shipped model is a problem, and so is another one that is missing.
+    """Check the model of a preset. A damaged shipped model is a problem, and so is any other that is missing.
 
-    is_needed: whether the preset was typed. Without it, a model that is missing is only a remark.
+    is_needed: whether the preset was typed. If not, a missing model is only a remark.
     """
     path = apply_overrides(RunConfig(), PRESETS[preset].settings).model.path
     shipped_model = SHIPPED_MODELS.get(path)
     try:
         check_model(path if shipped_model is None else str(shipped_model.folder), environ)
     except PlanError as error:
-        detail = str(error).partition(". ")[0]  # the first sentence; the report has advice of its own
+        detail = str(error).partition(". ")[0]  # the first sentence, since the report adds its advice
         if shipped_model is not None:
             return CheckResult("model", "problem", detail, "Install tune_study again.")
         advice = f"Type `hf download {quote_argument(path)}`, or choose another with --model."
@@ -229,9 +229,9 @@ def check_preset_model(preset: str, environ: Mapping[str, str], *, is_needed: bo
 def check_preset_needs(
     preset: str, gpus: Sequence[Gpu], output: Path, environ: Mapping[str, str]
 ) -> Iterator[CheckResult]:
-    """Check what a preset for GPUs needs beside what every run needs: a GPU, its engines, and room for a KL sweep.
+    """Check what a GPU preset needs in addition: a GPU, its engines, and disk space for a KL sweep.
 
-    Yields nothing for a preset that needs no GPU. A model whose size is not known is not counted in the room on disk.
+    Yields nothing for a preset without GPUs. A model of unknown size is not counted in the disk space.
     """
     if not PRESETS[preset].uses_gpus:
         return
@@ -261,7 +261,7 @@ def check_preset_needs(
 
 
 def check_torch(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[CheckResult]:
-    """Check that torch can be imported, and that its build can use the visible GPUs."""
+    """Check that torch can be imported and that its build can use the visible GPUs."""
     process_result = run_python(_TORCH_SCRIPT, environ, _TIMEOUT_S)
     import_result = _make_import_result("torch", process_result)
     if process_result.problem:
@@ -273,13 +273,13 @@ def check_torch(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[CheckRe
 def check_torch_gpus(version: str, cuda: str, device_count: int, warning: str, gpus: Sequence[Gpu]) -> CheckResult:
     """Check that torch can use the visible `gpus`.
 
-    version: torch's version. cuda: the CUDA version that torch is built for; empty for a build without CUDA.
-    device_count: number of GPUs that torch can use. warning: torch's last warning; empty if there was none.
+    cuda: the CUDA version that torch is built for; empty for a build without CUDA. device_count: number of GPUs that
+    torch can use. warning: torch's last warning; empty if there was none.
     """
     name = "torch and GPU"
     if not gpus:
         return CheckResult(name, "ok", f"torch {version}; there is no GPU")
-    # The order is that of the causes: a build without CUDA never finds a GPU, whatever the driver.
+    # The first cause comes first: a build without CUDA never finds a GPU, whatever the driver.
     if not cuda:
         advice = "Install a build with CUDA (https://pytorch.org/get-started/locally), or type --preset laptop."
         return CheckResult(name, "problem", f"a GPU is visible, but torch {version} is built without CUDA", advice)
@@ -295,7 +295,7 @@ def check_torch_gpus(version: str, cuda: str, device_count: int, warning: str, g
 
 
 def check_import(module: str, environ: Mapping[str, str]) -> CheckResult:
-    """Check that `module` can be imported, in a separate process, so that a crash cannot end this one."""
+    """Check that `module` can be imported. A separate process is used, so that a crash cannot end this one."""
     return _make_import_result(module, run_python(f"import {module}", environ, _TIMEOUT_S))
 
 
@@ -312,13 +312,13 @@ def _make_import_result(module: str, process_result: ProcessResult) -> CheckResu
 def check_ray_start(ray_folder: Path, environ: Mapping[str, str], timeout_s: float) -> CheckResult:
     """Check that Ray starts as in a run, runs one task and stops within `timeout_s` seconds.
 
-    ray_folder: the folder in which Ray keeps the files of its sessions.
+    ray_folder: the folder where Ray keeps the files of its sessions.
     """
-    # In a separate process, which can be killed: calls to Ray never return if Ray's daemons die while they start.
+    # A separate process can be killed: calls to Ray never return if its daemons die while they start.
     process_result = run_python(_RAY_SCRIPT, environ, timeout_s)
     if not process_result.problem:
         return CheckResult("start Ray", "ok", f"started and ran a task in {float(process_result.output_line):.1f} s")
-    # After an error the session folder stays for its logs. Without one, Ray failed before it could write a log.
+    # After an error the session folder is kept for its logs. If there is none, Ray failed before it wrote a log.
     pid = process_result.pid
     sessions = sorted(ray_folder.glob(f"{FOLDER_PREFIX}{pid}*/{RAY_SUBFOLDER}/session_*_{pid}"))
     advice = f"Check that {ray_folder} is writable: Ray created no session there. Set RAY_TMPDIR to use another folder."
@@ -328,7 +328,7 @@ def check_ray_start(ray_folder: Path, environ: Mapping[str, str], timeout_s: flo
 
 
 def start_ray() -> None:
-    """Start Ray, run one of our functions in a worker, stop Ray, and print the seconds of the start and the task.
+    """Start Ray, run one of our functions in a worker, stop Ray, and print the seconds of start and task.
 
     `check_ray_start` calls it in a separate process.
     """
@@ -352,8 +352,8 @@ def start_ray() -> None:
 def run_python(code: str, environ: Mapping[str, str], timeout_s: float) -> ProcessResult:
     """Run `code` in a separate Python process for at most `timeout_s` seconds; then end it and its children.
 
-    Its output goes to files. A pipe would stay open until the last process that inherited it has ended, so reading it
-    could take longer than the time limit.
+    Output goes to files: reading a pipe could exceed the time limit, since a pipe stays open until the last process
+    that inherited it has ended.
     """
     start_time, exit_code = time.monotonic(), None
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -368,7 +368,7 @@ def run_python(code: str, environ: Mapping[str, str], timeout_s: float) -> Proce
         output_line, error_line = _read_last_line(out), format_value(_read_last_line(err), 300)
     if exit_code is None:  # it was killed above
         problem = f"it did not end within {timeout_s:g} s"
-    elif exit_code < 0:  # Popen's way to report the signal that ended a process, such as a segmentation fault
+    elif exit_code < 0:  # Popen reports the signal that ended a process, such as a segmentation fault, like this
         problem = f"it was ended by {signal.Signals(-exit_code).name}"
     else:
         problem = (error_line or f"it ended with exit code {exit_code}") if exit_code else ""
@@ -382,10 +382,10 @@ def _read_last_line(file: IO[bytes]) -> str:
 
 
 def kill_process_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that we started, if it still runs, and all its descendants, each by its id."""
+    """Kill a process that we started, if it still runs, and all its descendants, by their ids."""
     if process.poll() is not None:
-        return  # its id may belong to another process by now
-    # The children are listed first: once a process has ended, they are no longer known as its children.
+        return  # its id may be reused by now
+    # List the children first: once their parent has ended, they can no longer be found.
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()

@@ -1,4 +1,4 @@
-"""Check every node of a cluster before a study starts. A small Ray task on the node itself answers the questions."""
+"""Check every node of a cluster before a study starts, by a small Ray task on each node."""
 
 import contextlib
 import hashlib
@@ -33,25 +33,25 @@ from tune_study.tune.cluster import Node, count_fitting_runs
 _TIMEOUT_S = 180.0
 """Seconds to wait for a node's answer: a worker has to start there and import our packages first."""
 _PACKAGES = ("tune_study", "trainable", "search_spaces", "analysis")
-"""Our packages, whose sources `compute_code_hash` reads."""
+"""The packages whose sources `compute_code_hash` reads."""
 _DRIVER_PACKAGES = ("python", "ray", "tune_study", "code")
-"""Packages whose version must be the same on the driver and on its nodes.
+"""Packages whose versions must be equal on the driver and on the nodes.
 
-Ray and pickled objects need the same Python and Ray. Torch may differ, since the driver computes nothing.
+Pickled objects need the same Python and Ray. Torch may differ on the driver, which computes nothing.
 """
 
 
 class NodeQuery(NamedTuple):
-    """The question to a node."""
+    """What a node is asked."""
 
     marker: str
-    """Path or URI of a file that the driver has written and the node should see."""
+    """Path or URI of a file that the driver has written, to test whether the node sees it."""
     study_uri: str | None
-    """URI of the study in its storage; None without a storage."""
+    """URI of the study in its storage, if it has one."""
     models: tuple[str, ...]
-    """Paths or hub ids of the models that runs load."""
+    """Paths or hub ids of the models that the runs load."""
     settings: dict[str, Any] | None
-    """The settings of a run, as JSON; None for runs that fine-tune no language model."""
+    """A run's settings, as JSON; None for runs without a language model."""
 
 
 class NodeReport(NamedTuple):
@@ -62,19 +62,19 @@ class NodeReport(NamedTuple):
     marker_error: str
     """Why the node does not see the marker; empty if it does."""
     setup_error: str
-    """Message of the first error of its models and engines; empty without an error."""
+    """Message of the first error in loading models or engines; empty without an error."""
     free_disk_bytes: int
-    """Bytes available for the files of trials; 0 without a storage."""
+    """Free bytes for the files of trials; 0 without a storage, since it is not measured then."""
     free_memory_bytes: int
     """Bytes of CPU memory available to new processes."""
     gpu_memory_mib: tuple[int, ...]
-    """MiB of each GPU that nvidia-smi reports."""
+    """Memory of each GPU in MiB, as nvidia-smi reports it."""
 
 
 def compute_code_hash() -> str:
-    """Twelve hex digits that identify our sources: a hash of the relative path and content of every module.
+    """Compute twelve hex digits that identify our sources, from the relative path and content of every module.
 
-    One commit has the same digits on every machine, whether it was installed or checked out.
+    A commit has the same digits on every machine, whether it was installed or checked out.
     """
     digest = hashlib.sha256()
     root = Path(trainable.__file__).parent.parent
@@ -85,9 +85,9 @@ def compute_code_hash() -> str:
 
 
 def inspect_node(query: NodeQuery) -> NodeReport:
-    """Answer `query` for the machine of this process. It is run on a node, as a Ray task."""
-    # An error of the model or the engines is part of the report, not raised: the driver compares versions first, which
-    # may explain it.
+    """Answer `query` for the machine of this process. Run on a node, as a Ray task."""
+    # An error of models or engines is reported instead of raised: the driver first compares versions, whose difference
+    # may be the cause.
     setup_error = ""
     try:
         if query.settings is not None:
@@ -108,12 +108,12 @@ def inspect_node(query: NodeQuery) -> NodeReport:
 
 
 def read_all_versions() -> dict[str, str]:
-    """The versions of this machine that are compared with those of others: of packages, and the hash of our sources."""
+    """Read the versions that machines are compared by: of packages, and the hash of our sources."""
     return {**read_versions(), "code": compute_code_hash()}
 
 
 def _find_marker_error(query: NodeQuery) -> str:
-    """Why this machine does not see the marker; empty if it does."""
+    """Find out why this machine does not see the marker; return an empty text if it does."""
     if query.study_uri is None:
         return "" if os.path.exists(query.marker) else "it does not exist there"
     from tune_study.folder.storage import StoredFolder, format_error
@@ -122,7 +122,7 @@ def _find_marker_error(query: NodeQuery) -> str:
     try:
         stored_folder = StoredFolder(folder)
         stored_folder.read(name)
-        stored_folder.put(answer := f"{name}-{uuid4().hex}", b"")  # runs write there, too
+        stored_folder.put(answer := f"{name}-{uuid4().hex}", b"")  # since runs write there, too
         stored_folder.remove(answer)
     except (OSError, PlanError) as error:
         return format_error(error)
@@ -130,13 +130,13 @@ def _find_marker_error(query: NodeQuery) -> str:
 
 
 def _measure_free_space() -> int:
-    """Free bytes where trials of a study with a storage write: in Ray's folder and that of temporary files."""
+    """Measure the free bytes where trials of a study with a storage write: in Ray's and the temporary folder."""
     folders = find_ray_folder(os.environ), Path(tempfile.gettempdir())
     return min(shutil.disk_usage(find_nearest_existing(folder)).free for folder in folders)
 
 
 def _wait_for_report(node: Node, reference: Any) -> NodeReport:
-    """The report of a node. reference: Ray's reference to the result of its task. PlanError if there is none."""
+    """Wait for a node's report. reference: Ray's reference to the task's result. Raises PlanError if none comes."""
     import ray
 
     try:
@@ -144,7 +144,7 @@ def _wait_for_report(node: Node, reference: Any) -> NodeReport:
     except ray.exceptions.GetTimeoutError:
         reason = f"it did not answer within {_TIMEOUT_S:g} s"
     except ray.exceptions.RayError as error:
-        # The last line is the exception; the lines before it are the traceback of the task.
+        # The last line is the exception, after the traceback of the task.
         reason = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
     else:
         return NodeReport(*report_fields)
@@ -155,22 +155,22 @@ def _wait_for_report(node: Node, reference: Any) -> NodeReport:
 
 
 def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport]:
-    """Reports of the nodes on which a run could be placed. Raise PlanError, naming the node, if a run would fail."""
+    """Return reports of the nodes where runs may be placed. Raises PlanError, naming the node, if a run would fail."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     settings = None if plan.model is None else plan.ppo_config.model_dump(mode="json")
     with _make_marker(plan) as marker:
         query = NodeQuery(marker, plan.study_uri, () if plan.model is None else plan.model_paths, settings)
-        # All tasks are started before the first answer is awaited. They reserve no CPU, so that a busy node can answer.
+        # All tasks are started before the first answer is awaited. They reserve no CPU, so busy nodes answer, too.
         references = {}
         for node in nodes:
-            # soft=False: Ray must not place the task on another node, whose answer would be taken for that of `node`.
+            # soft=False: otherwise Ray might run the task on another node, and its answer would count for `node`.
             strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
             references[node] = ray.remote(inspect_node).options(**options).remote(query)
         reports = {node: _wait_for_report(node, reference) for node, reference in references.items()}
-    # Versions first: other sources or packages on a node are the likely cause of its other errors.
+    # Versions first: differing sources or packages are the likely cause of a node's other errors.
     check_versions(read_all_versions(), {node.name: report.versions for node, report in reports.items()})
     for node, report in reports.items():
         if report.marker_error:
@@ -181,7 +181,7 @@ def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport
 
 
 def _explain_unseen_marker(plan: StudyPlan, node: Node, reason: str) -> str:
-    """The message for a node that does not see the study's folder or storage. reason: the node's `marker_error`."""
+    """Explain that a node does not see the study's folder or storage. reason: the node's `marker_error`."""
     if plan.study_uri is not None:
         return (
             f"The node {node.name} cannot read --storage {plan.storage}: {reason}. Give the node the same access as "
@@ -195,10 +195,10 @@ def _explain_unseen_marker(plan: StudyPlan, node: Node, reason: str) -> str:
 
 @contextmanager
 def _make_marker(plan: StudyPlan) -> Iterator[str]:
-    """Yield the path or URI of a new file in the folder or storage to which the runs will write; then remove it."""
+    """Yield the path or URI of a new file where the runs will write, and remove it afterwards."""
     name = f".tune_study-{uuid4().hex}"
     if plan.storage is None:
-        # The study's folder may not exist yet, and must not be created before all checks have passed.
+        # The study's folder must not be created before all checks have passed.
         folder = next(parent for parent in (plan.folder, *plan.folder.parents) if parent.is_dir())
         path = folder / name
         try:
@@ -217,16 +217,16 @@ def _make_marker(plan: StudyPlan) -> Iterator[str]:
     try:
         yield join_uri(plan.storage, name)
     finally:
-        with contextlib.suppress(OSError):  # an empty file that stays does no harm
+        with contextlib.suppress(OSError):  # a leftover empty file does no harm
             stored_folder.remove(name)
 
 
 def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[str, Mapping[str, str]]) -> None:
     """Raise PlanError if nodes differ in a package, or differ from the driver in a package of _DRIVER_PACKAGES.
 
-    driver_versions: versions by package. node_versions: the same for each node, by the node's name; at least one node.
+    driver_versions: versions by package. node_versions: the same for at least one node, by the node's name.
     """
-    # Every node is compared with the first one, which implies that all are equal.
+    # If every node equals the first one, all are equal.
     first_node, first_versions = next(iter(node_versions.items()))
     for node, installed_versions in node_versions.items():
         for package in sorted(first_versions.keys() | installed_versions.keys()):
@@ -260,11 +260,11 @@ def check_capacity(
 ) -> None:
     """Raise PlanError if a node has too little disk space or memory for its runs.
 
-    n_gpus: GPUs per run. runs_per_node: maximum number of concurrent ones per node. scratch_bytes: disk space per run;
-    None if it is unknown or if there is no storage. host_bytes: CPU memory per run.
+    n_gpus: GPUs per run. runs_per_node: maximum number of concurrent runs per node. scratch_bytes: disk space per run;
+    None if unknown or without a storage. host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
-        # Ray may place as many runs on a node as fit there, but no more than run at once.
+        # Ray may fill a node with runs, up to the number that run at once.
         n_runs = min(count_fitting_runs(node, n_gpus), runs_per_node)
         if scratch_bytes is not None and report.free_disk_bytes < n_runs * scratch_bytes:
             raise PlanError(
@@ -281,7 +281,7 @@ def check_capacity(
 
 
 def find_smallest_gpu(reports: Mapping[Node, NodeReport]) -> GpuCapacity | None:
-    """The memory of the smallest GPU of all nodes, since a run may get any; None if a node reports no GPU."""
+    """Find the smallest GPU of all nodes, since a run may get any; None if a node reports no GPU."""
     sizes = [report.gpu_memory_mib for report in reports.values()]
     if not sizes or not all(sizes):
         return None

@@ -1,4 +1,4 @@
-"""The groups of options that commands receive, and that the functions behind the commands take as they are."""
+"""The groups of options that commands receive and pass on to the functions that do the work."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from tune_study.plan.own_study import OwnStudy, load_typed_code
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """The options that say what to run, which `run` and `search` share."""
+    """The options of `run` and `search` that say what to run."""
 
     preset: opt.Preset = None
     model: Annotated[
@@ -85,7 +85,7 @@ class StudyOptions:
     dry_run: opt.DryRun = False
 
     def list_assignments(self) -> tuple[str, ...]:
-        """The `key=value` of each --set and of the lines of each --config. PlanError if a file cannot be used."""
+        """List the `key=value` of each --set and each line of --config. Raises PlanError if a file cannot be used."""
         return merge_assignments(self.config or (), self.assignments or ())
 
 
@@ -94,7 +94,7 @@ class RunOptions(StudyOptions):
     """The options of `run` that say what to run."""
 
     axis_texts: Annotated[Mapping[str, str | None], make_axis_options(STUDIES.values())] = field(default_factory=dict)
-    """The text of each option for the values of an axis, by option; None for an option that was not typed."""
+    """The text of each option for axis values, by option; None for an option that was not typed."""
     baseline_seeds: Annotated[
         int | None, Option("--baseline-seeds", metavar="N", help="Least number of seeds of the baseline arm.")
     ] = None
@@ -153,9 +153,9 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The options that say where and how to run, which all commands share that train.
+    """The options that say where and how to run, shared by all commands that train.
 
-    Raises PlanError for a status that does not exist, and for no time.
+    Raises PlanError for an unknown status and for --max-hours 0.
     """
 
     gpus: opt.Gpus = None
@@ -214,13 +214,13 @@ class LaunchOptions:
 
     @property
     def skipped_statuses(self) -> tuple[str, ...]:
-        """The statuses of --skip-statuses, of runs that are not run again."""
+        """The statuses of --skip-statuses; runs with one of them are not run again."""
         return parse_skipped_statuses(self.skip_statuses)
 
 
 @dataclass(frozen=True)
 class TypedAgain:
-    """The options with which a user types again what a folder may not decide, for commands that use its runs."""
+    """The options that a user must type again because a folder may not decide them, for commands that use its runs."""
 
     study: Annotated[
         str | None, Option("--study", metavar="FILE", help="The file of a study that was run from a file, like lr.py.")
@@ -239,9 +239,9 @@ class TypedAgain:
 
     @property
     def allowed(self) -> frozenset[str]:
-        """What --allow names, as `plan_from_folder` takes it."""
+        """The entries of --allow, as `plan_from_folder` takes them."""
         return frozenset(self.allow or ())
 
     def load(self) -> OwnStudy | None:
-        """Execute the files; return the study of --study, None without it. See `load_typed_code` for the errors."""
+        """Execute the files and return the study of --study, if typed. See `load_typed_code` for the errors."""
         return load_typed_code(self.study, self.code, self.accept_changed_file)

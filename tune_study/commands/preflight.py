@@ -1,4 +1,4 @@
-"""Check that this machine, or each node of a cluster, has everything that a study needs, then start the study."""
+"""Check that this machine, or each node of a cluster, has all that a study needs, then start the study."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -40,10 +40,10 @@ from tune_study.tune.cluster import Node
 
 
 class PlacementChoices(NamedTuple):
-    """What a user has chosen, so that the search for plans that fit does not change it.
+    """What a user has chosen and the search for plans that fit must not change.
 
     preset: None for the default preset. has_adapters: whether the rank of adapters is chosen, also as 0 for none.
-    has_gpus: whether something is chosen that fits certain GPUs or the paper preset only. command: what was typed;
+    has_gpus: whether an option is chosen that suits only certain GPUs or the paper preset. command: what was typed;
     empty in Python.
     """
 
@@ -75,9 +75,9 @@ def start_studies(
 ) -> int:
     """Check the requirements of all studies, then run them one after another; in a dry run, only print their plans.
 
-    visible_gpus: the GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide. time_limit: a limit that has begun;
-    None for one of --max-hours that begins now. Returns the exit code: 0 if every study returns 0; of a dry run 3 if a
-    study does not fit. Raises PlanError before anything starts if a study cannot be run.
+    visible_gpus: the GPUs that CUDA_VISIBLE_DEVICES does not hide. time_limit: a limit that is already running; None to
+    start one of --max-hours now. Returns the exit code: 0 if every study returns 0, or 3 for a dry run of a study that
+    does not fit. Raises PlanError before anything starts if a study cannot be run.
     """
     time_limit = time_limit or start_time_limit(options.max_hours)
     plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
@@ -91,7 +91,7 @@ def start_studies(
     uses_gpus = any(plan.model is not None for plan in plans)
 
     def adapt_options(plan: StudyPlan) -> LaunchOptions:
-        """The options for one study: in a suite, --gpus applies only to the studies that use GPUs."""
+        """Adapt the options to one study: in a suite, --gpus applies only to the studies that use GPUs."""
         return replace(options, gpus=None) if uses_gpus and plan.model is None else options
 
     with cluster.join_cluster(options.address) as nodes:
@@ -102,14 +102,14 @@ def start_studies(
                     print_line(console, format_position(plans, index))
                 all_fit &= _print_plan(plan, adapt_options(plan), visible_gpus, nodes, console)
             return 0 if all_fit else 3
-        # All studies are checked before the first one starts: a suite must not fail hours later.
+        # All studies are checked before the first one starts, so that a suite does not fail hours later.
         prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
             compile_kernels([config for plan in plans for config in plan.ppo_configs], os.environ, console)
         if len(plans) == 1:
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses, time_limit)
-        # A study with a storage keeps nothing large on this disk.
+        # Studies with a storage keep nothing large on this disk.
         disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
         return run_suite(
             plans,
@@ -122,10 +122,10 @@ def start_studies(
 
 
 def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
-    """Where a study logs to W&B: as typed, else as its last start did, else offline if trainer.logger names wandb.
+    """Choose W&B's mode and project: as typed, as at the last start, or offline if trainer.logger names wandb.
 
-    Raises PlanError for an unknown mode, for a project without W&B or one that cannot exist, and if the package or, for
-    rows that are sent, the key is missing.
+    Raises PlanError for an unknown mode, for a project without W&B or with an invalid name, and if the package wandb is
+    missing, or the key for mode online.
     """
     last = find_last_wandb(plan.folder)[0]
     mode = options.wandb or (last.mode if last else "offline" if "wandb" in plan.base_config.trainer.logger else "off")
@@ -143,7 +143,7 @@ def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
     except ValueError as error:
         source = "WANDB_PROJECT" if options.wandb_project is None else "--wandb-project"
         raise PlanError(f"{source}: {error}.") from None
-    # That of the last start before the environment, or rows of one study would be in two projects.
+    # The last start takes precedence over the environment, or a study's rows could be split over two projects.
     project = typed_project or (last.project if last else "") or environment_project or plan.wandb_project
     if mode == "online":
         _check_wandb_login()
@@ -151,7 +151,7 @@ def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
 
 
 def _check_wandb_login() -> None:
-    """Raise PlanError if W&B has no key that could be one. Nobody is asked, and no server is contacted."""
+    """Raise PlanError if W&B has no key that could be valid. The user is not asked, and no server is contacted."""
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))
@@ -167,7 +167,7 @@ def _check_wandb_login() -> None:
 
 
 def _check_context(plan: StudyPlan) -> None:
-    """Raise PlanError for replies that fill the context of the model, which leaves no token for a prompt."""
+    """Raise PlanError if replies could fill the context of the model and leave no token for a prompt."""
     for config in plan.ppo_configs:
         shape, length = read_model_shape(config.model.path, os.environ), config.rollout.response_length
         if shape is not None and shape.max_position_embeddings and shape.max_position_embeddings <= length:
@@ -179,12 +179,12 @@ def _check_context(plan: StudyPlan) -> None:
 
 
 def names_adapters(settings: Iterable[str]) -> bool:
-    """Whether one of the names of `settings` is that of the rank of adapters."""
+    """Check whether one of the names in `settings` is the rank of adapters."""
     return any("lora_rank" in name for name in settings)
 
 
 def list_choices(options: StudyOptions, launch_options: LaunchOptions) -> PlacementChoices:
-    """What was typed of the preset, of adapters (also rank 0 for none) and of GPUs."""
+    """Collect what was typed for the preset, the adapters (also rank 0 for none) and the GPUs."""
     gpu_options = (
         options.model,
         options.gpus_per_exp,
@@ -207,15 +207,14 @@ def make_plans_that_fit(
     options: LaunchOptions,
     visible_gpus: tuple[Gpu, ...],
 ) -> list[StudyPlan]:
-    """The plans under the chosen preset, or under the default one, with settings for GPUs that are too small.
+    """Make the plans under the typed or default preset, and adapt them if the GPUs are too small.
 
-    If the runs do not fit, they train adapters under a preset that has settings for them, unless the user has chosen.
-    If they do not fit with adapters either, preset laptop takes the place of a preset that the user did not ask for, on
-    GPUs that the user did not choose.
+    If the runs do not fit, they train adapters, where the preset has settings for this and the user has not chosen. If
+    adapters do not fit either, preset laptop replaces the default preset, unless the user chose GPUs.
     """
     preset, reason = resources.choose_preset(choices.preset, visible_gpus)
     plans = make_plans(ChosenPreset(preset, reason))
-    if options.address is not None:  # this machine does not know the GPUs of a cluster
+    if options.address is not None:  # the GPUs of a cluster are not known here
         return plans
     misfit, remedies = explain_misfit(plans, options, visible_gpus)
     small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else None
@@ -237,7 +236,7 @@ def make_plans_that_fit(
 def explain_misfit(
     plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...]
 ) -> tuple[str, list[str]]:
-    """(reason, remedies) of the first study that does not fit the GPUs of this machine, see `explain_excess`."""
+    """Return (reason, remedies) of the first study that does not fit this machine's GPUs; see `explain_excess`."""
     for plan in plans:
         memory = _estimate_requirements(plan, options, visible_gpus, nodes=None, dry_run=True).memory
         reason, remedies = ("", []) if memory is None else memory_advice.explain_excess(memory, plan.study)
@@ -253,9 +252,9 @@ def _print_plan(
     nodes: tuple[Node, ...] | None,
     console: Console,
 ) -> bool:
-    """Print the plan of a dry run, what does not fit first; return whether everything fits.
+    """Print the plan of a dry run, beginning with what does not fit; return whether everything fits.
 
-    Of this machine's files only models are checked. Raise PlanError for a missing one of unknown size.
+    Of the files of this machine only models are checked. Raises PlanError if one is missing and its size is unknown.
     """
     outputs.check_writable(plan.output)  # only for its PlanError
     missing_models = _find_missing_models(plan) if nodes is None else []
@@ -284,9 +283,9 @@ def _print_plan(
 
 
 def _find_missing_models(plan: StudyPlan) -> list[str]:
-    """Why models of a study cannot be loaded here, which a plan for another machine may ignore.
+    """Explain which models cannot be loaded here; a plan for another machine may ignore this.
 
-    Raise PlanError if the sizes of such a model are not known either: there is nothing to plan.
+    Raises PlanError if the sizes of such a model are unknown too, since nothing can be planned then.
     """
     problems = []
     for path, option in _list_models(plan):
@@ -300,9 +299,9 @@ def _find_missing_models(plan: StudyPlan) -> list[str]:
 
 
 def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
-    """The models that the runs of a study load, each with the option that names it; none but for language models.
+    """List the models that the runs of a study load, each with the option that names it; none for toy studies.
 
-    Teachers are left out: one that a machine lacks is made when all checks have passed.
+    Teachers are left out: a missing one is made once all checks have passed.
     """
     options = {plan.model: "--model "}
     return [
@@ -313,7 +312,7 @@ def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
 def _prepare_study(
     plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
 ) -> PreparedStudy:
-    """Check the requirements of a study. Raise PlanError if one is not met.
+    """Check the requirements of a study. Raises PlanError if one is not met.
 
     nodes: the nodes of the cluster; None for this machine.
     """
@@ -324,10 +323,10 @@ def _prepare_study(
         _check_machine(plan, requirements)
     else:
         memory = _check_cluster(plan, resource_plan, options, requirements.disk_budget, nodes)
-        if memory is not None:  # of the nodes, whose GPUs the driver's machine does not know
+        if memory is not None:  # planned for the nodes, whose GPUs were not known before
             resource_plan = _add_placement(resource_plan, memory)
     outputs.check_writable(plan.output)
-    # With a storage, checkpoints are written to folders of the nodes, whose space was checked with these.
+    # With a storage, checkpoints are written on the nodes, and their space was checked above.
     if plan.storage is None:
         disk.check_budget(requirements.disk_budget)
     return PreparedStudy(
@@ -377,7 +376,7 @@ def _add_placement(resource_plan: ResourcePlan, memory: MemoryPlan) -> ResourceP
 
 
 def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:
-    """The disk budget in a line. For a study with a storage it says how much space the study needs there."""
+    """Format the disk budget as a line; for a study with a storage, the space that it needs there."""
     if plan.study_uri is None:
         return disk.format_disk_line(disk_budget)
     size = "size unknown" if disk_budget.total_bytes is None else f"needs at most {decimal(disk_budget.total_bytes)}"
@@ -385,7 +384,7 @@ def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:
 
 
 def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
-    """Raise PlanError if this machine lacks something that the study needs, such as files, a model, memory or disk."""
+    """Raise PlanError if this machine lacks something that the study needs: files, a model, memory or disk space."""
     sockets = check_socket_path(find_ray_folder(os.environ))
     if sockets.severity == "problem":
         raise PlanError(f"Ray cannot start here: {sockets.detail}. {sockets.advice}")
@@ -409,10 +408,10 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
 
 
 def _check_files(plan: StudyPlan) -> None:
-    """Raise PlanError for a file, folder or model that is missing.
+    """Raise PlanError if a file, a folder or a model that a study of another family loads is missing.
 
-    The check covers the models that studies of other families load. The model that is fine-tuned (`StudyPlan.model`) is
-    checked together with its engines, on this machine or on each node.
+    The model that is fine-tuned (`StudyPlan.model`) is checked together with its engines, on this machine or on each
+    node.
     """
     family = plan.study.family
     # Seeds share their files: one configuration per arm is enough.
@@ -432,7 +431,7 @@ def _check_cluster(
     disk_budget: DiskBudget,
     nodes: tuple[Node, ...],
 ) -> MemoryPlan | None:
-    """Raise PlanError if a node on which a run could be placed lacks something; return the memory plan of the nodes."""
+    """Raise PlanError if a node where a run may be placed lacks something; return the memory plan of the nodes."""
     from tune_study.commands import node_checks
 
     reports = node_checks.check_nodes(plan, cluster.find_usable_nodes(nodes, plan.base_config.trainer.n_gpus_per_node))

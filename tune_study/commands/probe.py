@@ -44,10 +44,10 @@ ALLOWED_PREFIXES = (
     "actor.entropy_coeff",
     "actor.ppo_micro_batch_size_per_gpu",
 )
-"""Prefixes of the settings that a probe may change. With any other, the trainer would not match the checkpoint."""
+"""Prefixes of settings that a probe may change. Changing others would make the trainer differ from the checkpoint."""
 
 PUBLISHED_COEFFICIENT = 0.001
-"""With which the published code measures the entropy bonus and the KL loss of a run that has none."""
+"""Coefficient with which the published code measures an entropy bonus or a KL loss that the run does not have."""
 
 
 def restore(
@@ -64,18 +64,19 @@ def restore(
     """Restore the trainer of a run from a checkpoint.
 
     `trainer.roll_out` and `trainer.evaluate` roll out episodes. `trainable.diagnostics.token_scores` reads transcripts,
-    log-probs, entropies and values. `trainer.step()` would continue the training in this process only and write
-    nothing. `trainer.close()` frees the memory of the sampling engine.
+    log-probs, entropies and values. `trainer.step()` continues the training in this process and writes nothing.
+    `trainer.close()` frees the memory of the sampling engine.
 
     Args:
         run: the study's folder, results/<run>.
-        trial: run_id, or an arm for its smallest seed; None if the study has only one run.
+        trial: run_id, or an arm to choose its smallest seed; None if the study has only one run.
         step: step of the checkpoint; None for the newest.
         path: folder of the checkpoint, instead of `step`.
         settings: dotted settings to change, such as {"trainer.device": "cpu"}.
         study: the file that declares the study, such as "lr.py"; None for a study of this package.
-        code: the files whose parts the study uses, such as ["my_loss.py"].
-        allow: what the folder of somebody else names outside of it and may be used, as the error prints it.
+        code: the plug-in files that the study uses, such as ["my_loss.py"].
+        allow: entries of somebody else's folder that name something outside it and may be used, as the error prints
+            them.
 
     Raises PlanError (a ValueError) that lists the alternatives if a name, a step or a folder cannot be used.
 
@@ -90,8 +91,8 @@ def restore(
 
 
 def _restore_trainer(target: RunCheckpoint, settings: ProbeSettings) -> PPOTrainer:
-    """Restore a trainer. Raise PlanError if the checkpoint is damaged, or if another run wrote it."""
-    # The checkpoint has the trained weights; tokenizer and frozen networks come from the model itself.
+    """Restore a trainer. Raises PlanError if the checkpoint is damaged or was written by another run."""
+    # The checkpoint has only the trained weights; the model provides tokenizer and frozen networks.
     for path in target.spec.ppo_config.model_paths:
         check_model(path, os.environ)
     config = apply_overrides(target.spec.ppo_config, settings)
@@ -105,7 +106,7 @@ def _restore_trainer(target: RunCheckpoint, settings: ProbeSettings) -> PPOTrain
         tensors, values = read_checkpoint(target.path)
         if not RunConfig.model_validate(values.get("settings")).is_same_run(target.spec.ppo_config):
             raise CheckpointError(f"{target.path} was written by another run than {target.spec.run_id}.")
-        # Built with the probe's settings, but only after the checkpoint was checked against the run's.
+        # The checkpoint was checked against the run's settings, but the trainer gets the probe's.
         trainer = PPOTrainer(config, diagnostics=DIAGNOSTICS)
         trainer.load_state(tensors, values)
     except (CheckpointError, ConfigError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
@@ -115,14 +116,14 @@ def _restore_trainer(target: RunCheckpoint, settings: ProbeSettings) -> PPOTrain
 
 
 def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str, object]:
-    """The settings that a probe changes: the analysis, a KL loss and an entropy bonus are switched on.
+    """Make the settings of a probe, which switch on the analysis, a KL loss and an entropy bonus.
 
     The analyzed batch has the published 128 x 16 episodes, unless the run sets another size. If the run has no KL loss
-    or no entropy bonus, its coefficient is the published 0.001; the gradient of a term is proportional to it.
-    settings: the settings that were typed, which override these.
+    or no entropy bonus, its coefficient is the published 0.001; the gradient of a term is proportional to it. settings:
+    the typed settings, which take precedence.
 
-    Raises PlanError if the size of the batch is set to null: in a training step this means the step's own batch, which
-    a probe does not have.
+    Raises PlanError if the size of the batch is set to null. In training this means the batch of the step, which a
+    probe does not have.
     """
     trainer = config.trainer
     default_settings: dict[str, object] = {
@@ -132,7 +133,7 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
         "trainer.gradient_analysis_group_size": trainer.gradient_analysis_group_size or 16,
         "actor.entropy_coeff": config.actor.entropy_coeff or PUBLISHED_COEFFICIENT,
     }
-    # A run with a KL loss keeps its own estimator and coefficient, with which its policy was trained.
+    # A run with a KL loss keeps the estimator and coefficient with which its policy was trained.
     if not config.actor.use_kl_loss:
         default_settings |= {
             "actor.use_kl_loss": True,
@@ -149,7 +150,7 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
 
 
 def _describe_added_terms(run_config: RunConfig, config: RunConfig, settings: ProbeSettings) -> str:
-    """That the probe measures terms that the run's loss does not have, as a line; empty if it has them, or if typed."""
+    """Say which measured terms the run's loss lacks; return an empty text if it has them or they were typed."""
     terms = []
     if config.actor.entropy_coeff and not run_config.actor.entropy_coeff and "actor.entropy_coeff" not in settings:
         terms.append("entropy bonus")
@@ -164,7 +165,7 @@ def _describe_added_terms(run_config: RunConfig, config: RunConfig, settings: Pr
 
 
 def format_changes(run_config: RunConfig, config: RunConfig, settings: ProbeSettings) -> str | None:
-    """The `settings` that differ from the run's, as `name=value, ...`; None if none does."""
+    """Format the `settings` that differ from the run's as `name=value, ...`; None if none does."""
     before, after = (flatten_settings(version.model_dump(mode="json")) for version in (run_config, config))
     changed_names = [name for name in settings if before.get(name) != after.get(name)]
     return ", ".join(f"{name}={json.dumps(after[name])}" for name in changed_names) or None
@@ -173,8 +174,8 @@ def format_changes(run_config: RunConfig, config: RunConfig, settings: ProbeSett
 def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, console: Console) -> None:
     """Analyze the gradients of one checkpoint, add the rows to the study's tables, and print them.
 
-    with_val: whether the validation levels are rolled out first. Raises PlanError, and writes nothing, if the filter
-    keeps no group and the batch before the filter is not analyzed.
+    with_val: roll out the validation levels first. Raises PlanError, and writes nothing, if the filter keeps no group
+    and the batch before the filter is not analyzed.
     """
     run_config, effective_settings = target.spec.ppo_config, make_probe_settings(target.spec.ppo_config, settings)
     config = apply_overrides(run_config, effective_settings)
@@ -195,7 +196,7 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
             renderables += _validate(trainer, console)
         lines = _analyze(trainer, changes, console)
     finally:
-        trainer.close()  # also after an error: the sampling engine would keep its memory
+        trainer.close()  # also after an error, to free the memory of the sampling engine
     # A new probe of a step replaces all lines of an earlier probe of that step.
     other_lines = [line for line in read_lines(run_dir / PROBES_FILE).records if line.get("step") != target.step]
     write_lines(run_dir / PROBES_FILE, [*other_lines, *lines])
@@ -203,7 +204,7 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     renderables += [
         _make_table(line) if line["groups"] else f"the filter kept none of {_describe_groups(line)}" for line in lines
     ]
-    # The table needs about 100 characters. On a narrower terminal its lines wrap, instead of losing columns.
+    # The table needs about 100 characters. On a narrower terminal its lines wrap rather than lose columns.
     make_console(file=console.file, width=max(console.width, 100)).print(Group(*renderables))
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(log_path) as temp_path, temp_path.open("w", encoding="utf-8") as file:
@@ -225,9 +226,9 @@ def _validate(trainer: PPOTrainer, console: Console) -> list[str]:
 
 
 def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list[dict[str, Any]]:
-    """The JSON lines of the analysis, one per batch. Raise PlanError if no batch has a group.
+    """Measure the gradients and return the JSON lines, one per batch. Raises PlanError if no batch has a group.
 
-    changes: the settings that differ from the run's, which are stored in the lines.
+    changes: the settings that differ from the run's, to be stored in the lines.
     """
     settings = trainer.config.trainer
     n_groups, group_size = settings.gradient_analysis_env_groups, settings.gradient_analysis_group_size
@@ -245,7 +246,7 @@ def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list
 
 
 def _format_time(trainer: PPOTrainer) -> str:
-    """How long the analysis takes, as the end of a sentence; empty if it is not known."""
+    """Format how long the analysis takes, as the end of a sentence; empty if unknown."""
     shape = read_model_shape(trainer.config.model.path, os.environ)
     names = [gpu.name for gpu in detect_gpus(os.environ)] or ["unknown"]
     gpu_name = names[0] if trainer.device.type == "cuda" else ""
@@ -254,15 +255,15 @@ def _format_time(trainer: PPOTrainer) -> str:
 
 
 def _describe_groups(line: Mapping[str, Any]) -> str:
-    """The batch of a line of the analysis, in words."""
+    """Describe the batch of an analysis line in words."""
     row = line["rows"][0]
     return f"the {row['source_env_groups']} groups of {row['source_group_size']} episodes"
 
 
 def _check_writable(output: Path, run_dir: Path, log_path: Path) -> None:
-    """Raise PlanError unless the probe's rows and log can be written. Called first, since an analysis takes minutes.
+    """Raise PlanError if the probe's rows or log cannot be written. Called first, since an analysis takes minutes.
 
-    output: the study's output folder, below which no component of the log's path may be a link.
+    output: the study's output folder, below which the log's path must not contain a link.
     """
     check_path(output, log_path)
     try:
@@ -277,7 +278,7 @@ def _check_writable(output: Path, run_dir: Path, log_path: Path) -> None:
 
 
 def _make_log_path(target: RunCheckpoint, with_val: bool, config: RunConfig) -> Path:
-    """Path of the log under its published name, which ends in the terms that are measured in addition to the task."""
+    """Make the log's path under its published name, which ends in the terms that are measured besides the task."""
     template_values = make_template_values(
         target.plan.study, target.plan.run, target.spec.arm, target.spec.ppo_config, target.spec.seed
     )
@@ -288,16 +289,16 @@ def _make_log_path(target: RunCheckpoint, with_val: bool, config: RunConfig) -> 
         step=target.step,
         val="withval" if with_val else "noval",
     )
-    # The template ends in kl_and_entropy. Only the last occurrence is replaced: the rest is the run's name.
+    # The template ends in kl_and_entropy. Only the last occurrence is replaced, since the run's name may contain it.
     active_terms = {"kl": config.actor.use_kl_loss, "entropy": config.actor.entropy_coeff != 0}
     term_label = "_and_".join(term for term, is_on in active_terms.items() if is_on) or "task_alone"
     return target.plan.output / "logs" / term_label.join(name.rsplit("kl_and_entropy", 1))
 
 
 def _make_table(line: Mapping[str, Any]) -> Table:
-    """A table of one analyzed batch, with a row per bucket.
+    """Make the table of one analyzed batch, with a row per bucket.
 
-    The table shows the task's gradient with its signal-to-noise ratio, and the norms of the regularizers' gradients.
+    It shows the task's gradient with its signal-to-noise ratio, and the norms of the regularizers' gradients.
     """
     batch_label = "before the filter" if line["prefilter"] else "of what the filter kept"
     table = Table(title=f"gradients {batch_label}", box=None, title_justify="left", padding=(0, 1, 0, 0))

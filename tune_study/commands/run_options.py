@@ -1,4 +1,4 @@
-"""Turn the options of the command `run` into the plan of a study: its settings, its axis values and its folder."""
+"""Turn the options of the command `run` into a study's plan: its settings, axis values and folder."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -43,13 +43,13 @@ OPTION_SETTINGS: Mapping[str, tuple[str, ...]] = {
         "rollout.ref_log_prob_micro_batch_size_per_gpu",
     ),
 }
-"""The settings that each option assigns, by field of `StudyOptions`. One for several is of the published scripts."""
+"""Settings that each option assigns, by field of `StudyOptions`. As in the published scripts, some assign several."""
 
 DEFAULT_MAX_SEEDS = 20
 
 
 class ChosenPreset(NamedTuple):
-    """The preset of --preset or the default one, why it was chosen, and further settings of it."""
+    """The typed or default preset, why it was chosen, and further settings for it."""
 
     name: str
     reason: str
@@ -59,7 +59,7 @@ class ChosenPreset(NamedTuple):
 def find_studies(
     name: str, kl_type: str | None, accepts_change: bool = False
 ) -> tuple[tuple[Study, StudySource | None], ...]:
-    """The study `name`, or the studies of the suite `name`, each with the file that declares it, if one does.
+    """Find the study `name`, or the studies of the suite `name`, each with its source if a file declares it.
 
     name: of a study or a suite, or the path of a file. kl_type: see `find_study`. accepts_change: see `StudySource`.
     Raises PlanError if there is no such study.
@@ -91,7 +91,7 @@ def plan_from_options(
 
     Args:
         study: the study.
-        preset: the preset, which takes the place of the one in `options`.
+        preset: the preset; the one in `options` is ignored.
         options: what to run.
         source: the file that declares the study; None for a study of this package.
         complete: changes the plan before it is merged with the study in the folder.
@@ -107,19 +107,19 @@ def plan_from_options(
         **_collect_strategy(study, options.rollout_filter_strategy),
     }
     game_settings = _collect_game_settings(study, options.env, preset.name)
-    # Settings that were typed take precedence over those that come with the game.
+    # Typed settings take precedence over the game's.
     overrides = {
         **game_settings,
         **_select_preset_settings(study, preset),
         **collect_overrides(study, option_settings, options.list_assignments()),
     }
-    if preset.name in study.family.presets:  # otherwise the plan refuses it
+    if preset.name in study.family.presets:  # the plan refuses others
         load_named_files(study, source.path if source else "", values, preset.name, overrides.values())
-    # The processes of runs have other working folders, in which a relative path would not be found.
+    # The processes of runs have other working folders, where a relative path would not be found.
     for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
         if overrides[setting] is not None:
             overrides[setting] = make_absolute(str(overrides[setting]))
-    # Settings and seeds that were typed take precedence over those of --smoke.
+    # Typed settings and seeds take precedence over --smoke.
     if options.smoke:
         if not study.smoke_settings:
             raise PlanError(f"--smoke does not belong to study {study.name}: type --steps N for a short run.")
@@ -138,13 +138,13 @@ def plan_from_options(
         return plan
     from analysis.stats.sequential import find_fewest_seeds  # imports SciPy
 
-    # Without --max-seeds, a study that has a maximum keeps it.
+    # Without --max-seeds, a study keeps the maximum that it has.
     max_seeds = options.max_seeds or plan.max_seeds or DEFAULT_MAX_SEEDS
     return set_max_seeds(plan, max_seeds, find_fewest_seeds(max(len(plan.values) - 1, 1)))
 
 
 def _list_typed_values(options: RunOptions) -> dict[str, object]:
-    """The values of the options of OPTION_SETTINGS that were typed, by field."""
+    """Collect the typed values of the options of OPTION_SETTINGS, by field."""
     values = {field: getattr(options, field) for field in OPTION_SETTINGS}
     return {field: value for field, value in values.items() if value is not None and value is not False}
 
@@ -154,7 +154,7 @@ def _format_option(field: str) -> str:
 
 
 def _name_typed_options(problem: str, typed_values: Mapping[str, object]) -> str:
-    """A problem of settings in the words that were typed: `--steps 0` instead of the setting that it stands for."""
+    """Rewrite a problem of settings with the typed options: `--steps 0` instead of the setting that it sets."""
     for field, value in typed_values.items():
         for name in OPTION_SETTINGS[field]:
             problem = problem.replace(f"{name}={value}:", f"{_format_option(field)} {value}:")
@@ -169,14 +169,14 @@ def _plan_with_torch_if_needed(
     values: tuple[str, ...] | None,
     n_seeds: int | None,
 ) -> StudyPlan:
-    """Plan a new study; if its preset uses compiled code, and that cannot run an arm, torch takes its place.
+    """Plan a new study; use torch if the preset's compiled code cannot run an arm.
 
-    A study that is in the folder already keeps the code with which it began, unless another was typed.
+    A study that is already in the folder keeps the code with which it began, unless another was typed.
     """
     name, reason, baseline_seeds = preset.name, preset.reason, options.baseline_seeds
     output = Path(os.path.abspath(os.path.expanduser(options.output)))
     plan = make_plan(study, name, reason, overrides, values, n_seeds, output, baseline_seeds)
-    # Compiled code that was typed is used or refused.
+    # Typed settings are never replaced: compiled code is then used or refused.
     torch_settings = {name: value for name, value in TORCH_SETTINGS.items() if name not in overrides}
     if plan.model is None or not torch_settings:
         return plan
@@ -192,7 +192,7 @@ def _plan_with_torch_if_needed(
 
 
 def _check_preset(study: Study, preset: str) -> None:
-    """Raise PlanError for a preset under which the study has no values of its axis, as a study of a file may."""
+    """Raise PlanError if the study has no axis values under a preset, as may happen for a study from a file."""
     if preset not in study.family.presets:  # the plan refuses it
         return
     try:
@@ -205,7 +205,7 @@ def _check_preset(study: Study, preset: str) -> None:
 
 
 def _collect_option_settings(study: Study, typed_values: Mapping[str, object]) -> dict[str, object]:
-    """Settings from the typed options. Raise PlanError for an option whose setting the study does not have."""
+    """Turn typed options into settings. Raises PlanError for an option whose setting the study does not have."""
     known_fields = list_field_names(study.family.config_class)
     option_settings: dict[str, object] = {}
     for field, value in typed_values.items():
@@ -220,7 +220,7 @@ def _collect_option_settings(study: Study, typed_values: Mapping[str, object]) -
 
 
 def _collect_game_settings(study: Study, game: str | None, preset: str) -> dict[str, object]:
-    """The settings that come with the game of --env. PlanError for a study or a game that does not have any."""
+    """Collect the settings that come with the game of --env. Raises PlanError if study or game do not allow it."""
     games = study.family.games
     if game is None:
         return {}
@@ -248,7 +248,7 @@ def _collect_game_settings(study: Study, game: str | None, preset: str) -> dict[
 
 
 def _select_preset_settings(study: Study, preset: ChosenPreset) -> dict[str, object]:
-    """The further settings of the preset that the study has, without those in which its arms differ."""
+    """Select the preset's further settings that the study has, except those in which its arms differ."""
     known_fields = list_field_names(study.family.config_class)
     return {
         name: value
@@ -258,7 +258,7 @@ def _select_preset_settings(study: Study, preset: ChosenPreset) -> dict[str, obj
 
 
 def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tuple[str, ...] | None:
-    """The values that were typed for the study's axis, by its flag or by --values; None if none were typed.
+    """Parse the typed values of the study's axis, from its flag or --values; None if none were typed.
 
     Raises PlanError for a flag of another study's axis, and if both options were typed.
     """
@@ -277,7 +277,7 @@ def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tup
 
 
 def _collect_include_zero(study: Study, text: str | None) -> dict[str, object]:
-    """The setting of --rollout_filter_include_zero. PlanError if the study has no filter, or if its axis sets this."""
+    """Parse --rollout_filter_include_zero. Raises PlanError if the study has no filter, or if its axis sets this."""
     option, setting = "--rollout_filter_include_zero", "filter.rollout_filter_include_zero"
     if text is None:
         return {}
@@ -292,11 +292,11 @@ def _collect_include_zero(study: Study, text: str | None) -> dict[str, object]:
 
 
 def _collect_strategy(study: Study, text: str | None) -> dict[str, object]:
-    """The setting of --rollout_filter_strategy. PlanError if the study does not have this option."""
+    """Parse --rollout_filter_strategy. Raises PlanError if the study does not have this option."""
     option, setting = "--rollout_filter_strategy", "filter.rollout_filter_strategy"
     if text is None:
         return {}
-    # Other studies that filter groups fix the strategy, which only --set changes.
+    # In other studies that filter groups, only --set changes the strategy.
     if not study.strategy_aliases:
         advice = (
             f"type --set {setting}=NAME" if setting in list_field_names(study.family.config_class) else "leave it out"

@@ -1,6 +1,6 @@
 """The command `search`: draw points in rounds, and confirm the best one with seeds that the search never used.
 
-A search is a study whose arms are points. It is planned, run, killed and resumed like any other.
+A search is a study whose arms are points. It is planned, run, killed and resumed like any other study.
 """
 
 from dataclasses import replace
@@ -27,11 +27,11 @@ from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.search.rounds import draw_first_points, plan_next_round
 
 DEFAULT_SEEDS = 2
-"""Seeds per point. One would choose the luckiest run; more would leave fewer points for the same time."""
+"""Seeds per point. With one, the luckiest run would win; with more, the same time would allow fewer points."""
 
 
 def find_study(name: str, kl_type: str | None, accepts_change: bool) -> tuple[Study, StudySource | None]:
-    """The study `name`, see `find_studies`. PlanError for a suite, of which one study has to be chosen."""
+    """Find the study `name` (see `find_studies`). Raises PlanError for a suite, since one study must be chosen."""
     studies = find_studies(name, kl_type, accepts_change)
     if len(studies) > 1:
         names = ", ".join(study.name for study, _ in studies)
@@ -46,7 +46,7 @@ def plan_search(
     study_options: StudyOptions,
     source: StudySource | None,
 ) -> StudyPlan:
-    """The plan of a new search, or of the one in its folder; for the other arguments see `plan_from_options`.
+    """Plan a new search, or the one in its folder; see `plan_from_options` for the other arguments.
 
     Raises PlanError or ConfigError if the search cannot be run.
     """
@@ -70,7 +70,7 @@ def plan_search(
         run_options = replace(run_options, seeds=DEFAULT_SEEDS)
 
     def add_search(plan: StudyPlan) -> StudyPlan:
-        """The plan of the default point with its search, whose space depends on the settings of the preset."""
+        """Add the search to the plan of the default point. Its space depends on the settings of the preset."""
         search = Search(
             make_space(study.family, plan.base_config, options.vary or ()),
             objectives,
@@ -90,13 +90,13 @@ def plan_search(
 def run_and_confirm(
     plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], dry_run: bool, console: Console
 ) -> int:
-    """Run or resume a study and, if it is a search that comes to its end, the confirmation of its best point.
+    """Run or resume a study, and if it is a search that ends, confirm its best point.
 
-    See `start_studies`, whose exit code is returned: of the search unless only its confirmation fails.
+    Returns the exit code of `start_studies`: the search's, unless only the confirmation fails.
     """
     time_limit = start_time_limit(options.max_hours)
     exit_code = start_studies([plan], options, visible_gpus, dry_run, console, time_limit)
-    # 130: the user wants to go on later, and another point may be the best one then.
+    # After 130 the user may continue later, and another point may then be the best.
     if plan.search is None or dry_run or exit_code not in (0, 1) or not plan.search.confirm_seeds:
         return exit_code
     own_study = None if plan.source is None else OwnStudy(plan.study, plan.source)
@@ -117,7 +117,7 @@ def run_and_confirm(
             "the best point as well. Move the folder elsewhere, and type the command again for one with fresh seeds.",
         )
         return 1
-    # One that has begun keeps its seeds, also if the search is typed with another number of them.
+    # A confirmation that has begun keeps its seeds, even if another number was typed for the search.
     n_seeds = plan.search.confirm_seeds if existing is None else len(existing.seeds)
     confirmation = plan_confirmation(str(plan.folder), best, None, n_seeds, own_study, extend=False)
     print_line(console, f"Confirmation of {best} against {DEFAULT_POINT}, with seeds that the search never used")
@@ -127,7 +127,7 @@ def run_and_confirm(
 
 
 def _find_best(plan: StudyPlan, console: Console) -> str | None:
-    """The arm to confirm; None, with a line that says why, if the search goes on or if there is none."""
+    """Find the arm to confirm; if the search goes on or there is none, print why and return None."""
     from analysis.data.load import load  # imports pandas
     from analysis.search.points import OPEN, find_best_point, make_points
 

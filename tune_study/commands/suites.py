@@ -18,13 +18,13 @@ from tune_study.tune.run import execute_study
 from tune_study.tune.session import SuiteContext
 
 _INTERRUPTED_EXIT_CODE = 130
-"""Exit code after Ctrl-C, as of a shell: 128 plus the number of SIGINT."""
+"""Exit code after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
 
 
 class PreparedStudy(NamedTuple):
-    """A study whose requirements were checked, and the results of the checks.
+    """A study whose requirements were checked, with the results of the checks.
 
-    space_line: disk budget of the study in words, which is printed when the study starts.
+    space_line: disk budget of the study in words, printed when the study starts.
     """
 
     plan: StudyPlan
@@ -60,22 +60,22 @@ def run_suite(
     """Run `plans` one after another until all have run or one is interrupted.
 
     Args:
-        plans: the studies, in the order in which they are run.
-        prepare_study: checks the requirements of a study again when its turn comes, since the studies before it have
-            used disk space in the meantime; raises PlanError.
+        plans: the studies, in order.
+        prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used
+            disk space; raises PlanError.
         console: output.
-        skipped_statuses: a run whose status is one of these is not run again.
-        time_limit: when the suite is stopped like after Ctrl-C, if it still runs; None without a limit.
+        skipped_statuses: runs with one of these statuses are not run again.
+        time_limit: when to stop the suite as after Ctrl-C; None without a limit.
         is_local: False on a cluster.
 
-    Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C, and else 1. A study
-    that fails does not end the suite. Raises FolderLockedError, with nothing written, while another suite runs in the
-    output folder, since both would write its index.
+    Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C, and else 1. A failed
+    study does not end the suite. Raises FolderLockedError, and writes nothing, while another suite runs in the output
+    folder, since both would write its index.
     """
     exit_code, n_started, is_indexed = 0, 0, False
 
     def finish_suite() -> None:
-        """Name the studies that were not started, and write the index; the watchdog's thread does it if Ray is lost."""
+        """Name the studies that were not started, and write the index. The watchdog calls this if Ray is lost."""
         nonlocal is_indexed
         if n_started < len(plans):
             names = ", ".join(plan.study.name for plan in plans[n_started:])
@@ -95,28 +95,28 @@ def run_suite(
             for plan in plans:
                 print_line(console, format_position(plans, n_started))
                 suite = SuiteContext(local_ray, make_interrupt(plan.folder), finish_suite)
-                # One interrupt covers training and everything after it, so that files being written are finished.
+                # One interrupt covers training and all that follows, so that files being written are finished.
                 with suite.interrupt.handle_signals(lambda text: print_line(console, text)):
                     prepared_study = prepare_study(plan)
-                    n_started += 1  # only now: a study whose requirements are no longer met has not started
+                    n_started += 1  # not before: a study whose requirements are no longer met does not start
                     exit_code = max(
                         exit_code, run_prepared_study(prepared_study, console, skipped_statuses, time_limit, suite)
                     )
-                # An interrupt may come as the last runs of a study end; the study's own exit code is then 0.
+                # If an interrupt comes as the last runs of a study end, the study still returns 0.
                 if n_started < len(plans) and suite.interrupt.is_requested:
                     exit_code = _INTERRUPTED_EXIT_CODE
                 if exit_code == _INTERRUPTED_EXIT_CODE:
                     break
         except outputs.FolderLockedError:
-            is_refused = n_started == 1  # nothing has been run, so the index is that of others
+            is_refused = n_started == 1  # nothing was run, so the index is not ours to write
             raise
         finally:
-            # Also after an error: the index covers the studies that have ended.
+            # After an error, too, the index covers the studies that have ended.
             if not is_refused:
                 finish_suite()
     return max(exit_code, int(not is_indexed))
 
 
 def format_position(plans: Sequence[StudyPlan], index: int) -> str:
-    """Position and name of a study within its suite."""
+    """Format the position and name of a study within its suite."""
     return f"Study {index + 1} of {len(plans)}: {plans[index].study.name}"

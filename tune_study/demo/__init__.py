@@ -1,1 +1,1 @@
-"""A recorded study, which shows what a study leaves without training anything."""
+"""A recorded study, which shows the files and results of a study without training anything."""

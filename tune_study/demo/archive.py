@@ -1,7 +1,7 @@
-"""The archive of the recorded study: made from a results/<run> folder, and unpacked into another one.
+"""Pack the recorded study from a results/<run> folder into an archive, and unpack it into another one.
 
-`python -m tune_study.demo.archive results/<run>` makes it again. It holds what runs wrote, without their checkpoints;
-tables, figures and the report are made from that.
+`python -m tune_study.demo.archive results/<run>` makes the archive again. It holds what the runs wrote, without
+checkpoints; tables, figures and the report are made from it.
 """
 
 import io
@@ -21,7 +21,7 @@ ARCHIVE = Path(__file__).with_name("recorded_study.tar.xz")
 _RUN_FILES = (RUN_FILE, STATUS_FILE, METRICS_FILE, LEVELS_FILE, EPISODES_FILE)
 _ABSOLUTE_PATH = re.compile(rb"[\"'=\s](/[\w.-]+/[\w./-]+)")
 _MAX_BYTES = 2_000_000
-"""Size of the archive, which every installation has."""
+"""Maximum size of the archive, which is part of every installation."""
 
 
 def pack(folder: Path, archive: Path = ARCHIVE) -> int:
@@ -49,7 +49,7 @@ def pack(folder: Path, archive: Path = ARCHIVE) -> int:
 
 
 def unpack(folder: Path, archive: Path = ARCHIVE) -> None:
-    """Write the recorded study into `folder`, which appears when it is complete."""
+    """Unpack the recorded study into `folder`, which appears only when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temp_folder, tarfile.open(archive, "r:xz") as tar:
         tar.extractall(Path(temp_folder) / folder.name, filter="data")
@@ -57,7 +57,7 @@ def unpack(folder: Path, archive: Path = ARCHIVE) -> None:
 
 
 def read_recorded_study(archive: Path = ARCHIVE) -> StudyRecord:
-    """study.json of the recorded study, without unpacking all of it."""
+    """Read study.json of the recorded study, without unpacking the rest."""
     with tarfile.open(archive, "r:xz") as tar, tempfile.TemporaryDirectory() as folder:
         tar.extract(STUDY_FILE, folder, filter="data")
         return read_record(StudyRecord, Path(folder))
@@ -66,7 +66,7 @@ def read_recorded_study(archive: Path = ARCHIVE) -> StudyRecord:
 def _compress(contents: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz", preset=9) as tar:
-        # Files of one kind beside each other, which compresses them to less; study.json first, since it is read alone.
+        # Files of one kind beside each other compress better. study.json comes first, since it is read alone.
         for name in sorted(contents, key=lambda name: (name != STUDY_FILE, name.rpartition("/")[2], name)):
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(contents[name]), 0o644

@@ -1,1 +1,1 @@
-"""The study's folder, local and in a storage, and how to continue it."""
+"""The study's folder, local or in a storage, and how to continue it."""

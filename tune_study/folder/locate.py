@@ -1,4 +1,4 @@
-"""Find the study that the command line names by RUN, a local folder or the URI of a study in a storage.
+"""Find the study that RUN names on the command line: a local folder, or the URI of a study in a storage.
 
 A study in a storage is copied to this machine, without its checkpoints.
 """
@@ -32,9 +32,9 @@ from tune_study.plan.study_plan import StudyPlan
 
 
 def parse_storage_uri(text: str) -> str:
-    """Parse the text of --storage, a URI or a path, into a URI without a slash at its end.
+    """Parse --storage, a URI or a path, into a URI without a trailing slash.
 
-    Raises PlanError for an empty text and for a URI that contains credentials, which study.json would make public.
+    Raises PlanError for an empty text, and for a URI with credentials, which study.json would make public.
     """
     if not text.strip():
         raise PlanError("--storage is empty: type a URI such as s3://bucket/folder, or a folder that all nodes share.")
@@ -57,7 +57,7 @@ def _check_uri(uri: str) -> None:
 
 
 def _split_study_uri(uri: str) -> tuple[str, str]:
-    """Split a study's URI into (URI of the storage, name of the study). Raise PlanError if it is invalid."""
+    """Split a study's URI into (URI of the storage, name of the study). Raises PlanError if it is invalid."""
     _check_uri(uri)
     root, name = split_uri(uri)
     if not name:
@@ -68,7 +68,7 @@ def _split_study_uri(uri: str) -> tuple[str, str]:
 
 
 def _check_local_path(text: str) -> Path:
-    """The local folder that RUN names. Raise PlanError, without its text, if RUN may be a misspelled URI with a key."""
+    """Return the folder that RUN names. Raises PlanError without its text if it may be a bad URI with a key."""
     folder = Path(text)
     if not folder.is_dir():
         _check_uri(text)
@@ -76,11 +76,11 @@ def _check_local_path(text: str) -> Path:
 
 
 def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPlan:
-    """Merge `plan` with the study in its storage if there is one, and otherwise with that in its local folder.
+    """Merge `plan` with the study in its storage, if there is one, else with the study in its local folder.
 
     plan, extend: see `merge_with_folder`. is_real: False for a dry run, which does not access the storage.
     """
-    # The local folder first: it may know the storage of the study, which need not be typed again.
+    # The local folder comes first: it may record the storage, which need not be typed again.
     local_plan = merge_with_folder(plan, extend)
     if local_plan.storage is None or not is_real:
         return local_plan
@@ -91,7 +91,7 @@ def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPl
         if folder is None:
             return local_plan
         with _name_uri_in_errors(folder, join_uri(local_plan.storage, local_plan.run)):
-            # The temporary copy takes the place of the study's folder while the plans are compared.
+            # While the plans are compared, the temporary copy stands in for the study's folder.
             known = list_plan_values(local_plan) | list_typed_before(plan.folder)
             stored_plan = merge_with_folder(replace(plan, folder=folder, storage=None), extend, known)
         return replace(stored_plan, folder=plan.folder, storage=local_plan.storage)
@@ -99,7 +99,7 @@ def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPl
 
 @contextmanager
 def _name_uri_in_errors(folder: Path, uri: str) -> Iterator[None]:
-    """Replace `folder` by `uri` in PlanErrors: the folder is a temporary copy that is gone when a user reads them."""
+    """Replace `folder`, a temporary copy that is soon removed, by `uri` in PlanErrors."""
     try:
         yield
     except PlanError as error:
@@ -114,7 +114,7 @@ def plan_resume(
     is_real: bool,
     allowed: frozenset[str] = NOTHING,
 ) -> StudyPlan:
-    """The plan of the study that RUN names, as it was started.
+    """Plan the continuation of the study that RUN names, as it was started.
 
     Args:
         text: RUN, a folder or a URI.
@@ -138,7 +138,7 @@ def plan_resume(
         with _name_uri_in_errors(
             folder or plan.folder, join_uri(plan.storage, plan.run) if folder else str(plan.folder)
         ):
-            # The copy is elsewhere, but it is the study that this user started here.
+            # The copy is of the study that this user started here.
             known = allowed | list_typed_before(plan.folder)
             newest_plan = (
                 plan if folder is None else plan_from_folder(folder, overrides, own_study=own_study, allowed=known)
@@ -150,7 +150,7 @@ def plan_resume(
 def _plan_resume_from_uri(
     uri: str, overrides: Mapping[str, object], own_study: OwnStudy | None, allowed: frozenset[str]
 ) -> StudyPlan:
-    """The plan of the study at `uri`, to be continued in the current folder."""
+    """Plan the continuation of the study at `uri` in the current folder."""
     root, name = _split_study_uri(uri)
     local_folder = Path.cwd() / "results" / name
     _check_local_folder(local_folder, root)
@@ -167,7 +167,7 @@ def _plan_resume_from_uri(
 
 
 def _check_local_folder(folder: Path, root: str) -> None:
-    """Raise PlanError if the local folder for a study in storage contains a study that uses another storage or none."""
+    """Raise PlanError if the local folder for a study in a storage holds a study with another storage or none."""
     if (folder / STUDY_FILE).exists():
         check_same_storage(folder, read_study(folder).storage, root)
 
@@ -176,7 +176,7 @@ def _check_local_folder(folder: Path, root: str) -> None:
 def _fetch_plan(uri: str, name: str) -> Iterator[Path | None]:
     """Yield a temporary copy of study.json and every run.json of the study at `uri`; None if there is no study.
 
-    The study may have been run elsewhere since, with more arms or seeds than in the local folder.
+    The study may have been continued elsewhere, with more arms or seeds than the local folder has.
     """
     from tune_study.folder import storage
 
@@ -189,8 +189,8 @@ def _fetch_plan(uri: str, name: str) -> Iterator[Path | None]:
 def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
     """Yield (folder, whether a driver is running it) of the study that RUN names.
 
-    A study in a storage, named by its URI, is copied to a temporary folder, so that reading leaves no files behind. A
-    folder is read itself: the storage that it records is not contacted, and stderr says that it may be newer.
+    A study in a storage is copied to a temporary folder, so that reading leaves no files behind. A local folder is read
+    directly: the storage that it records is not contacted, and stderr says that it may be newer.
     """
     if is_uri(text):
         from tune_study.folder import storage
@@ -211,7 +211,7 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
     outputs.check_run_folders(folder, [entry.run_id for entry in study.runs])
     is_running = outputs.is_running(folder)
     if study.storage is not None:
-        check_uri(study.storage)  # before it is repeated
+        check_uri(study.storage)  # before a message repeats it
     if study.storage is not None and not is_running:
         print_error(
             f"The folder is read. The storage of the study, {format_value(study.storage, 1000)}, may be newer: type "
@@ -221,14 +221,14 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
 
 
 def fetch_for_writing(text: str) -> Path:
-    """The folder of the study that RUN names, in which tables and a report can be written.
+    """Return the folder of the study that RUN names, for tables and a report to be written there.
 
     A study named by a URI is copied to results/<run> in the current folder. Raises PlanError if there is no such study,
     or if its folder contains a symbolic link.
     """
     if not is_uri(text):
         folder = _check_local_path(text)
-        read_study(folder)  # before the links, so that a folder of something else is named as such
+        read_study(folder)  # before the links, so that the error for a folder without a study says so
         outputs.check_folder_links(folder)
         return folder
     from tune_study.folder import storage
@@ -243,15 +243,12 @@ def fetch_for_writing(text: str) -> Path:
 
 
 def list_typed_storage(text: str) -> frozenset[str]:
-    """The storage that RUN names if it is a URI, as `plan_from_folder` takes it. text: RUN, as it was typed."""
+    """Return the storage that RUN, as typed, names if it is a URI, in the form that `plan_from_folder` takes."""
     return frozenset({f"storage={_split_study_uri(text)[0]}"}) if is_uri(text) else NOTHING
 
 
 def push_results(folder: Path, text: str) -> str:
-    """Copy tables and report to the storage if RUN names a study there; return an error text, empty without an error.
-
-    text: RUN, as it was typed.
-    """
+    """Copy tables and report to the storage if RUN (`text`) names a study there; return an error text or ""."""
     if not is_uri(text):
         return ""
     from tune_study.folder import storage

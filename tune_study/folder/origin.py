@@ -1,11 +1,11 @@
-"""Decide what outside of a study's folder may be used because the folder names it.
+"""Decide which things outside of a study's folder may be used because the folder names them.
 
-A folder may come from somebody else, so what it says is data. Its settings of the type `Outside` (addresses,
-environment variables, files, models) and its storage are used only if this user's own study wrote the folder where it
-lies, if the installed package declares the same value, or if the user types it again.
+A folder may come from somebody else and is not trusted. Its settings of the type `Outside` (addresses, environment
+variables, files, models) and its storage are used only if this user's own study wrote the folder in its place, if the
+installed package declares the same value, or if the user types it again.
 
-Who wrote a folder is no property of the folder, which could claim anything: the values with which a user's studies were
-started are recorded in the user's own state folder, by the path of the study.
+A folder could claim any origin, so the values with which a user's studies were started are recorded in the user's state
+folder, by the path of the study.
 """
 
 import hashlib
@@ -35,16 +35,16 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def find_state_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder in which this project records the studies of this user; it may not exist yet."""
+    """Find the folder where this project records the user's studies; it may not exist yet."""
     home = Path(environ.get("HOME", "~")).expanduser()
     return home / (environ.get("XDG_STATE_HOME") or ".local/state") / "tune_study"
 
 
 def list_outside_values(configs: Iterable[BaseRunConfig]) -> frozenset[str]:
-    """What runs name outside of their folder, each as SETTING=VALUE.
+    """List what runs name outside of their folder, each as SETTING=VALUE.
 
-    A model that is shipped, or that only the local cache of the hub can have under its name, is no such thing: nothing
-    is contacted for it, and no path is opened that somebody else chose.
+    Shipped models and hub ids, which only the local cache can resolve, are left out: they contact nothing and open no
+    path that somebody else chose.
     """
     names = set()
     for config in configs:
@@ -62,7 +62,7 @@ def _is_name_of_model(value: str) -> bool:
 
 
 def list_plan_values(plan: StudyPlan) -> frozenset[str]:
-    """What a study names outside of its folder, in its runs, as its storage and for W&B, each as SETTING=VALUE."""
+    """List what a study names outside of its folder, each as SETTING=VALUE: in its runs, as its storage and for W&B."""
     # Seeds share their settings.
     names = list_outside_values({spec.arm: spec.config for spec in plan.runs}.values())
     names |= {f"storage={plan.storage}"} if plan.storage else set()
@@ -70,9 +70,9 @@ def list_plan_values(plan: StudyPlan) -> frozenset[str]:
 
 
 def find_last_wandb(folder: Path) -> tuple[WandbTarget | None, str]:
-    """Where the last start of the study in `folder` logged to W&B, if this one may, and otherwise why not.
+    """Find where the last start of the study in `folder` logged to W&B, if this one may, else the reason why not.
 
-    None where there was no start, and for rows that would leave this machine because a folder of somebody else says so.
+    The target is None without a start, and if rows would leave this machine because somebody else's folder says so.
     """
     study = find_record(StudyRecord, folder)
     target = study.starts[-1].wandb if study is not None and study.starts else None
@@ -87,25 +87,25 @@ def find_last_wandb(folder: Path) -> tuple[WandbTarget | None, str]:
 
 
 def _list_declared_values(study: Study, preset: str) -> frozenset[str]:
-    """What the declaration of a study names, which the user installed or typed."""
+    """List what the declaration of a study, which the user installed or typed, names outside of its folder."""
     base_config = make_base_config(study, preset)
     arms = study.axis.grids.get(preset, ())
     return list_outside_values([base_config, *(make_arm_config(study, base_config, value) for value in arms)])
 
 
 def remember_origin(plan: StudyPlan) -> None:
-    """Record, in the user's own state folder, that this user's study writes this folder, with what it names outside."""
+    """Record in the user's state folder that this user's study writes this folder, and what it names outside."""
     names = list_plan_values(plan)
     if not names - _list_declared_values(plan.study, plan.preset):
         return
     path = _find_record(plan.folder)
-    with suppress(OSError):  # without a home folder that can be written, such values have to be typed again
+    with suppress(OSError):  # without a writable home folder, such values must be typed again
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_object(path, {"folder": os.path.realpath(plan.folder), "values": sorted(names)})
 
 
 def list_typed_before(folder: Path) -> frozenset[str]:
-    """The values with which this user's own study in `folder` was started; empty for the folder of somebody else."""
+    """Read the values with which this user's study in `folder` was started; empty for somebody else's folder."""
     record = find_object(_find_record(folder)) or {}
     return frozenset(map(str, record.get("values", ())))
 
@@ -118,9 +118,9 @@ def _find_record(folder: Path) -> Path:
 def check_outside_values(plan: StudyPlan, study: Study, allowed: frozenset[str]) -> None:
     """Raise PlanError if a plan that was read from its folder names something outside that may not be used.
 
-    study: the declaration. allowed: the values that were typed in this command, each as SETTING=VALUE.
+    study: the declaration. allowed: the values typed in this command, each as SETTING=VALUE.
     """
-    named = list_plan_values(replace(plan, storage=None))  # of the storage, `find_usable_storage` decides
+    named = list_plan_values(replace(plan, storage=None))  # `find_usable_storage` decides on the storage
     if not named:
         return
     if foreign := named - allowed - _list_declared_values(study, plan.preset) - list_typed_before(plan.folder):
@@ -133,7 +133,7 @@ def check_outside_values(plan: StudyPlan, study: Study, allowed: frozenset[str])
 
 
 def find_usable_storage(folder: Path, uri: str | None, allowed: frozenset[str] = NOTHING) -> tuple[str | None, str]:
-    """The storage that study.json records (`uri`), if it may be used, and otherwise why not, as a sentence.
+    """Return (the storage `uri` of study.json if it may be used, "") or (None, a sentence that says why not).
 
     How a storage is reached (another endpoint, no encryption, another library) is never taken from a file. Raises
     PlanError for a URI with credentials, because messages would repeat them.
@@ -144,7 +144,7 @@ def find_usable_storage(folder: Path, uri: str | None, allowed: frozenset[str] =
     typed_uris = [value.removeprefix("storage=") for value in allowed if value.startswith("storage=")]
     for typed_uri in typed_uris:
         if is_same_folder(uri, typed_uri):
-            return typed_uri, ""  # with the query that was typed, and not with that of the file
+            return typed_uri, ""  # with the typed query instead of the file's
     subject = f"Its storage, {format_value(uri, 1000)}, is"
     advice = "type the URI of the study in the place of its folder, <storage>/<run>, to use it"
     if {field for field, _ in parse_qsl(urlsplit(uri).query)} - {"region"} or uri.lower().startswith("fsspec+"):

@@ -1,4 +1,4 @@
-"""Write and read the files of a study's folder. A file is replaced as a whole, so it is complete at any moment."""
+"""Write and read the files of a study's folder. Files are replaced as a whole, so they are always complete."""
 
 import os
 import subprocess
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from analysis.report.pages import Conclusion
 
 _LOCK_PATIENCE_S = 1.0
-"""Seconds to wait for the lock: `status` takes it for a moment, and a start must not fail because of that."""
+"""Seconds to wait for the lock, since `status` takes it for a moment and a start must not fail because of that."""
 
-# Packages whose version may change a number of a row; study.json stores their versions.
+# Packages whose version may change the numbers in rows; study.json stores their versions.
 _PACKAGES = (
     "tune_study",
     "torch",
@@ -73,7 +73,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def make_run_entry(spec: RunSpec) -> RunEntry:
-    """The entry of a run in study.json."""
+    """Make a run's entry in study.json."""
     return RunEntry(
         run_id=spec.run_id,
         arm=spec.arm,
@@ -88,7 +88,7 @@ def make_run_entry(spec: RunSpec) -> RunEntry:
 
 
 def make_study_record(plan: StudyPlan) -> StudyRecord:
-    """study.json as it is before the first start: the request, and the runs. Raises ValidationError."""
+    """Make study.json as it is before the first start: the request and the runs. Raises ValidationError."""
     study, axis = plan.study, plan.study.axis
     return StudyRecord(
         schema=SCHEMA,
@@ -125,7 +125,7 @@ def make_study_record(plan: StudyPlan) -> StudyRecord:
 
 
 def _list_contrasts(plan: StudyPlan) -> tuple[DeclaredContrast, ...]:
-    """The contrasts that the study declares, without pairs of arms that only other presets have."""
+    """List the study's declared contrasts, without pairs of arms that only other presets have."""
     arms = {*plan.values, *plan.study.get_grid(plan.preset)}
     pairs_by_name = {name: [pair for pair in pairs if {*pair} <= arms] for name, pairs in plan.study.contrasts.items()}
     return (
@@ -138,9 +138,9 @@ def _list_contrasts(plan: StudyPlan) -> tuple[DeclaredContrast, ...]:
 
 
 def check_recordable(plan: StudyPlan) -> None:
-    """Raise PlanError if study.json would have something that could not be read again, as a file may declare it.
+    """Raise PlanError if study.json could not be read again with the plan's values, as for a study from a file.
 
-    The runs are left out: their names were checked with the plan.
+    Runs are left out: their names were checked with the plan.
     """
     try:
         make_study_record(replace(plan, runs=()))
@@ -152,7 +152,7 @@ def check_recordable(plan: StudyPlan) -> None:
 
 
 def _list_earlier_declarations(plan: StudyPlan, previous: StudyRecord) -> tuple[SourceFile, ...]:
-    """The declarations of earlier starts that differ from that of this one, the first one first."""
+    """List the declarations of earlier starts that differ from the current one, oldest first."""
     earlier, declaration = previous.earlier_declarations, previous.declaration
     is_changed = declaration is not None and plan.source is not None and declaration.sha256 != plan.source.sha256
     return (*earlier, declaration) if is_changed and declaration is not None else earlier
@@ -161,18 +161,18 @@ def _list_earlier_declarations(plan: StudyPlan, previous: StudyRecord) -> tuple[
 def write_study(plan: StudyPlan) -> list[str]:
     """Write study.json, every run.json, and a status for every run that has none, before anything starts.
 
-    In study.json, versions, git, created_at, margins, contrasts, planned seeds and the steps of the preset are those of
-    the first start. command is that of the first start with the same values and seeds. `starts` lists every start,
-    and earlier_declarations the texts that the file of the study had before.
+    study.json keeps versions, git, created_at, margins, contrasts, planned seeds and preset steps from the first start,
+    and the command from the first start with the same values and seeds. `starts` lists every start, and
+    earlier_declarations the texts that the study's file had before.
 
     Returns the differences from the previous start that could change a number, as `name: old -> new`: versions of
-    packages, and the commit of the code.
+    packages, the commit of the code, and the declaration.
     """
     previous = find_record(StudyRecord, plan.folder)
     for spec in plan.runs:
         run_dir = plan.get_run_dir(spec.run_id)
         write_record(run_dir, RunRecord(**asdict(make_run_entry(spec)), config=spec.config.model_dump(mode="json")))
-        # A study that is continued or extended keeps the statuses of its runs, unless their rows contradict them.
+        # A continued or extended study keeps the statuses of its runs, unless their rows contradict them.
         write_record(run_dir, RunHistory.read(run_dir, spec.steps).status)
     start = Start(
         at=make_timestamp(),
@@ -193,19 +193,19 @@ def write_study(plan: StudyPlan) -> list[str]:
     if previous is not None:
         record = _keep_history(plan, previous, record)
     remember_origin(plan)
-    # Last, so that a study.json exists only together with every run.json and status.json.
+    # Written last, so that study.json exists only together with every run.json and status.json.
     write_record(plan.folder, record)
     return find_changed_code(*record.starts[-2:]) if len(record.starts) > 1 else []
 
 
 def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -> StudyRecord:
-    """`record` with what study.json keeps of the first start, and of all starts."""
+    """Return `record` with what study.json keeps from the first start and from all starts."""
     # The stored command must produce all runs of the study. After --extend, only the new command does.
     is_same_request = (
-        # A search adds its arms itself, whenever its command is typed.
+        # A search adds its arms itself when its command is typed.
         (plan.search is not None or previous.axis.values == record.axis.values)
         and previous.seeds == record.seeds
-        # A study with a maximum adds these seeds itself, whenever its command is typed.
+        # A study with a maximum adds these seeds itself when its command is typed.
         and (plan.max_seeds is not None or previous.extra_seeds == record.extra_seeds)
         and previous.search == record.search
     )
@@ -217,22 +217,22 @@ def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -
         git=previous.git,
         starts=(*previous.starts, *record.starts),
         margins=previous.margins or record.margins,
-        # Those of the package change with its version only, which is recorded; new arms may have further pairs.
+        # A study of the package changes its contrasts only with the recorded version, and new arms may add pairs.
         contrasts=record.contrasts if plan.source is None else previous.contrasts,
         earlier_declarations=_list_earlier_declarations(plan, previous),
         planned_seeds=previous.planned_seeds or len(previous.seeds),
-        # A folder of an earlier version does not have it.
+        # Folders of earlier versions do not have it.
         preset_steps=previous.preset_steps,
-        # The groups of a grid may be started one by one, and the baseline is in one of them.
+        # The groups of a grid may be started one by one, and only one of them contains the baseline.
         planned_baseline_seeds=previous.planned_baseline_seeds or record.planned_baseline_seeds,
         looks=previous.looks,
     )
 
 
 def record_look(plan: StudyPlan, statuses: Iterable[StatusRecord]) -> None:
-    """Add a look at the results to study.json, before the report is written: its time, and what there is to see.
+    """Add a look at the results to study.json before the report is written: its time, ended runs, seeds and steps.
 
-    It is no look if no run has ended since the previous one.
+    Nothing is added if no run has ended since the previous look.
     """
     ended = {status.run_id for status in statuses if status.status in ENDED_STATUSES}
     by_arm = Counter(spec.arm for spec in plan.runs if spec.run_id in ended)
@@ -248,7 +248,7 @@ def record_look(plan: StudyPlan, statuses: Iterable[StatusRecord]) -> None:
 
 
 def find_changed_code(previous_start: Start, current_start: Start) -> list[str]:
-    """`name: old -> new` for what differs between two starts: packages, commit of the code, declaration in a file."""
+    """List as `name: old -> new` what differs between two starts: packages, commit, and the declaration in a file."""
     old, new = (
         {
             **start.versions,
@@ -261,7 +261,7 @@ def find_changed_code(previous_start: Start, current_start: Start) -> list[str]:
 
 
 def read_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that results depend on. Packages that are not installed are left out."""
+    """Read the versions of Python and of the installed packages that results depend on."""
     package_versions = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
@@ -272,16 +272,15 @@ def read_versions() -> dict[str, str]:
 
 
 _SOURCE_FOLDERS = ("tune_study", "trainable", "search_spaces", "analysis")
-"""The folders of a checkout in which a new file may be code that a run imports."""
+"""The folders of a checkout where a new file may be code that a run imports."""
 
 
 def read_git_state(folder: Path) -> Git | None:
-    """The commit of the sources in `folder`, and whether they differ from it; None if git does not track them.
+    """Read the commit of the sources in `folder` and whether they differ from it; None if git does not track them.
 
-    New files count inside the packages alone: results of studies in the folder of the checkout change no code.
+    New files count only inside the packages: results in the folder of the checkout change no code.
     """
-    # The first command fails if git does not track the folder, for example that of an installed package which happens
-    # to be inside another repository.
+    # The first command fails if git does not track the folder, such as a package installed inside another repository.
     git_commands = (
         ["ls-files", "--error-unmatch", "*.py"],
         ["rev-parse", "HEAD"],
@@ -299,15 +298,15 @@ def read_git_state(folder: Path) -> Git | None:
 
 
 def format_command_line() -> str:
-    """The current command as it can be typed again, quoted for a shell."""
+    """Format the current command as it can be typed again, quoted for a shell."""
     name = Path(sys.argv[0]).name
     return format_command(*sys.argv[1:], program=PROGRAM if name == "__main__.py" else name)
 
 
 def check_writable(output: Path, option: str = "--output", advice: str = "type another folder") -> None:
-    """Raise PlanError unless the output folder is writable, or can be created in its nearest existing parent.
+    """Raise PlanError unless the output folder is writable or can be created in its nearest existing parent.
 
-    option: the option or argument that names the folder. advice: what to do about a folder that cannot be written.
+    option: the option or argument that names the folder. advice: what to do if the folder cannot be written.
     """
     if output.exists() and not output.is_dir():
         raise PlanError(f"{option} {output} is a file: type the name of a folder.")
@@ -317,7 +316,7 @@ def check_writable(output: Path, option: str = "--output", advice: str = "type a
 
 
 def check_study_links(plan: StudyPlan) -> None:
-    """Raise PlanError if a file or folder that the study would write is a symbolic link, or is below one."""
+    """Raise PlanError if a file or folder that the study would write is a symbolic link or below one."""
     paths = {
         plan.summary_log,
         plan.output / "wandb",
@@ -327,12 +326,12 @@ def check_study_links(plan: StudyPlan) -> None:
 
 
 def check_folder_links(folder: Path) -> None:
-    """Raise PlanError if results/<run> contains a symbolic link. The path to it may contain some."""
+    """Raise PlanError if results/<run> contains a symbolic link. Links in the path to it are allowed."""
     _check_links(folder, (), folder)
 
 
 def check_run_folders(folder: Path, run_ids: Iterable[str]) -> None:
-    """Raise PlanError if runs/ or the folder of a run is a symbolic link. Reading a file checks the file itself."""
+    """Raise PlanError if runs/ or a run's folder is a symbolic link. Files are checked when they are read."""
     _check_links(folder, [folder / "runs" / run_id for run_id in run_ids])
 
 
@@ -349,7 +348,7 @@ class FolderLockedError(PlanError):
 
 @contextmanager
 def lock_folder(folder: Path, task: str = "the study") -> Iterator[None]:
-    """Lock the folder of a study or of a suite during the body. Raise FolderLockedError if another process holds it.
+    """Lock the folder of a study or suite during the body. Raises FolderLockedError if another process holds the lock.
 
     task: what that process runs, for the message.
     """
@@ -367,7 +366,7 @@ def lock_folder(folder: Path, task: str = "the study") -> Iterator[None]:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process holds the lock of the study's folder. Writes nothing."""
+    """Check whether a process holds the lock of the study's folder. Writes nothing."""
     try:
         with open_regular(folder / ".lock", "r") as handle:
             lock_file(handle, is_shared=True)
@@ -381,7 +380,7 @@ def is_running(folder: Path) -> bool:
 def write_tables(folder: Path) -> None:
     """Make the tables of `analysis.data.frames.FRAMES` from the rows, and write them as parquet files.
 
-    Warns of files that are damaged; the tables remember the warnings.
+    Warns of damaged files, and stores the warnings in the tables.
     """
     from analysis.data.load import read_study
 
@@ -398,9 +397,9 @@ def write_tables(folder: Path) -> None:
 
 
 def _find_lost_probes(folder: Path, frames: "StudyFrames") -> list[str]:
-    """A sentence per run whose probes are in the table of the previous start and in no file any more.
+    """Describe, per run, probes that are in the table of the previous start but no longer in a file.
 
-    No row says that a run was probed, so this table is the only trace of a file that was deleted.
+    No row says that a run was probed, so only that table shows that a file was deleted.
     """
     from analysis.data.tables import get_damage, read_table
 
@@ -414,7 +413,7 @@ def _find_lost_probes(folder: Path, frames: "StudyFrames") -> list[str]:
     lost_probes = {*previous.itertuples(index=False, name=None)} - {*current.itertuples(index=False, name=None)}
     for run_id, step in sorted(lost_probes):
         steps_by_run.setdefault(run_id, []).append(str(step))
-    # The table without them remembers it, as long as there are none.
+    # The new table keeps the earlier messages of runs that still have no probes.
     known_runs = set(frames.trials["run_id"])
     probed_runs = set(current["run_id"])
     remembered = [
@@ -453,9 +452,9 @@ def write_report(
 
 
 def write_search_store(plan: StudyPlan) -> Path:
-    """Write the points of a search that have ended as an Optuna study, and return the path of its storage.
+    """Write the points of a search that have ended as an Optuna study, and return its path.
 
-    optuna-dashboard opens the storage. It is made from the rows and never read here. Raises OSError if it cannot be
+    The file is for optuna-dashboard: it is made from the rows and never read here. Raises OSError if it cannot be
     written.
     """
     from optuna.storages import JournalStorage
@@ -469,7 +468,7 @@ def write_search_store(plan: StudyPlan) -> Path:
     frames = load(plan.folder)
     (family,) = frames.families
     path = plan.folder / "optuna.journal"  # Optuna's journal format: lines of JSON
-    # Optuna puts a lock beside the file, so it writes in a folder of its own.
+    # Optuna puts a lock beside the file, so it writes to a temporary folder.
     with tempfile.TemporaryDirectory() as temp_dir:
         temp_path = Path(temp_dir) / path.name
         storage = JournalStorage(JournalFileBackend(str(temp_path)))

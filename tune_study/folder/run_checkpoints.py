@@ -1,4 +1,4 @@
-"""Find the checkpoint of a run, rolling or saved, local or in a storage."""
+"""Find the checkpoint of a run: rolling or saved, local or in a storage."""
 
 import os
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from tune_study.plan.study_plan import StudyPlan
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A run of a study, and one of its checkpoints. step, path: step and folder of the checkpoint."""
+    """A run of a study and one of its checkpoints. step, path: step and folder of the checkpoint."""
 
     plan: StudyPlan
     spec: RunSpec
@@ -29,7 +29,7 @@ class RunCheckpoint:
 
 
 def find_checkpoint_path(root: Path | None, step: int | None, path: Path | None) -> Path | None:
-    """The checkpoint's folder: `path`, or the folder of `step` below `root`; None without `path` and `root`.
+    """Find a checkpoint's folder: `path`, or the folder of `step` below `root`; None if both are None.
 
     step: None for the newest checkpoint below `root`. Raises PlanError if `root` contains no checkpoint.
     """
@@ -54,14 +54,14 @@ def find_run_checkpoint(
     own_study: OwnStudy | None = None,
     allowed: frozenset[str] = NOTHING,
 ) -> RunCheckpoint:
-    """Find a run and its checkpoint. Raise PlanError that lists the alternatives if there is no such checkpoint.
+    """Find a run and its checkpoint. Raises PlanError that lists the alternatives if there is none.
 
     Args:
         run: the study's folder, results/<run>.
-        trial: run_id, or an arm for its smallest seed; None if there is only one run.
+        trial: run_id, or an arm to choose its smallest seed; None if there is only one run.
         step: step of the checkpoint; None for the newest.
         path: folder of the checkpoint, instead of `step`.
-        algo: text of --algo: the arm, in a study whose axis has this option.
+        algo: value of --algo: the arm, in a study whose axis has this option.
         own_study, allowed: see `plan_from_folder`.
     """
     plan = plan_from_folder(Path(run), own_study=own_study, allowed=allowed)
@@ -75,7 +75,7 @@ def find_run_checkpoint(
         raise PlanError(f"--algo cannot be used here ({reason}): type --trial and the name of a run.")
     name = algo if trial is None else trial
     if path is not None:
-        # The folder may be anywhere. Without --trial, the settings in the checkpoint tell which run wrote it.
+        # The folder may be anywhere. Without --trial, the checkpoint's settings tell which run wrote it.
         checkpoint_step, checkpoint_dir = _parse_checkpoint_path(path)
         return RunCheckpoint(
             plan,
@@ -85,7 +85,7 @@ def find_run_checkpoint(
         )
     spec = _find_run(plan, name)
     check_tree(plan.output, trees=[plan.output / spec.checkpoint_dir])  # the saved checkpoints lie beside the folder
-    # If a step has a rolling and a saved checkpoint, the saved one is taken: rolling checkpoints do not stay.
+    # If a step has a rolling and a saved checkpoint, the saved one is used, since rolling checkpoints are temporary.
     local_checkpoints = {
         **dict(iter_checkpoints(plan.get_run_dir(spec.run_id) / STATE_FOLDER)),
         **dict(iter_checkpoints(plan.output / spec.checkpoint_dir)),
@@ -96,7 +96,7 @@ def find_run_checkpoint(
 
         stored_checkpoints = storage.list_checkpoints(plan.study_uri, spec, plan.get_trial_name(spec))
     steps = sorted({*local_checkpoints, *stored_checkpoints})
-    # By default the newest checkpoint, whether it is rolling or saved, local or in the storage.
+    # By default, use the newest checkpoint, whether rolling or saved, local or in the storage.
     if step is None and steps:
         step = steps[-1]
     if step not in steps:
@@ -117,7 +117,7 @@ def find_run_checkpoint(
 
 
 def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
-    """Why a checkpoint may be missing, and what to do, in one sentence or two."""
+    """Explain in one or two sentences why a checkpoint may be missing, and what to do."""
     if spec.config.trainer.save_freq <= 0:
         extra = " and of the best validation" if spec.keeps_best else ""
         ended = "" if spec.keeps_last else ", and removes it when a run ends"
@@ -136,7 +136,7 @@ def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
 
 
 def _fetch_checkpoint(plan: StudyPlan, spec: RunSpec, name: str) -> Path:
-    """Copy a checkpoint from the study's storage and return its local folder. Raise PlanError if that fails."""
+    """Copy a checkpoint from the study's storage and return its local folder. Raises PlanError if that fails."""
     from tune_study.folder import storage
 
     folder_name = name.rpartition("/")[2]
@@ -147,7 +147,7 @@ def _fetch_checkpoint(plan: StudyPlan, spec: RunSpec, name: str) -> Path:
 
 
 def _parse_checkpoint_path(path: Path | str) -> tuple[int, Path]:
-    """Step and folder of the checkpoint at `path`. Raise PlanError if it is not a checkpoint."""
+    """Return step and folder of the checkpoint at `path`. Raises PlanError if it is not a checkpoint."""
     checkpoint_dir = Path(os.path.abspath(os.path.expanduser(path)))
     matches = [
         (number, folder) for number, folder in iter_checkpoints(checkpoint_dir.parent) if folder == checkpoint_dir
@@ -160,7 +160,7 @@ def _parse_checkpoint_path(path: Path | str) -> tuple[int, Path]:
 
 
 def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
-    """The run whose settings are stored in the checkpoint. Raise PlanError if no run of the study has them."""
+    """Find the run whose settings the checkpoint stores. Raises PlanError if no run of the study has them."""
     try:
         config = RunConfig.model_validate(read_values(checkpoint_dir).get("settings"))
     except (CheckpointError, ValueError) as error:
@@ -168,12 +168,12 @@ def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
     specs = [spec for spec in plan.runs if spec.config.is_same_run(config)]
     if not specs:
         raise PlanError(f"{checkpoint_dir} was written by no run of {plan.folder}: type the folder of its own study.")
-    # Arms may differ in nothing but their number of steps.
+    # Arms may differ only in their number of steps.
     return next((spec for spec in specs if spec.steps == config.trainer.total_training_steps), specs[0])
 
 
 def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
-    """The run with this run_id, or that of this arm with the smallest seed; None: the only run. PlanError otherwise."""
+    """Find a run by run_id, by arm (smallest seed), or the only run (None). Raises PlanError if there is none."""
     if trial is None and len(plan.runs) == 1:
         return plan.runs[0]
     # A run_id takes precedence over an arm of the same name.

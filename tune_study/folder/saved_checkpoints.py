@@ -1,4 +1,4 @@
-"""Name the saved checkpoints of a study that are not where the study looks for them, for example after it was moved."""
+"""Find saved checkpoints that are not where the study looks for them, for example after it was moved."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ _MAX_NAMED_RUNS = 3
 
 
 class MissingCheckpoints(NamedTuple):
-    """The saved checkpoints of a run that are missing. folder: where they belong. steps: their steps."""
+    """The missing saved checkpoints of a run. folder: where they belong. steps: their steps."""
 
     run_id: str
     folder: Path
@@ -24,11 +24,11 @@ class MissingCheckpoints(NamedTuple):
 
 
 def list_saved_steps(rows: Sequence[Mapping[str, Any]], save_freq: int, has_ended: bool) -> list[int]:
-    """The steps after which a run with these rows has certainly saved a checkpoint, global_step_<N>.
+    """List the steps after which a run with these rows has certainly saved a checkpoint, global_step_<N>.
 
-    The checkpoint after a step is written after the row of that step, so the last row of an unfinished run says nothing
-    about it. A run that has ended saved its last state as well. Only steps that have a row count: a last row of unknown
-    origin may claim any number of steps.
+    The checkpoint of a step is written after its row, so the last row of an unfinished run does not count. A run that
+    has ended saved its last state as well. Only steps that have a row count, since a last row of unknown origin may
+    claim any number of steps.
     """
     if save_freq <= 0 or not rows:
         return []
@@ -39,9 +39,9 @@ def list_saved_steps(rows: Sequence[Mapping[str, Any]], save_freq: int, has_ende
 
 
 def find_missing(folder: Path, study: StudyRecord) -> Iterator[MissingCheckpoints]:
-    """The saved checkpoints that are missing, per run.
+    """Yield the missing saved checkpoints of each run.
 
-    With a storage, saved checkpoints are there and not in the folder, so none counts as missing.
+    With a storage, saved checkpoints are kept there, so none counts as missing.
 
     folder: the study's folder. study: the content of its study.json.
     """
@@ -65,7 +65,7 @@ def find_missing(folder: Path, study: StudyRecord) -> Iterator[MissingCheckpoint
 
 
 def _find_checkpoint_dir(output: Path, relative_path: str) -> Path | None:
-    """A run's folder of saved checkpoints; None if study.json names none below `output`, or names one behind a link."""
+    """Find a run's folder of saved checkpoints; None if study.json names none below `output`, or one behind a link."""
     path = PurePosixPath(relative_path)
     if not relative_path or path.is_absolute() or ".." in path.parts:
         return None
@@ -76,7 +76,7 @@ def _find_checkpoint_dir(output: Path, relative_path: str) -> Path | None:
 
 
 def format_missing(missing_checkpoints: Sequence[MissingCheckpoints], output: Path) -> str:
-    """One paragraph that names the checkpoints, where they belong, and what needs them.
+    """Format one paragraph that names the checkpoints, where they belong, and what needs them.
 
     output: the folder in which model_saving/ belongs.
     """
@@ -95,5 +95,5 @@ def format_missing(missing_checkpoints: Sequence[MissingCheckpoints], output: Pa
 
 
 def format_steps(steps: Sequence[int]) -> str:
-    """Steps as text; of many, the first and the last."""
+    """Format steps as text; if there are more than six, only the first two and the last."""
     return ", ".join(map(str, steps)) if len(steps) <= 6 else f"{steps[0]}, {steps[1]}, ..., {steps[-1]}"

@@ -12,18 +12,18 @@ from tune_study.plan.study_plan import StudyPlan
 
 
 def make_timestamp() -> str:
-    """The current time in UTC, ISO 8601, to the second."""
+    """Return the current time in UTC in ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class StudyStatuses:
     """The statuses of a study's runs while this process is its driver.
 
-    No other process writes them, so those in memory are right if a status.json is deleted or damaged, or cannot be
-    written because the disk is full. Such a file is written again when the run has a new row, and at the end.
+    No other process writes them. If a status.json is deleted, damaged, or not written because the disk is full, the
+    status in memory is right, and the file is written again when the run has a new row, and at the end.
 
     plan: the study, whose run folders exist. finished_ids: runs that are not run again and keep their statuses. All
-    others wait for their turn.
+    others get the status `waiting`.
     """
 
     def __init__(self, plan: StudyPlan, finished_ids: Container[str]) -> None:
@@ -34,11 +34,11 @@ class StudyStatuses:
             self.set(status if spec.run_id in finished_ids else replace(status, status="waiting"))
 
     def get(self, run_id: str) -> StatusRecord:
-        """The status of a run."""
+        """Return the status of a run."""
         return self._statuses[run_id]
 
     def list_all(self) -> list[StatusRecord]:
-        """The statuses of all runs, in the order of the plan."""
+        """Return the statuses of all runs, in the order of the plan."""
         return list(self._statuses.values())
 
     def set(self, status: StatusRecord) -> None:
@@ -48,13 +48,13 @@ class StudyStatuses:
             self.restore_file(status.run_id)
 
     def restore_file(self, run_id: str) -> None:
-        """Write status.json of a run unless it has the status in memory. Raises OSError if that fails."""
+        """Write a run's status.json unless it has the status in memory. Raises OSError if that fails."""
         run_dir, status = self._plan.get_run_dir(run_id), self._statuses[run_id]
         if find_record(StatusRecord, run_dir) != status:
             write_record(run_dir, status)
 
     def censor_waiting(self, is_censored: Callable[[str], bool], reason: str) -> list[StatusRecord]:
-        """Give the runs that still wait, and whose arm `is_censored`, their final status; returns these."""
+        """Give waiting runs whose arm `is_censored` their final status, and return these statuses."""
         final_statuses = [
             replace(self._statuses[spec.run_id], status=CENSORED, reason=reason)
             for spec in self._plan.runs
@@ -65,9 +65,9 @@ class StudyStatuses:
         return final_statuses
 
     def close(self, reason: str) -> str:
-        """Give every run that has not ended a final status, and write all files that do not have theirs.
+        """Give every run that has not ended a final status, and write all files that are out of date.
 
-        reason: why the study ended, the beginning of a sentence to which the step is added. Returns an error text,
+        reason: why the study ended, as the beginning of a sentence to which the step is added. Returns an error text,
         empty if all files are written.
         """
         error_text = ""
@@ -81,12 +81,12 @@ class StudyStatuses:
         return error_text
 
     def _close_run(self, status: StatusRecord, reason: str) -> StatusRecord:
-        """The final status of a run that has not ended: interrupted if it has a row, else never_ran."""
+        """Make the final status of a run that has not ended: interrupted if it has a row, else never_ran."""
         rows = read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE)
         if status.status == "running":
             return replace(settle_status(status, reason, rows), ended_at=make_timestamp())
         final_status = settle_status(status, reason, rows)
-        # A run that has never started has no time of an end, and appears in no line of the summary log. One that was to
-        # be continued keeps its earlier reason.
+        # A run that never started gets no end time, and no line in the summary log. A run that was to be continued
+        # keeps its earlier reason.
         is_unstarted = final_status.status == "never_ran"
         return replace(final_status, reason=f"{reason} before it started") if is_unstarted else final_status

@@ -1,8 +1,8 @@
-"""A study in a storage, which is a bucket or a shared folder.
+"""Keep a study in a storage: a bucket or a shared folder.
 
 Ray Tune keeps the experiment and the checkpoints of the runs there (<run_id>/checkpoint_<N>, with the lines and the
 state of the run). The driver adds the files of results/<run>: study.json, runs/<run_id>/, tables, report, and logs/. It
-copies the rows of the newest checkpoints into its own folder, from which it makes all other files.
+copies the rows of the newest checkpoints to its own folder, and makes all other files from them.
 """
 
 import getpass
@@ -32,15 +32,15 @@ from tune_study.plan.study_plan import StudyPlan, find_output
 
 DRIVER_FILE = "driver.json"
 STATUS_FILES = (RUN_FILE, STATUS_FILE, PROBES_FILE)
-"""Files in a run's folder that are written by the driver, not by the run."""
+"""Files in a run's folder that the driver writes instead of the run."""
 SYNC_SECONDS = 20.0
 """Seconds between copies of rows and statuses."""
 GONE_SECONDS = 90.0
-"""Seconds without a copy after which a driver counts as gone."""
+"""A driver that has copied nothing for this many seconds counts as gone."""
 _OBJECT_STORES = ("s3", "gcs", "abfs")
-"""pyarrow's names of filesystems in which a file appears only when its upload is complete."""
+"""pyarrow's names of filesystems where a file appears only when its upload is complete."""
 _PROBE_NAME = "tune_study-was-here"
-"""Name of the file with which `check_storage` tries the storage. A user may see it there if it cannot be removed."""
+"""Name of the test file of `check_storage`. Users may see it if it cannot be removed."""
 _CHECKPOINT = re.compile(
     rf"(?P<folder>checkpoint_\d+)/(?P<seed>\d+)/(?P<state>{STATE_FOLDER}/step_(?P<step>\d+))/{re.escape(CHECKSUMS_FILE)}"
 )
@@ -54,18 +54,18 @@ class StoredFolder:
         self.uri = uri
         try:
             self.filesystem, self.path = FileSystem.from_uri(uri)
-        except (OSError, ValueError, TypeError, ImportError) as error:  # pyarrow raises each of them for some bad URI
+        except (OSError, ValueError, TypeError, ImportError) as error:  # pyarrow raises each of these for some bad URI
             raise PlanError(f"{uri} cannot be used as a storage: {format_error(error)}") from None
         if not self.path.strip("/"):
             raise PlanError(f"{uri} names no folder: type it like s3://bucket/folder, gs://bucket/folder or /shared.")
 
     def list_files(self, name: str = "") -> dict[str, FileInfo]:
-        """Every file below the folder `name`, by its path relative to that, without hidden files."""
+        """List every file below the folder `name`, by its path relative to it, without hidden files."""
         root = f"{self.path.rstrip('/')}/{name}".rstrip("/")
         self._check_links(name)
         entries = self.filesystem.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
         files = {entry.path[len(root) + 1 :]: entry for entry in entries if entry.type == FileType.File}
-        # Hidden files of ours are incomplete, because `put` writes to such a name first.
+        # Our hidden files are incomplete, because `put` writes to a hidden name first.
         return {path: entry for path, entry in files.items() if not re.search(r"(^|/)\.", path)}
 
     def _check_links(self, name: str) -> None:
@@ -75,18 +75,18 @@ class StoredFolder:
             check_tree(root, trees=[root / name])
 
     def read(self, name: str) -> bytes:
-        """The content of a file; FileNotFoundError if there is none."""
+        """Read a file. Raises FileNotFoundError if there is none."""
         with self.filesystem.open_input_stream(f"{self.path}/{name}") as source:
             return bytes(source.readall())
 
     def fetch(self, name: str, path: Path) -> None:
-        """Copy a file to `path`. A reader of `path` sees either all of it or the previous content."""
+        """Copy a file to `path`, which always has either the previous content or all of the new one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temp_path:
             temp_path.write_bytes(self.read(name))
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a file. A reader sees either all of it or the previous content."""
+        """Write a file, which always has either the previous content or all of the new one."""
         target = f"{self.path}/{name}"
         folder, _, file_name = target.rpartition("/")
         is_object_store = self.filesystem.type_name in _OBJECT_STORES
@@ -105,13 +105,13 @@ class StoredFolder:
 
 
 def format_error(error: BaseException) -> str:
-    """The first line of an error message, since those of pyarrow can have many; the type if there is no message."""
+    """Return the first line of an error message (pyarrow's may have many), or the error's type if it is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager
 def _explain_errors(uri: str) -> Iterator[None]:
-    """Raise PlanError for an error of the storage."""
+    """Turn an error of the storage into a PlanError."""
     try:
         yield
     except OSError as error:
@@ -132,9 +132,9 @@ def check_storage(uri: str) -> None:
 
 
 def fetch_study(uri: str, target: Path) -> bool:
-    """Copy study.json and every run.json of the study at `uri` into the folder `target`; return whether there is one.
+    """Copy study.json and every run.json of the study at `uri` into `target`; return whether there is a study.
 
-    A plan needs no other file. Raises PlanError if the storage cannot be read.
+    A plan needs no other files. Raises PlanError if the storage cannot be read.
     """
     folder = StoredFolder(uri)
     with _explain_errors(uri):
@@ -146,7 +146,7 @@ def fetch_study(uri: str, target: Path) -> bool:
 
 
 def fetch_results(uri: str, target: Path) -> None:
-    """Copy what the driver of the study at `uri` wrote into `target`, results/<run>, and its logs into logs/.
+    """Copy the files of the driver of the study at `uri` to `target`, results/<run>, and its logs to logs/.
 
     Tables and report are left out, since they are made from the rows. Raises PlanError if the storage cannot be read.
     """
@@ -158,19 +158,19 @@ def fetch_results(uri: str, target: Path) -> None:
                 path = find_output(target, PurePosixPath(folder.path).name) / name
             elif name != STUDY_FILE and not re.fullmatch(r"runs/[^/]+/[^/]+", name):
                 continue
-            # The driver whose last copy failed has newer files here.
+            # If the driver ran here and its last copy failed, the files here are newer.
             if not path.exists() or path.stat().st_mtime_ns < (info.mtime_ns or 0):
                 folder.fetch(name, path)
 
 
 def is_running(uri: str) -> bool:
-    """Whether a driver is running the study at `uri`; False if the storage cannot be read."""
+    """Check whether a driver runs the study at `uri`; False if the storage cannot be read."""
     return bool(_find_driver(uri))
 
 
 def _find_driver(uri: str) -> str:
-    """Who runs the study at `uri`, as far as the clocks of both machines agree; empty if nobody does."""
-    # `status` shows the rows that it has read, whether or not the storage still answers.
+    """Describe who runs the study at `uri`, as far as the machines' clocks agree; empty if nobody does."""
+    # Errors are ignored, because `status` shows the rows that it has read even if the storage no longer answers.
     with suppress(OSError, ValueError, KeyError, TypeError):
         content = parse_json(StoredFolder(uri).read(DRIVER_FILE))
         age, host, pid = time.time() - float(content["time"]), str(content["host"]), int(content["pid"])
@@ -180,7 +180,7 @@ def _find_driver(uri: str) -> str:
 
 
 def _list_steps(folder: StoredFolder, trial_name: str) -> dict[str, dict[int, int]]:
-    """By checkpoint of a trial and by seed, the newest step whose state has its checksums."""
+    """Find, by checkpoint of a trial and by seed, the newest step whose state has its checksums."""
     steps: dict[str, dict[int, int]] = {}
     for name in folder.list_files(trial_name):
         if match := _CHECKPOINT.fullmatch(name):
@@ -190,7 +190,7 @@ def _list_steps(folder: StoredFolder, trial_name: str) -> dict[str, dict[int, in
 
 
 def list_trial_checkpoints(uri: str, trial_name: str) -> list[str]:
-    """The URIs of Tune's checkpoints of a trial of the study at `uri`, newest first. PlanError if it cannot be read."""
+    """List the URIs of Tune's checkpoints of a trial, newest first. Raises PlanError if the storage cannot be read."""
     with _explain_errors(uri):
         steps = _list_steps(StoredFolder(uri), trial_name)
     names = sorted(steps, key=lambda name: (max(steps[name].values()), name), reverse=True)
@@ -198,7 +198,7 @@ def list_trial_checkpoints(uri: str, trial_name: str) -> list[str]:
 
 
 def list_checkpoints(uri: str, spec: RunSpec, trial_name: str) -> dict[int, str]:
-    """The checkpoints of a run of the study at `uri`: for each step, the folder below that of the study."""
+    """List the checkpoints of a run of the study at `uri`: by step, the folder relative to the study's."""
     folder, checkpoints = StoredFolder(uri), dict[int, str]()
     with _explain_errors(uri):
         for name in folder.list_files(trial_name):
@@ -212,7 +212,7 @@ def list_checkpoints(uri: str, spec: RunSpec, trial_name: str) -> dict[int, str]
 
 
 def fetch_checkpoint(uri: str, name: str, target: Path) -> None:
-    """Copy the folder of a checkpoint to `target`. Raise PlanError if it cannot be read."""
+    """Copy the folder of a checkpoint to `target`. Raises PlanError if it cannot be read."""
     folder = StoredFolder(uri)
     with _explain_errors(uri):
         folder.list_files(name)  # UnsafePathError for links
@@ -221,23 +221,23 @@ def fetch_checkpoint(uri: str, name: str, target: Path) -> None:
 
 
 class StoredStudy:
-    """The study in its storage, kept in sync while a driver runs it. PlanError if the storage cannot be opened."""
+    """A study in its storage, synced while a driver runs it. Raises PlanError if the storage cannot be opened."""
 
     def __init__(self, plan: StudyPlan) -> None:
         assert plan.study_uri is not None
         self.uri, self._plan = plan.study_uri, plan
         self._folder = StoredFolder(self.uri)
-        # By name in storage: inode, size and modification time of the local file when it was last copied.
+        # By name in the storage: inode, size and modification time of the local file when it was last copied.
         self._pushed_stats: dict[str, tuple[int, int, int]] = {}
         self._new_checkpoints: dict[str, str] = {}  # by run_id: the folder of the run in its newest checkpoint
-        # The sync thread and Tune's callbacks both copy, and an upload must not keep the callbacks waiting.
+        # The sync thread and Tune's callbacks both copy. Two locks, since an upload must not keep callbacks waiting.
         self._pull_lock, self._push_lock = threading.Lock(), threading.Lock()
 
     @contextmanager
     def keep_synced(self) -> Iterator[None]:
         """Fetch what is in the storage, and keep both sides in sync during the body.
 
-        Raise PlanError if that fails, or if another driver runs the study.
+        Raises PlanError if that fails, or if another driver runs the study.
         """
         stop_event = threading.Event()
         thread = threading.Thread(target=self._run_sync_loop, args=(stop_event,), name="storage", daemon=True)
@@ -256,7 +256,7 @@ class StoredStudy:
         finally:
             stop_event.set()
             thread.join()
-            with suppress(OSError):  # a file that stays is ignored after GONE_SECONDS
+            with suppress(OSError):  # a leftover file is ignored after GONE_SECONDS
                 self._folder.remove(DRIVER_FILE)
 
     def _put_driver_file(self) -> None:
@@ -265,7 +265,7 @@ class StoredStudy:
 
     def _run_sync_loop(self, stop_event: threading.Event) -> None:
         while not stop_event.wait(SYNC_SECONDS):
-            with suppress(Exception):  # a storage that does not answer is tried again in the next round
+            with suppress(Exception):  # if the storage does not answer, the next round tries again
                 self._put_driver_file()
                 self.pull()
                 self.push_files()
@@ -273,14 +273,14 @@ class StoredStudy:
     def follow(self, options: dict[str, Any], path: str) -> None:
         """Take the rows of a trial from its new checkpoint at the next `pull`.
 
-        Of the checkpoints of earlier starts, those that have nothing newer are removed. options: the entry `run` of the
-        trial's config. path: the folder of the checkpoint.
+        Checkpoints of earlier starts are removed once this one is at least as new for all their seeds. options: the
+        entry `run` of the trial's config. path: the folder of the checkpoint.
         """
         for run in options["runs"]:
             self._new_checkpoints[run["run_id"]] = f"{path}/{run['seed']}"
         if not options["checkpoints"]:
             return
-        with suppress(OSError):  # they only take space
+        with suppress(OSError):  # old checkpoints only take space
             trial_name, _, name = path.removeprefix(f"{self._folder.path}/").rpartition("/")
             steps = _list_steps(self._folder, trial_name)
             for uri in list(options["checkpoints"]):
@@ -290,7 +290,7 @@ class StoredStudy:
                     options["checkpoints"].remove(uri)
 
     def pull(self) -> None:
-        """Copy the lines of the newest checkpoints that were followed. Raise OSError if the storage cannot be read."""
+        """Copy the lines of the newest followed checkpoints. Raises OSError if the storage cannot be read."""
         with self._pull_lock:
             for run_id in list(self._new_checkpoints):
                 path = self._new_checkpoints.pop(run_id)
@@ -304,11 +304,11 @@ class StoredStudy:
                     raise
 
     def add_runs(self, plan: StudyPlan) -> None:
-        """Copy the files of the runs of `plan` from now on: a plan of the same study with more runs."""
+        """From now on, copy the files of the runs of `plan`, the same study with more runs."""
         self._plan = plan
 
     def push(self) -> str:
-        """Copy study.json, statuses, rows, logs, tables and report; return an error text, empty without an error."""
+        """Copy study.json, statuses, rows, logs, tables and report; return an error text, or ""."""
         try:
             self.push_files()
         except OSError as error:
@@ -319,13 +319,13 @@ class StoredStudy:
         return ""
 
     def push_files(self) -> None:
-        """`push`, which raises OSError."""
+        """Do the same as `push`, but raise OSError."""
         with self._push_lock:
             for name, path in list_driver_files(self._plan).items():
                 # A file that is just being replaced is copied next time.
                 with suppress(FileNotFoundError):
                     stat = path.stat()
-                    # A replaced file has another inode; one that was appended to has another size and time.
+                    # Replacing a file changes its inode, and appending changes its size and time.
                     fingerprint = stat.st_ino, stat.st_size, stat.st_mtime_ns
                     if self._pushed_stats.get(name) != fingerprint:
                         self._folder.put(name, read_bytes(path))
@@ -333,7 +333,7 @@ class StoredStudy:
 
 
 def list_driver_files(plan: StudyPlan) -> dict[str, Path]:
-    """The local paths of the files that the driver writes, by name in storage.
+    """List the local paths of the files that the driver writes, by name in the storage.
 
     study.json comes last, so that the other files exist when it appears.
     """
@@ -346,16 +346,16 @@ def list_driver_files(plan: StudyPlan) -> dict[str, Path]:
 
 
 def list_result_files(folder: Path) -> dict[str, Path]:
-    """The tables, the report and the probes of a study, by name in storage."""
+    """List the tables, the report and the probes of a study, by name in the storage."""
     paths = [path for pattern in ("*.parquet", "report.html", "figures/**/*") for path in folder.glob(pattern)]
     paths += folder.glob(f"runs/*/{PROBES_FILE}")
     return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
 
 
 def push_results(folder: Path, uri: str) -> str:
-    """Copy what was made from the rows in `folder` to the study at `uri`; return an error text, empty without an error.
+    """Copy what was made from the rows in `folder` to the study at `uri`; return an error text, or "".
 
-    Statuses are left out: fetched ones may be older than those in storage.
+    Statuses are left out, since fetched ones may be older than the storage's.
     """
     try:
         stored_folder = StoredFolder(uri)

@@ -1,6 +1,6 @@
-"""Read study.json of an existing study, and compare it with a study that is to be run in the same folder.
+"""Read study.json of an existing study, and compare it with a study to be run in the same folder.
 
-The same study is continued. Another one is refused with a list of the differences.
+The same study is continued; another one is refused with a list of the differences.
 """
 
 import os
@@ -44,7 +44,7 @@ NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 
 def _suggest_studies(folder: Path) -> str:
-    """The studies in `folder` or in its results/ as the end of a sentence, or where a path comes from."""
+    """Name the studies in `folder` or its results/ as the end of a sentence, or say where such a path comes from."""
     try:
         paths = sorted(path.parent for pattern in ("*", "results/*") for path in folder.glob(f"{pattern}/study.json"))
     except OSError:
@@ -55,7 +55,7 @@ def _suggest_studies(folder: Path) -> str:
 
 
 def read_study(folder: Path) -> StudyRecord:
-    """Read study.json of results/<run>. Raise PlanError if it is missing, damaged, or has an unknown family."""
+    """Read study.json of results/<run>. Raises PlanError if it is missing, damaged, or has an unknown family."""
     try:
         study = read_record(StudyRecord, folder)
     except DamagedFileError as error:
@@ -84,21 +84,21 @@ def plan_from_folder(
     own_study: OwnStudy | None = None,
     allowed: frozenset[str] = NOTHING,
 ) -> StudyPlan:
-    """The plan of the study in results/<run>, with the settings with which it was started.
+    """Plan the study in results/<run> with the settings with which it was started.
 
-    The folder cannot choose code: its runs are trained as the declaration of the study says, and no name in study.json
-    is imported. Nor does it choose what is contacted or read outside of it: see `tune_study.folder.origin`. A storage
-    that may not be used is left out of the plan.
+    The folder cannot choose code: runs are trained as the study's declaration says, and no name in study.json is
+    imported. Nor can it choose what is contacted or read outside of it (see `tune_study.folder.origin`). A storage that
+    may not be used is left out of the plan.
 
     Args:
         folder: the study's folder, wherever it is.
-        overrides: settings of the study's resources that change from now on, such as {"trainer.n_gpus_per_node": 2}.
+        overrides: resource settings that change from now on, such as {"trainer.n_gpus_per_node": 2}.
         study: the declaration; None for `own_study`, or the study of the same name in `search_spaces`.
-        own_study: the study of the file that was typed with --study; None without the option.
-        allowed: what the folder names outside of it and was typed in this command, each as SETTING=VALUE.
+        own_study: the study in the file of --study; None without the option.
+        allowed: what this command allows the folder to name outside of it, each as SETTING=VALUE.
 
-    Raises PlanError if the folder contains no study or one that this version cannot read, if `own_study` is missing
-    or is another one than that of the folder, and if the folder names something outside of it that may not be used.
+    Raises PlanError if the folder contains no study that this version can read, if `own_study` is missing or not the
+    folder's study, and if the folder names something outside of it that may not be used.
     """
     folder = Path(os.path.abspath(folder))
     record = read_study(folder)
@@ -106,11 +106,11 @@ def plan_from_folder(
     check_recorded_files(folder, record.code)
     try:
         base = apply_overrides(study.family.config_class.model_validate(record.settings), overrides)
-        # A study with variants is identified by its name and the setting that chose the variant.
+        # A study with variants is identified by its name and the setting that chooses the variant.
         if study.variants:
             study = find_study(study.name, str(flatten_settings(base.model_dump(mode="json"))[study.variant_setting]))
         declaration = study
-        # The study continues with the rules of its start, also if the declaration has others by now.
+        # The study continues with the rules of its start, even if the declaration has changed.
         if unknown := set(record.stop_rules) - {*RULES, *study.stop_rules}:
             raise PlanError(f"there is no stop rule {format_value(unknown.pop())}.")
         study = replace(study, stop_rules=record.stop_rules)
@@ -118,7 +118,7 @@ def plan_from_folder(
             study = make_point_study(study, record.points)
         values, seeds = record.axis.values, record.seeds
         if record.confirms is not None:
-            # Which arm the confirmed one is compared with was typed, and may not be the baseline of the study.
+            # The user may have chosen another arm for comparison than the study's baseline.
             study = replace(study, baseline=record.baseline or study.baseline)
         preset, reason = record.preset, record.preset_reason
         if preset not in study.family.presets:
@@ -160,7 +160,7 @@ def plan_from_folder(
 
 
 def _find_declaration(folder: Path, record: StudyRecord, own_study: OwnStudy | None) -> Study:
-    """The declaration of the study in `folder`, see `plan_from_folder`."""
+    """Find the declaration of the study in `folder`; see `plan_from_folder`."""
     name, entry = record.name, record.declaration
     if entry is not None:
         if own_study is None:
@@ -194,13 +194,13 @@ def check_unchanged(plan: StudyPlan) -> None:
 
 
 def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = NOTHING) -> StudyPlan:
-    """Merge `plan` with the study in its folder; `plan` itself if the folder contains no study.
+    """Merge `plan` with the study in its folder; return `plan` if the folder contains no study.
 
-    extend: whether new values and seeds are added to the existing study. Groups of a grid are added without it.
-    allowed: see `plan_from_folder`; what `plan` names itself was typed, too.
+    extend: whether to add new values and seeds to the existing study. Groups of a grid are added in any case.
+    allowed: see `plan_from_folder`; the values that `plan` names are always allowed.
 
-    Raises PlanError if the folder contains a study with other settings, and without `extend` also if the existing study
-    has other values or seeds.
+    Raises PlanError if the folder contains a study with other settings, and without `extend` also for other values or
+    seeds.
     """
     if not (plan.folder / STUDY_FILE).exists():
         return plan
@@ -215,7 +215,7 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
     if plan.search is not None and existing.search is not None:
         plan = _continue_search(plan, existing)
     old_steps, steps = (version.base_config.trainer.total_training_steps for version in (existing, plan))
-    # The rungs of a search, and the points after the first ones, follow from the steps.
+    # A search cannot be longer: its rungs, and the points after the first ones, depend on the steps.
     is_longer = old_steps < steps and plan.search is None
     if changes := find_differences(existing, plan, may_be_longer=extend and is_longer):
         advice = "Type the same settings to continue it, or another --output to start a new study."
@@ -239,7 +239,7 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
     names = dict(zip(plan.values, requested_values, strict=True))
     requested_seeds = {names[value]: extra_seeds for value, extra_seeds in plan.extra_seeds.items()}
     if not extend:
-        # A grid is meant to be run group by group, so other groups than those in the folder are no difference.
+        # A grid is meant to be run group by group, so further groups do not count as a difference.
         same_values = existing.values if plan.study.axis.value_groups else requested_values
         _check_same_arms(existing, replace(plan, values=same_values, extra_seeds=requested_seeds))
     extra_seeds = {value: {*existing.extra_seeds.get(value, ()), *requested_seeds.get(value, ())} for value in values}
@@ -253,9 +253,9 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
 
 
 def _continue_search(plan: StudyPlan, existing: StudyPlan) -> StudyPlan:
-    """The plan of a search with the points that the search in its folder has drawn.
+    """Add the points that the search in the folder has drawn to the plan of a search.
 
-    Raises PlanError for another search than that of the folder, and for fewer points than it has.
+    Raises PlanError for another search than the folder's, and for fewer points than it has.
     """
     assert plan.search is not None
     assert existing.search is not None
@@ -274,9 +274,9 @@ def _continue_search(plan: StudyPlan, existing: StudyPlan) -> StudyPlan:
 
 
 def check_same_storage(folder: Path, storage: str | None, requested_uri: str | None) -> None:
-    """Raise PlanError if the study in `folder` is to be continued with another storage than it has.
+    """Raise PlanError if the study in `folder` would continue with another storage than it has.
 
-    storage: the storage of the study. requested_uri: the storage that was typed; None to keep the one of the study.
+    storage: the storage of the study. requested_uri: the storage that was typed; None to keep the study's.
     """
     if requested_uri is None or (storage is not None and is_same_folder(requested_uri, storage)):
         return
@@ -288,26 +288,26 @@ def check_same_storage(folder: Path, storage: str | None, requested_uri: str | N
 
 
 def check_storage_usable(plan: StudyPlan, storage: str | None) -> None:
-    """Raise PlanError if study.json records a storage with which the plan may not continue."""
+    """Raise PlanError if the plan cannot continue because the storage in study.json may not be used."""
     if plan.storage is None and (problem := find_usable_storage(plan.folder, storage)[1]):
         raise PlanError(f"{format_value(plan.folder, 1000)} cannot be continued without its storage. {problem}")
 
 
 def find_differences(existing: StudyPlan, plan: StudyPlan, *, may_be_longer: bool = False) -> list[str]:
-    """`name: old -> new` for every difference between two plans that can change a row.
+    """List as `name: old -> new` every difference between two plans that can change a row.
 
-    may_be_longer: whether another number of steps is no difference.
+    may_be_longer: ignore a different number of steps.
     """
     old_rules, new_rules = (", ".join(version.study.stop_rules) for version in (existing, plan))
     changes = [f"stop_rules: {old_rules} -> {new_rules}"] if old_rules != new_rules else []
     changes += _find_changed_settings(existing.base_config, plan.base_config, may_be_longer)
-    # Even with equal base settings the arms may differ, if the axis is declared otherwise by now.
+    # Even with equal base settings the arms may differ, if the declaration of the axis has changed.
     return changes or _find_changed_arms(plan, may_be_longer)
 
 
 def _find_changed_settings(old: BaseRunConfig, new: BaseRunConfig, may_be_longer: bool) -> list[str]:
-    """`name: old -> new` for the settings that differ; empty if none of them can change a row."""
-    # The hash leaves out settings that change no row, such as those of resources.
+    """List the settings that differ as `name: old -> new`; empty if none of them can change a row."""
+    # The hash leaves out settings that change no row, such as resources.
     if old.compute_hash() == new.compute_hash() or (may_be_longer and old.is_same_run(new)):
         return []
     old_settings, new_settings = (flatten_settings(config.model_dump(mode="json")) for config in (old, new))
@@ -319,12 +319,12 @@ def _find_changed_settings(old: BaseRunConfig, new: BaseRunConfig, may_be_longer
 
 
 def _find_changed_arms(plan: StudyPlan, may_be_longer: bool = False) -> list[str]:
-    """`run name: old -> new` for the settings to which the study's current declaration gives another value."""
+    """List as `run name: old -> new` the settings to which the current declaration gives another value."""
     all_changes = []
     for spec in plan.runs:
         run_dir = plan.get_run_dir(spec.run_id)
         record = find_record(RunRecord, run_dir)
-        if record is not None:  # a run without a readable run.json has no earlier settings to compare with
+        if record is not None:  # without a readable run.json there is nothing to compare
             try:
                 old_config = type(spec.config).model_validate(record.config)
             except ValidationError as error:

@@ -1,6 +1,6 @@
 """Write the summary log of a study: a line per ended run, and a closing block.
 
-The lines have the form of the published scripts. The fields seed and early_stop are added at the end.
+The lines have the form of the published scripts, with the fields seed and early_stop added at the end.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,10 @@ from tune_study.plan.typed_settings import format_values
 
 _ALWAYS_SKIPPED = tuple(status for status in ENDED_STATUSES if status != CENSORED)
 DEFAULT_SKIPPED = ",".join(_ALWAYS_SKIPPED)
-"""The published list. A run that a search has censored is not run again either, whether or not it is typed."""
+"""The published list. Runs that a search has censored are never run again either, typed or not."""
 _SKIPPABLE = (*_ALWAYS_SKIPPED, "failed", "interrupted")
 
-# For each of our statuses, the status in the published logs, which know only whether the process of a run ended
-# normally.
+# For each of our statuses, the status in the published logs, which record only whether a run's process ended normally.
 _PUBLISHED_STATUS = {
     "completed": "success",
     "early_stopped": "success",
@@ -40,23 +39,23 @@ _PUBLISHED_STATUS = {
 
 
 RunTimes = dict[tuple[str, str | None], list[str]]
-"""The times of ended runs as they stand in a summary line, by run_id and end: the rows of a run are read once."""
+"""The time fields of summary lines, by run_id and end time of the run, so that its rows are read only once."""
 
 
 def format_summary_line(
     plan: StudyPlan, spec: RunSpec, status: StatusRecord | None, gpu_label: str, run_times: RunTimes | None = None
 ) -> str:
-    """One run in the published form: fields joined by ` | `. seed and early_stop are our additions.
+    """Format a run in the published form: fields joined by ` | `. seed and early_stop are our additions.
 
     A run that a rule stopped has the published status `success`, because its process ended normally. Its line names the
-    rule and the step: early_stop=<rule>@<step>. A run that never started is `missing`. run_times: extended by those of
-    the run.
+    rule and the step: early_stop=<rule>@<step>. A run that never started is `missing`. run_times: a cache, to which the
+    times of the run are added.
     """
     template_values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
     published_fields = plan.study.name_templates.summary.format(
         **template_values, experiment=spec.experiment_name
     ).split(" | ")
-    # A run that has not ended has neither times nor an outcome.
+    # A run that has not ended has no times and no outcome.
     if status is None or status.status in ("never_ran", *OPEN_STATUSES):
         return f"{published_fields[0]} | status=missing | seed={spec.seed}"
     run_times = {} if run_times is None else run_times
@@ -79,13 +78,13 @@ def format_summary_line(
 
 
 def format_run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
-    """A field `<name>_time=` in seconds for each of `names`, from the rows of a run; N/A if the run has no total.
+    """Format a field `<name>_time=` in seconds for each of `names`, from a run's rows; N/A if it has no total.
 
     total is the training time over all starts. eval is the time of validations and tests. collapse_first,
     collapse_multi and collapse are the times of the collapse diagnostics of first turns, of all turns, and of both.
     train is total without eval and collapse.
     """
-    # The row of a failure has no times, so the last row that has them counts.
+    # The row of a failure has no times, so the last row with times is used.
     total_seconds = next((row["seconds_total"] for row in reversed(rows) if row.get("seconds_total") is not None), None)
     if not isinstance(total_seconds, int | float):
         return [f"{name}_time=N/A" for name in names]
@@ -106,7 +105,7 @@ def format_run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[s
 
 
 def format_wall_seconds(status: StatusRecord) -> str:
-    """Whole seconds from a run's first start to its end, including pauses; N/A if either is unknown."""
+    """Format the whole seconds from a run's first start to its end, with pauses; N/A if either is unknown."""
     if status.started_at is None or status.ended_at is None:
         return "N/A"
     duration = datetime.fromisoformat(status.ended_at) - datetime.fromisoformat(status.started_at)
@@ -116,20 +115,20 @@ def format_wall_seconds(status: StatusRecord) -> str:
 def write_summary(
     plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool, run_times: RunTimes | None = None
 ) -> Path:
-    """Write the summary log again from the statuses on disk, and return its path.
+    """Write the summary log from the statuses on disk, and return its path.
 
-    It has a heading, a line per ended run and, if `is_closing`, a closing block. It is written as a whole and not
-    appended to, so that a study that is continued has one line per run. run_times: those of earlier calls, extended.
+    It has a heading, a line per ended run and, if `is_closing`, a closing block. It is rewritten as a whole, so that a
+    continued study has one line per run. run_times: a cache, to which times are added.
     """
     run_times = {} if run_times is None else run_times
     run_statuses = [(spec, find_record(StatusRecord, plan.get_run_dir(spec.run_id))) for spec in plan.runs]
     ended_runs = [
         (spec, status)
         for spec, status in run_statuses
-        # A run that waits to be continued has the end of its earlier start.
+        # A run that waits to be continued still has the end of its earlier start.
         if status is not None and status.ended_at is not None and status.status not in OPEN_STATUSES
     ]
-    # Lines are in the order in which runs ended, as in the published logs, which are appended to.
+    # Lines are in the order in which runs ended, as in the published logs.
     ended_runs.sort(key=lambda pair: pair[1].ended_at or "")
     lines = [*_format_heading(plan, resource_plan)]
     lines += [
@@ -143,13 +142,13 @@ def write_summary(
             format_summary_line(plan, spec, status, resource_plan.gpu_label, run_times) for spec, status in run_statuses
         ]
         lines += [_format_counts([status for _, status in run_statuses])]
-    # Reasons may come from a folder of unknown origin, and logs are printed with `cat`.
+    # Reasons may come from an untrusted folder, and users print logs with `cat`.
     write_text(plan.summary_log, escape_controls("\n".join(lines) + "\n", allowed="\n"))
     return plan.summary_log
 
 
 def _format_counts(statuses: Sequence[StatusRecord | None]) -> str:
-    """How many runs there are and how they ended. The published scripts count lines, which include retries."""
+    """Format how many runs there are and how they ended. The published scripts count lines, including retries."""
     published_statuses = [
         _PUBLISHED_STATUS.get(status.status if status else "never_ran", "missing") for status in statuses
     ]
@@ -179,9 +178,9 @@ def _format_heading(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
 
 
 def parse_skipped_statuses(text: str) -> tuple[str, ...]:
-    """Parse --skip-statuses. Raise PlanError for an unknown status, and if a status of ended runs is missing.
+    """Parse --skip-statuses. Raises PlanError if a status is unknown, or a status of ended runs is missing.
 
-    A run that has ended is never trained again in its folder, because its new rows would replace a finished result.
+    A run that has ended is never trained again in its folder, because new rows would replace a finished result.
     """
     statuses = tuple(entry.strip() for entry in text.split(","))
     missing_statuses = [status for status in _ALWAYS_SKIPPED if status not in statuses]
@@ -195,6 +194,6 @@ def parse_skipped_statuses(text: str) -> tuple[str, ...]:
 
 
 def find_finished_runs(plan: StudyPlan, skipped_statuses: Sequence[str] = ENDED_STATUSES) -> dict[str, StatusRecord]:
-    """The statuses, by run_id, of the runs that are not run again: those with a status in `skipped_statuses`."""
+    """Find the runs that are not run again, with a status in `skipped_statuses`. Returns their statuses by run_id."""
     statuses = [RunHistory.read(plan.get_run_dir(spec.run_id), spec.steps).status for spec in plan.runs]
     return {status.run_id: status for status in statuses if status.status in skipped_statuses}

@@ -1,1 +1,1 @@
-"""This machine: memory, GPUs, terminal, signals, orphaned processes."""
+"""This machine: memory, GPUs, terminal, signals, and orphaned processes."""

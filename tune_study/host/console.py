@@ -1,7 +1,7 @@
 """Print lines and tables, formatted in a terminal and as plain text elsewhere.
 
-Everything that a command prints goes through a console of `make_console` or through `print_error`. Both show control
-characters as escapes, because texts and file names of a results folder may come from somebody else.
+All output of commands goes through a console of `make_console` or through `print_error`. Both escape control
+characters, because texts and file names in a results folder may come from somebody else.
 """
 
 import sys
@@ -24,21 +24,21 @@ from trainable.files.json_values import DamageWarning
 from trainable.files.step_phase import STEP_PHASE
 
 _LEGIBLE_WIDTH = 24
-"""Characters per line below which prose in a cell is hard to read."""
+"""Width in characters below which prose in a cell is hard to read."""
 
 SECONDS_PER_PHASE_LINE = 30.0
-"""Without a terminal, the least seconds between two lines on what a long task does."""
+"""Without a terminal, the least seconds between two progress lines of a long task."""
 
 
 class EscapedRenderable:
-    """A renderable whose text has escapes for control characters; rich's own control codes stay."""
+    """A renderable that escapes control characters in its text; rich's own control codes stay."""
 
     def __init__(self, renderable: ConsoleRenderable) -> None:
         self._renderable = renderable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for segment in console.render(self._renderable, options):
-            # A style can have a link, which is part of what is sent to the terminal.
+            # A link in a style would be sent to the terminal, too.
             style = segment.style.update_link(None) if segment.style and segment.style.link else segment.style
             yield segment if segment.control else Segment(_escape(segment.text), style)
 
@@ -49,9 +49,9 @@ class _ControlEscaper(RenderHook):
 
 
 def make_console(file: IO[str] | None = None, width: int | None = None) -> Console:
-    """A console that never passes a control character of a text on to the terminal.
+    """Make a console that never passes control characters in texts on to the terminal.
 
-    file: where it writes; standard output by default. width: in characters; that of the terminal by default.
+    file: where it writes; standard output by default. width: in characters; the terminal's by default.
     """
     console = Console(file=file, width=width)
     console.push_render_hook(_ControlEscaper())
@@ -67,7 +67,7 @@ def print_error(message: str) -> None:
 def show_phases(console: Console, task: str) -> Iterator[None]:
     """Show `task` while the body runs, and the phases of the body that `STEP_PHASE` names.
 
-    In a terminal they take the place of each other, and nothing stays. Elsewhere there is a line at most every
+    In a terminal each replaces the previous one, and the last is erased. Elsewhere a line is printed at most every
     SECONDS_PER_PHASE_LINE, and none if the body is quick.
     """
     next_line = time.monotonic() + SECONDS_PER_PHASE_LINE
@@ -82,8 +82,7 @@ def show_phases(console: Console, task: str) -> Iterator[None]:
         with STEP_PHASE.reporting(print_phase):
             yield
         return
-    # Without a thread that refreshes it: the figures of a report are drawn by a fork of this process, which may have
-    # no other thread.
+    # No refresh thread: a fork of this process draws the figures of a report, and must not be made with other threads.
     with (
         Live(_make_note(f"{task} ..."), console=console, auto_refresh=False, transient=True) as live,
         STEP_PHASE.reporting(lambda phase: live.update(_make_note(f"{task}: {phase}"), refresh=True)),
@@ -96,7 +95,7 @@ def _make_note(text: str) -> EscapedRenderable:
 
 
 def show_warnings() -> None:
-    """Print warnings with escapes for control characters, and a DamageWarning as a sentence without a line of code."""
+    """Print warnings with escaped control characters, and a DamageWarning as a sentence without a line of code."""
 
     def show(
         message: Warning | str,
@@ -108,7 +107,7 @@ def show_warnings() -> None:
     ) -> None:
         if issubclass(category, DamageWarning):
             print_error(f"tune_study: {message}")
-        else:  # such as Matplotlib's, which repeats a character that its font lacks
+        else:  # for example Matplotlib's, which repeats characters that its font lacks
             print_error(warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n"))
 
     warnings.showwarning = show
@@ -121,13 +120,13 @@ def _escape(text: str) -> str:
 def print_table(
     console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
 ) -> None:
-    """Print a table. A terminal gets one that fits its width: cells are wrapped, and none is cut.
+    """Print a table. In a terminal it fits the width: cells are wrapped, never cut.
 
-    Where the columns do not fit, those of `optional` are left out, one after the other, and a line names them. If that
-    does not help, each row becomes a short list. Outside of a terminal each row is one line with columns two spaces
-    apart, in which nothing is left out or cut, so that it can be searched.
+    If the columns do not fit, those in `optional` are left out one by one, and a line names them. If that is not
+    enough, each row becomes a short list. Outside of a terminal each row is one complete line, with columns two spaces
+    apart, so that it can be searched.
     """
-    # Before the widths are measured. A line break in a name would look like another row.
+    # Escaped before the widths are measured; a line break in a name would look like another row.
     columns, *rows = [[escape_controls(cell) for cell in row] for row in [columns, *rows]]
     if not console.is_terminal:
         widths = _measure_columns([columns, *rows])
@@ -145,7 +144,7 @@ def print_table(
         narrow = [[*row[:place], *row[place + 1 :]] for row in narrow]
     if _fits(console, narrow):
         columns, *rows = narrow
-        # Names are in the first column, and a cut name cannot be copied: only the other columns may be wrapped.
+        # The first column has names, which must not be wrapped, so that they can be copied.
         table = Table(Column(columns[0], no_wrap=True), box=box.SIMPLE_HEAD)
         for name in columns[1:]:
             table.add_column(name, overflow="fold")
@@ -166,7 +165,7 @@ def _measure_columns(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _fits(console: Console, rows: Sequence[Sequence[str]]) -> bool:
-    """Whether a terminal is wide enough for a table: for the first column, and for legible widths of the others."""
+    """Check whether a terminal is wide enough for the first column and for legible widths of the others."""
     first, *others = _measure_columns(rows)
     padding = 3 * (1 + len(others))  # of box.SIMPLE_HEAD: two spaces and a separator per column
     return first + sum(min(width, _LEGIBLE_WIDTH) for width in others) + padding <= console.width
@@ -178,5 +177,5 @@ def print_line(console: Console, line: str) -> None:
 
 
 def _escape_unencodable(console: Console, text: str) -> str:
-    """`text` with escapes for control characters, and for those that the encoding lacks: printing them would fail."""
+    """Escape control characters and those that the encoding lacks, since printing these would fail."""
     return _escape(text).encode(console.encoding, "backslashreplace").decode(console.encoding)

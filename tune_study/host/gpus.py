@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
-"""The NVIDIA driver has one folder per GPU here."""
+"""Where the NVIDIA driver has one folder per GPU."""
 
 
 class Gpu(NamedTuple):
@@ -23,10 +23,10 @@ class Gpu(NamedTuple):
 
 
 def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The GPUs that a process with this environment would see; empty without an NVIDIA driver.
+    """Detect the GPUs that a process with this environment would see; empty without an NVIDIA driver.
 
-    They are asked of nvidia-smi or, if that fails, of the driver's /proc folder. CUDA is not loaded, since it would
-    create a context on a GPU and torch takes seconds to import.
+    Asks nvidia-smi or, if that fails, the driver's /proc folder. CUDA is not loaded, since it would create a context on
+    a GPU and torch takes seconds to import.
     """
     visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None and visible_devices.strip() in ("", "-1"):
@@ -38,14 +38,14 @@ def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, in its order. As in CUDA, entries after an unknown one are ignored."""
+    """Select the GPUs that CUDA_VISIBLE_DEVICES names, in its order and, as in CUDA, up to the first unknown entry."""
     if visible_devices is None:
         return gpus
     selected_gpus: list[Gpu] = []
     for entry in (field.strip() for field in visible_devices.split(",")):
         # CUDA accepts an index, or the beginning of a UUID.
         matching_gpus = [gpu for gpu in gpus if entry and (gpu.id == entry or gpu.uuid.startswith(entry))]
-        # nvidia-smi's list has no MIG devices, so an entry MIG-... cannot be looked up and is believed.
+        # nvidia-smi does not list MIG devices, so entries MIG-... are accepted unchecked.
         if not matching_gpus and not (gpus and entry.startswith("MIG-")):
             break
         selected_gpus.append(matching_gpus[0]._replace(id=entry) if matching_gpus else Gpu(entry, entry, gpus[0].name))
@@ -53,7 +53,7 @@ def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[
 
 
 def run_nvidia_smi(query: str) -> str | None:
-    """The output of nvidia-smi, a line per item with fields separated by commas; None if it is missing or fails."""
+    """Run nvidia-smi. Returns a line per item with comma-separated fields; None if it is missing or fails."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -62,11 +62,11 @@ def run_nvidia_smi(query: str) -> str | None:
 
 
 def parse_gpu_listing(text: str) -> tuple[Gpu, ...]:
-    """The GPUs in nvidia-smi's lines `index, uuid, name`; other lines, such as errors, are skipped."""
+    """Parse nvidia-smi's lines `index, uuid, name`; other lines, such as errors, are skipped."""
     rows = [[field.strip() for field in line.split(",", 2)] for line in text.splitlines()]
     return tuple(Gpu(*row) for row in rows if len(row) == 3 and row[0].isdecimal())
 
 
 def count_cpus() -> int:
-    """The number of CPU cores that this process may use."""
+    """Count the CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,13 +14,11 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The warning of a batch system (SIGTERM) and a closed terminal (SIGHUP) are handled like Ctrl-C."""
+"""A batch system's warning (SIGTERM) and a closed terminal (SIGHUP) are handled like Ctrl-C."""
 
 _ONE_EVENT_S = 0.5
-"""Signals within this time count as one event.
-
-A wrapper may forward Ctrl-C, and at a hang-up both the shell and the system send a signal.
-"""
+"""Signals within this many seconds count as one event: a wrapper may forward Ctrl-C, and at a hang-up both the shell
+and the system send a signal."""
 
 INTERRUPTED = "the study was interrupted"
 
@@ -33,21 +31,21 @@ class TimeLimit(NamedTuple):
 
 
 def start_time_limit(hours: float | None) -> TimeLimit | None:
-    """A limit that begins now; None without one."""
+    """Start a time limit now; None without one."""
     return None if hours is None else TimeLimit(hours, time.monotonic() + 3600 * hours)
 
 
 def make_interrupt(folder: Path) -> "Interrupt":
-    """The request to stop the study in results/<run>."""
+    """Make the `Interrupt` of the study in results/<run>."""
     return Interrupt(folder / ".interrupt")
 
 
 class Interrupt:
-    """A request to stop, in the form of a file that the processes of the runs can see as well.
+    """A request to stop, stored as a file so that the processes of the runs see it as well.
 
-    path: the file. It exists from the request until the study is started again. A file beside it, named after an arm,
-    is the request to stop the runs of that arm. `signal_name` is the name of the signal that made the request, such as
-    SIGTERM, or empty. `reason` says why the study was stopped, as the beginning of a sentence.
+    path: the file, which exists from the request until the study is started again. A file beside it, named after an
+    arm, requests that the runs of that arm stop. `signal_name` is the signal that made the request, such as SIGTERM, or
+    empty. `reason` says why the study was stopped, as the beginning of a sentence.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,11 +57,11 @@ class Interrupt:
 
     @property
     def is_requested(self) -> bool:
-        """Whether the study is to stop. It is true from the request on, whether or not the file could be written."""
+        """Whether the study is to stop. True from the request on, even if the file could not be written."""
         return self._is_requested or (self._watches_files and self.path.exists())
 
     def clear(self) -> None:
-        """Remove the requests of an earlier start. Only from now on, a file that another process makes is a request."""
+        """Remove the requests of an earlier start. From then on, a file of another process counts as a request."""
         for path in (self.path, *self._list_arm_paths()):
             path.unlink(missing_ok=True)
         self._is_requested, self.signal_name, self.reason = False, "", INTERRUPTED
@@ -80,19 +78,19 @@ class Interrupt:
         try:
             self.path.touch()
         except OSError:
-            return  # a full disk must not turn a graceful end into a crash; without the file the driver stops the runs
+            return  # a full disk must not turn a graceful end into a crash: the driver then stops the runs itself
 
     def get_arm_path(self, arm: str) -> Path:
-        """The file that asks the runs of an arm to stop."""
+        """Return the file that asks the runs of an arm to stop."""
         return self.path.with_name(f"{self.path.name}-{quote(arm, safe='')}")
 
     def is_arm_requested(self, arm: str) -> bool:
-        """Whether the runs of an arm are to stop."""
+        """Check whether the runs of an arm are to stop."""
         return self._watches_files and self.get_arm_path(arm).exists()
 
     @property
     def is_any_arm_requested(self) -> bool:
-        """Whether the runs of some arm are to stop."""
+        """Whether the runs of any arm are to stop."""
         return self._watches_files and bool(self._list_arm_paths())
 
     def _list_arm_paths(self) -> list[Path]:
@@ -120,10 +118,10 @@ class Interrupt:
 
     @contextmanager
     def handle_signals(self, notify: Callable[[str], None]) -> Iterator[None]:
-        """During the body, the first signal requests a stop and a later one raises KeyboardInterrupt.
+        """Handle signals during the body: the first one requests a stop, a later one raises KeyboardInterrupt.
 
-        A SIGHUP is never more than a request: after it, nobody is at the terminal who could want an immediate end. The
-        earlier handlers are installed again after the body. notify: called with a message for the user.
+        SIGHUP only ever requests a stop, since nobody is at the terminal who could want an immediate end. The earlier
+        handlers are restored after the body. notify: called with a message for the user.
         """
 
         def on_signal(signal_number: int, frame: FrameType | None) -> None:

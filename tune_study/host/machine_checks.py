@@ -1,4 +1,4 @@
-"""Check that this machine can run a study, by trying it: memory, files, locks, disk, ports and GPU memory."""
+"""Check by trying whether this machine can run a study: memory, files, locks, disk, ports and GPU memory."""
 
 import contextlib
 import math
@@ -24,27 +24,27 @@ from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 _GB = 10**9
 # Measured with the laptop preset: the driver and Ray together take 0.9 GB, and a trial takes 0.6 GB.
 _DRIVER_MEMORY_BYTES, _TRIAL_MEMORY_BYTES = 1.0 * _GB, 0.6 * _GB
-# A laptop study writes about 30 MB, and so do Ray's logs. With less free space than this, neither is safe.
+# A laptop study writes about 30 MB, and so do Ray's logs. With less free space than this, both may fail.
 _MIN_DISK_BYTES = 0.1 * _GB
 _OUTPUT_DISK_BYTES = 1 * _GB
-# On GPUs: a checkpoint of a 3B policy and critic with AdamW's moments in float32 has 74 GB, and a new one is written
-# before the last one is removed. Smaller models need less, so less free space than this is only a remark.
+# On GPUs: a checkpoint of a 3B policy and critic with AdamW's moments in float32 takes 74 GB, and a new one is written
+# before the last one is removed. Smaller models need less, so it is only a remark if less space is free.
 _GPU_OUTPUT_DISK_BYTES = 150 * _GB
 # Ray does not spill objects to a disk that is more than 95 % full.
 _RAY_DISK_BYTES, _RAY_DISK_FRACTION = 1 * _GB, 0.05
-# Ray 2.60 gives its object store 30 % of the memory. It is on disk if /dev/shm has less than that and less than 10 GB.
+# Ray 2.60's object store gets 30 % of the memory, on disk if /dev/shm has less than that and less than 10 GB.
 _OBJECT_STORE_FRACTION, _MAX_OBJECT_STORE_BYTES = 0.3, 10**10
-# Ray 2.60 itself warns below this limit, because connections may then fail.
+# Ray 2.60 warns below this limit, because connections may fail.
 _MIN_OPEN_FILES = 4096
 # Ray's control server, raylet, agent and driver listen on about five ports.
 _PORT_COUNT = 16
-# A socket address has at most 108 bytes, 104 on a Mac, including the terminating null byte. The name is Ray's longest:
-# 4194304 is the highest process id of Linux.
+# A socket address has at most 108 bytes (104 on a Mac), including the terminating null byte. This is Ray's longest
+# name, with Linux' highest process id, 4194304.
 _MAX_SOCKET_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 _LONGEST_SOCKET_NAME = (
     f"/{FOLDER_PREFIX}4194304/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 )
-# On an idle GPU the NVIDIA driver takes far less than this fraction of the memory, so more means that it is in use.
+# The NVIDIA driver takes far less than this fraction of an idle GPU's memory, so a GPU with more is in use.
 _IDLE_MEMORY_FRACTION = 0.1
 _LOCK_SCRIPT = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
@@ -53,7 +53,7 @@ class CheckResult(NamedTuple):
     """The result of one check."""
 
     name: str
-    """The check, as the report shows it."""
+    """The name of the check in the report."""
     severity: Literal["ok", "remark", "problem"]
     """`problem` if a run cannot start or may lose work, `remark` if it may be slower or needs a choice."""
     detail: str
@@ -71,7 +71,7 @@ class GpuMemory(NamedTuple):
 
 
 class GpuProcess(NamedTuple):
-    """A process that uses memory of the GPU `uuid`, in MiB; None if the driver does not report how much."""
+    """A process that uses memory of the GPU `uuid`. used_mib: in MiB; None if the driver does not report it."""
 
     uuid: str
     pid: int
@@ -79,9 +79,9 @@ class GpuProcess(NamedTuple):
 
 
 def check_resources(uses_gpus: bool, gpus: Sequence[Gpu]) -> list[CheckResult]:
-    """Check the cores, the memory for the trials that run concurrently, and the limit on open files."""
+    """Check the cores, the memory for concurrent trials, and the limit on open files."""
     cores = count_cpus()
-    # A study on GPUs runs one trial per GPU by default. Others run at most `ray_num_cpus` trials concurrently.
+    # By default, a study on GPUs runs one trial per GPU. Others run at most `ray_num_cpus` trials concurrently.
     trials = len(gpus) if uses_gpus and gpus else min(cores, RunConfig().trainer.ray_num_cpus)
     return [
         CheckResult("cores", "ok", str(cores)),
@@ -91,7 +91,7 @@ def check_resources(uses_gpus: bool, gpus: Sequence[Gpu]) -> list[CheckResult]:
 
 
 def check_memory(available: int, trials: int) -> CheckResult:
-    """Compare the `available` bytes with the needs of Ray and `trials` laptop trials; a problem if not one fits."""
+    """Compare the `available` bytes with the needs of Ray and `trials` laptop trials; a problem if none fits."""
     detail = f"{_format_size(available)} available"
     fitting_trials = int((available - _DRIVER_MEMORY_BYTES) // _TRIAL_MEMORY_BYTES)
     if fitting_trials < 1:
@@ -105,9 +105,9 @@ def check_memory(available: int, trials: int) -> CheckResult:
 
 
 def measure_available_memory() -> int:
-    """Bytes that new processes can allocate, limited by the machine and by the control groups of this process.
+    """Measure the bytes that new processes can allocate, limited by the machine and this process's control groups.
 
-    In a container, psutil reports the memory of the machine. The limit of the container is in its control group.
+    In a container, psutil reports the machine's memory; the container's limit is in its control group.
     """
     cgroup_free = read_cgroup_free(Path("/sys/fs/cgroup"), _read_text(Path("/proc/self/cgroup")))
     machine_free = int(psutil.virtual_memory().available)
@@ -115,16 +115,16 @@ def measure_available_memory() -> int:
 
 
 def read_cgroup_free(root: Path, membership: str) -> int | None:
-    """Bytes that the control groups of a process still allow it to allocate; None without a limit.
+    """Read how many bytes the control groups of a process still allow it to allocate; None without a limit.
 
-    root: the folder in which control groups are mounted. membership: the text of /proc/<pid>/cgroup, of version 1 or 2.
+    root: where control groups are mounted. membership: the text of /proc/<pid>/cgroup, of version 1 or 2.
     """
     # A line is `hierarchy:controllers:path`. In version 2 the controllers are empty and all groups share one mount.
     free_bytes = []
     for line in membership.split("\n"):
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "memory" not in controllers.split(","):
-            continue  # a hierarchy of version 1 that limits something else
+            continue  # a version 1 hierarchy that limits something else
         mount = root / "memory" if controllers else root
         file_names = (
             ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
@@ -133,11 +133,11 @@ def read_cgroup_free(root: Path, membership: str) -> int | None:
         # Every group above the process limits it too, and the smallest limit counts.
         for folder in (cgroup_folder, *cgroup_folder.parents):
             limit, usage = (_read_text(folder / name).strip() for name in file_names)
-            # A limit may be the word `max`, and the parents of the mount itself are ordinary folders. The usage
-            # includes cached files, and may be above a limit that has just been lowered.
+            # A limit may be the word `max`, and the parents of the mount are ordinary folders. The usage includes
+            # cached files, and may exceed a limit that has just been lowered.
             if limit.isdecimal() and usage.isdecimal() and folder.is_relative_to(mount):
-                # The kernel reclaims cached files when memory is needed. In version 1 only the keys with total_ include
-                # the groups below.
+                # The kernel reclaims cached files when memory is needed. In version 1, only the keys with total_
+                # include child groups.
                 lines = _read_text(folder / "memory.stat").splitlines()
                 memory_stat = dict(line.split(" ", 1) for line in lines if " " in line)
                 reclaimable = int(memory_stat.get("total_inactive_file", memory_stat.get("inactive_file", 0)))
@@ -146,7 +146,7 @@ def read_cgroup_free(root: Path, membership: str) -> int | None:
 
 
 def _read_text(path: Path) -> str:
-    """The text of a file; empty if it cannot be read."""
+    """Read a text file; return "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -154,7 +154,7 @@ def _read_text(path: Path) -> str:
 
 
 def check_open_files(soft: int, hard: int) -> CheckResult:
-    """Compare the soft and hard limits on open files with Ray's needs. RLIM_INFINITY stands for no limit."""
+    """Compare the soft and hard limits on open files with Ray's needs. RLIM_INFINITY means no limit."""
     soft_limit, hard_limit = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     if soft_limit >= _MIN_OPEN_FILES:
         return CheckResult("open files", "ok", f"at most {soft_limit}")
@@ -165,20 +165,20 @@ def check_open_files(soft: int, hard: int) -> CheckResult:
 
 
 def find_nearest_existing(folder: Path) -> Path:
-    """`folder` or its nearest existing parent, which may be a file or a link to nothing."""
+    """Find `folder` or its nearest existing parent, which may be a file or a dangling link."""
     candidates = (folder.absolute(), *folder.absolute().parents)
     return next(candidate for candidate in candidates if os.path.lexists(candidate))
 
 
 def find_ray_folder(environ: Mapping[str, str]) -> Path:
-    """The folder in which Ray's session folder is created: the one that Ray 2.60 itself would choose."""
+    """Find the folder for Ray's session folder: the one that Ray 2.60 would choose."""
     # Ray reads TMPDIR only on Linux.
     names = ("RAY_TMPDIR", "TMPDIR") if sys.platform == "linux" else ("RAY_TMPDIR",)
     return Path(os.path.abspath(next((environ[name] for name in names if name in environ), "/tmp")))
 
 
 def check_disks(output: Path, ray: Path, uses_gpus: bool) -> list[CheckResult]:
-    """Check the free space in the output folder, in Ray's folder, and in the shared memory of its object store."""
+    """Check the free space in the output folder, in Ray's folder, and in shared memory for Ray's object store."""
     output_usage, ray_usage = (shutil.disk_usage(find_nearest_existing(folder)) for folder in (output, ray))
     output_bytes = _GPU_OUTPUT_DISK_BYTES if uses_gpus else _OUTPUT_DISK_BYTES
     ray_bytes = max(_RAY_DISK_BYTES, _RAY_DISK_FRACTION * ray_usage.total)
@@ -221,8 +221,8 @@ def check_output(output: Path) -> list[CheckResult]:
     if not folder.is_dir():
         return [CheckResult("write access", "problem", f"{folder} is not a folder", "Type --output with a folder.")]
     try:
-        # In the folder itself: another folder of the same name may be on another disk. The operations are those with
-        # which a checkpoint is written.
+        # In the folder itself, since another one may be on another disk. These are the operations that write a
+        # checkpoint.
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as temp_folder:
             content = os.urandom(2**16)
             temp_path, final_path = Path(temp_folder) / "part", Path(temp_folder) / "whole"
@@ -243,14 +243,14 @@ def check_output(output: Path) -> list[CheckResult]:
 
 
 def check_locks(folder: Path) -> CheckResult:
-    """Check that a lock in `folder` keeps other processes out. Such a lock protects a study from a second driver."""
+    """Check that a lock in `folder` keeps other processes out, since it protects a study from a second driver."""
     advice = "Type --output with a folder on a local disk, or have the network disk mounted with locks."
     with (folder / "lock").open("w") as handle:
         try:
             lock_file(handle)
         except OSError as error:
             return CheckResult("file locks", "problem", f"files cannot be locked there: {error.strerror}", advice)
-        # Another process must try: a network disk would grant this process the same lock twice.
+        # Another process must try, since a network disk grants this process the same lock twice.
         command = [sys.executable, "-I", "-S", "-c", _LOCK_SCRIPT, handle.name]
         lock_attempt = subprocess.run(command, capture_output=True, timeout=60, check=False)
     if lock_attempt.returncode == 0:
@@ -259,7 +259,7 @@ def check_locks(folder: Path) -> CheckResult:
 
 
 def check_ports() -> CheckResult:
-    """Check that ports of the loopback address, over which Ray's processes communicate, can be bound and used."""
+    """Check that ports of the loopback address, which Ray's processes use, can be bound and connected to."""
     try:
         with contextlib.ExitStack() as stack:
             servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(_PORT_COUNT)]
@@ -276,7 +276,7 @@ def check_ports() -> CheckResult:
 
 
 def check_host_name(name: str) -> CheckResult:
-    """Check that this host's name has an address. It is only a remark, because a single machine works without one."""
+    """Check that this host's name has an address; only a remark, because a single machine works without one."""
     try:
         socket.getaddrinfo(name, None)
     except (OSError, UnicodeError):
@@ -319,17 +319,17 @@ def check_gpus(gpus: Sequence[Gpu], machine_gpu_count: int) -> list[CheckResult]
 
 
 def query_gpu_memory() -> tuple[GpuMemory, ...]:
-    """The memory of every GPU of this machine, as nvidia-smi reports it; empty if it reports nothing."""
+    """Ask nvidia-smi for the memory of every GPU of this machine; empty if it reports nothing."""
     return parse_gpu_memory(run_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total") or "")
 
 
 def query_gpu_processes() -> tuple[GpuProcess, ...]:
-    """The visible processes that use GPU memory, as nvidia-smi reports them."""
+    """Ask nvidia-smi for the visible processes that use GPU memory."""
     return parse_gpu_processes(run_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory") or "")
 
 
 def parse_gpu_memory(text: str) -> tuple[GpuMemory, ...]:
-    """The GPUs in lines `index, uuid, free, total`; [N/A] and the like become None, other lines are skipped."""
+    """Parse lines `index, uuid, free, total`; values like [N/A] become None, other lines are skipped."""
     rows = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
     return tuple(
         GpuMemory(row[1], _parse_mib(row[2]), _parse_mib(row[3]))
@@ -339,7 +339,7 @@ def parse_gpu_memory(text: str) -> tuple[GpuMemory, ...]:
 
 
 def parse_gpu_processes(text: str) -> tuple[GpuProcess, ...]:
-    """The processes in lines `uuid, pid, used`; [N/A] and the like become None, other lines are skipped."""
+    """Parse lines `uuid, pid, used`; values like [N/A] become None, other lines are skipped."""
     rows = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
     return tuple(
         GpuProcess(row[0], int(row[1]), _parse_mib(row[2])) for row in rows if len(row) == 3 and row[1].isdecimal()
@@ -351,15 +351,15 @@ def _parse_mib(text: str) -> int | None:
 
 
 def check_gpu(gpu: Gpu, memory: GpuMemory | None, processes: Sequence[GpuProcess]) -> CheckResult:
-    """Check that a GPU is idle; otherwise a remark names the processes that use its memory."""
+    """Check that a GPU is idle; if not, a remark names the processes that use its memory."""
     name = f"GPU {gpu.id}"
     if memory is None or memory.free_mib is None or memory.total_mib is None:
         detail, is_memory_used = f"{gpu.name}, free memory unknown", False
     else:
         detail = f"{gpu.name}, {memory.free_mib / 1024:.1f} of {memory.total_mib / 1024:.1f} GiB free"
         is_memory_used = memory.total_mib - memory.free_mib > _IDLE_MEMORY_FRACTION * memory.total_mib
-    # Either sign is enough. A process that has just started uses little memory. And memory may be in use without a
-    # listed process: its process is then invisible here, for example in another container.
+    # Either sign is enough: a process that has just started uses little memory, and memory may be used by a process
+    # that is invisible here, for example in another container.
     if not processes and not is_memory_used:
         return CheckResult(name, "ok", detail)
     advice = "Wait until they end, or choose other GPUs with --gpus."
@@ -367,7 +367,7 @@ def check_gpu(gpu: Gpu, memory: GpuMemory | None, processes: Sequence[GpuProcess
 
 
 def format_processes(processes: Sequence[GpuProcess]) -> str:
-    """The processes that use a GPU's memory, each with its amount if that is known."""
+    """Format the processes that use a GPU's memory, each with its amount if that is known."""
     sizes = [f" ({process.used_mib / 1024:.1f} GiB)" if process.used_mib else "" for process in processes]
     descriptions = [f"{process.pid}{size}" for process, size in zip(processes, sizes, strict=True)]
     return f"used by PID {', '.join(descriptions)}" if descriptions else "used by processes that are not visible here"

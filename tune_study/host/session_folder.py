@@ -17,10 +17,10 @@ from pathlib import Path
 from trainable.files.paths import lock_file
 
 FOLDER_PREFIX = "ts-"
-"""Prefix of the folder's name, which ends in the driver's process id. Short, because paths of sockets must be short."""
+"""Prefix of the folder's name, which ends in the driver's process id. Short, since socket paths must be short."""
 
 RAY_SUBFOLDER = "r"
-"""Name of the folder inside the session folder that is given to Ray."""
+"""Name of the folder for Ray inside the session folder."""
 
 _LOCK_FILE = ".lock"
 
@@ -29,14 +29,13 @@ _LOCK_FILE = ".lock"
 def make_session_folder(base: Path) -> Iterator[Path]:
     """Yield a folder for Ray inside a new folder of mode 0700 in `base`, and remove both after the body.
 
-    There are two folders because Ray changes the mode of the one that it is given to 0777. Folders that killed drivers
-    left are removed first. After an error in the body the folder stays, because of its logs, until the next study of
-    this user starts. Raises OSError if no folder can be created.
+    The outer folder is needed because Ray changes the mode of the folder that it gets to 0777. Folders that killed
+    drivers left behind are removed first. After an error in the body the folder is kept for its logs until this user
+    starts the next study. Raises OSError if no folder can be created.
     """
     remove_abandoned_folders(base)
     base.mkdir(parents=True, exist_ok=True)
-    # The folder is locked before it gets its final name, so that no other driver considers it abandoned. mkdtemp sets
-    # the mode 0700.
+    # Locked before it gets its final name, so that no other driver considers it abandoned. mkdtemp sets the mode 0700.
     unnamed_folder = Path(tempfile.mkdtemp(prefix=".", dir=base))
     with (unnamed_folder / _LOCK_FILE).open("w") as lock:
         lock_file(lock)
@@ -50,7 +49,7 @@ def _rename_to_free_name(unnamed_folder: Path, base: Path) -> Path:
     """Rename a folder to the first free name for this process."""
     for attempt in count(1):
         folder = base / f"{FOLDER_PREFIX}{os.getpid()}{f'.{attempt}' if attempt > 1 else ''}"
-        # A driver with the same process id, in another container or before a reboot, may have left a folder.
+        # A driver with the same process id may have left one, in another container or before a reboot.
         with suppress(OSError):  # the name is taken by a file or by a folder that is not empty
             return unnamed_folder.rename(folder)
         if not os.path.lexists(folder):  # the name was free, so no other name would help
@@ -59,7 +58,7 @@ def _rename_to_free_name(unnamed_folder: Path, base: Path) -> Path:
 
 
 def remove_abandoned_folders(base: Path) -> None:
-    """Remove the folders in `base` whose driver has exited. Links and folders of other users are not touched."""
+    """Remove the folders in `base` whose driver has exited, except links and other users' folders."""
     for folder in base.glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):  # removed in the meantime, locked by a live driver, or not readable
             folder_stat = folder.lstat()

@@ -11,9 +11,8 @@ _FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 class FailSafeStream:
     """A console stream whose writes cannot fail.
 
-    After a write has failed, the file descriptor of the stream points to the null device. Everything that is written
-    later is discarded, also by code that writes to the descriptor directly. The attribute `error` is the first failure,
-    or None.
+    After a failed write, the stream's file descriptor points to the null device, so that all later output is discarded,
+    also from code that writes to the descriptor directly. The attribute `error` is the first failure, or None.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -26,7 +25,7 @@ class FailSafeStream:
             return self._stream.write(text)
         except OSError as error:  # the reader of a pipe has exited, the terminal was closed, or the disk is full
             self._redirect_to_null(error)
-            return len(text)  # all of it was written, as far as the caller has to know
+            return len(text)  # the caller need not know
 
     def flush(self) -> None:
         """Flush; if that fails, redirect the stream to the null device."""
@@ -43,15 +42,15 @@ class FailSafeStream:
         os.close(null_descriptor)
 
     def __getattr__(self, name: str) -> object:
-        """All other attributes, such as encoding, isatty and fileno, come from the wrapped stream."""
+        """Get all other attributes, such as encoding, isatty and fileno, from the wrapped stream."""
         return getattr(self._stream, name)
 
 
 def protect_output() -> None:
-    """Replace standard output and standard error by streams whose writes cannot fail, also if they are closed.
+    """Replace standard output and standard error by streams whose writes cannot fail, even if they are closed.
 
-    A closed stream is opened on the null device. This has to come before any other file is opened: that file would get
-    the descriptor of the closed stream, and whoever prints to the descriptor would write into the file.
+    A closed stream is opened on the null device. Call this before any other file is opened: it would get the closed
+    stream's descriptor, and prints to that descriptor would end up in the file.
     """
     for descriptor, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY)):
         try:
@@ -65,9 +64,9 @@ def protect_output() -> None:
 
 
 def finish_output(exit_code: int) -> int:
-    """Flush standard output, and return the exit code of the command: `exit_code`, or 1 if a full disk has cut output.
+    """Flush standard output; return the command's exit code: `exit_code`, or 1 if a full disk cut the output.
 
-    A closed terminal and a pipe whose reader has exited change nothing: nobody misses the output there.
+    A closed terminal and a pipe whose reader has exited change nothing, since nobody misses the output.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""How much GPU, memory and disk the runs need, and whether they fit."""
+"""Estimate how much GPU memory, host memory and disk the runs need, and whether they fit."""

@@ -30,44 +30,40 @@ from tune_study.plan.study_plan import StudyPlan
 
 _FLOAT32 = 4
 _HEADER_BYTES = 100
-"""Bytes per tensor in the header of a safetensors file: name, type, shape and offsets. sokoban-tiny has 95."""
+"""Bytes per tensor in the header of a safetensors file: name, type, shape and offsets (95 in sokoban-tiny)."""
 _CHECKPOINT_JSON_BYTES = 3_000
 """Bytes of a checkpoint's JSON files: counters and checksums (0.4 kB), and the run's settings (2.2 kB)."""
 _IN_FLIGHT = 2
-"""Checkpoints of a run that trains, besides the newest rolling one: the one before it, and the one being written.
+"""Checkpoints of a training run besides the newest rolling one: the previous one, which is kept in case the newest is
+damaged, and the one being written."""
 
-Two rolling checkpoints are kept because the newest may turn out to be damaged.
-"""
-
-# The following constants were measured on studies of the laptop preset, one run of 60 steps and one of 3, and rounded
-# up. Where a measurement is given, the constant is at least 5 % larger.
+# The following constants were measured on laptop studies, one run of 60 steps and one of 3, and rounded up to at least
+# 5 % above the measurement.
 _STEP_BYTES = 21_000
 """Bytes per step: metrics.jsonl 2.7 kB, result.json 7.7 kB, TensorBoard 5.0 kB, progress.csv 1.2 kB, logs 0.4 kB, and
 2.2 kB of tables and report."""
 _ANALYSIS_BYTES = 100_000
-"""Bytes per gradient analysis: its lines and its share of the tables. The estimate is for an analysis of 128 groups, as
-in the study gradient-analysis, before and after the filter. An analysis of fewer groups needs less."""
+"""Bytes per gradient analysis: its lines and its share of the tables. The estimate is for 128 groups, as in the study
+gradient-analysis, before and after the filter. Fewer groups need less."""
 _LEVEL_BYTES, _EVALUATION_BYTES = 18, 150
-"""Bytes in levels.jsonl per level of an evaluation (measured: validation 11.4, test 17), and per evaluation.
-
-The second one is an upper bound: a line without levels has about 90 bytes.
-"""
+"""Bytes in levels.jsonl per level of an evaluation (measured: validation 11.4, test 17), and per evaluation (an upper
+bound: a line without levels has about 90 bytes)."""
 _EPISODE_BYTES, _TURN_BYTES, _TOKEN_BYTES = 1_000, 700, 5
 """Bytes in episodes.jsonl per episode (the system message and the fields), per turn (a full observation has 530, a
 compact one 140), and per token of a reply. A line has at most 1.7 kB under the laptop preset, and 1.1 kB on average."""
 _RUN_BYTES = 250_000
-"""Bytes per run that do not depend on its steps: Tune's experiment state 70 kB, figures 150 kB, and settings."""
+"""Bytes per run that do not depend on its steps: Tune's experiment state (70 kB), figures (150 kB), and settings."""
 _STUDY_BYTES = 1_650_000
-"""Bytes per study that do not depend on its runs: scripts and layout of the report 1.1 MB, trials.parquet, tables."""
+"""Bytes per study that do not depend on its runs: scripts and layout of the report (1.1 MB), trials.parquet, tables."""
 
 
 class DiskBudget(NamedTuple):
-    """Maximum disk space for the runs of a study that have not ended, and the free space. Sizes in bytes."""
+    """The maximum disk space for the runs of a study that have not ended, and the free space, in bytes."""
 
     remaining_runs: int
     """Runs that have not ended."""
     concurrent_runs: int
-    """How many of the remaining runs train at once."""
+    """Number of remaining runs that train at once."""
     is_uniform: bool
     """Whether all runs have the same checkpoint size and number of saved checkpoints.
 
@@ -78,13 +74,13 @@ class DiskBudget(NamedTuple):
     saved_checkpoints: int
     """Number of global_step_<N> folders per run."""
     last_states: int
-    """Number of rolling checkpoints per run that stay after its end: 1, or 0 if no run keeps its own."""
+    """Number of rolling checkpoints per run that are kept after its end: 1, or 0 if no run keeps its last one."""
     row_bytes: int
     """Rows, logs, tables and report."""
     total_bytes: int | None
     """Sum of everything; None if the size of a model is unknown."""
     written_bytes: int
-    """How much of `total_bytes` is already on disk; 0 if the size of a model is unknown."""
+    """The part of `total_bytes` that is already on disk; 0 if the size of a model is unknown."""
     free_bytes: int
     """Space available to this user on the file system of `folder`."""
     folder: Path
@@ -94,28 +90,27 @@ class DiskBudget(NamedTuple):
 
 
 def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Size of one checkpoint of a run after its first update: `PPOTrainer.get_state` in float32.
+    """Compute the size of a run's checkpoint after its first update: `PPOTrainer.get_state` in float32.
 
     A checkpoint contains the weight and AdamW's two moments of every trained parameter, and AdamW's step count (a
-    scalar) per trained tensor. Frozen networks (reference, base) are loaded from the original model and are in no
-    checkpoint.
+    scalar) per trained tensor. Frozen networks (reference, base) are loaded from the original model and not saved.
     """
-    # Each trained tensor is four in the file: weight, two moments and step count.
+    # Each trained tensor has four tensors in the file: weight, two moments and step count.
     tensor_sizes = [size for sizes in list_trained_tensor_sizes(shape, config).values() for size in sizes]
     elements = 3 * sum(tensor_sizes) + len(tensor_sizes)
     return _FLOAT32 * elements + 4 * len(tensor_sizes) * _HEADER_BYTES + _CHECKPOINT_JSON_BYTES
 
 
 def count_occurrences(steps: int, every: int) -> int:
-    """How often an event occurs in `steps` steps that happens after every `every`-th step and after the last one.
+    """Count how often an event occurs in `steps` steps: after every `every`-th step and after the last one.
 
-    0 if `every` is not positive: the event is then switched off.
+    0 if `every` is not positive, which switches the event off.
     """
     return -(-steps // every) if every > 0 else 0
 
 
 def estimate_row_bytes(config: RunConfig) -> int:
-    """Bytes of a run without its checkpoints: its lines, logs, Tune's files, and its share of tables and report."""
+    """Estimate a run's bytes without checkpoints: lines, logs, Tune's files, and its share of tables and report."""
     env, trainer = config.env, config.trainer
     sampled_validations = trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq)
     # The untrained policy is also validated greedily, and so is the trained one at the end. The test levels are played
@@ -129,7 +124,7 @@ def estimate_row_bytes(config: RunConfig) -> int:
     observation_bytes, answer_bytes = (env.papers.observation_chars, MAX_ANSWER_CHARS) if env.kind.has_trees else (0, 0)
     turn_bytes = _TURN_BYTES + observation_bytes + config.rollout.response_length * _TOKEN_BYTES
     conversation_bytes = answer_bytes + env.max_turn * turn_bytes
-    # At step 1 and at every N-th step after it, which are ceil(steps / N) analyses.
+    # Step 1 and every N-th step after it are analyzed: ceil(steps / N) analyses.
     analyses = (
         -(-trainer.total_training_steps // trainer.gradient_analysis_every) if trainer.gradient_analysis_mode else 0
     )
@@ -144,27 +139,27 @@ def estimate_row_bytes(config: RunConfig) -> int:
 
 
 def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: Mapping[str, str]) -> DiskBudget:
-    """The disk budget of the remaining runs of `plan`. Ended runs write nothing more and are left out.
+    """Estimate the disk budget of the remaining runs of `plan`, without ended runs, which write nothing more.
 
     environ: the environment variables, which determine where models are cached.
     """
     ended_runs = find_finished_runs(plan)
     runs = [spec for spec in plan.runs if spec.run_id not in ended_runs]
     num_known = len(runs)
-    if plan.search is not None:  # the points to come need as much as those that are known
+    if plan.search is not None:  # points to come need as much as the known ones
         num_further_runs = plan.search.num_points * len(plan.seeds) - len(plan.runs)
         runs += list(itertools.islice(itertools.cycle(plan.runs), max(num_further_runs, 0)))
     sizes, unknown_models = _estimate_checkpoint_sizes(plan, runs, environ)
     saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) + spec.keeps_best for spec in runs]
     last_states = int(any(spec.keeps_last for spec in runs))
     row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
-    # A trial may train several runs at once: all seeds of an arm.
+    # A trial may train several runs at once, all seeds of an arm.
     concurrent_runs = min(resource_plan.max_concurrent * plan.max_runs_per_trial, len(runs))
     checkpoint_bytes, total_bytes, written_bytes = None, None, 0
     if not unknown_models:
         checkpoint_bytes = max(sizes, default=0)
-        # All checkpoints: the last and the saved ones of every run, and those of the runs that train. At worst, the
-        # runs with the largest checkpoints train at the same time.
+        # Every run has its last and saved checkpoints, and runs that train have those in flight. At worst, the runs
+        # with the largest checkpoints train at the same time.
         stored_bytes = sum(size * (last_states + count) for size, count in zip(sizes, saved_counts, strict=True))
         largest_sizes = sorted(sizes, reverse=True)[:concurrent_runs]
         total_bytes = stored_bytes + _count_rolling(last_states) * sum(largest_sizes) + row_bytes
@@ -172,7 +167,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
             _count_written_bytes(plan, spec, size)
             for spec, size in zip(runs[:num_known], sizes[:num_known], strict=True)
         )
-    # --output may not exist yet; the study will create it on the disk of its nearest parent.
+    # --output may not exist yet; it will be created on the disk of its nearest existing parent.
     nearest_folder = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
     return DiskBudget(
         remaining_runs=len(runs),
@@ -193,16 +188,16 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
 def _estimate_checkpoint_sizes(
     plan: StudyPlan, runs: Sequence[RunSpec], environ: Mapping[str, str]
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Checkpoint sizes in bytes of the `runs` whose model has a known shape, and the paths of the other models."""
+    """Estimate checkpoint bytes of the `runs` with a model of known shape; also return the paths of other models."""
     family = plan.study.family
     model_paths = {spec.run_id: family.get_model_path(spec.config) for spec in runs}
     shapes = {path: read_model_shape(path, environ) for path in dict.fromkeys(model_paths.values()) if path is not None}
     unknown_models = tuple(path for path, shape in shapes.items() if shape is None)
     sizes = []
     for spec in runs:
-        # A run of update rules may have no model path (None): its model is made by the run itself.
+        # A run of update rules may have no model path (None), since it makes its model itself.
         shape = shapes.get(model_paths[spec.run_id] or "")
-        # Such a family estimates its own checkpoints, with or without the parameters of a loaded model.
+        # Such families estimate their checkpoints themselves, with or without the parameters of a loaded model.
         if family.estimate_bytes is not None and model_paths[spec.run_id] not in unknown_models:
             sizes.append(family.estimate_bytes(spec.config, count_policy_parameters(shape) if shape else 0)[0])
         elif shape is not None:
@@ -211,7 +206,7 @@ def _estimate_checkpoint_sizes(
 
 
 def _estimate_run_row_bytes(plan: StudyPlan, spec: RunSpec) -> int:
-    """Bytes of a run's rows and of the files that are made from them, such as logs and tables."""
+    """Estimate the bytes of a run's rows and of the files that are made from them, such as logs and tables."""
     estimate_bytes = plan.study.family.estimate_bytes
     if estimate_bytes is None:
         return estimate_row_bytes(spec.ppo_config)
@@ -219,17 +214,17 @@ def _estimate_run_row_bytes(plan: StudyPlan, spec: RunSpec) -> int:
 
 
 def _count_rolling(last_states: int) -> int:
-    """Rolling checkpoints of a run that trains, beyond those that stay after its end.
+    """Count the rolling checkpoints of a training run beyond those that are kept after its end.
 
-    last_states: rolling checkpoints per run that stay. Without them, the newest one counts only while the run trains.
+    last_states: rolling checkpoints per run that are kept. If 0, the newest one counts here as well.
     """
     return _IN_FLIGHT + 1 - last_states
 
 
 def compute_scratch_bytes(budget: DiskBudget) -> int | None:
-    """Bytes of disk that a run needs on its node for checkpoints if the study has a storage; None if unknown.
+    """Compute the disk bytes that a run with a storage needs on its node for checkpoints; None if unknown.
 
-    The node has the newest rolling checkpoint, the one before it, the one being written, and a saved one until it is
+    The node has the newest rolling checkpoint, the previous one, the one being written, and a saved one until it is
     copied to the storage.
     """
     if budget.checkpoint_bytes is None:
@@ -238,18 +233,18 @@ def compute_scratch_bytes(budget: DiskBudget) -> int | None:
 
 
 def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -> int:
-    """How many of the bytes that the budget counts for a run are already on disk, from an earlier start.
+    """Count the bytes of a run's budget that an earlier start has already written.
 
-    Files that the budget does not count, such as checkpoints of an earlier --save-freq, are ignored: having them does
-    not reduce what this start still has to write.
+    Files outside the budget, such as checkpoints of an earlier --save-freq, are ignored: they do not reduce what is
+    left to write.
     """
     run_dir, checkpoint_dir = plan.get_run_dir(spec.run_id), plan.output / spec.checkpoint_dir
     rolling_bytes = count_folder_bytes(run_dir / STATE_FOLDER)
-    # Tune writes its own files of a trial, such as progress.csv, to the folder <study folder>/<run_id of the trial>. If
-    # the seeds of an arm share a trial, the folder has another name and is not counted.
+    # Tune writes a trial's files, such as progress.csv, to <study folder>/<run_id of the trial>. If the seeds of an arm
+    # share a trial, the folder has another name and is not counted.
     tune_bytes = count_folder_bytes(plan.folder / spec.run_id)
     record_bytes = count_folder_bytes(run_dir) - rolling_bytes + tune_bytes
-    # A run that trains all its steps saves a checkpoint after these.
+    # The steps after which a complete run saves a checkpoint.
     every = spec.config.trainer.save_freq
     planned_steps = {*range(every, spec.steps, every), spec.steps} if every > 0 else set()
     saved_bytes = sum(
@@ -257,27 +252,26 @@ def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -
         for path in glob.glob(f"{glob.escape(str(checkpoint_dir))}/global_step_*")
         if (step := path.rpartition("_")[2]).isdecimal() and int(step) in planned_steps
     )
-    # Nothing counts for more than its estimate. Otherwise one part that is larger than estimated would hide that space
-    # is missing for the others.
-    # The total has no checkpoint of a run that neither trains nor keeps its last state.
+    # No part counts for more than its estimate, or a part that is larger than estimated would hide that the others lack
+    # space. The total has no checkpoint of a run that neither trains nor keeps its last state.
     kept_bytes = min(rolling_bytes, checkpoint_size) if spec.keeps_last else 0
     return kept_bytes + min(record_bytes, _estimate_run_row_bytes(plan, spec)) + saved_bytes
 
 
 def count_folder_bytes(folder: Path) -> int:
-    """Total size of the files below `folder`, without following links; 0 if there is no folder."""
+    """Sum the sizes of the files below `folder`, without following links; 0 if there is no folder."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # removed since it was listed, because a study in the folder is running
+            except OSError:  # removed since it was listed, by a running study
                 continue
     return total
 
 
 def format_disk_line(budget: DiskBudget) -> str:
-    """The budget as one line of the plan: space needed, free space, the verdict, and the terms of the sum."""
+    """Format the budget as a line of the plan: space needed, free space, the verdict, and the terms of the sum."""
     free_text = f"{decimal(budget.free_bytes)} free"
     if budget.remaining_runs == 0:
         return f"Disk: every run has ended, no more space is needed, {free_text}."
@@ -298,7 +292,7 @@ def format_disk_line(budget: DiskBudget) -> str:
 
 
 def _format_terms(budget: DiskBudget) -> str:
-    """The terms of the budget's total: checkpoints of all runs, those in flight, and rows."""
+    """Format the terms of the budget's total: checkpoints of all runs, checkpoints in flight, and rows."""
     up_to = "" if budget.is_uniform else "up to "
     size = "unknown size" if budget.checkpoint_bytes is None else f"{up_to}{decimal(budget.checkpoint_bytes)}"
     per_run = [
@@ -322,7 +316,7 @@ def _count(number: int, noun: str) -> str:
 def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:
     """Raise MisfitError if the studies of a suite together need more space than is free.
 
-    Each study may fit by itself. A study with a model of unknown size counts as 0.
+    Each may fit by itself. A study with a model of unknown size counts as 0.
     """
     needed_bytes = sum(
         budget.total_bytes - budget.written_bytes for budget in budgets if budget.total_bytes is not None
@@ -337,13 +331,13 @@ def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:
 
 
 def check_budget(budget: DiskBudget) -> None:
-    """Raise MisfitError if the study needs more space than is free. Nothing is checked if a size is unknown."""
+    """Raise MisfitError if the study needs more space than is free. Unknown sizes are not checked."""
     if shortage := explain_shortage(budget):
         raise MisfitError(f"{shortage} {format_disk_line(budget)}")
 
 
 def explain_shortage(budget: DiskBudget) -> str:
-    """How much space the study lacks and what to type; empty if it lacks none or if a size is unknown."""
+    """Explain how much space the study lacks and what to type; empty if it lacks none or a size is unknown."""
     if budget.total_bytes is None:
         return ""
     needed_bytes = budget.total_bytes - budget.written_bytes

@@ -1,4 +1,4 @@
-"""What to do about a study that does not fit: the reason, options that make it fit, and refusals."""
+"""Advise on a study that does not fit: say why, suggest options that make it fit, and refuse it."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -25,18 +25,18 @@ _MAX_REMEDIES = 4
 
 
 def format_misfit(memory_plan: MemoryPlan, study: Study) -> str:
-    """That the run does not fit, by how much, and what to type.
+    """Say that the run does not fit, by how much, and what to type.
 
-    study: the study of the run; its axis is not changed by a remedy.
+    study: the study of the run; remedies do not change its axis.
     """
     return f"DOES NOT FIT: {describe_excess(memory_plan)}. {_format_advice(memory_plan, study)}"
 
 
 def explain_excess(memory_plan: MemoryPlan, study: Study) -> tuple[str, list[str]]:
-    """(reason, remedies): why the runs do not fit their GPUs, and options each of which makes them fit.
+    """Return (reason, remedies): why the runs do not fit their GPUs, and options each of which makes them fit.
 
-    The options that change results least come first. The list is empty if no option helps. The reason is empty, and so
-    is the list, if the runs fit or if the memory of the GPUs is unknown.
+    Options that change results least come first; the list is empty if no option helps. Both are empty if the runs fit
+    or if the memory of the GPUs is unknown.
     """
     if memory_plan.fits or not memory_plan.capacity.is_known:
         return "", []
@@ -74,15 +74,15 @@ _CHANGES: tuple[Mapping[str, object], ...] = (
         "trainer.offload_parameters": True,
     },
 )
-"""The settings of every remedy that may be suggested, in the order of preference.
+"""The settings of all possible remedies, in order of preference.
 
-First come options that change no result, and among these the ones that need no further GPU. Options that change how the
-networks are trained follow. The last ones let the CPU make the optimizer steps, which takes minutes per training step.
+First come options that change no result, beginning with those that need no further GPU. Options that change how the
+networks are trained follow. The last ones make the optimizer steps on the CPU, which takes minutes per training step.
 """
 
 
 def _format_options(change: Mapping[str, object]) -> str:
-    """Settings as the options that are typed for them."""
+    """Format settings as the options to type for them."""
     return " ".join(
         f"--gpus-per-exp {value}"
         if name == "trainer.n_gpus_per_node"
@@ -92,12 +92,12 @@ def _format_options(change: Mapping[str, object]) -> str:
 
 
 def _find_remedies(memory_plan: MemoryPlan, study: Study) -> list[str]:
-    """At most _MAX_REMEDIES options that make the run fit: single changes first, then pairs and triples.
+    """Find up to _MAX_REMEDIES options that make the run fit: single changes first, then pairs and triples.
 
-    A combination that contains an earlier one is left out. The search ends with the last one that is needed, because
-    every one of the thousand combinations is a memory plan.
+    A combination that contains an earlier remedy is left out. The search ends as soon as there are enough, because each
+    of about a thousand combinations takes a memory plan.
     """
-    # The arms of a study differ in its axis, so a remedy must not give all of them the same value.
+    # The arms differ in the axis, so a remedy must not set it to one value.
     usable_changes = [
         change
         for change in _CHANGES
@@ -106,12 +106,12 @@ def _find_remedies(memory_plan: MemoryPlan, study: Study) -> list[str]:
     remedies: list[Mapping[str, object]] = []
     for combination in chain.from_iterable(combinations(usable_changes, count) for count in (1, 2, 3)):
         change = {name: value for settings in combination for name, value in settings.items()}
-        # Two changes that set the same setting contradict each other.
+        # Changes of the same setting contradict each other.
         has_overlap = len(change) < sum(map(len, combination))
         if has_overlap or any(remedy.keys() <= change.keys() for remedy in remedies):
             continue
         config = override_if_valid(memory_plan.spec.ppo_config, change)
-        if config is None:  # changes that are valid one by one may exclude each other
+        if config is None:  # valid changes may exclude each other
             continue
         model = RunModel(replace(memory_plan.spec, config=config), memory_plan.shape, memory_plan.reference_shape)
         if plan_runs_memory([model], memory_plan.capacity, memory_plan.runs_per_node, memory_plan.max_gpus).fits:
@@ -122,16 +122,16 @@ def _find_remedies(memory_plan: MemoryPlan, study: Study) -> list[str]:
 
 
 def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
-    """Whether `change` is a possible remedy for the run.
+    """Check whether `change` is a possible remedy for the run.
 
     The change must be valid and have an effect. The run must keep at least its GPUs and get no more than there are. If
-    the run has adapters, their rank stays as the user chose it.
+    it has adapters, their rank stays as the user chose it.
     """
     config = memory_plan.spec.ppo_config
     changed_config = override_if_valid(config, change)
     if changed_config is None or changed_config == config or (config.model.lora_rank and "model.lora_rank" in change):
         return False
-    # Without a visible GPU, the plan is made for one.
+    # Without a visible GPU, plan for one.
     max_gpus = max(memory_plan.max_gpus, 1)
     return config.trainer.n_gpus_per_node <= changed_config.trainer.n_gpus_per_node <= max_gpus
 
@@ -147,13 +147,13 @@ def check_memory(memory_plan: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) 
             f"{format_gib(available_bytes)} GiB are available: type --max-concurrent with a smaller number, or free "
             f"memory."
         )
-    # Orphans of an earlier start of this study are terminated before its runs start, so their memory counts as free.
+    # Orphans of an earlier start are terminated before the runs start, so their memory counts as free.
     ending_pids = {process.pid for process in find_orphans(plan.folder)}
     check_free_memory(memory_plan.peak * memory_plan.runs_per_gpu, gpus, ending_pids)
 
 
 def check_fits(memory_plan: MemoryPlan, study: Study) -> None:
-    """Raise MisfitError if the runs do not fit their GPUs. GPUs of unknown memory are not judged."""
+    """Raise MisfitError if the runs do not fit their GPUs. GPUs of unknown memory are not checked."""
     if memory_plan.capacity.is_known and not memory_plan.fits:
         raise MisfitError(
             f"The runs do not fit: {describe_excess(memory_plan)}. {_format_advice(memory_plan, study)} "
@@ -162,7 +162,7 @@ def check_fits(memory_plan: MemoryPlan, study: Study) -> None:
 
 
 def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: AbstractSet[int]) -> None:
-    """Raise MisfitError if one of `gpus` has less than `needed_bytes` free; the message names the processes on it.
+    """Raise MisfitError, naming the processes on it, if one of `gpus` has less than `needed_bytes` free.
 
     ending_pids: ids of processes that are terminated before the runs start. Their memory counts as free.
     """
@@ -173,7 +173,7 @@ def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: Abstr
         available_mib = free_by_uuid.get(gpu.uuid)
         if available_mib is None:
             continue  # nvidia-smi does not report this GPU, so nothing can be checked
-        # nvidia-smi may not know how much a process uses (containers, MIG); then nothing is added for it.
+        # nvidia-smi may not know how much a process uses (containers, MIG), and then nothing is added for it.
         available_mib += sum(holder.used_mib or 0 for holder in holders if holder.pid in ending_pids)
         if available_mib * 2**20 >= needed_bytes:
             continue

@@ -1,4 +1,4 @@
-"""The memory plan of a study's runs: how their memory is placed on their GPUs, and whether it fits."""
+"""Plan the memory of a study's runs: how it is placed on their GPUs, and whether it fits."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,16 +16,16 @@ from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 
 ASSUMED_GIB = 80.0
-"""GiB of a GPU's memory that the plan assumes if it is not known: that of an H100."""
+"""GiB of memory, as of an H100, that the plan assumes for a GPU of unknown memory."""
 _MAX_GPUS = 8
-"""Assumed number of GPUs of a machine if the machine is unknown."""
+"""Assumed number of GPUs of an unknown machine."""
 
 
 class GpuCapacity(NamedTuple):
     """The memory of one GPU.
 
-    size: in bytes. source: where the number comes from, for messages. is_known: False if the number is assumed, so that
-    no run may be refused because of it.
+    size: in bytes. source: where the number comes from, for messages. is_known: False if the number is assumed; then no
+    run may be refused because of it.
     """
 
     size: int
@@ -34,21 +34,21 @@ class GpuCapacity(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """Memory of the run of a study that needs most of it."""
+    """The memory of the run of a study that needs most of it."""
 
     spec: RunSpec
     shape: ModelShape
     reference_shape: ModelShape
     """Shape of the reference of the run's KL terms, which may be another model."""
     config: RunConfig
-    """The settings of the run, with those by which the plan places its memory."""
+    """The settings of the run, including those by which the plan places its memory."""
     capacity: GpuCapacity
     gpu_fraction: float
     """Fraction of a GPU that a run gets, in (0, 1]."""
     budget: int
-    """Bytes of that fraction."""
+    """Bytes of memory of that fraction."""
     allocations: tuple[Allocation, ...]
-    """Items of the run's memory, see `memory.list_allocations`."""
+    """Items of the run's memory; see `memory.list_allocations`."""
     host_bytes: int
     """Host memory of all ranks of a run."""
     runs_per_gpu: int
@@ -57,9 +57,9 @@ class MemoryPlan(NamedTuple):
     max_gpus: int
     """Maximum number of GPUs per run that a remedy may suggest."""
     placement_reason: str = ""
-    """Why the run is not placed in the fastest way; empty if it is."""
+    """Why the run is not placed in the fastest way, if it is not."""
     shared_cache_bytes: int = 0
-    """The smallest KV cache of all runs of the study, which all of them get."""
+    """The smallest KV cache of the study's runs, used for all of them."""
 
     @property
     def peak(self) -> int:
@@ -68,20 +68,20 @@ class MemoryPlan(NamedTuple):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of vLLM's KV cache; 0 for another sampler."""
+        """Bytes of vLLM's KV cache; 0 for other samplers."""
         rollout_sizes = {allocation.name: allocation.gpu_bytes[memory.ROLLOUT] for allocation in self.allocations}
         return rollout_sizes.get(memory.KV_CACHE_NAME, 0)
 
     @property
     def cache_shortfall(self) -> int:
-        """Bytes that vLLM's cache lacks for one conversation of full length; 0 if none, or for another sampler."""
+        """Bytes that vLLM's cache lacks for one conversation of full length; 0 if none, and for other samplers."""
         if not self.config.rollout.uses_vllm:
             return 0
         return max(self._conversation_bytes - self.cache_bytes, 0)
 
     @property
     def max_conversations(self) -> int:
-        """Concurrent conversations of full length for which vLLM's KV cache has memory."""
+        """Number of concurrent conversations of full length that fit in vLLM's KV cache."""
         return self.cache_bytes // self._conversation_bytes
 
     @property
@@ -96,9 +96,9 @@ class MemoryPlan(NamedTuple):
 
     @property
     def placement_settings(self) -> Mapping[str, object]:
-        """Settings of the trials that the plan has chosen so that they fit; they change no result.
+        """Settings that the plan has chosen so that the trials fit; they change no result.
 
-        Without a known size of the GPUs there are none, and every run takes what it needs.
+        There are none if the size of the GPUs is unknown, and every run then takes what it needs.
         """
         if not self.capacity.is_known:
             return {}
@@ -118,13 +118,13 @@ class MemoryPlan(NamedTuple):
 
 
 def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCapacity:
-    """The GPU memory to plan for: --gpu-memory-gib, else the smallest of `gpus`, else ASSUMED_GIB.
+    """Find the GPU memory to plan for: --gpu-memory-gib, else the smallest of `gpus`, else ASSUMED_GIB.
 
-    requested_gib: value of --gpu-memory-gib, None without the option; PlanError if it is not in (0, 4096]. gpus: the
-    GPUs that the study uses.
+    requested_gib: value of --gpu-memory-gib, if typed. gpus: the GPUs that the study uses. Raises PlanError if
+    requested_gib is not in (0, 4096].
     """
     if requested_gib is not None:
-        # No GPU has more than 4096 GiB: a larger number was probably typed in MiB.
+        # No GPU has more than 4096 GiB, so a larger number was probably meant in MiB.
         if not 0 < requested_gib <= 4096:
             raise PlanError(
                 f"--gpu-memory-gib {requested_gib:g} is not the memory of a GPU: type it in GiB, like "
@@ -134,7 +134,7 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
     uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
     entries = machine_checks.query_gpu_memory() if uuids else ()
     sizes = [entry.total_mib for entry in entries if entry.uuid in uuids and entry.total_mib is not None]
-    # Every GPU must be reported: one that is not (a MIG device, for example) may be the smallest.
+    # All GPUs must be reported, since one that is not (such as a MIG device) may be the smallest.
     if sizes and len(sizes) == len(gpus):
         return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", is_known=True)
     reason = "no GPU is visible" if not gpus else "nvidia-smi does not report it"
@@ -145,19 +145,19 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
 def plan_memory(
     plan: StudyPlan, resource_plan: ResourcePlan, capacity: GpuCapacity, environ: Mapping[str, str]
 ) -> MemoryPlan | None:
-    """The memory plan of the run that needs most; None for runs without GPUs, or if no model has a known shape."""
+    """Plan the memory of the run that needs most; None without GPUs, or if no model's shape is known."""
     if not resource_plan.gpu_slots:
         return None
-    # A remedy may use all GPUs of this machine. Their number is unknown if the GPU is assumed, and on a cluster, whose
-    # resource plan has no ids of GPUs.
+    # A remedy may use all GPUs of this machine. Their number is unknown if the GPU is assumed, and on a cluster, where
+    # the resource plan has no GPU ids.
     max_gpus = (capacity.is_known and len(resource_plan.gpus)) or _MAX_GPUS
     # Only a cluster has runs_per_node; without one, all runs are on this machine.
     runs_per_node = min(resource_plan.runs_per_node or resource_plan.max_concurrent, resource_plan.max_concurrent)
     models: list[RunModel] = []
-    # The memory of a run does not depend on its seed: one run per arm is enough.
+    # The memory of a run does not depend on its seed, so one run per arm is enough.
     for arm_spec in {spec.arm: spec for spec in plan.runs}.values():
         shape = read_model_shape(arm_spec.ppo_config.model.path, environ)
-        # A reference of its own that is not downloaded is planned with the policy's size.
+        # A separate reference that is not downloaded is planned with the policy's size.
         reference_shape = read_model_shape(arm_spec.ppo_config.model_paths[-1], environ) or shape
         if shape is not None and reference_shape is not None:
             models.append(RunModel(arm_spec, shape, reference_shape))
@@ -175,19 +175,19 @@ class RunModel(NamedTuple):
 def plan_runs_memory(
     models: Sequence[RunModel], capacity: GpuCapacity, runs_per_node: int, max_gpus: int
 ) -> MemoryPlan:
-    """The memory plan of the run that needs most, of runs that are all placed in the same way.
+    """Plan the memory of the run that needs most, with all runs placed in the same way.
 
     models: the runs, at least one. The other arguments are the fields of the same names in `MemoryPlan`. Of the ways to
-    place the runs that change no result, it takes the first one in which all fit without being tight; if there is none,
-    the one that needs least.
+    place the runs, which change no result, this takes the first in which all fit without being tight, or if there is
+    none, the one that needs least.
     """
     memory_plans: list[MemoryPlan] = []
     for placement in _PLACEMENTS:
         plans = [_plan_placed_run(model, placement, capacity, runs_per_node, max_gpus) for model in models]
         placed_plans = [memory_plan for memory_plan in plans if memory_plan is not None]
         if len(placed_plans) == len(models):
-            # A run may have the lower peak and still not fit, because vLLM's cache is too small. Runs of equal peaks
-            # may differ in what they keep in host memory, which is on the GPU if a remedy does not swap.
+            # A run with a lower peak may not fit, because vLLM's cache is too small. Runs of equal peaks may differ in
+            # their host memory, which is on the GPU if a remedy does not swap.
             largest_plan = max(
                 placed_plans,
                 key=lambda plan: (
@@ -216,11 +216,11 @@ _PLACEMENTS: tuple[Mapping[str, object], ...] = (
     {"trainer.swap_to_host": False, "trainer.zero_stage": 3},
     {"trainer.swap_to_host": True, "trainer.zero_stage": 3},
 )
-"""Ways to place the memory of a run, the fastest first."""
+"""Ways to place the memory of a run, fastest first."""
 
 
 def override_if_valid(config: RunConfig, settings: Mapping[str, object]) -> RunConfig | None:
-    """`config` with some settings changed; None if they contradict each other or the others."""
+    """Change some settings of `config`; return None if they contradict each other or the others."""
     try:
         return apply_overrides(config, settings)
     except ConfigError:
@@ -230,7 +230,7 @@ def override_if_valid(config: RunConfig, settings: Mapping[str, object]) -> RunC
 def _plan_placed_run(
     model: RunModel, placement: Mapping[str, object], capacity: GpuCapacity, runs_per_node: int, max_gpus: int
 ) -> MemoryPlan | None:
-    """The memory plan of a run with one of _PLACEMENTS (see `plan_runs_memory`).
+    """Plan the memory of a run with one of _PLACEMENTS (see `plan_runs_memory`).
 
     None if the placement is impossible, or differs from what the user has chosen.
     """
@@ -241,13 +241,13 @@ def _plan_placed_run(
     if "trainer.zero_stage" in placement and not trainer.uses_deepspeed:
         return None
     config = override_if_valid(spec.ppo_config, placement)
-    if config is None:  # such as swapping in stage 2, or sharding with adapters
+    if config is None:  # for example for swapping in stage 2, or sharding with adapters
         return None
     gpu_fraction = min(trainer.n_gpus_per_node, 1.0)
     budget = int(gpu_fraction * capacity.size)
     allocations = memory.list_allocations(shape, config, budget, reference_shape)
     host_bytes = memory.compute_host_bytes(allocations, shape, config)
-    # 1e-9: a rounding error in 1 / fraction must not cost a run.
+    # 1e-9, so that a rounding error in 1 / fraction does not cost a run.
     runs_per_gpu = min(int(1 / gpu_fraction + 1e-9), runs_per_node)
     return MemoryPlan(
         *model, config, capacity, gpu_fraction, budget, allocations, host_bytes, runs_per_gpu, runs_per_node, max_gpus
@@ -255,9 +255,9 @@ def _plan_placed_run(
 
 
 def make_memory_table(memory_plan: MemoryPlan) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Column names and rows of the plan's table, in GiB. Phases that the run does not have are left out.
+    """Make the column names and rows of the plan's table, in GiB, without phases that the run does not have.
 
-    The last two rows are the sum of each column, and how much of it is over the budget.
+    The last two rows are the sum of each column, and its excess over the budget.
     """
     has_critic = "critic" in memory.count_trained_parameters(memory_plan.shape, memory_plan.config)
     phases = [number for number, name in enumerate(PHASES) if has_critic or not name.startswith("critic")]
@@ -275,7 +275,7 @@ def make_memory_table(memory_plan: MemoryPlan) -> tuple[tuple[str, ...], list[li
 
 
 def format_memory_plan(memory_plan: MemoryPlan) -> list[str]:
-    """The plan in sentences: the run's budget, the memory of vLLM, host memory, and at the end that the run fits."""
+    """Format the plan in sentences: the run's budget, vLLM's memory, host memory, and that the run fits if it does."""
     config, budget_text = memory_plan.config, format_gib(memory_plan.budget)
     gpu_text = f"GPU with {format_gib(memory_plan.capacity.size)} GiB ({memory_plan.capacity.source})"
     ranks = memory.count_ranks(config)
@@ -299,7 +299,7 @@ def format_memory_plan(memory_plan: MemoryPlan) -> list[str]:
             "The weights are counted on a model that is built from its config.json. The memory of its passes is "
             "estimated as for a Qwen2 of the same widths; its attention may need more."
         )
-    if memory_plan.host_bytes:  # only of swapping and offloading
+    if memory_plan.host_bytes:  # with swapping or offloading
         all_runs_text = format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)
         sentences.append(
             f"Extra CPU memory: {format_gib(memory_plan.host_bytes)} GiB for each run, {all_runs_text} GiB for "
@@ -342,8 +342,8 @@ def _find_worst_phase(memory_plan: MemoryPlan) -> str:
 
 
 def describe_excess(memory_plan: MemoryPlan) -> str:
-    """Why the run does not fit: the largest items of the worst phase, or that vLLM has too little memory."""
-    # Every phase fits its budget, so only vLLM's cache can be too small.
+    """Say why the run does not fit: the largest items of the worst phase, or that vLLM has too little memory."""
+    # If every phase fits the budget, vLLM's cache is too small.
     if memory_plan.peak <= memory_plan.budget:
         return f"vLLM lacks {format_gib(memory_plan.cache_shortfall)} GiB for one conversation"
     phase = PHASES.index(_find_worst_phase(memory_plan))
@@ -358,7 +358,7 @@ def describe_excess(memory_plan: MemoryPlan) -> str:
 
 
 def format_gib(size: float) -> str:
-    """Bytes as a number of GiB with one decimal."""
+    """Format bytes as a number of GiB with one decimal."""
     return f"{size / GIB:.1f}"
 
 

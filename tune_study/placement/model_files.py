@@ -15,9 +15,9 @@ _STAYS = "keeps it, because it is one of the settings that identify its runs: pu
 
 
 def find_hub_cache(environ: Mapping[str, str]) -> Path:
-    """The folder in which the client of the model hub (huggingface_hub) caches models.
+    """Find the folder where huggingface_hub, the client of the model hub, caches models.
 
-    The order of the variables is that of the client, which still reads the older HUGGINGFACE_HUB_CACHE.
+    Variables are read in the client's order; it still reads the older HUGGINGFACE_HUB_CACHE.
     """
     for name, subfolder in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if environ.get(name):
@@ -27,27 +27,27 @@ def find_hub_cache(environ: Mapping[str, str]) -> Path:
 
 
 def find_downloaded_config(path: str, environ: Mapping[str, str]) -> Path | None:
-    """Path of the config.json of a hub id in the hub cache; None if the model is not there.
+    """Find the config.json of a hub id in the hub cache; None if the model is not there.
 
-    The hub cache may have several snapshots of a model, of which a run loads the one that refs/main names. The last one
-    by name stands for it here. If the two differ in what is checked, the error comes only when a run loads the model.
+    The hub cache may have several snapshots of a model. This takes the last one by name, and a run loads the one that
+    refs/main names. If the two differ in what is checked, the error comes only when a run loads the model.
     """
     folder = glob.escape(f"{find_hub_cache(environ)}/models--{path.replace('/', '--')}")
     return max(map(Path, glob.glob(f"{folder}/snapshots/*/config.json")), default=None)
 
 
 def make_absolute(path: str) -> str:
-    """`path` as an absolute path if it is a local file or folder, and unchanged otherwise, for example a hub id.
+    """Make the path of a local file or folder absolute; return anything else, such as a hub id, unchanged.
 
-    The processes of runs have other working folders, in which a relative path would name nothing.
+    The processes of runs have other working folders, where a relative path would not be found.
     """
     return str(Path(path).expanduser().absolute()) if _is_path_kind(path, Path.exists) else path
 
 
 def _is_path_kind(path: str, predicate: Callable[[Path], bool]) -> bool:
-    """Whether `path` satisfies `predicate`; False for an invalid path."""
+    """Check whether `path` satisfies `predicate`; False for an invalid path."""
     try:
-        # An empty path would be the current folder.
+        # An empty path would mean the current folder.
         return bool(path.strip()) and predicate(Path(path).expanduser())
     except (OSError, RuntimeError, ValueError):  # too long; the home of an unknown user (~name); with a null byte
         return False
@@ -65,8 +65,8 @@ def check_file(setting: str, path: str) -> None:
 def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatml", option: str = "--model ") -> None:
     """Raise PlanError unless `path` is a shipped model, a teacher that was made, a folder, or a downloaded hub id.
 
-    chat_format: value of model.chat_format. With auto, the model's chat template is checked too. option: the option
-    that names the model, as it is typed before its value; the message repeats it.
+    chat_format: value of model.chat_format; with auto, the model's chat template is checked too. option: the option
+    that names the model, as it is typed before its value, for the message.
     """
     if path in SHIPPED_MODELS:
         return
@@ -83,7 +83,7 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
             )
         _check_folder(Path(path), chat_format)
         return
-    if Path(path).is_absolute():  # a local folder, perhaps one of the machine on which the study was started
+    if Path(path).is_absolute():  # a folder, perhaps on the machine where the study was started
         make_link = f"mkdir -p {quote_argument(str(Path(path).parent))} && ln -s FOLDER {quote_argument(path)}"
         raise PlanError(
             f"The model folder {format_value(path, 1000)} does not exist on this machine: for a new study, type "
@@ -101,12 +101,12 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
 
 
 def _check_folder(folder: Path, chat_format: str) -> None:
-    """Raise PlanError unless a model's folder contains what the torch engine reads: config, weights and tokenizer."""
+    """Raise PlanError unless a model's folder contains config, weights and tokenizer that the torch engine can read."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architecture = (config.get("architectures") or ["no architecture"])[0]
     except (ValueError, AttributeError, LookupError, TypeError, RecursionError, OSError) as error:
-        # The file may be no JSON, no object, deeply nested, or have another type in `architectures`.
+        # The file may not be JSON or an object, be nested too deeply, or have another type in `architectures`.
         raise PlanError(f"The folder {folder} is not a model: its config.json cannot be read ({error}).") from None
     if architecture == "no architecture":
         raise PlanError(

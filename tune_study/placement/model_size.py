@@ -14,8 +14,7 @@ from trainable.config.sections import ModelConfig
 from trainable.files.json_values import parse_json
 from tune_study.placement.model_files import find_downloaded_config
 
-# By the billions of parameters in the name, the values of _FIELDS: hidden size, intermediate size, blocks, query heads,
-# key heads, vocabulary, tied head. Source: config.json of each model on the hub.
+# The values of _FIELDS, by the billions of parameters in the name. Source: config.json of each model on the hub.
 _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "0.5": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5": (1536, 8960, 28, 12, 2, 151_936, True),
@@ -25,7 +24,7 @@ _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "32": (5120, 27_648, 64, 40, 8, 152_064, False),
     "72": (8192, 29_568, 80, 64, 8, 152_064, False),
 }
-# By the variant in the name, the sizes in which it was released.
+# The released sizes, by the variant in the name.
 _RELEASED_SIZES = {
     "": ("0.5", "1.5", "3", "7", "14", "32", "72"),
     "Math-": ("1.5", "7", "72"),
@@ -46,8 +45,7 @@ _HUB_ID = re.compile(r"Qwen/Qwen2\.5-(|Math-|Coder-)(0\.5|1\.5|3|7|14|32|72)B(?:
 class ModelShape(BaseModel):
     """The fields of a Qwen2 model's config.json that determine its parameters; other fields are ignored.
 
-    The fields from `trunk` to `head_size` are for models of other architectures, whose parameters are counted on the
-    model itself.
+    The fields from `trunk` to `head_size` are for other architectures, whose parameters are counted on the model.
     """
 
     # strict: a config.json with "36" or 36.0 blocks is refused instead of being converted.
@@ -61,7 +59,7 @@ class ModelShape(BaseModel):
     num_key_value_heads: PositiveInt
     tie_word_embeddings: bool = False
     trunk: tuple[PositiveInt, ...] = ()
-    """Number of elements of every parameter tensor, without those of an untied head; empty for Qwen2."""
+    """Number of elements of every parameter tensor except an untied head; empty for Qwen2."""
     linear: int = 0
     """Number of elements of all linear layers together."""
     matrices: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
@@ -71,7 +69,7 @@ class ModelShape(BaseModel):
     is_plain_qwen2: bool = False
     """Whether our own implementation runs the model (see `trainable.config.model_limits`)."""
     max_position_embeddings: PositiveInt | None = None
-    """Tokens of the context; None where only the number of parameters is known."""
+    """Tokens of the context; None if only the number of parameters is known."""
 
     @property
     def head_dim(self) -> int:
@@ -80,12 +78,12 @@ class ModelShape(BaseModel):
 
     @property
     def is_counted(self) -> bool:
-        """Whether the architecture is not Qwen2, so that parameters were counted on the model."""
+        """Whether parameters were counted on the model, because its architecture is not Qwen2."""
         return bool(self.trunk)
 
 
 def find_published_sizes(path: str) -> dict[str, int | bool] | None:
-    """The fields of config.json that determine a model's shape; None unless `path` is the hub id of a Qwen2.5 model.
+    """Look up the config.json fields that determine a model's shape; None unless `path` is a Qwen2.5 hub id.
 
     Math, Coder and Instruct models have the shape of the base model of the same size. Quantized models are not listed,
     because they cannot be trained here.
@@ -97,11 +95,11 @@ def find_published_sizes(path: str) -> dict[str, int | bool] | None:
 
 
 def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None:
-    """The shape of the model at `path`: the shipped model, a folder, or a hub id.
+    """Read the shape of the model at `path`: a shipped model, a teacher, a folder, or a hub id.
 
     Nothing is downloaded. A hub id is looked up in the hub cache, and Qwen2.5 models also in `find_published_sizes`.
-    Returns None if neither has the model, or if its config.json does not describe a model that can be trained.
-    `check_model` then says why. environ: the environment variables, which determine the hub cache.
+    Returns None if neither has the model, or if its config.json does not describe a trainable model; `check_model` then
+    says why. environ: the environment variables, which determine the hub cache.
     """
     folder = os.path.expanduser(path)
     if path in SHIPPED_MODELS or path in TEACHERS:  # a teacher has the shape of its policy
@@ -114,11 +112,11 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
         sizes = find_published_sizes(path)
         return None if sizes is None else ModelShape.model_validate({**sizes, "is_plain_qwen2": True})
     try:
-        # Files of the hub cache are links, and a model may lie anywhere: they are not read like files of a study.
+        # Links are followed, unlike in a study's files: the hub cache consists of links, and a model may lie anywhere.
         config = parse_json(config_path.read_bytes())
         if not isinstance(config, dict) or not config.get("architectures"):
             return None
-        # transformers takes seconds to import, so a Qwen2 is counted by formulas. A model of another architecture is
+        # A Qwen2 is counted by formulas, since transformers takes seconds to import. A model of another architecture is
         # built without weights and counted.
         if config["architectures"] == [QWEN2_ARCHITECTURE]:
             return ModelShape.model_validate({**config, "is_plain_qwen2": is_plain_qwen2(config)})
@@ -130,13 +128,13 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
 
 
 def list_policy_tensor_sizes(shape: ModelShape) -> list[int]:
-    """Elements of every parameter tensor of the policy. A tied head is the embedding and is counted once."""
+    """List the elements of every parameter tensor of the policy. A tied head is the embedding, counted once."""
     head_sizes = [] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size]
     return _list_trunk_tensor_sizes(shape) + head_sizes
 
 
 def list_linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Numbers of inputs and outputs of each linear layer of a block, by the name of the layer."""
+    """List the (inputs, outputs) of each linear layer of a block, by name."""
     hidden, intermediate, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
     return {
         "q_proj": (hidden, hidden),
@@ -150,23 +148,23 @@ def list_linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def list_trunk_matrices(shape: ModelShape) -> list[tuple[int, int]]:
-    """(inputs, outputs) of each linear layer of the trunk: of all blocks, and without the head."""
+    """List the (inputs, outputs) of each linear layer of the trunk: of all blocks, without the head."""
     if shape.is_counted:
         return list(shape.matrices)
     return list(list_linear_layers(shape).values()) * shape.num_hidden_layers
 
 
 def list_adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int, int]]:
-    """(inputs, outputs) of the layers of a block that have an adapter; empty without LoRA."""
+    """List the (inputs, outputs) of the layers of a block that have an adapter; empty without LoRA."""
     layers, names = list_linear_layers(shape), model.lora_target_modules
     return [layers[name] for name in layers if model.lora_rank and (names == "all-linear" or name in names)]
 
 
 def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
-    """The number of elements of each trained tensor, by network: `policy` and, if there is one, `critic`.
+    """List the number of elements of each trained tensor, by network: `policy` and, if there is one, `critic`.
 
     With LoRA only the adapters and the value head are trained. With `critic.shared_trunk` the value head belongs to the
-    policy, and there is no `critic`. An advantage estimator without values needs no critic either.
+    policy. There is then no `critic`, as with an advantage estimator without values.
     """
     head_sizes = [shape.hidden_size, 1]  # weight and bias of the value head
     if config.model.lora_rank:  # A and B of every adapter
@@ -183,7 +181,7 @@ def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str,
 
 
 def _list_trunk_tensor_sizes(shape: ModelShape) -> list[int]:
-    """Embedding, blocks and final norm. In Qwen2 only the projections of queries, keys and values have a bias."""
+    """List the elements of embedding, blocks and final norm. In Qwen2 only query, key and value layers have a bias."""
     if shape.is_counted:
         return list(shape.trunk)
     hidden, intermediate = shape.hidden_size, shape.intermediate_size
@@ -194,15 +192,15 @@ def _list_trunk_tensor_sizes(shape: ModelShape) -> list[int]:
 
 
 def count_linear_parameters(shape: ModelShape) -> int:
-    """Elements of all linear layers of the policy. A tied head is the embedding and does not count."""
+    """Count the elements of all linear layers of the policy, without a tied head, which is the embedding."""
     if shape.is_counted:
         return shape.linear
-    # Everything that is neither the embedding nor a norm (two per block and the final one) belongs to a linear layer,
-    # including the biases.
+    # Everything but the embedding and the norms (two per block and the final one) belongs to a linear layer, including
+    # the biases.
     norm_parameters = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
     return count_policy_parameters(shape) - shape.vocab_size * shape.hidden_size - norm_parameters
 
 
 def count_policy_parameters(shape: ModelShape) -> int:
-    """Number of parameters of the policy."""
+    """Count the parameters of the policy."""
     return sum(list_policy_tensor_sizes(shape))

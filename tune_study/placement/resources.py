@@ -1,4 +1,4 @@
-"""Match the resources that a run needs with those of this machine: how many runs fit at once, and refusals."""
+"""Match the resources that runs need with this machine's: how many runs fit at once, and what is refused."""
 
 import math
 import re
@@ -22,31 +22,31 @@ from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 
 DEEPSPEED = "deepspeed==0.19.8"
-"""The version that the engine is written for, as it is typed for pip."""
+"""The version that the engine is written for, as a requirement for pip."""
 
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
-"""The model of an NVIDIA data-center GPU within its product name, such as H100 in `NVIDIA H100 80GB HBM3`."""
+"""Matches an NVIDIA data-center GPU's model in its product name, such as H100 in `NVIDIA H100 80GB HBM3`."""
 
 
 class GameRequirements(NamedTuple):
-    """What a game needs of a machine beyond what its runs need (`Game.requirements`)."""
+    """What a game needs from a machine in addition to its runs (`Game.requirements`)."""
 
     check: Callable[[StudyPlan], None]
     """Raise PlanError if a study of the game cannot be run."""
     describe_memory: Callable[[StudyPlan, int], str]
-    """A line about the memory that the game of this many concurrent runs takes at most."""
+    """Describe in a line the memory that the game takes at most with this many concurrent runs."""
     explain_shortage: Callable[[StudyPlan], str]
-    """Why the game does not fit on this machine, and what to type; empty if it does."""
+    """Explain why the game does not fit on this machine, and what to type; empty if it fits."""
 
 
 def load_game_requirements(plan: StudyPlan) -> list[GameRequirements]:
-    """The requirements of the games of a study; most games have none."""
+    """Load the requirements of a study's games; most games have none."""
     return [resolve_name(name) for name in {config.env.kind.requirements for config in plan.ppo_configs} if name]
 
 
 def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:
-    """(preset, reason): the one of --preset; without the option, paper if a GPU is visible and laptop otherwise."""
+    """Return (preset, reason): --preset, or without it paper if a GPU is visible and else laptop."""
     if requested_preset is not None:
         return requested_preset, "set by --preset"
     if gpus:
@@ -55,7 +55,7 @@ def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[
 
 
 def parse_gpus(text: str) -> tuple[str, ...]:
-    """The ids in the text of --gpus: whole numbers without leading zeros, each once. Raises PlanError for others."""
+    """Parse --gpus: distinct whole numbers without leading zeros. Raises PlanError for others."""
     ids = tuple(entry.strip() for entry in text.split(","))
     if not all(_GPU_ID.fullmatch(gpu_id) for gpu_id in ids) or len(set(ids)) < len(ids):
         raise PlanError(
@@ -65,10 +65,10 @@ def parse_gpus(text: str) -> tuple[str, ...]:
 
 
 def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
-    """Divide the GPUs into slots, one per concurrent run; the plan shows them. Ray assigns the GPUs itself.
+    """Divide the GPUs into slots, one per concurrent run, to show in the plan. Ray assigns the GPUs itself.
 
-    Runs on the CPU need no slot. n_gpus: GPUs per run, a fraction or a whole number that divides the number of GPUs, as
-    the callers check.
+    Runs on the CPU need no slot. n_gpus: GPUs per run, a fraction or a whole number that divides the number of GPUs.
+    Callers check this.
 
     Example:
         >>> make_slots(("0", "1"), 0.5)
@@ -79,16 +79,16 @@ def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
     if n_gpus == 0:
         return ()
     if n_gpus < 1:
-        # 1e-9: the quotient may be rounded to just below a whole number, which must not cost a run.
+        # 1e-9, so that a quotient that is rounded to just below a whole number does not cost a run.
         return tuple(gpu for gpu in gpus for _ in range(math.floor(1 / n_gpus + 1e-9)))
     size = int(n_gpus)
     return tuple(",".join(gpus[i : i + size]) for i in range(0, len(gpus), size))
 
 
 def format_gpu_label(n_gpus: float, gpus: tuple[Gpu, ...]) -> str:
-    """The label of one run's GPUs in the published form, such as 1xH100.
+    """Format the label of one run's GPUs in the published form, such as 1xH100.
 
-    A run without GPUs has the label 0xGPU. If the GPUs have different names, the label is 1xmixed.
+    A run without GPUs has the label 0xGPU. GPUs with different names give 1xmixed.
     """
     if n_gpus == 0 or not gpus:  # no GPU is visible in a dry run that plans for some
         return f"{n_gpus:g}xGPU"
@@ -104,23 +104,23 @@ def preflight(
     concurrency_limit: int | None,
     is_real: bool,
 ) -> ResourcePlan:
-    """Plan the resources of a study on this machine. Raise PlanError if it could never start.
+    """Plan the resources of a study on this machine. Raises PlanError if it could never start.
 
-    requested_gpus: text of --gpus. cores: CPUs of this machine. concurrency_limit: --max-concurrent. is_real: False for
-    a dry run, which also plans for GPUs that do not exist.
+    requested_gpus: value of --gpus. cores: CPUs of this machine. concurrency_limit: --max-concurrent. is_real: False
+    for a dry run, which also plans for GPUs that do not exist.
     """
     trainer = plan.base_config.trainer
     n_gpus = trainer.n_gpus_per_node
     run_bundles = make_bundles(n_gpus)
-    # This comes before check_device, whose message would suggest --gpus-per-exp, an option that has no effect here.
+    # Checked before check_device, whose message would suggest --gpus-per-exp, which has no effect here.
     if requested_gpus is not None and plan.model is None:
         raise PlanError(
             f"--gpus {format_value(requested_gpus)}: study {plan.study.name} trains on the CPU. Leave --gpus out."
         )
     check_device(trainer.device, n_gpus, requested_gpus)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
-    # Runs without a GPU compute on the CPUs that they reserve, so there are no more of them than cores. Runs with a GPU
-    # compute there, so --ray-num-cpus may be above the number of cores.
+    # Runs without a GPU compute on the CPUs that they reserve, so these must not exceed the cores. Runs with a GPU
+    # compute there, so --ray-num-cpus may exceed the cores.
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
     if len(run_bundles) > cpus:
         raise PlanError(
@@ -145,10 +145,10 @@ def preflight(
 
 
 def choose_threads(trainer: BaseTrainerConfig, cores: int, n_processes: int) -> Mapping[str, object]:
-    """The setting of the threads of a run on GPUs: its share of `cores`, at most MAX_DEFAULT_THREADS; else no setting.
+    """Choose the threads of a run on GPUs: its share of `cores`, at most MAX_DEFAULT_THREADS.
 
-    n_processes: processes that run at once, one per GPU of a run. Copies, hashing, tokenization and vLLM's scheduler
-    use the threads while the GPU waits. A number that was typed stays.
+    n_processes: concurrent processes, one per GPU of a run. Copies, hashing, tokenization and vLLM's scheduler use the
+    threads while the GPU waits. Returns no setting for runs on the CPU, and if a number was typed.
     """
     if not isinstance(trainer, TrainerConfig) or not trainer.n_gpus_per_node or trainer.num_threads is not None:
         return {}
@@ -180,13 +180,13 @@ def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None
 def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
     """Raise PlanError if a run needs an engine that is not installed, or several GPUs with the torch engine.
 
-    Also if the run stores weights in 4 bits, and the package for it is missing or the model has other sizes.
+    Also raised for weights in 4 bits if the package for them is missing or the model's sizes do not suit it.
 
     environ: the environment variables, which determine the hub cache.
     """
     trainer = config.trainer
     n_gpus = trainer.n_gpus_per_node
-    # The default strategy, auto, uses DeepSpeed for several GPUs. torch was chosen by the user.
+    # The default strategy, auto, uses DeepSpeed for several GPUs, so the user has chosen torch.
     if n_gpus > 1 and trainer.strategy == "torch":
         raise PlanError(
             f"--gpus-per-exp {n_gpus:g} needs DeepSpeed and trainer.strategy is torch, which updates on one device: "
@@ -209,7 +209,7 @@ def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
 def _choose_gpus(
     n_gpus: float, requested_gpus: str | None, visible_gpus: tuple[Gpu, ...], is_real: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The ids of the GPUs to use, and notes for the plan. Raise PlanError if they do not suit the runs."""
+    """Choose the ids of the GPUs to use, and notes for the plan. Raises PlanError if they do not suit the runs."""
     if n_gpus == 0:
         return (), ()
     visible_ids = tuple(gpu.id for gpu in visible_gpus)
@@ -217,7 +217,7 @@ def _choose_gpus(
     notes: tuple[str, ...] = ()
     if is_real:
         missing_ids = [gpu for gpu in ids if gpu not in visible_ids]
-        # Without --gpus the ids are the visible ones, of which there may be too few for one run.
+        # Without --gpus, the ids are the visible ones, which may be too few for one run.
         if missing_ids or not visible_ids or len(visible_ids) < n_gpus:
             requested_text = f"GPU {','.join(missing_ids)}" if missing_ids else f"{n_gpus:g} GPU per run"
             visible_text = f"the visible ones are {','.join(visible_ids)}" if visible_ids else "no GPU is visible"
@@ -226,11 +226,11 @@ def _choose_gpus(
                 f"--preset laptop to run without a GPU, or --dry-run to only see the plan."
             )
     elif not ids:
-        # A dry run on a machine without a GPU plans for as many GPUs as one run needs.
+        # On a machine without a GPU, a dry run plans for as many GPUs as one run needs.
         ids = tuple(str(index) for index in range(math.ceil(n_gpus)))
         listed_ids = ",".join(ids)
         notes = (f"No GPU is visible: the plan is for GPUs with the ids {listed_ids} (--gpus {listed_ids}).",)
-    # GPUs that are left over would stay idle for the whole study.
+    # Leftover GPUs would be idle for the whole study.
     if n_gpus >= 1 and len(ids) % int(n_gpus):
         raise PlanError(
             f"{len(ids)} GPU{'s do' if len(ids) > 1 else ' does'} not divide into runs of {n_gpus:g}: "

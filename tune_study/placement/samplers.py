@@ -16,17 +16,17 @@ from tune_study.placement.model_size import read_model_shape
 from tune_study.plan.errors import PlanError
 
 TORCH_SETTINGS: Mapping[str, object] = {"rollout.name": "torch", "model.compiled_passes": False}
-"""The settings without compiled code."""
+"""Settings that switch compiled code off."""
 TORCH_OPTIONS = "--set rollout.name=torch --set model.compiled_passes=false"
 
 
 def uses_compiled_code(config: RunConfig) -> bool:
-    """Whether runs with `config` sample or train in compiled code."""
+    """Check whether runs with `config` sample or train in compiled code."""
     return config.rollout.uses_compiled_sampler or config.model.compiled_passes
 
 
 def find_compiled_obstacle(configs: Iterable[RunConfig], environ: Mapping[str, str]) -> str:
-    """Why compiled code cannot run one of the configurations that ask for it; empty if nothing hinders it.
+    """Find why compiled code cannot run one of the configurations that ask for it; empty if it can.
 
     environ: the environment variables, which determine the hub cache.
     """
@@ -64,9 +64,9 @@ def _find_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str:
 
 
 def compile_kernels(configs: Iterable[RunConfig], environ: Mapping[str, str], console: Console) -> None:
-    """Compile the code of the tiny policies if a run needs it and this machine has not done so, and say so.
+    """Compile the code of the tiny policies and say so, if a run needs it and this machine has not compiled it yet.
 
-    Without this, each of the first runs would compile it. Raises PlanError if the command fails.
+    Otherwise, each of the first runs would compile it. Raises PlanError if the command fails.
     """
     if not any(map(uses_compiled_code, configs)) or is_compiled(environ):
         return

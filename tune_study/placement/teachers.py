@@ -1,4 +1,4 @@
-"""Make the teachers that a study needs and this machine does not have yet, before Ray starts."""
+"""Make the teachers that a study needs and this machine lacks, before Ray starts."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from tune_study.plan.errors import PlanError
 
 
 def find_missing_teachers(paths: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The teachers among the models at `paths` that this machine has not made yet, each once.
+    """Find the teachers among the models at `paths` that this machine has not made yet, each once.
 
     environ: the environment variables, which determine the cache.
     """
@@ -23,9 +23,9 @@ def find_missing_teachers(paths: Sequence[str], environ: Mapping[str, str]) -> l
 
 
 def describe_teachers(paths: Sequence[str], environ: Mapping[str, str], is_local: bool) -> list[str]:
-    """Lines of a plan about the teachers among the models at `paths`: what is made first, or what every node needs.
+    """Describe the teachers among the models at `paths` for the plan: what is made first, or what every node needs.
 
-    is_local: whether the study runs on this machine, not on a cluster.
+    is_local: whether the study runs on this machine instead of a cluster.
     """
     if is_local:
         return [
@@ -41,7 +41,7 @@ def describe_teachers(paths: Sequence[str], environ: Mapping[str, str], is_local
 
 
 def make_missing_teachers(paths: Sequence[str], environ: Mapping[str, str], console: Console) -> None:
-    """Make every teacher among `paths` that this machine lacks, each by its command, and print what the command prints.
+    """Make every teacher among `paths` that this machine lacks by its command, and print the command's output.
 
     Raises PlanError with the command if it fails.
     """

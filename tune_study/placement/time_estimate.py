@@ -1,10 +1,10 @@
 """Estimate the duration of a study from the FLOPs and bytes of a step.
 
-On GPUs it is the maximum at their published speed. The model assumes that passes over whole sequences are limited by
-arithmetic, and that sampling is limited by reading weights and KV cache. It also assumes that every conversation has
-maximum length, so a run with shorter replies is faster. No estimate has been compared with a measurement on a GPU.
+On GPUs the estimate is an upper bound at their published speed. It assumes that passes over whole sequences are limited
+by arithmetic, and sampling by reading weights and KV cache. It also assumes that every conversation has maximum length,
+so a run with shorter replies is faster. No estimate has been compared with a measurement on a GPU.
 
-On a CPU it is what a study takes on a core like the one on which the rates below were measured.
+On a CPU the estimate is for cores like the one on which the rates below were measured.
 """
 
 import math
@@ -22,25 +22,23 @@ from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
-"""Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach.
-
-Both fractions are assumptions: no run on a GPU has been measured.
-"""
+"""Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach. No run on a
+GPU has been measured."""
 FLOAT32_SLOWDOWN = 15
 """Duration of float32 passes relative to bfloat16, as on an H100: 67 against 989 TFLOP/s (NVIDIA's data sheet).
 
-Tensor cores would compute float32 products as TF32 at half the rate of bfloat16, but torch does not use that by itself.
+Tensor cores could compute float32 products as TF32 at half the bfloat16 rate, but torch does not by default.
 """
 HOST_BANDWIDTH = 50e9
-"""Bytes per second between pinned host memory and a GPU over PCIe 5. An assumption, of 64 GB/s by the standard."""
+"""Bytes per second between pinned host memory and a GPU over PCIe 5. An assumption; the standard has 64 GB/s."""
 OFFLOADED_SECONDS_PER_PARAMETER = 6.8e-9
-"""Seconds per parameter of an optimizer step of AdamW on one CPU thread, as measured with torch 2.13 (offloading)."""
+"""Seconds per parameter of an offloaded AdamW step on one CPU thread, as measured with torch 2.13."""
 
 
 class CpuRates(NamedTuple):
     """FLOP/s that one core reaches, as measured with the laptop preset (docs/performance.md).
 
-    passes: of updates and of passes without gradients. sampling: of rollouts.
+    passes: in updates and passes without gradients. sampling: in rollouts.
     """
 
     passes: float
@@ -49,22 +47,21 @@ class CpuRates(NamedTuple):
 
 COMPILED_RATES, TORCH_RATES = CpuRates(passes=48e9, sampling=35e9), CpuRates(passes=40e9, sampling=11e9)
 TYPICAL_FILL = 0.5
-"""Tokens of an episode relative to the longest one, as measured: 105 of 200 in the laptop preset."""
+"""Typical tokens of an episode relative to the maximum, as measured: 105 of 200 in the laptop preset."""
 PROBE_PASSES = 28
-"""Forward passes over the episodes of a probe that take as long as its rollout and its gradients.
+"""Duration of a probe's rollout and gradients in forward passes over its episodes.
 
 Measured with 8, 32 and 128 groups of the laptop preset. There are two batches, the published measure and ours, and up
 to three terms, each with a backward pass.
 """
 RUN_START_SECONDS = 4.0
-"""Seconds before the first step of a run on a CPU: imports, levels, the model."""
+"""Seconds before the first step of a run on a CPU: for imports, levels and the model."""
 
 
 class GpuRates(NamedTuple):
     """Published rates of one GPU.
 
-    peak_flops_per_s: dense bfloat16 FLOP/s, without sparsity. memory_bandwidth: bytes per second read from
-    the GPU's memory.
+    peak_flops_per_s: dense bfloat16 FLOP/s. memory_bandwidth: bytes per second read from the GPU's memory.
     """
 
     peak_flops_per_s: float
@@ -87,26 +84,26 @@ _GPU_RATES: tuple[tuple[str, GpuRates], ...] = (
 )
 """(part of a GPU's name as nvidia-smi prints it, rates). Source: NVIDIA's data sheets.
 
-The first match counts, so a longer name comes before the shorter name that it contains.
+The first match counts, so longer names come before shorter ones that they contain.
 """
 
 
 def find_rates(name: str) -> GpuRates | None:
-    """The rates of the GPU called `name`; None if unknown."""
+    """Find the rates of the GPU called `name`; None if unknown."""
     return next((rates for name_part, rates in _GPU_RATES if name_part in name), None)
 
 
 def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head: bool) -> float:
-    """FLOP of one forward pass over `rows` sequences of `tokens` tokens.
+    """Estimate the FLOP of one forward pass over `rows` sequences of `tokens` tokens.
 
     with_head: whether the pass ends with the product of hidden states and the language-model head.
 
-    The blocks take 2 FLOP per weight and token. The attention of a block consists of two products, queries with keys
-    and probabilities with values. Each takes 2 h FLOP for each of the T (T + 1) / 2 pairs of tokens. The head takes
-    2 h V FLOP per token. Source: definition (a multiplication and an addition count as two).
+    The blocks take 2 FLOP per weight and token. The attention of a block has two products, queries with keys and
+    probabilities with values, each with 2 h FLOP for each of the T (T + 1) / 2 pairs of tokens. The head takes 2 h V
+    FLOP per token. Source: definition (a multiplication and an addition count as two).
     """
     hidden, layers = shape.hidden_size, shape.num_hidden_layers
-    # Embedding and head are not blocks: reading an embedding takes no product. A tied head is the embedding itself.
+    # Not counted here: the embedding, which is read without a product, and the head, which is the embedding if tied.
     embedding_parameters = shape.vocab_size * hidden * (1 if shape.tie_word_embeddings else 2)
     block_flops = 2.0 * (count_policy_parameters(shape) - embedding_parameters) * tokens
     attention_flops = 2.0 * layers * hidden * tokens * (tokens + 1)
@@ -114,25 +111,25 @@ def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head:
 
 
 def recomputes_logprobs(config: RunConfig) -> bool:
-    """Whether the trainer has a pass of its own for the log-probs of the sampled tokens."""
+    """Check whether the trainer has a separate pass for the log-probs of the sampled tokens."""
     return config.rollout.has_own_weights and config.rollout.recompute_logprobs
 
 
 def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
-    """FLOP of one training step without sampling: the passes of the reference and for values, and the updates.
+    """Estimate the FLOP of one training step without sampling: passes of the reference, for values, and updates.
 
-    It is an upper estimate: every conversation has its maximum length. Log-probs of the sampling policy need a pass of
-    their own if the engine has its own weights, unless it is off (rollout.recompute_logprobs).
+    This is an upper bound, since every conversation is assumed to have maximum length. Log-probs of the sampling policy
+    need a separate pass if the engine has its own weights, unless it is off (rollout.recompute_logprobs).
 
-    A pass with gradients counts as three forward passes: the backward pass computes the gradients of activations and
-    those of weights. With LoRA it counts as two, because the frozen weights have no gradients. Gradient checkpointing
-    adds one, because it repeats the forward pass. Matrix products with adapters are not counted.
+    A pass with gradients counts as three forward passes, since the backward pass computes the gradients of activations
+    and of weights. With LoRA it counts as two, because frozen weights have no gradients. Gradient checkpointing adds
+    one, because it repeats the forward pass. Matrix products with adapters are not counted.
     """
     env, tokens = config.env, compute_max_tokens(config)
     rows = env.env_groups * env.group_size * env.max_conversations_per_rollout
     train_factor = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy_flops, critic_flops = (estimate_forward_flops(shape, rows, tokens, with_head) for with_head in (True, False))
-    recompute_factor = config.actor.loss.needs_pass_before_step  # 1 for a loss that needs a pass without gradients
+    recompute_factor = config.actor.loss.needs_pass_before_step  # 1 if the loss needs a pass without gradients
     total_flops = (
         config.actor.ppo_epochs * (train_factor + recompute_factor) * policy_flops
         + config.trains_with_reference * policy_flops
@@ -147,19 +144,19 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
 
 
 def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, rates: GpuRates) -> float:
-    """Seconds that one rank needs to roll out `rows` conversations.
+    """Estimate the seconds that one rank needs to roll out `rows` conversations.
 
-    The time is that of one forward pass over all tokens, plus one read of weights and KV cache for each sampled token.
+    That is one forward pass over all tokens, and one read of weights and KV cache per sampled token.
     """
     dtype_bytes = memory.get_dtype_bytes(config)
-    # vLLM decodes at most VLLM_MAX_SEQS conversations at once and reads its weights again for each such wave. The torch
+    # vLLM decodes at most VLLM_MAX_SEQS conversations at once and reads its weights for each such wave. The torch
     # sampler decodes all rows together.
     waves = math.ceil(rows / memory.VLLM_MAX_SEQS) if config.rollout.uses_vllm else 1
     tokens = compute_max_tokens(config)
     # A conversation grows from nothing to its full length, so its cache is half full on average.
     cache_bytes = rows * tokens / 2 * compute_token_kv_bytes(shape, dtype_bytes)
-    # vLLM stores its weights in `model.dtype`, and so does a base that is frozen under LoRA. Without either, the torch
-    # sampler reads the float32 weights of the policy and casts them for every token.
+    # Weights are in `model.dtype` in vLLM and in a base that is frozen under LoRA. Otherwise, the torch sampler reads
+    # the policy's float32 weights and casts them for every token.
     weight_dtype_bytes = dtype_bytes if config.rollout.uses_vllm or config.model.lora_rank else memory.FLOAT32
     read_bytes = waves * weight_dtype_bytes * count_policy_parameters(shape) + cache_bytes
     new_tokens = config.env.max_turn * config.rollout.response_length
@@ -169,7 +166,7 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
 
 
 def estimate_host_seconds(shape: ModelShape, config: RunConfig) -> float:
-    """Seconds of a training step for swapping, and for optimizer steps on the CPU (trainer.offload_optimizer).
+    """Estimate the seconds per training step for swapping and for optimizer steps on the CPU (offload_optimizer).
 
     In a step, each trained network and its moments go to the GPU and back once, and the policy's weights once more for
     the log-probs, for each sync and for values. Both are divided among the ranks.
@@ -190,9 +187,9 @@ def estimate_host_seconds(shape: ModelShape, config: RunConfig) -> float:
 
 
 def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
-    """Maximum seconds of one training step without validation.
+    """Estimate the maximum seconds of one training step without validation.
 
-    The ranks of a run divide the work among them. A run on a fraction of a GPU shares its time with other runs.
+    The ranks of a run divide the work. A run on a fraction of a GPU shares its time with other runs.
     """
     flops_per_s = ASSUMED_MFU * rates.peak_flops_per_s / (FLOAT32_SLOWDOWN if config.model.dtype == "float32" else 1)
     env = config.env
@@ -203,7 +200,7 @@ def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates)
 
 
 def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
-    """Seconds of a whole run: its steps, validations and tests."""
+    """Estimate the seconds of a whole run: its steps, validations and tests."""
     env, trainer = config.env, config.trainer
     gpu_fraction = min(trainer.n_gpus_per_node, 1.0)
     # The test levels are rolled out at the end, sampled and greedy.
@@ -221,7 +218,7 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
 
 
 def estimate_cpu_run_seconds(shape: ModelShape, config: RunConfig) -> float:
-    """Seconds of a whole run on one core, with episodes of typical length. A typical tree asks no child."""
+    """Estimate the seconds of a run on one core, with episodes of typical length. A typical tree asks no child."""
     passes_rate = (COMPILED_RATES if config.model.compiled_passes else TORCH_RATES).passes
     sampling_rate = (COMPILED_RATES if config.rollout.uses_compiled_sampler else TORCH_RATES).sampling
     env, trainer, tokens = config.env, config.trainer, round(TYPICAL_FILL * compute_max_tokens(config))
@@ -237,7 +234,7 @@ def estimate_cpu_run_seconds(shape: ModelShape, config: RunConfig) -> float:
 
 
 def _estimate_cpu_seconds(plan: StudyPlan, spec: RunSpec) -> float | None:
-    """Seconds of a run on one core; None if they are not known."""
+    """Estimate the seconds of a run on one core; None if unknown."""
     if (estimate_step := plan.study.family.estimate_step_seconds) is not None:
         step_seconds = estimate_step(spec.config)
         return None if step_seconds is None else step_seconds * spec.steps
@@ -246,14 +243,14 @@ def _estimate_cpu_seconds(plan: StudyPlan, spec: RunSpec) -> float | None:
 
 
 def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | None:
-    """The estimate for a study that trains on CPUs; None on GPUs, and if the time of a run is not known."""
+    """Format the estimate for a study that trains on CPUs; None on GPUs, and if the time of a run is unknown."""
     if resource_plan.gpu_slots:
         return None
     run_seconds = {spec.run_id: _estimate_cpu_seconds(plan, spec) for spec in plan.runs}
     known_seconds = {run_id: seconds for run_id, seconds in run_seconds.items() if seconds is not None}
     if len(known_seconds) < len(run_seconds):
         return None
-    # Of one core, whether or not the runs of a trial are trained together.
+    # A trial uses one core, whether or not it trains its runs together.
     trial_seconds = [sum(known_seconds[spec.run_id] for spec in specs) for specs in plan.trials]
     types = {config.model.dtype for config in plan.ppo_configs} - {"float32"}
     types_text = f"; measured in float32, and a CPU is slower in {' and '.join(sorted(types))}" if types else ""
@@ -267,7 +264,7 @@ def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | 
 
 
 def estimate_probe_seconds(shape: ModelShape, config: RunConfig, gpu_name: str) -> float | None:
-    """Seconds of a probe, without loading; None if the rates of the GPU are unknown. gpu_name: empty on a CPU."""
+    """Estimate the seconds of a probe after loading; None if the GPU's rates are unknown. gpu_name: empty on a CPU."""
     episodes = (config.trainer.gradient_analysis_env_groups or 0) * (config.trainer.gradient_analysis_group_size or 0)
     if not gpu_name:
         flops = estimate_forward_flops(
@@ -282,7 +279,7 @@ def estimate_probe_seconds(shape: ModelShape, config: RunConfig, gpu_name: str) 
 
 
 def _count_validations(config: RunConfig) -> int:
-    """Validations of a run: sampled and greedy before step 1, then sampled every `test_freq` steps, and greedy last."""
+    """Count a run's validations: sampled and greedy before step 1, sampled every `test_freq` steps, greedy last."""
     trainer = config.trainer
     return 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
 
@@ -290,19 +287,19 @@ def _count_validations(config: RunConfig) -> int:
 def format_time_line(
     memory_plan: MemoryPlan, plan: StudyPlan, resource_plan: ResourcePlan, gpu_names: tuple[str, ...]
 ) -> str | None:
-    """The estimate as a line of the plan; None if the rates of a GPU are unknown.
+    """Format the estimate as a line of the plan; None if the rates of a GPU are unknown.
 
     gpu_names: names of the GPUs in use, as nvidia-smi prints them.
     """
     known_rates = [gpu_rates for name in gpu_names if (gpu_rates := find_rates(name)) is not None]
     if not known_rates or len(known_rates) < len(gpu_names):
         return None
-    # A run may get any of the GPUs, so the maximum uses the slowest arithmetic and the slowest memory among them.
+    # A run may get any of the GPUs, so the slowest arithmetic and the slowest memory count.
     rates = GpuRates(
         min(gpu_rates.peak_flops_per_s for gpu_rates in known_rates),
         min(gpu_rates.memory_bandwidth for gpu_rates in known_rates),
     )
-    # Only the run that needs most memory is estimated. It stands for all runs.
+    # The run that needs most memory stands for all runs.
     config = memory_plan.config
     seconds_per_run = estimate_run_seconds(memory_plan.shape, config, rates)
     seconds_per_study = seconds_per_run * math.ceil(len(plan.runs) / max(resource_plan.max_concurrent, 1))
@@ -316,7 +313,7 @@ def format_time_line(
 
 
 def format_estimate(seconds: float, digits: int = 3) -> str:
-    """Seconds in the largest unit that they reach, such as `2.5 min`. digits: significant ones."""
+    """Format seconds in the largest unit that they reach, such as `2.5 min`. digits: significant digits."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.{digits}g} {unit}"

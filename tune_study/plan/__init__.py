@@ -1,1 +1,1 @@
-"""From a study and options to named runs."""
+"""Turn a study and options into named runs."""

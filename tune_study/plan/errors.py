@@ -14,7 +14,7 @@ class MisfitError(PlanError):
 
 @contextmanager
 def as_plan_error(error_class: type[Exception]) -> Iterator[None]:
-    """Raise PlanError, with the same message, for an error of this class in the body."""
+    """Turn errors of this class in the body into a PlanError with the same message."""
     try:
         yield
     except error_class as error:

@@ -37,9 +37,9 @@ from search_spaces.language_model.family import PPO
 
 
 def parse_factors(assignments: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The values of each --vary KEY=VALUE,VALUE,..., by setting, as they were typed.
+    """Parse the values of each --vary KEY=VALUE,VALUE,..., by setting, as they were typed.
 
-    Raises PlanError or ConfigError for a setting or a value that does not exist, and for one that is given twice.
+    Raises PlanError or ConfigError if a setting or a value does not exist or is given twice.
     """
     if not assignments:
         raise PlanError("A study varies at least one setting: type --vary KEY=VALUES, like --vary actor.lr=1e-4,3e-4.")
@@ -67,7 +67,7 @@ def parse_factors(assignments: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:
-    """The text of a file that declares the study `name` over the values of each setting in `factors`."""
+    """Format a file that declares the study `name` over the values of each setting in `factors`."""
     constants = contrasts = ""
     option, choice = "--values", "others"
     if len(factors) == 1:

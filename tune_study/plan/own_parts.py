@@ -1,7 +1,7 @@
-"""Read the files of the user whose parts a study names, before its runs are planned.
+"""Read the plug-in files that a study names, before its runs are planned.
 
-Only files are opened that were typed: in an option, in a study file that was typed, or in the call of `tune_study.run`.
-A results folder records the texts, for reading and for a comparison. A path in a folder is shown and never opened.
+Only typed files are opened: named by an option, by a typed study file, or in the call of `tune_study.run`. A results
+folder records the texts, for reading and for comparison. A path in a folder is shown and never opened.
 """
 
 import difflib
@@ -28,16 +28,16 @@ from tune_study.plan.errors import PlanError, as_plan_error
 
 GAME_SETTING = "env.name"
 CODE_OPTION = "--code"
-"""The option with which files of parts are typed where no setting names them."""
+"""The option that names plug-in files where no setting does."""
 
 MAX_SOURCE_BYTES = 1_000_000
 MAX_DIFF_LINES = 40
 
 
 def read_source(path_text: str, purpose: str) -> str:
-    """The text of a Python file. Raise PlanError if it cannot be read, or is none.
+    """Read a Python file. Raises PlanError if it cannot be read or is not a text file.
 
-    purpose: what the file is for, after "type the path of a Python file".
+    purpose: what the file is for, to follow "type the path of a Python file".
     """
     path = Path(path_text).expanduser()
     shown_path = format_value(path_text, 1000)
@@ -55,7 +55,7 @@ def read_source(path_text: str, purpose: str) -> str:
 
 
 def format_changes(old_text: str, new_text: str) -> str:
-    """The lines in which a file differs from its text when a study was started, indented, for a message."""
+    """Format the lines in which a file differs from its text when a study was started, indented, for a message."""
     lines = list(
         difflib.unified_diff(
             old_text.splitlines(), new_text.splitlines(), "when the study was started", "now", lineterm="", n=1
@@ -65,7 +65,7 @@ def format_changes(old_text: str, new_text: str) -> str:
 
 
 def load_typed_files(paths: Iterable[str]) -> None:
-    """Read and execute files that were typed. Raise PlanError if one cannot be used, or if two have the same name."""
+    """Read and execute typed files. Raises PlanError if one cannot be used, or if two have the same name."""
     files = [PartFile(path, read_source(path, "that has the parts of the study")) for path in dict.fromkeys(paths)]
     files_by_name: dict[str, PartFile] = {}
     for file in files:
@@ -83,21 +83,21 @@ def load_typed_files(paths: Iterable[str]) -> None:
 def load_named_files(
     study: Study, study_path: str, values: Sequence[str] | None, preset: str, typed_values: Iterable[object]
 ) -> None:
-    """Read and execute the files of all parts that the settings of a study name.
+    """Read and execute the plug-in files that the settings of a study name.
 
     Args:
         study: the declaration.
-        study_path: path of the file that declares it, in whose folder relative paths of its settings start; empty
-            for a study of this package, or one that was declared in Python.
-        values: values of its axis, as they were typed; None for those of the preset.
+        study_path: path of the file that declares it, to whose folder paths in its settings are relative; empty for a
+            study of this package, or one that was declared in Python.
+        values: values of its axis, as they were typed; None for all of the preset.
         preset: the preset.
         typed_values: values of settings that were typed.
 
-    Raises PlanError if a file cannot be used, or if two files have the same name: a configuration tells them apart by
-    the name of the file alone.
+    Raises PlanError if a file cannot be used, or if two files have the same name, since a configuration tells them
+    apart only by name.
     """
     named_settings = study.axis.named_settings
-    # The name of an arm may look like a part, but is none.
+    # The name of an arm may look like a plug-in, but is not one.
     typed_arms = [value for value in values or () if value not in named_settings]
     typed_paths = [part.path for part in _find_names([*typed_values, *typed_arms])]
     arms = [named_settings.get(value, value) for value in values or study.get_grid(preset)]
@@ -108,7 +108,7 @@ def load_named_files(
 
 
 def pin_typed_values(values: Mapping[str, object]) -> dict[str, object]:
-    """Read the files of the parts that typed values of settings name, and name each part with its digest.
+    """Read the plug-in files that typed values of settings name, and add each file's hash to the plug-in's name.
 
     Raises PlanError if a file cannot be used.
     """
@@ -125,7 +125,7 @@ def pin_typed_values(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def load_game_settings(name: str) -> dict[str, object]:
-    """Read the file of a game of the user, and return the settings that come with the game: its attribute `settings`.
+    """Read the file of a plug-in game, and return the settings that come with it: its attribute `settings`.
 
     name: the game as it was typed, FILE.py:NAME. A game without the attribute has no settings. Raises PlanError if the
     file or the game cannot be used.
@@ -137,7 +137,7 @@ def load_game_settings(name: str) -> dict[str, object]:
         game = get_part(part._replace(path=part.file_name).format())
     try:
         settings = getattr(game() if callable(game) else game, "settings", {})
-    except Exception:  # the check of the game names the error
+    except Exception:  # the check of the game reports the error
         settings = {}
     if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
         raise PlanError(
@@ -148,7 +148,7 @@ def load_game_settings(name: str) -> dict[str, object]:
 
 
 def _find_names(value: object) -> Iterator[PartName]:
-    """All parts that are named in values of settings, which may be texts such as `[a.py:rule,b.py:rule]`."""
+    """Yield all plug-ins that values of settings name; values may be texts such as `[a.py:rule,b.py:rule]`."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -160,7 +160,7 @@ def _find_names(value: object) -> Iterator[PartName]:
 
 
 def list_used_files(configs: Iterable[BaseRunConfig]) -> tuple[PartFile, ...]:
-    """The files whose parts the configurations name, without repetition."""
+    """List the plug-in files that the configurations use, each once."""
     files = {(file.name, file.digest): file for config in configs for file in list_part_files(config)}
     return tuple(files.values())
 
@@ -168,7 +168,7 @@ def list_used_files(configs: Iterable[BaseRunConfig]) -> tuple[PartFile, ...]:
 def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:
     """Raise PlanError unless the files with which a study was started were typed again, with the same texts.
 
-    Parts decide what runs compute, so a study never continues with another text.
+    Plug-ins decide what runs compute, so a study never continues with another text.
 
     entries: the record in study.json of `folder`.
     """
@@ -192,9 +192,9 @@ def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:
 
 
 def check_parts(configs: Sequence[BaseRunConfig]) -> None:
-    """Try each part of the user on a small example. Raise PlanError that names the part and what is wrong with it."""
+    """Try each plug-in on a small example. Raises PlanError that names the plug-in and what is wrong with it."""
     parts_by_config = [(config, list_parts(config)) for config in configs]
-    # A reward is tried on the levels of each game.
+    # A reward is tried on each game's levels.
     configs_by_part = {
         (setting, part, parts.get(GAME_SETTING)): config
         for config, parts in parts_by_config
@@ -204,7 +204,7 @@ def check_parts(configs: Sequence[BaseRunConfig]) -> None:
         return
     from trainable.part_checks import check_part  # imports torch
 
-    # Games first: other parts are tried with them.
+    # Games first, since other plug-ins are tried with them.
     for (setting, _, _), config in sorted(configs_by_part.items(), key=lambda entry: entry[0][0] != GAME_SETTING):
         with as_plan_error(OwnPartError):
             check_part(config, setting)

@@ -1,6 +1,6 @@
-"""Studies that are declared in a file of the user.
+"""Load studies that are declared in a user's file.
 
-Only a file whose path was typed is executed. A results folder records the text of the file, for reading and for a
+Only a file whose path was typed is executed. A results folder records the text of the file, for reading and for
 comparison; a path in a folder is shown and never opened.
 """
 
@@ -24,7 +24,7 @@ NEW_COMMAND = format_command("new", "NAME", "--vary", "actor.lr=1e-4,3e-4")
 """An example of the command that writes the file of a study."""
 
 DEFAULT_NAME = "STUDY"
-"""The variable of a file that has its study, unless another one is typed after a colon."""
+"""The variable of a file that holds its study, unless another one is typed after a colon."""
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -32,8 +32,8 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 class StudySource(NamedTuple):
     """Where the declaration of a study comes from.
 
-    typed: the path as it was typed. text: the content of the file. sha256: of that text. accepts_change: whether a
-    study may continue that was started with another text.
+    typed: the path as it was typed. text: the content of the file. sha256: hash of the text. accepts_change: whether a
+    study that was started with another text may continue.
     """
 
     typed: str
@@ -53,21 +53,21 @@ class StudySource(NamedTuple):
 
 
 class OwnStudy(NamedTuple):
-    """A study of the user, and where its declaration comes from."""
+    """A study from a user's file or from Python, and where its declaration comes from."""
 
     study: Study
     source: StudySource
 
 
 def is_study_file(name: str) -> bool:
-    """Whether the name of a study is the path of a Python file, with or without the variable after a colon."""
+    """Check whether the name of a study is the path of a Python file, with or without a variable after a colon."""
     return _split_path(name)[0].endswith(".py")
 
 
 def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
     """Execute the Python file that was typed, and return the study that it declares.
 
-    typed: the path of the file, or path:VARIABLE; without a variable it is STUDY. accepts_change: see `StudySource`.
+    typed: the path of the file, or path:VARIABLE; the default variable is STUDY. accepts_change: see `StudySource`.
     Raises PlanError if there is no such file, if it cannot be executed, or if it declares no usable study.
     """
     path_text, variable = _split_path(typed)
@@ -89,10 +89,10 @@ def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
 def load_typed_code(
     study: str | None, code_paths: Sequence[str] | None, accepts_change: bool = False
 ) -> OwnStudy | None:
-    """Execute what was typed with --study and --code to continue a study; return the study, None without --study."""
+    """Execute the files of --study and --code to continue a study; return the study, None without --study."""
     own_study = None if study is None else load_own_study(study, accepts_change)
     paths = list(code_paths or ())
-    # The file of a study may have parts as well, unless another file of that name has them.
+    # The file of a study may contain plug-ins as well, unless another file of that name was typed.
     if own_study is not None and Path(own_study.source.path).name not in {Path(path).name for path in paths}:
         paths.append(own_study.source.path)
     load_typed_files(paths)
@@ -100,10 +100,10 @@ def load_typed_code(
 
 
 def list_resume_options(path: str | None, code_paths: Iterable[str] = ()) -> tuple[str, ...]:
-    """What `resume` needs besides the folder.
+    """List what `resume` needs besides the folder.
 
-    path: where the study is declared; None or empty if it is in no file. code_paths: the files of its parts. A file
-    that is typed with --study is not typed again.
+    path: where the study is declared; None or empty if it is in no file. code_paths: its plug-in files. A file that is
+    typed with --study is not repeated.
     """
     study_options = ("--study", path) if path else ()
     other_paths = [code_path for code_path in code_paths if not path or code_path != _split_path(path)[0]]
@@ -111,7 +111,7 @@ def list_resume_options(path: str | None, code_paths: Iterable[str] = ()) -> tup
 
 
 def check_same_source(folder: Path, entry: SourceFile, source: StudySource) -> None:
-    """Raise PlanError, with the lines that differ, if a study was started with another text of its file.
+    """Raise PlanError, with the lines that differ, if the study was started with another text of its file.
 
     entry: the declaration in study.json of `folder`.
     """
@@ -126,7 +126,7 @@ def check_same_source(folder: Path, entry: SourceFile, source: StudySource) -> N
 
 
 def explain_missing_file(folder: Path, entry: SourceFile) -> str:
-    """What to do to continue a study of the user. Its file is named, and not opened."""
+    """Explain how to continue a study from a user's file or from Python. The file is named, and not opened."""
     if not entry.path:
         return (
             f"The study in {folder} was declared in Python, and a results folder never chooses code: call "
@@ -140,21 +140,18 @@ def explain_missing_file(folder: Path, entry: SourceFile) -> str:
 
 
 def _split_path(typed: str) -> tuple[str, str]:
-    """Path and variable of what was typed."""
+    """Split what was typed into path and variable."""
     path, colon, variable = typed.rpartition(":")
     return (path, variable) if colon and path.endswith(".py") else (typed, DEFAULT_NAME)
 
 
 def is_study_name(name: str) -> bool:
-    """Whether a study may have this name: lower-case words joined by hyphens, since folders are named after it."""
+    """Check whether a study may have this name: lower-case words joined by hyphens, since it names folders."""
     return _NAME.fullmatch(name) is not None
 
 
 def check_study(study: Study, path_text: str) -> None:
-    """Raise PlanError for an unusable declaration.
-
-    That is one with a name that a folder cannot have or that is taken, with texts that cannot be shown, or with an axis
-    without values.
+    """Raise PlanError for an unusable declaration: an unusable or taken name, unprintable texts, or no axis values.
 
     path_text: where the study is declared, for the message.
     """

@@ -1,4 +1,4 @@
-"""Remarks of a plan: settings that are allowed, but with which a run has nothing to learn, or cannot learn it."""
+"""Make the remarks of a plan: settings that are allowed, but with which a run has nothing to learn or cannot learn."""
 
 import math
 from collections.abc import Iterator
@@ -11,26 +11,27 @@ from trainable.families import Remark
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 UNIFORM_TEMPERATURE = 100.0
-"""Log-probs of tokens whose logits differ by 100, more than those of a trained model do, differ by 1 nat."""
+"""At this temperature, logits that differ by 100, more than in a trained model, give log-probs that differ by 1 nat."""
 GREEDY_TEMPERATURE = 0.01
-"""A token whose logit is 0.1 below the largest one is e^10 times less likely."""
+"""At this temperature, a token with a logit 0.1 below the largest is e^10 times less likely."""
 DOMINANT_COEFFICIENT = 1_000.0
-"""Advantages have a standard deviation of about 1, or are differences of scores of at most about 11. A term with such a
-coefficient outweighs them at least a hundredfold."""
+"""A term with this coefficient outweighs advantages at least a hundredfold: they have a standard deviation of about 1,
+or are differences of scores of at most about 11."""
 ADAM_EPS = 1e-8
-"""Added to the root of AdamW's second moment: below it, steps shrink with the gradient."""
+"""Added to the root of AdamW's second moment. Below this value, steps shrink with the gradient."""
 SMALLEST_STEP = 1e-12
-"""A step of this size is lost to float32's rounding in every weight above 2^24 times as much, about 2e-5."""
+"""A step of this size is lost to float32 rounding in every weight above 2^24 times as much, about 2e-5."""
 LARGEST_SMALL_ETA = 1e12
-"""Skills over this temperature give gradients of about 1e-12, which AdamW's epsilon makes steps of lr x 1e-4."""
+"""Skills divided by this temperature give gradients of about 1e-12, and AdamW's epsilon then makes steps of lr x
+1e-4."""
 COARSE_PENALTY = 2.0**27
-"""Numbers of float32 from here on are at least 16 apart, and a solved level is worth 10.9."""
+"""From here on, float32 numbers are at least 16 apart, and a solved level is worth 10.9."""
 SHORTEST_REPLY = 3
 """Tokens of the shortest valid reply: the tags before the answer, an action, and the tag after the answer."""
 VANISHING_DISCOUNT = 0.01
-"""A discount per token with which a reward counts a millionth three tokens earlier."""
+"""With this discount per token, a reward counts a millionth three tokens earlier."""
 VANISHING_EXPONENT = 104.0
-"""exp of minus this is below the smallest number of float32, so it is 0."""
+"""exp(-x) of this x is below the smallest float32 number, so it is 0."""
 
 
 PPO_REMARKS: tuple[Remark, ...] = (
@@ -165,11 +166,11 @@ PPO_REMARKS: tuple[Remark, ...] = (
 
 
 def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
-    """A line for each remark that holds in some arm of the study, with the settings of the first of these arms."""
+    """Make a line for each remark that holds in some arm, with the settings of the first of these arms."""
     configs = {spec.arm: spec.config for spec in plan.runs}
     lines: list[str] = []
     if plan.baseline is None and not plan.study.axis.value_groups and plan.confirms is None:
-        # With another base configuration the baseline may be no arm of the study.
+        # With another base configuration, the baseline may not be an arm of the study.
         is_arm = plan.baseline_name in plan.study.get_grid(plan.preset)
         advice = f": type {plan.study.axis.option} {','.join((plan.baseline_name, *plan.values))}" if is_arm else ""
         lines.append(
@@ -184,7 +185,7 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
 
 
 def _describe_longer_runs(plan: StudyPlan) -> Iterator[str]:
-    """What of the rows of a study that was made longer is not what it would be in one of this length."""
+    """Describe how the rows of a lengthened study differ from rows of a study that was started with this length."""
     if not plan.earlier_steps:
         return
     steps, trainer = plan.earlier_steps[-1], plan.base_config.trainer
@@ -209,7 +210,7 @@ def _describe_longer_runs(plan: StudyPlan) -> Iterator[str]:
 
 
 def _describe_unread_settings(plan: StudyPlan) -> Iterator[str]:
-    """A line for each setting that no arm reads, unless its value comes with a preset, a shipped study or a game."""
+    """Yield a line per setting that no arm reads, unless its value is from a preset, a shipped study or a game."""
     study, configs = plan.study, {spec.arm: spec.config for spec in plan.runs}  # seeds share their settings
     unread_settings = [config.find_unread_settings() for config in configs.values()]
     declared = STUDIES.get(study.name, replace(study, fixed_settings={}, presets={}))
@@ -224,7 +225,7 @@ def _describe_unread_settings(plan: StudyPlan) -> Iterator[str]:
 
 
 def _describe_equal_arms(plan: StudyPlan) -> Iterator[str]:
-    """A line for the arms that differ from the baseline in no setting, or in the same ones, which neither reads."""
+    """Yield a line for arms that equal the baseline, or differ from it only in settings that neither reads."""
     configs = {spec.arm: spec.config for spec in plan.runs}
     if plan.baseline is None:
         return
@@ -233,7 +234,7 @@ def _describe_equal_arms(plan: StudyPlan) -> Iterator[str]:
     arms_by_changes: dict[tuple[str, ...], list[str]] = {}
     for arm, config in configs.items():
         settings = flatten_settings(config.model_dump())
-        # The runs of a plan have several seeds.
+        # Runs differ in their seeds.
         changes = tuple(name for name in settings if name != "seed" and settings[name] != baseline_settings[name])
         if {*changes} <= {*unread_settings} & {*config.find_unread_settings()}:
             arms_by_changes.setdefault(changes, []).append(arm)

@@ -13,7 +13,7 @@ class ResourcePlan(NamedTuple):
     cpus: int
     """Number of CPUs that Ray may use."""
     gpus: tuple[str, ...]
-    """Ids of the GPUs that Ray may use; empty on a cluster, where Ray chooses a run's GPUs when it starts."""
+    """Ids of the GPUs that Ray may use; empty on a cluster, where Ray chooses a run's GPUs as it starts."""
     gpu_slots: tuple[str, ...]
     """The GPUs of each concurrent run, one entry per slot; empty for runs without a GPU."""
     max_concurrent: int
@@ -23,8 +23,8 @@ class ResourcePlan(NamedTuple):
     notes: tuple[str, ...] = ()
     """Remarks that the plan prints, such as settings without an effect."""
     cluster_address: str = ""
-    """Address of the Ray cluster; empty for this machine, on which the study starts Ray itself."""
+    """Address of the Ray cluster; empty for this machine, where the study starts Ray itself."""
     runs_per_node: int = 0
     """Maximum number of concurrent runs per node of the cluster; 0 without a cluster."""
     placement_settings: Mapping[str, object] = MappingProxyType({})
-    """Settings of the trials that follow from the memory of the GPUs and change no result."""
+    """Settings of the trials that follow from the GPUs' memory and change no result."""

@@ -13,7 +13,7 @@ class RunSpec:
     """One run: one arm with one seed."""
 
     run_id: str
-    """Unique name of the run, which is also the name of its folder."""
+    """Unique name of the run and of its folder."""
     study_name: str
     arm: str
     """Value of the axis, as it was typed."""
@@ -31,17 +31,17 @@ class RunSpec:
 
     @property
     def ppo_config(self) -> RunConfig:
-        """The settings as a RunConfig. Raise TypeError if the run does not fine-tune a language model with PPO."""
+        """The settings as a RunConfig. Raises TypeError if the run does not fine-tune a language model with PPO."""
         return as_run_config(self.config)
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint of the best validation stays. Only language models have the setting."""
+        """Whether the checkpoint of the best validation is kept. Only language models have the setting."""
         return bool(getattr(self.config.trainer, "keep_best", False))
 
     @property
     def keeps_last(self) -> bool:
-        """Whether the last state stays after the run's end. It always does in families without the setting."""
+        """Whether the last state is kept after the run's end. It always is in families without the setting."""
         return bool(getattr(self.config.trainer, "keep_last", True))
 
     @property

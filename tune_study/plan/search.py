@@ -1,4 +1,4 @@
-"""A search over settings: its space, its points, and the study whose arms are the points."""
+"""Define a search over settings: its space, its points, and the study whose arms are the points."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,19 +8,19 @@ from trainable.families import Settings
 from trainable.runs.study_record import Dimension, Search
 
 DEFAULT_POINT = "default"
-"""The arm with the settings of the preset: the first point of every search, with which all others are compared."""
+"""The arm with the preset's settings: the first point of every search, and the one that others are compared with."""
 
 FIRST_POINTS = 10
-"""Number of points, with the default, that are drawn before results are used: Optuna's own default."""
+"""Number of points, including the default, that are drawn before results are used, as by default in Optuna."""
 
 
 def name_point(number: int) -> str:
-    """The arm of the point that is drawn as number `number`; number 0 is the default."""
+    """Name the arm of the point that is drawn as number `number`; number 0 is the default."""
     return f"point-{number}" if number else DEFAULT_POINT
 
 
 def make_point_study(study: Study, points: Mapping[str, Settings]) -> Study:
-    """The study whose arms are points: their settings, by arm. All else is that of `study`, in a folder of its own."""
+    """Make a study whose arms are points (settings by arm). It equals `study` otherwise, but has a separate folder."""
     stem, suffix = f"search_{study.name.replace('-', '_')}", study.family.name_suffix
     return replace(
         study,
@@ -45,7 +45,7 @@ def make_point_study(study: Study, points: Mapping[str, Settings]) -> Study:
 
 
 def find_search_differences(old: Search, new: Search) -> list[str]:
-    """`option: old -> new` for what may not change once a search has begun, since later points depend on it."""
+    """List as `option: old -> new` what may not change once a search has begun, since later points depend on it."""
     pairs: Sequence[tuple[str, object, object]] = (
         ("--vary", describe_space(old.space), describe_space(new.space)),
         ("--objective", ",".join(old.objectives), ",".join(new.objectives)),
@@ -57,12 +57,12 @@ def find_search_differences(old: Search, new: Search) -> list[str]:
 
 
 def describe_space(space: Sequence[Dimension]) -> str:
-    """The space as it can be typed: each dimension as a value of --vary."""
+    """Describe the space as it can be typed, each dimension as a value of --vary."""
     return "; ".join(map(format_dimension, space))
 
 
 def format_dimension(dimension: Dimension) -> str:
-    """A dimension as a value of --vary.
+    """Format a dimension as a value of --vary.
 
     >>> format_dimension(Dimension("actor.lr", 1e-5, 1e-3, is_log=True))
     'actor.lr=1e-05:0.001:log'

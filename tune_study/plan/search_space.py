@@ -1,4 +1,4 @@
-"""The space of a search: the values of --vary, or the space of the study's family, under the settings of a preset."""
+"""Make the space of a search from --vary or the study's family, under the settings of a preset."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,19 @@ from tune_study.plan.typed_settings import can_apply, check_varied
 EXAMPLES = "--vary actor.lr=1e-5:1e-3:log, --vary algorithm.adv_estimator=gae,grpo"
 _SCALES = {"": None, "log": True, "linear": False}
 LOG_RATIO = 10
-"""An interval whose ends are positive and differ by this factor or more is searched on a log scale unless typed."""
+"""An interval with positive ends that differ by at least this factor gets a log scale, unless a scale is typed."""
 
 
 def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str]) -> tuple[Dimension, ...]:
-    """The space of a search, with absolute intervals.
+    """Make the space of a search, with absolute intervals.
 
     Args:
         family: family of the study.
         base_config: the settings that all points share.
-        texts: the values of --vary; without any it is the space of the family.
+        texts: the values of --vary; if empty, the family's space is used.
 
-    Raises PlanError or ConfigError for a text that is no dimension, for a value that its setting does not take, and for
-    a condition on nothing that the space contains.
+    Raises PlanError or ConfigError if a text is not a dimension, if a setting does not take a value, or if a condition
+    can never be met.
     """
     settings = flatten_settings(base_config.model_dump(mode="json"))
     if not texts:
@@ -37,7 +37,7 @@ def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str])
             raise PlanError(f"A search over this study needs the settings to change: type {EXAMPLES}, or similar.")
         dimensions = list(family.search_space)
     else:
-        # Two settings may depend on the same third one, which comes with each of them.
+        # Two settings may depend on the same third one, which is then listed with both.
         dimensions = list(dict.fromkeys(dimension for text in texts for dimension in _parse(text, family)))
     space = tuple(_resolve(dimension, base_config, settings) for dimension in dimensions)
     names = [dimension.name for dimension in space]
@@ -52,7 +52,7 @@ def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str])
 
 
 def _parse(text: str, family: Family) -> list[Dimension]:
-    """The dimensions of one --vary: KEY, KEY=LOW:HIGH[:SCALE] or KEY=VALUE,VALUE, the last two with `if KEY=VALUE`."""
+    """Parse one --vary: KEY, KEY=LOW:HIGH[:SCALE] or KEY=VALUE,VALUE, the last two optionally with `if KEY=VALUE`."""
     body, _, condition_text = text.partition(" if ")
     key, sign, values_text = body.strip().partition("=")
     setting = resolve_key(key.strip(), family.config_class)
@@ -66,7 +66,7 @@ def _parse(text: str, family: Family) -> list[Dimension]:
                 "'actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=True'."
             )
         return _find_declared(text, setting, family)
-    # The name of a part of yours has a colon as well, but a choice has at least one comma.
+    # The name of a plug-in has a colon as well, but a choice has at least one comma.
     if ":" in values_text and "," not in values_text:
         low, high, is_log = _parse_interval(text, values_text)
         return [Dimension(setting, low, high, is_log, condition=condition)]
@@ -80,7 +80,7 @@ def _parse(text: str, family: Family) -> list[Dimension]:
 
 
 def _find_declared(text: str, setting: str, family: Family) -> list[Dimension]:
-    """The dimensions that the family declares for a setting, and those on which they depend."""
+    """Find the dimensions that the family declares for a setting, and those on which they depend."""
     dimensions = [dimension for dimension in family.search_space if dimension.setting == setting]
     if not dimensions:
         names = ", ".join(dict.fromkeys(dimension.setting for dimension in family.search_space)) or "none"
@@ -105,7 +105,7 @@ def _parse_condition(text: str, condition_text: str, family: Family) -> tuple[st
 
 
 def _parse_interval(text: str, values_text: str) -> tuple[float, float, bool]:
-    """Ends and scale of LOW:HIGH or LOW:HIGH:SCALE."""
+    """Parse LOW:HIGH or LOW:HIGH:SCALE into (low, high, is_log)."""
     low_text, high_text, *rest = (field.strip() for field in values_text.split(":"))
     scale = rest[0] if rest else ""
     try:
@@ -124,7 +124,7 @@ def _parse_interval(text: str, values_text: str) -> tuple[float, float, bool]:
 
 
 def _resolve(dimension: Dimension, base_config: BaseRunConfig, settings: Mapping[str, Any]) -> Dimension:
-    """The dimension with an interval in the units of its setting, of whole numbers if the setting takes no others."""
+    """Convert the interval to the setting's units, with whole numbers if the setting takes no others."""
     if dimension.values:
         return dimension
     if dimension.is_relative:
@@ -138,13 +138,13 @@ def _resolve(dimension: Dimension, base_config: BaseRunConfig, settings: Mapping
 
 
 def _make_point(dimension: Dimension, value: str) -> dict[str, str]:
-    """The settings of a point that has a value of a dimension, and meets its condition."""
+    """Make the settings of a point that has this value of a dimension and meets its condition."""
     condition = dict([dimension.condition]) if dimension.condition else {}
     return {**condition, dimension.setting: value}
 
 
 def _check_condition(dimension: Dimension, earlier: Sequence[Dimension]) -> None:
-    """Raise PlanError unless the dimension of the condition comes before and has the value."""
+    """Raise PlanError unless the dimension of the condition comes earlier and has the value."""
     if not dimension.condition:
         return
     setting, value = dimension.condition
@@ -158,7 +158,7 @@ def _check_overlaps(space: Sequence[Dimension]) -> None:
     """Raise PlanError if a point could have two values of one setting."""
     for number, dimension in enumerate(space):
         for other in space[:number]:
-            # Conditions on different values of one setting exclude each other; any others may both be met.
+            # Only conditions on different values of one setting exclude each other.
             excludes = dimension.condition and other.condition and dimension.condition[0] == other.condition[0]
             if dimension.setting == other.setting and not excludes:
                 raise PlanError(

@@ -1,4 +1,4 @@
-"""The URI of a storage, a bucket or a shared folder. One with credentials is refused: a study writes it to files."""
+"""Handle the URI of a storage, a bucket or a shared folder. URIs with credentials are refused: files record them."""
 
 import re
 from pathlib import PurePosixPath
@@ -7,9 +7,9 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from tune_study.plan.errors import PlanError
 
 _SCHEME = re.compile(r"\s*[a-zA-Z][a-zA-Z0-9+.-]+:/")
-"""The beginning of a URI. With a single slash it is a misspelled one, which is refused rather than taken for a path."""
+"""The beginning of a URI. A single slash is a misspelling, which is refused rather than taken for a path."""
 _AMBIGUOUS_PATH = re.compile(r"(?!~)[^/]*[:@]")
-"""The beginning of a path that may be a URI without its slashes, which may contain a key: s3:key@bucket/folder."""
+"""The beginning of a path that may be a URI without slashes, and may contain a key: s3:key@bucket/folder."""
 _HOST = r"(?:[a-z0-9.-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::\d{1,5})?"
 _AZURE_CONTAINER = r"[a-z0-9-]{3,63}@(?=[a-z0-9]{3,24}\.(?:dfs|blob)\.core\.windows\.net)"
 _URI = re.compile(
@@ -18,7 +18,7 @@ _URI = re.compile(
     r"|file://(?:localhost)?/[^?#;]*",
     re.IGNORECASE | re.ASCII,
 )
-"""A URI without credentials. There is no list of what a credential looks like, since it can be spelled in many ways."""
+"""A URI without credentials. Allowed parts are listed, since credentials can be spelled in many ways."""
 _FIELD = re.compile(
     rf"(?:endpoint_override|blob_storage_authority|dfs_storage_authority)=(?:https?://)?{_HOST}/?"
     r"|(?:region|scheme|project_id|user|blob_storage_scheme|dfs_storage_scheme|allow_bucket_creation"
@@ -26,16 +26,16 @@ _FIELD = re.compile(
     r"|retry_limit_seconds|replication|buffer_size|default_block_size)=[\w.-]{1,63}",
     re.IGNORECASE | re.ASCII,
 )
-"""A field of pyarrow after the question mark that is no credential."""
+"""A field for pyarrow after the question mark that is not a credential."""
 
 
 def is_uri(text: str) -> bool:
-    """Whether `text` has the form of a URI, not of a path."""
+    """Check whether `text` has the form of a URI rather than a path."""
     return _SCHEME.match(text) is not None
 
 
 def check_uri(uri: str) -> None:
-    """Raise PlanError unless a URI or path has only parts that are no credentials. The message repeats none of them."""
+    """Raise PlanError if a URI or path may contain credentials. The message does not repeat it."""
     match = _URI.fullmatch(uri)
     if is_uri(uri):
         query = match["query"] if match is not None else None
@@ -56,7 +56,7 @@ def check_uri(uri: str) -> None:
 
 
 def join_uri(uri: str, name: str) -> str:
-    """The URI of `name` below `uri`. The query (endpoint, region) stays at the end.
+    """Join `name` to the path of `uri`. The query (endpoint, region) stays at the end.
 
     >>> join_uri("s3://bucket/studies?region=eu-west-1", "kl_sweep")
     's3://bucket/studies/kl_sweep?region=eu-west-1'
@@ -66,14 +66,14 @@ def join_uri(uri: str, name: str) -> str:
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """(URI of the parent folder, last component of the path): the inverse of `join_uri`."""
+    """Split a URI into (URI of the parent folder, last component of the path), the inverse of `join_uri`."""
     parts = urlsplit(uri)
     path = PurePosixPath(parts.path)
     return urlunsplit(parts._replace(path=str(path.parent).rstrip("/"))), path.name
 
 
 def is_same_folder(uri: str, other_uri: str) -> bool:
-    """Whether two URIs name the same folder. Queries may differ: they say how it is reached (endpoint, region)."""
+    """Check whether two URIs name the same folder; queries (endpoint, region) may differ."""
     first, second = urlsplit(uri), urlsplit(other_uri)
     return (first.scheme, first.netloc, first.path.rstrip("/")) == (
         second.scheme,

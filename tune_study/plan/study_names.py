@@ -1,4 +1,4 @@
-"""The studies and their arms by the names that users type."""
+"""Find studies and their arms by the names that users type."""
 
 import difflib
 import os
@@ -13,7 +13,7 @@ from tune_study.plan.errors import PlanError
 
 
 def normalize_study_name(name: str) -> str:
-    """The name of a study or a suite as it is declared, from one that may have underscores and capital letters.
+    """Normalize the typed name of a study or suite, which may have underscores and capital letters.
 
     Example:
         >>> normalize_study_name("Top_P")
@@ -23,9 +23,9 @@ def normalize_study_name(name: str) -> str:
 
 
 def find_study(name: str, kl_type: str | None = None) -> Study:
-    """The study `name` (see `normalize_study_name`). Raise PlanError that lists all studies if there is none.
+    """Find the study `name` (see `normalize_study_name`). Raises PlanError that lists all studies if there is none.
 
-    kl_type: the text of --kl-type, which chooses a variant of the study; None for the variant that the study fixes.
+    kl_type: value of --kl-type, which chooses a variant of the study; None for the variant that the study fixes.
     """
     study = STUDIES.get(normalize_study_name(name))
     if study is None:
@@ -46,13 +46,13 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
 
 
 def _suggest_study(name: str) -> str:
-    """What may be meant by a name that no study has, else all names there are; with a space before it."""
+    """Suggest, after a space, what may be meant by a name that no study has, or list all names."""
     if "," in name:
         return " One command runs one study or one suite."
-    if os.path.isfile(f"{name}.py"):  # pathlib raises an error for a name that is too long
+    if os.path.isfile(f"{name}.py"):  # pathlib raises an error if a name is too long
         return f" Did you mean the file {name}.py?"
     typed, names = normalize_study_name(name), [*STUDIES, *SUITES]
-    # Folders of results begin with the name of their study; of short names, one letter is half of it.
+    # Results folders begin with the name of their study. In a short name, one wrong letter may be half of it.
     nearest = (
         difflib.get_close_matches(typed, names, 1, cutoff=0.9)
         or [known for known in names if typed.startswith(f"{known}-")][:1]
@@ -68,10 +68,10 @@ def _suggest_study(name: str) -> str:
 
 
 def find_arm(text: str, arms: Collection[str], setting: str | None, option: str = "--arm") -> str:
-    """The arm called `text`: its value, such as 0.1 or 0.10, or the name that a report gives it, such as `KL 0.1`.
+    """Find an arm by its value, such as 0.1 or 0.10, or by its name in reports, such as `KL 0.1`.
 
-    arms: those of the study. setting: that of the study's axis; None without one. option: where the arm was typed.
-    Raises PlanError, with the arms, if there is none of this name.
+    arms: the study's arms. setting: the axis of the study, if it is one setting. option: where the arm was typed.
+    Raises PlanError, listing the arms, if there is none of this name.
     """
     label = _simplify(shorten_setting(setting)) if setting else ""
     value = _simplify(text).removeprefix(label)
@@ -84,7 +84,7 @@ def find_arm(text: str, arms: Collection[str], setting: str | None, option: str 
 
 
 def _simplify(text: str) -> str:
-    """Text without case, spaces and equals signs."""
+    """Remove case, spaces and equals signs from a text."""
     return "".join(text.lower().replace("=", " ").split())
 
 

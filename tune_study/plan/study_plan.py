@@ -1,4 +1,4 @@
-"""The plan of a study: its runs with their names, settings and paths. Pure functions, without Ray."""
+"""Plan a study: its runs with their names, settings and paths. Pure functions, without Ray."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,9 +26,7 @@ from tune_study.plan.storage_uri import join_uri
 NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
-"""Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings such as `.log`."""
-
-
+"""Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings like `.log`."""
 WANDB_MODES: tuple[WandbMode, ...] = get_args(WandbMode)
 NO_WANDB = WandbTarget()
 
@@ -42,7 +40,7 @@ class StudyPlan:
     preset_reason: str
     """Why the preset was chosen."""
     base_config: BaseRunConfig
-    """The settings that the arms share, before those of the axis."""
+    """The settings that the arms share, before the axis changes them."""
     values: tuple[str, ...]
     """Axis values, as they were typed."""
     seeds: tuple[int, ...]
@@ -50,27 +48,27 @@ class StudyPlan:
     folder: Path
     """The study's folder, which Tune uses as well: <output>/results/<run>, or wherever it was moved."""
     run: str
-    """Name of the study, and of its folder unless that was renamed."""
+    """Name of the study, and of its folder unless it was renamed."""
     runs: tuple[RunSpec, ...]
     """One entry per run, the first seed of all arms first."""
     storage: str | None = None
     """URI of the parent of the study's folder in a storage; None without a storage."""
     extra_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Further seeds of single arms, by axis value: of the baseline, or of arms that a look left open."""
+    """Further seeds of single arms (the baseline, or arms that a look left open), by axis value."""
     max_seeds: int | None = None
-    """Seeds are added to open arms up to this number per arm; None for a study of fixed seeds."""
+    """Number of seeds per arm up to which seeds are added to open arms; None if seeds are fixed."""
     source: StudySource | None = None
-    """The file in which the study is declared; None for a study of this package."""
+    """Where the study is declared, a file or Python code; None for a study of this package."""
     confirms: ConfirmedStudy | None = None
-    """The study that this one confirms; None for a study of its own."""
+    """The study that this one confirms, if any."""
     search: Search | None = None
-    """What the search looks for that adds the arms; None for a study whose arms are chosen beforehand."""
+    """The search that adds the arms; None if the arms are chosen beforehand."""
     points: Mapping[str, Settings] = field(default_factory=dict)
-    """The settings of each arm of a search or of its confirmation; empty for another study."""
+    """The settings of each arm of a search or its confirmation; empty for other studies."""
     wandb: WandbTarget = NO_WANDB
     """Where this start of the study logs to W&B."""
     earlier_steps: tuple[int, ...] = ()
-    """The numbers of steps that the runs had before the study was made longer, ascending."""
+    """The numbers of steps before the study was made longer, ascending."""
 
     @property
     def has_next_round(self) -> bool:
@@ -79,7 +77,7 @@ class StudyPlan:
 
     @property
     def code(self) -> tuple[PartFile, ...]:
-        """The files of the user whose parts the runs use."""
+        """The plug-in files that the runs use."""
         return list_used_files([self.base_config, *(spec.config for spec in self.runs)])
 
     @property
@@ -89,12 +87,12 @@ class StudyPlan:
 
     @property
     def ppo_config(self) -> RunConfig:
-        """`base_config` as a RunConfig. Raise TypeError if the study does not fine-tune a language model with PPO."""
+        """`base_config` as a RunConfig. Raises TypeError if the study does not fine-tune a language model with PPO."""
         return as_run_config(self.base_config)
 
     @property
     def ppo_configs(self) -> list[RunConfig]:
-        """The configuration of each arm, with one of its seeds; empty if the study fine-tunes no language model."""
+        """The configuration of each arm, with one of its seeds; empty without a language model."""
         is_fine_tuning = self.study.family.is_fine_tuning
         return list({spec.arm: spec.ppo_config for spec in self.runs}.values()) if is_fine_tuning else []
 
@@ -105,7 +103,7 @@ class StudyPlan:
 
     @property
     def model_paths(self) -> tuple[str, ...]:
-        """The models that runs load which fine-tune a language model, each once: policies and references."""
+        """The language models that runs load, each once: policies and references."""
         return tuple(dict.fromkeys(path for config in self.ppo_configs for path in config.model_paths))
 
     @property
@@ -116,7 +114,7 @@ class StudyPlan:
         return tuple(tuple(spec for spec in self.runs if spec.arm == value) for value in self.values)
 
     def get_trial_name(self, spec: RunSpec) -> str:
-        """The name of the Tune trial that trains a run: that of its run, or without a seed if it trains several."""
+        """Return the name of the Tune trial that trains a run: its run_id, without a seed if it trains several."""
         return spec.experiment_name if self.study.family.has_batched_seeds else spec.run_id
 
     @property
@@ -126,17 +124,17 @@ class StudyPlan:
 
     @property
     def num_baseline_seeds(self) -> int:
-        """Number of seeds of the baseline; that of every arm if the baseline is not among the values."""
+        """Number of seeds of the baseline, or of every arm if the baseline is not among the values."""
         return len(self.seeds) + len(self.extra_seeds.get(self.baseline or "", ()))
 
     @property
     def study_uri(self) -> str | None:
-        """The URI of the study's folder in its storage; None without a storage."""
+        """The URI of the study's folder in its storage, if it has one."""
         return None if self.storage is None else join_uri(self.storage, self.run)
 
     @property
     def output(self) -> Path:
-        """Parent folder of logs/ and model_saving/, see `find_output`."""
+        """Parent folder of logs/ and model_saving/; see `find_output`."""
         return find_output(self.folder, self.run)
 
     @property
@@ -146,7 +144,7 @@ class StudyPlan:
 
     @property
     def wandb_project(self) -> str:
-        """Name of the W&B project of the study's runs: the chosen one, or the one that the study declares."""
+        """Name of the W&B project of the study's runs: the chosen one, or the study's."""
         return self.wandb.project or self._format_template(self.study.name_templates.wandb_project)
 
     @property
@@ -154,7 +152,7 @@ class StudyPlan:
         """The value of the study's baseline, as it was typed; None if it is not among the values."""
         name = self.baseline_name
         number = _parse_number(name)
-        # Numbers are compared by value: a baseline "0" is also found if it was typed as 0.0.
+        # Numbers are compared by value, so a baseline "0" is also found if it was typed as 0.0.
         equal_values = (
             value for value in self.values if value == name or (number is not None and _parse_number(value) == number)
         )
@@ -170,15 +168,15 @@ class StudyPlan:
         return fill_template(template, run=self.run, **self.study.family.make_template_values(self.base_config))
 
     def get_run_dir(self, run_id: str) -> Path:
-        """Folder of a run's rows, status and rolling checkpoint."""
+        """Return the folder of a run's rows, status and rolling checkpoint."""
         return self.folder / "runs" / run_id
 
 
 def find_output(folder: Path, run: str) -> Path:
-    """The parent of logs/ and model_saving/ of the study `run` in `folder`: <output> for <output>/results/<run>.
+    """Find the parent of logs/ and model_saving/ of the study `run`: <output> for <output>/results/<run>.
 
-    A folder that was moved or renamed on its own contains these two folders itself. It then shares no file with another
-    study beside it, and nothing is written outside it.
+    A folder that was moved or renamed alone contains these two folders itself, so that it shares no file with a study
+    beside it, and nothing is written outside it.
     """
     return folder.parent.parent if folder.parts[-2:] == ("results", run) else folder
 
@@ -195,17 +193,17 @@ def make_plan(
 ) -> StudyPlan:
     """Plan a new study.
 
-    The settings of the study come from five sources, each of which overrides those before it: the defaults and the
-    preset of the family, the fixed settings and the preset of the study, and `overrides`.
+    Settings come from five sources, each of which overrides the ones before it: the family's defaults and preset, the
+    study's fixed settings and preset, and `overrides`.
 
     Args:
         study: the study.
         preset, preset_reason: name of the preset, and why it was chosen.
         overrides: values by dotted setting.
-        values: axis values as they were typed; None for those of the preset.
-        n_seeds: number of seeds per arm; None for the study's default or, if it has none, the preset's.
+        values: axis values as they were typed; None for all of the preset.
+        n_seeds: number of seeds per arm; None for the study's default, else the preset's.
         output: parent folder of results/, logs/ and model_saving/.
-        n_baseline_seeds: least number of seeds of the baseline; None for the study's.
+        n_baseline_seeds: minimum number of seeds of the baseline; None for the study's.
 
     Raises PlanError or ConfigError if the study cannot be run.
     """
@@ -232,7 +230,7 @@ def make_plan(
 
 
 def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> StudyPlan:
-    """The plan of a study that adds seeds to open arms, up to `max_seeds` per arm. PlanError if that is of no use.
+    """Let a study add seeds to open arms, up to `max_seeds` per arm. Raises PlanError if that is of no use.
 
     least_seeds: number of seeds below which the test decides nothing.
     """
@@ -252,13 +250,13 @@ def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> Stud
 
 
 def add_seeds(plan: StudyPlan, extra_seeds: Mapping[str, Iterable[int]]) -> StudyPlan:
-    """The plan with further seeds of single arms, by axis value, in addition to those that the arms have."""
+    """Add further seeds of single arms, by axis value, to those that the arms have."""
     all_seeds = {value: {*plan.extra_seeds.get(value, ()), *extra_seeds.get(value, ())} for value in plan.values}
     return rebuild_plan(plan, plan.study, plan.values, plan.seeds, all_seeds)
 
 
 def set_points(plan: StudyPlan, points: Mapping[str, Settings]) -> StudyPlan:
-    """The plan of a search, or of its confirmation, whose arms are `points`."""
+    """Replace the arms of a search or of its confirmation by `points`."""
     study = make_point_study(plan.study, points)
     return replace(rebuild_plan(plan, study, tuple(points), plan.seeds, plan.extra_seeds), points=points)
 
@@ -270,7 +268,7 @@ def rebuild_plan(
     seeds: tuple[int, ...],
     extra_seeds: Mapping[str, Iterable[int]],
 ) -> StudyPlan:
-    """The plan with other arms or seeds, see `build_plan`. Everything else stays as it is."""
+    """Rebuild the plan with other arms or seeds (see `build_plan`), and keep everything else."""
     built = build_plan(
         study, plan.preset, plan.preset_reason, plan.base_config, values, seeds, plan.output, plan.folder, extra_seeds
     )
@@ -290,10 +288,10 @@ def build_plan(
 ) -> StudyPlan:
     """Plan the runs of `values` x `seeds`, and of `extra_seeds`.
 
-    folder: the study's folder if it is not <output>/results/<run>, because it was moved. extra_seeds: further seeds of
-    single arms, by axis value; those among `seeds` are ignored.
+    folder: the study's folder, if it was moved from <output>/results/<run>. extra_seeds: further seeds of single arms,
+    by axis value; those among `seeds` are ignored.
 
-    The first seed of all arms comes first, so that a study which is interrupted has about as many runs of every arm.
+    The first seed of all arms comes first, so that an interrupted study has about as many runs of every arm.
     """
     check_values(study, values)
     further = {value: tuple(sorted({*extra_seeds.get(value, ())} - {*seeds})) for value in values}
@@ -309,7 +307,7 @@ def build_plan(
             f"{len(values)} values of {study.axis.option} and {len(seeds)} seeds are {num_runs} runs, "
             f"and a study may have at most {MAX_RUNS}. Type fewer values or fewer --seeds."
         )
-    # The order of `seeds` is kept: study.json of an earlier start may have another one than this.
+    # The order of `seeds` is kept, since study.json of an earlier start may have another one.
     runs = tuple(
         _make_run_spec(study, run, value, arms[value], seed)
         for seed in dict.fromkeys((*seeds, *all_seeds))
@@ -324,13 +322,13 @@ def build_plan(
 
 
 def make_base_config(study: Study, preset: str) -> BaseRunConfig:
-    """The settings that the arms of a study share under a preset, before those of the command line and of the axis."""
+    """Make the settings that the arms share under a preset, before the command line and the axis change them."""
     return apply_overrides(study.family.config_class.model_validate({}), study.make_preset_settings(preset))
 
 
 def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> BaseRunConfig:
-    """The settings of the arm with the axis value `value`. Raise ConfigError, naming the option, for an invalid one."""
-    # Only an axis over a single setting takes values that the study does not name.
+    """Make the settings of the arm `value`. Raises ConfigError, naming the option, for an invalid value."""
+    # Only an axis over a single setting takes values without a name in the study.
     if value not in study.axis.named_settings and study.axis.setting not in list_field_names(study.family.config_class):
         raise ConfigError(
             f"{study.axis.option} {format_value(value)} is not an arm of study {study.name}. {_describe_values(study)}"
@@ -342,7 +340,7 @@ def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> Bas
 
 
 def _describe_values(study: Study) -> str:
-    """The allowed values of a study's axis as a sentence, with an example to type."""
+    """Describe the allowed values of a study's axis in a sentence, with an example to type."""
     named_values = ", ".join(study.axis.named_settings)
     if not any(_parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
         return f"A value is one of {named_values}."
@@ -353,8 +351,8 @@ def _describe_values(study: Study) -> str:
 def check_values(study: Study, values: Sequence[str]) -> None:
     """Raise PlanError if the values of the axis cannot name arms.
 
-    That is so without values, for one that is empty or not printable, for a number with `_`, and for two that are equal
-    or would share their files.
+    There must be values, all printable and not empty, numbers without `_`, and no two that are equal or would share
+    their files.
     """
     option = study.axis.option
     if not values:
@@ -363,7 +361,7 @@ def check_values(study: Study, values: Sequence[str]) -> None:
     labels: dict[str, str] = {}
     for value in values:
         quoted_value = format_value(value)
-        # float() would read 1_000 as 1000, which was perhaps meant as a name.
+        # float() would read 1_000, which may be meant as a name, as 1000.
         if (
             "_" in value
             and value not in study.axis.named_settings
@@ -376,7 +374,7 @@ def check_values(study: Study, values: Sequence[str]) -> None:
                 f"{option} has the value `{quoted_value}`, which cannot name an arm: it needs letters, digits or "
                 "signs, and no character that cannot be shown."
             )
-        # 0.1 and 0.10 are one number, so they would be two arms with the same settings.
+        # 0.1 and 0.10 are one number, and would be two arms with the same settings.
         key = value if number is None else number
         if key in numbers:
             raise PlanError(
@@ -392,10 +390,10 @@ def check_values(study: Study, values: Sequence[str]) -> None:
 
 
 def check_level_seeds(plan: StudyPlan) -> None:
-    """Raise PlanError if a run of a game would be validated on levels of the same seeds as it trains on.
+    """Raise PlanError if a run of a game would be validated on levels with seeds that it trains on.
 
-    Test levels have seeds that the bounds of the settings exclude. Levels of different seeds may be equal by chance;
-    the column val_success_unseen leaves these out.
+    The bounds of the settings keep test levels apart. Levels of different seeds may be equal by chance; the column
+    val_success_unseen leaves these out.
     """
     for spec in plan.runs if plan.study.family.is_fine_tuning else ():
         trained, validated = spec.ppo_config.training_level_seeds, spec.ppo_config.validation_level_seeds
@@ -426,7 +424,7 @@ def _check_names(plan: StudyPlan) -> None:
 
 
 def _check_paths(plan: StudyPlan) -> None:
-    """Raise PlanError if a path of a run is too long for a file system, or cannot be stored in a JSON file."""
+    """Raise PlanError if a path of a run is too long for a file system, or cannot be stored as JSON."""
     for spec in plan.runs:
         for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
             try:
@@ -435,7 +433,7 @@ def _check_paths(plan: StudyPlan) -> None:
                 raise PlanError(
                     f"The path {format_value(plan.folder)} is not in UTF-8: type another --output, or move the study."
                 ) from None
-            # A path has one separator per part, which is one byte.
+            # Add one byte per part for its separator.
             if max(name_bytes) > MAX_NAME_BYTES or sum(name_bytes) + len(name_bytes) > MAX_PATH_BYTES:
                 raise PlanError(
                     f"The name {format_value(path.name)} or the path to it is longer than file systems allow: type "
@@ -444,7 +442,7 @@ def _check_paths(plan: StudyPlan) -> None:
 
 
 def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
-    """Settings of `config` that differ from the defaults, as JSON values by dotted name.
+    """Find the settings of `config` that differ from the defaults, as JSON values by dotted name.
 
     The seed is left out, because each run of a trial adds its own.
     """
@@ -477,7 +475,7 @@ def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, se
 
 
 def fill_template(template: str, **values: object) -> str:
-    """A template of a study with its fields filled in. Raise PlanError for a field that is not among `values`."""
+    """Fill in a template of a study. Raises PlanError for a field that is not among `values`."""
     try:
         return template.format(**values)
     except (LookupError, ValueError, AttributeError):
@@ -488,7 +486,7 @@ def fill_template(template: str, **values: object) -> str:
 
 
 def make_template_values(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> dict[str, str]:
-    """Values for the templates of one run; see `NameTemplates`. value: the value of the axis, as it was typed."""
+    """Make the values for the templates of one run; see `NameTemplates`. value: the axis value, as it was typed."""
     return {
         **study.family.make_template_values(config),
         "run": run,
@@ -499,7 +497,7 @@ def make_template_values(study: Study, run: str, value: str, config: BaseRunConf
 
 
 def _parse_number(text: str) -> float | None:
-    """The number in `text`; None if it is not a number. float() accepts `_` between digits, which is refused here."""
+    """Parse a number; None for other texts, and for numbers with `_`, which float() would accept."""
     if "_" in text:
         return None
     try:

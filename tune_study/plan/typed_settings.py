@@ -1,4 +1,4 @@
-"""Values of an axis and settings as they are typed on the command line."""
+"""Parse axis values and settings as they are typed on the command line."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,15 +9,15 @@ from trainable.config.run_config import ConfigError, apply_overrides, resolve_ke
 from trainable.config.setting_types import format_value
 from tune_study.plan.errors import PlanError
 
-# The words for True and False that the published scripts accept.
+# Words for True and False in the published scripts.
 BOOL_WORDS = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
 
 
 def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
-    """Replace the name of a group of values by its members. A name of an arm stands for itself.
+    """Replace names of groups of values by their members, and keep names of arms.
 
-    An arm that was typed in addition to its group is counted once. Studies without groups get their entries unchanged.
-    Raises PlanError for an unknown name, and for an entry that is given twice.
+    An arm that was typed in addition to its group counts once. In studies without groups, entries are unchanged. Raises
+    PlanError for an unknown name, and for an entry that is given twice.
     """
     value_groups = study.axis.value_groups
     if not value_groups:
@@ -33,14 +33,14 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
     if duplicates := [entry for number, entry in enumerate(entries) if entry in entries[:number]]:
         raise PlanError(f"{study.axis.option} has {format_value(duplicates[0])} twice: give each group once.")
     selected_values = {value for entry in entries for value in value_groups.get(entry, (entry,))}
-    # In the order of the grid, whatever the order of typing.
+    # In the grid's order, not the typed one.
     return tuple(value for value in grid if value in selected_values)
 
 
 def parse_values(text: str, option: str) -> tuple[str, ...]:
-    """The entries of a comma-separated list as they were typed, without surrounding blanks.
+    """Parse a comma-separated list into its entries, as typed but without surrounding blanks.
 
-    option: the option that the list belongs to, for the message of the PlanError for an empty entry.
+    option: the option of the list, for the message of the PlanError if an entry is empty.
     """
     values = tuple(entry.strip() for entry in text.split(","))
     if not all(values):
@@ -64,13 +64,13 @@ def parse_bool(text: str, option: str) -> bool:
 def collect_overrides(
     study: Study, options: Mapping[str, object], assignments: Iterable[str], is_axis_free: bool = False
 ) -> dict[str, object]:
-    """Collect the settings of the command line. Raise PlanError if one is set twice, or belongs to the study's axis.
+    """Collect the settings of the command line. Raises PlanError if one is set twice or belongs to the axis.
 
     Args:
-        study: the study that the settings belong to.
+        study: the study.
         options: values by dotted setting, for the options that were typed.
         assignments: the `key=value` of each --set.
-        is_axis_free: whether the axis may be set as well, as for a probe, which has no option for it.
+        is_axis_free: whether settings of the axis are allowed, as for a probe, which has no option for them.
     """
     overrides: dict[str, object] = dict(options)
     for assignment in assignments:
@@ -80,7 +80,7 @@ def collect_overrides(
                 f"--set '{format_value(assignment)}' has no value: type --set key=value, like --set actor.lr=1e-5."
             )
         name = resolve_key(key.strip(), study.family.config_class)
-        if name == "seed":  # it would have no effect, since every run has its own seed
+        if name == "seed":  # without effect, since every run has its own seed
             raise PlanError("`seed` is not a setting of a study: type --seeds N to run the seeds 0 to N-1.")
         if name in overrides:
             raise PlanError(
@@ -98,7 +98,7 @@ def collect_overrides(
 
 
 def _refuse_grid(study: Study, name: str, text: str) -> None:
-    """Raise PlanError for values with commas between them, of a setting that takes one of them but not the list."""
+    """Raise PlanError for a comma-separated list if the setting takes each value but not the list."""
     texts = [part.strip() for part in text.split(",")]
     if len(texts) == 1:
         return
@@ -113,7 +113,7 @@ def _refuse_grid(study: Study, name: str, text: str) -> None:
 
 
 def can_apply(base_config: BaseRunConfig, settings: Mapping[str, object]) -> bool:
-    """Whether a configuration takes these values of settings."""
+    """Check whether a configuration accepts these settings."""
     try:
         apply_overrides(base_config, settings)
     except ConfigError:
@@ -122,7 +122,7 @@ def can_apply(base_config: BaseRunConfig, settings: Mapping[str, object]) -> boo
 
 
 def check_varied(base_config: BaseRunConfig, settings: Mapping[str, object]) -> None:
-    """Raise ConfigError, which names them all, for settings of --vary that cannot be used together."""
+    """Raise ConfigError, naming all of them, if settings of --vary cannot be used together."""
     try:
         apply_overrides(base_config, settings)
     except ConfigError as error:
@@ -131,7 +131,7 @@ def check_varied(base_config: BaseRunConfig, settings: Mapping[str, object]) -> 
 
 
 def format_values(study: Study, values: Sequence[str]) -> str:
-    """The values of an axis as text; if it has groups, the number of arms of each group instead."""
+    """Format the values of an axis as text; if it has groups, as the number of arms of each group."""
     value_groups = study.axis.value_groups
     if not value_groups:
         return ",".join(values)

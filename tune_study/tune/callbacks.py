@@ -1,4 +1,4 @@
-"""Tune callbacks of the driver: record each run's status and log, the summary, and the displayed progress.
+"""Tune callbacks of the driver: record statuses, logs and the summary of the runs, and display their progress.
 
 The scheduler, which ends the trials that the Recorder gives up, is here too.
 """
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
 
 PULL_PATIENCE_S = 60.0
-"""Seconds to wait for a storage that does not answer when the end of a run has to be read from it."""
+"""Seconds to wait for a storage that does not answer when the end of a run must be read from it."""
 MAX_ATTEMPTS = 3
-"""Consecutive failures after which a trial is no longer retried. A new furthest step starts the count again."""
+"""Consecutive failures after which a trial is no longer retried. A new furthest step restarts the count."""
 
 
 class _FailureCount(NamedTuple):
-    """The failures of a trial since it last got further than ever before.
+    """The failures of a trial since it last made progress.
 
     furthest_step: the last step that had a row on disk at any of the trial's failures. consecutive_failures: failures
-    since a failure first found the trial at that step, including that one.
+    since the first one that found the trial at that step, including it.
     """
 
     furthest_step: int
@@ -55,35 +55,35 @@ class _FailureCount(NamedTuple):
 
 
 _ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
-"""Ray colors the tracebacks of workers; logs and status.json are plain text."""
+"""Colors that Ray adds to the tracebacks of workers, while logs and status.json are plain text."""
 _SETUP_ERROR_PHRASE = "error raised in its creation task"
 """Ray's wording for an actor whose constructor raised: here, `PPO.setup`."""
 
 
 class SilentReporter(StatelessCallback, TrialProgressCallback):  # type: ignore[misc]  # Ray is untyped
-    """Takes the place of Tune's own reporter of trials, which prints even at verbosity 0.
+    """A reporter that prints nothing, instead of Tune's reporter of trials, which prints even at verbosity 0.
 
-    Tune adds its reporter unless the callbacks have one. It would say "completed" of waiting trials that an interrupted
-    study has removed.
+    Tune adds its reporter unless the callbacks have one. It would call waiting trials that an interrupted study has
+    removed "completed".
     """
 
     def _report_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """`Progress` shows the runs."""
+        """Do nothing: `Progress` shows the runs."""
 
     on_trial_result = on_trial_complete = on_trial_error = _report_nothing
 
 
 class CheckpointFollower(StatelessCallback):
-    """Tells the study's storage of new checkpoints, and fetches their rows when a trial fails or ends.
+    """A callback that tells the study's storage of new checkpoints, and fetches rows when a trial fails or ends.
 
-    The Recorder reads from the last row how a run ended, so this callback must be registered before it.
+    Register it before the Recorder, which reads from the last row how a run ended.
     """
 
     def __init__(self, storage: "StoredStudy") -> None:
         self._storage = storage
 
     def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
-        """Tune has stored a checkpoint."""
+        """Follow the checkpoint that Tune has stored."""
         self._storage.follow(trial.config["run"], checkpoint.path)
 
     def _fetch_rows(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -101,9 +101,9 @@ class CheckpointFollower(StatelessCallback):
 
 
 class Recorder(StatelessCallback):
-    """Keeps the status.json, log and displayed progress of every run up to date.
+    """A callback that keeps the status.json, log and displayed progress of every run up to date.
 
-    rungs: the rungs of successive halving; None if no run is halved.
+    rungs: the rungs of successive halving, if it is used.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class Recorder(StatelessCallback):
         self._failure_counts: dict[str, _FailureCount] = {}
         self._storage_failures: dict[str, float] = {}  # by trial: when a copy of its checkpoint first failed
         self.given_up_trials: set[str] = set()
-        """Ids of the trials that failed too often; `FirstComeFirstServed` does not start them again."""
+        """Ids of trials that failed too often, which `FirstComeFirstServed` does not start again."""
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Look at what long steps do; Tune calls this several times per second."""
+        """Update the phases of long steps. Tune calls this several times per second."""
         self._progress.look_at_phases()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -135,17 +135,16 @@ class Recorder(StatelessCallback):
         for status in self._get_statuses(trial):
             if status.status in ENDED_STATUSES:
                 continue
-            # Wall time counts from the first start of a run. All other fields of the old status tell of an earlier
-            # ending.
+            # Wall time counts from the first start of a run. All other fields of the old status are of an earlier end.
             run_id, started_at = status.run_id, status.started_at or make_timestamp()
             self._statuses.set(StatusRecord(run_id, "running", trial_id=trial.trial_id, started_at=started_at))
             self._log_line(run_id, f"=== {run_id} started {make_timestamp()}, trial {trial.trial_id} ===")
             self._progress.start_run(run_id)
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
-        """Record the rows of a step, which `result` contains together with the decisions of stop rules."""
-        # `note` and `saved` are messages to the driver: `note` is read here, and `InterruptStopper` has already read
-        # `saved`. Both are removed, so that they do not become columns of Tune's progress.csv or of the W&B run.
+        """Record the rows of a step and the decisions of stop rules, which are in `result`."""
+        # `note` and `saved` are messages to the driver; `InterruptStopper` has already read `saved`. Both are removed,
+        # so that they do not become columns of Tune's progress.csv or of the W&B run.
         note = result.pop("note", "")
         result.pop("saved", None)
         for run_id in list_run_ids(trial.config) if note else ():
@@ -153,10 +152,10 @@ class Recorder(StatelessCallback):
             self._progress.print_note(run_id, note)
         for run_id, row in split_rows_by_run(trial.config, result).items():
             # If a rule fires in a trial of one run, Tune ends the trial, and `on_trial_complete` ends the run. A trial
-            # of several runs continues with the others, so the run has to be ended here.
+            # of several runs continues with the others, so the run must be ended here.
             self._record_row(run_id, row, ends_alone=run_id in list_lone_ends(trial.config, result))
         # `failed` has the runs that failed while the others of their trial continue. Every later result repeats them,
-        # so only a run that still counts as running is ended here.
+        # so only runs that still count as running are ended here.
         for run_id, reason in result.get("failed", {}).items():
             if (status := self._statuses.get(run_id)).status == "running":
                 # Only non-finite numbers end a single run of a trial; any other error ends the whole trial.
@@ -169,11 +168,11 @@ class Recorder(StatelessCallback):
     def _record_row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
         """Log and display one row of a run.
 
-        ends_alone: whether a stop rule has ended the run with this row while the others of its trial continue.
-        `on_trial_complete` ends the runs that end together with their trial.
+        ends_alone: whether a stop rule ended the run with this row while the others of its trial continue. Runs that
+        end together with their trial are ended by `on_trial_complete`.
         """
         status = self._statuses.get(run_id)
-        with suppress(OSError):  # on a full disk, `StudyStatuses.close` writes a file that somebody has deleted
+        with suppress(OSError):  # on a full disk, `StudyStatuses.close` restores a deleted file later
             self._statuses.restore_file(run_id)
         if status.status in ENDED_STATUSES:  # a restarted trial reports the row again
             return
@@ -185,18 +184,18 @@ class Recorder(StatelessCallback):
             self._conclude_run(status, row)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A trial failed in a way that may pass: decide whether Tune may start it again.
+        """Decide whether Tune may start a trial again that failed in a way that may be temporary.
 
-        Tune retries such failures without a limit (`max_failures=-1`). The MAX_ATTEMPTS-th without progress is final
-        here. Only failures without progress between them count, because a run that takes days may have many failures in
-        total, and a node that was taken away counts for nothing.
+        Tune retries such failures without a limit (`max_failures=-1`); here, the MAX_ATTEMPTS-th one without progress
+        is final. Only failures without progress between them count, because a run that takes days may have many
+        failures in total. The loss of a node does not count.
         """
         trial_failure, is_preempted = read_failure(trial)
         is_counted = not (is_preempted or self._may_wait_for_storage(trial, trial_failure))
         failure_count = self._count_failure(trial) if is_counted else 0
         is_retried = failure_count < MAX_ATTEMPTS
         for status in self._list_open_statuses(trial):
-            # A dead process may leave children, such as vLLM's engine, which hold the GPU that the retry needs. On a
+            # A dead process may leave children, such as vLLM's engine, that hold the GPU that the retry needs. On a
             # cluster they are on another node, where the run terminates them when it starts there again.
             orphans = (
                 [] if self._resource_plan.cluster_address else terminate_orphans(self._plan.get_run_dir(status.run_id))
@@ -217,7 +216,7 @@ class Recorder(StatelessCallback):
         self._fail_runs(trial, trial_failure._replace(message=trial_failure.message + repeat_note))
 
     def _may_wait_for_storage(self, trial: Any, failure: Failure) -> bool:
-        """Whether a failed copy of a checkpoint is tried again: for trainer.disk_patience seconds since the first.
+        """Check whether to retry a failed copy of a checkpoint: for trainer.disk_patience seconds after the first.
 
         Each attempt starts the trial again, so the storage is asked every few seconds.
         """
@@ -228,13 +227,13 @@ class Recorder(StatelessCallback):
         return time.monotonic() - first_time < self._plan.base_config.trainer.disk_patience
 
     def _count_failure(self, trial: Any) -> int:
-        """Count one more failure; return the number of failures since the trial last got further than ever before.
+        """Count one more failure; return the number of failures since the trial last made progress.
 
-        Failures are compared by step and not by time: a run that fails every time a few steps after its last checkpoint
-        trains rows between two failures, but never gets further, and would be retried forever.
+        Progress means a new furthest step. A run that always fails a few steps after its last checkpoint trains between
+        failures, but never gets further, and would otherwise be retried forever.
         """
-        # The runs of a trial continue from a common step, so the run that is furthest behind counts. A run with later
-        # rows has them from an earlier start, in which it was trained without the others. Such rows are no progress.
+        # The runs of a trial continue from a common step, so the run that is furthest behind counts. Later rows of a
+        # run are from an earlier start, in which it was trained without the others, and are no progress.
         running_ids = [status.run_id for status in self._get_statuses(trial) if status.status == "running"]
         rows = [read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE) for run_id in running_ids]
         step = min((int(run_rows[-1].get("step", -1)) if run_rows else -1 for run_rows in rows), default=-1)
@@ -245,7 +244,7 @@ class Recorder(StatelessCallback):
         return failure_count
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Runs have trained all their steps, were stopped by a rule, or were interrupted."""
+        """End runs that have trained all their steps, were stopped by a rule, or were interrupted."""
         for status in self._list_open_statuses(trial):
             if status.status == "running":  # a run that waits, or that failed alone, keeps its status
                 self._conclude_run(status)
@@ -254,7 +253,7 @@ class Recorder(StatelessCallback):
     def _conclude_run(self, status: StatusRecord, last_row: Mapping[str, Any] | None = None) -> None:
         """End a run. Its last row tells how it ended, including the decision of a stop rule.
 
-        last_row: None for the one on disk. The rows of a run that ends before its trial may still be on its node.
+        last_row: None for the one on disk. If a run ends before its trial, its rows may still be on its node.
         """
         rows = read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE)
         if last_row is not None and (not rows or rows[-1]["step"] < last_row["step"]):
@@ -266,7 +265,7 @@ class Recorder(StatelessCallback):
         self._end_run(replace(final_status, ended_at=make_timestamp()))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Tune considers a failure final. With `max_failures=-1` it does so only for a trial that was not running."""
+        """Record a failure that Tune considers final: with `max_failures=-1`, only of a trial that was not running."""
         self._fail_runs(trial, read_failure(trial)[0])
 
     def _fail_runs(self, trial: Any, trial_failure: Failure) -> None:
@@ -277,7 +276,7 @@ class Recorder(StatelessCallback):
             self._end_run(replace(failed_status, ended_at=make_timestamp()))
 
     def _list_open_statuses(self, trial: Any) -> list[StatusRecord]:
-        """The statuses of the trial's runs that are neither completed nor stopped early."""
+        """List the statuses of the trial's runs that have not ended (see ENDED_STATUSES)."""
         return [status for status in self._get_statuses(trial) if status.status not in ENDED_STATUSES]
 
     def _get_statuses(self, trial: Any) -> list[StatusRecord]:
@@ -286,25 +285,25 @@ class Recorder(StatelessCallback):
     def _end_run(self, status: StatusRecord) -> None:
         self._statuses.set(status)
         self._log_line(status.run_id, f"=== {status.display_text} {status.ended_at}: {status.reason} ===")
-        with suppress(OSError):  # the summary is written again at the end of the study
+        with suppress(OSError):  # the summary is rewritten at the end of the study
             write_summary(self._plan, self._resource_plan, is_closing=False, run_times=self._run_times)
         self._progress.end_run(status.run_id, status.display_text, status.reason)
 
     def _log_line(self, run_id: str, line: str) -> None:
-        with suppress(OSError):  # on a full disk the log misses a line; the runs themselves write the rows
+        with suppress(OSError):  # on a full disk the log lacks a line; the rows are written by the runs
             append_line(self._plan.output / self._specs[run_id].log_path, line)
 
 
 def read_failure(trial: Any) -> tuple[Failure, bool]:
-    """Why a trial failed, from the error that Tune has stored in a file, and whether its node was taken away.
+    """Read why a trial failed from the error that Tune has stored in a file, and whether its node was taken away.
 
-    A RunFailedError comes from a step of the run and contains the failure. Any other error is Ray's own: it was raised
-    in `setup`, or the trial's process has died.
+    A RunFailedError comes from a step of the run and contains the failure. Any other error is from Ray: `setup` raised
+    it, a checkpoint could not be saved or restored, or the trial's process has died.
     """
     import ray.cloudpickle
 
-    # This process wrote the file into its own session folder. The trial's own getter reads the copy in the results
-    # folder, which may belong to an older failure.
+    # This process wrote the file into its session folder. The trial's getter reads the copy in the results folder,
+    # which may be of an older failure.
     path = Path(trial.pickled_error_file) if trial.pickled_error_file else None
     if path is None or not path.exists():
         return Failure("error", "the trial failed without an error message", is_retried=True), False
@@ -328,18 +327,17 @@ def read_failure(trial: Any) -> tuple[Failure, bool]:
 def clear_metric_windows(trial: Any) -> None:
     """Drop Tune's sliding windows over the metrics of a trial that has ended.
 
-    Tune keeps the last values of every metric of every trial. For an ended trial they are of no use, but take half of
-    the driver's memory per trial (LOG.md, "Memory of ended trials"). The means, minima and maxima that Tune computed
-    from them stay.
+    Tune keeps the last values of every metric of every trial. For ended trials they are useless, and take half of the
+    driver's memory per trial (LOG.md, "Memory of ended trials"). The means, minima and maxima computed from them stay.
     """
     trial.run_metadata.metric_n_steps.clear()
     trial.run_metadata.invalidate_cache()
 
 
 class WandbCallback(StatelessCallback):
-    """Tells W&B's log of new rows and of ended runs. It must be registered after the Recorder, which writes statuses.
+    """A callback that tells W&B's log of new rows and ended runs. Register it after the Recorder.
 
-    A run that ended in an earlier start gets what it lacks at the end of the study. log: of the session.
+    Runs that ended in an earlier start get what they lack at the end of the study. log: the session's log.
     """
 
     def __init__(self, log: WandbLog) -> None:
@@ -356,13 +354,13 @@ class WandbCallback(StatelessCallback):
 
 
 class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyped
-    """A FIFO scheduler that also ends pending trials which must not start; Tune asks it before each start of a trial.
+    """A FIFO scheduler that also ends pending trials that must not start. Tune asks it before each start.
 
     Arms are compared after the same number of steps, so no scheduler that favors an arm is used.
 
-    given_up_trials: ids of trials that Tune would start again after a failure, but which have failed too often.
-    interrupt: once the study or an arm is asked to stop, none of its pending trials starts. rungs: those of successive
-    halving, whose censored arms start no further trial; None without it.
+    given_up_trials: ids of trials that have failed too often, though Tune would start them again. interrupt: once the
+    study or an arm is asked to stop, none of its pending trials starts. rungs: the rungs of successive halving, if it
+    is used; their censored arms start no further trial.
     """
 
     def __init__(self, given_up_trials: Container[str], interrupt: Interrupt, rungs: Rungs | None = None) -> None:
@@ -372,7 +370,7 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
         self._interrupt = interrupt
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """Number the checkpoints of a trial after those that an earlier start has left in its folder.
+        """Number the checkpoints of a trial after those that an earlier start left in its folder.
 
         Tune begins at 0, and would write into them.
         """
@@ -382,13 +380,13 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
         trial.storage.current_checkpoint_index = max(numbers, default=-1)
 
     def choose_trial_to_run(self, tune_controller: Any, **kwargs: Any) -> Any:
-        """The next trial to start, or None (see ray.tune.schedulers.TrialScheduler)."""
+        """Choose the next trial to start, or None (see ray.tune.schedulers.TrialScheduler)."""
         for trial in [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]:
             arm = trial.config["run"]["arm"]
             is_stopped = self._interrupt.is_requested or self._interrupt.is_arm_requested(arm)
             is_censored = self._rungs is not None and self._rungs.is_censored(arm)
             if is_stopped or is_censored or trial.trial_id in self._given_up_trials:
-                # Tune lists the folder of every ended trial, and this one would have none if it has never started.
+                # Tune lists the folder of every ended trial, which a trial that never started lacks.
                 trial.init_local_path()
                 tune_controller.stop_trial(trial)  # closes its files
         return super().choose_trial_to_run(tune_controller, **kwargs)

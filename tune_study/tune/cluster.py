@@ -1,4 +1,4 @@
-"""Join an existing Ray cluster, which is never started or stopped here, and count the runs that fit on its nodes."""
+"""Join an existing Ray cluster, without starting or stopping it, and count the runs that fit on its nodes."""
 
 import logging
 import math
@@ -25,9 +25,9 @@ class Node(NamedTuple):
     id: str
     """Ray's id of the node, in hexadecimal."""
     name: str
-    """Name for messages, unique in the cluster."""
+    """A name for messages, unique in the cluster."""
     cpus: float
-    """The node's total CPUs in Ray, whether free or in use; so are `gpus`."""
+    """Total number of the node's CPUs in Ray, free or in use; `gpus` likewise."""
     gpus: float
     gpu_type: str
     """Ray's name of its GPU type, such as H100; empty if it has no GPU or Ray does not know the type."""
@@ -63,7 +63,7 @@ def join_cluster(address: str | None) -> Iterator[tuple[Node, ...] | None]:
 
 
 def _check_address(address: str) -> None:
-    """Raise PlanError if `address` is malformed or nothing answers there; Ray itself would wait for a minute."""
+    """Raise PlanError if `address` is malformed or does not answer. Ray would wait a minute for an answer."""
     if address == "auto":  # Ray looks the address up on this machine
         return
     host, _, port = address.rpartition(":")
@@ -84,16 +84,16 @@ def _check_address(address: str) -> None:
 
 
 def parse_nodes(entries: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
-    """The nodes that are alive. entries: the result of `ray.nodes()`, which keeps dead nodes."""
+    """List the nodes that are alive. entries: the result of `ray.nodes()`, which keeps dead nodes."""
     return tuple(
         Node(
             entry["NodeID"],
-            # Several nodes may run on one host; the start of the id tells them apart.
+            # The beginning of the id tells apart several nodes on one host.
             f"{entry.get('NodeName') or entry['NodeManagerAddress']} ({entry['NodeID'][:6]})",
             # Ray leaves out resources that a node does not have.
             entry["Resources"].get("CPU", 0.0),
             entry["Resources"].get("GPU", 0.0),
-            # The type of its GPUs is a resource `accelerator_type:<type>`.
+            # The GPU type is a resource `accelerator_type:<type>`.
             next((name.partition(":")[2] for name in entry["Resources"] if name.startswith("accelerator_type:")), ""),
         )
         for entry in entries
@@ -102,29 +102,29 @@ def parse_nodes(entries: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
 
 
 def count_fitting_runs(node: Node, n_gpus: float) -> int:
-    """How many runs of `n_gpus` GPUs fit on a node at the same time; a run does not span nodes."""
+    """Count the runs of `n_gpus` GPUs that fit on a node at the same time; a run does not span nodes."""
     cpus_per_run = len(make_bundles(n_gpus))
     by_cpus = int(node.cpus // cpus_per_run)
     if n_gpus == 0:
         return by_cpus
-    # A run on a fraction of a GPU cannot use pieces of two GPUs, so each GPU is divided by itself. 1e-9: the quotient
-    # may be rounded to just below a whole number, which must not cost a run.
+    # A run on a fraction of a GPU cannot use parts of two GPUs, so each GPU is divided separately. 1e-9, so that a
+    # quotient that is rounded to just below a whole number does not cost a run.
     by_gpus = int(node.gpus) * math.floor(1 / n_gpus + 1e-9) if n_gpus < 1 else int(node.gpus // n_gpus)
     return min(by_cpus, by_gpus)
 
 
 def find_usable_nodes(nodes: Sequence[Node], n_gpus: float) -> tuple[Node, ...]:
-    """The nodes on which at least one run of `n_gpus` GPUs fits."""
+    """Find the nodes on which at least one run of `n_gpus` GPUs fits."""
     return tuple(node for node in nodes if count_fitting_runs(node, n_gpus))
 
 
 def allocate_cluster(
     plan: StudyPlan, address: str, nodes: Sequence[Node], gpus_option: str | None, max_concurrent: int | None
 ) -> ResourcePlan:
-    """The resources that the study gets from the cluster.
+    """Allocate the resources that the study gets from the cluster.
 
-    nodes: those that are alive. gpus_option, max_concurrent: --gpus and --max-concurrent, None without the option.
-    Raises PlanError if an option contradicts the cluster, or if no node can hold a run.
+    nodes: the nodes that are alive. gpus_option, max_concurrent: --gpus and --max-concurrent, if typed. Raises
+    PlanError if an option contradicts the cluster, or if no node can hold a run.
     """
     n_gpus = plan.base_config.trainer.n_gpus_per_node
     bundles = make_bundles(n_gpus)
@@ -144,7 +144,7 @@ def allocate_cluster(
             f"several, but no node of the cluster at {address} has that many ({node_summary}): type a smaller "
             f"--gpus-per-exp, or add larger nodes."
         )
-    # All resources count, also those that other users of the cluster hold now: Ray starts a run when they are free.
+    # Resources that other users hold now count as well, since Ray starts a run when they are free.
     run_counts = {node: count_fitting_runs(node, n_gpus) for node in usable_nodes}
     capacity = sum(run_counts.values())
     max_runs = min(max_concurrent or capacity, len(plan.trials))

@@ -1,4 +1,4 @@
-"""The end of a study, or of a round of a search: statuses, summary, tables, report, and how to continue."""
+"""Conclude a study, or a round of a search: statuses, summary, tables, report, and how to continue."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED_TIMEOUT_S = 30.0
-"""Seconds for which an interrupted study waits for W&B. What is not sent then, `resume` sends."""
+"""Seconds for which an interrupted study waits for W&B. `resume` sends what is left."""
 
 
 def get_final_statuses(plan: StudyPlan) -> tuple[str, ...]:
-    """The statuses of runs that are never trained again.
+    """Return the statuses of runs that are never trained again.
 
-    In a search a failed run is a result: the points after it were drawn in view of it, and would be others without it.
+    In a search, a failed run is a result, since later points were drawn in view of it.
     """
     return ENDED_STATUSES if plan.search is None else (*ENDED_STATUSES, "failed")
 
@@ -37,8 +37,8 @@ def get_final_statuses(plan: StudyPlan) -> tuple[str, ...]:
 def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses) -> int:
     """Write summary, tables and report of the existing rows, print how to continue, and return the exit code.
 
-    problem: error text of the training, empty without an error. An error here, such as a full disk, is reported with
-    the others and never raised: the remaining outputs are still written.
+    problem: error text of the training, empty without an error. Errors here, such as a full disk, are reported and
+    never raised, so that the remaining outputs are still written.
     """
     plan, console = session.plan, session.console
     problems = [problem]
@@ -50,47 +50,47 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
     if plan.search is not None:
         try:
             print_line(console, f"Optuna storage: {outputs.write_search_store(plan)}")
-        except Exception as error:  # nothing reads the storage, so it must not end the search
+        except Exception as error:  # nothing here reads this storage, so an error must not end the search
             problems.append(f"The Optuna storage could not be written: {type(error).__name__}: {error}.")
     for status in statuses.list_all():
-        # A search has many rounds, and each lists its own runs.
+        # Each round of a search lists only its runs.
         if plan.search is None or status.run_id not in session.finished_statuses:
             print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
     final_statuses = get_final_statuses(plan)
     unfinished_statuses = [status for status in statuses.list_all() if status.status not in final_statuses]
-    # Between the rounds of a search nobody waits for a report, which takes longer than the draw of the next points.
+    # Between rounds of a search there is no report, which would take longer than drawing the next points.
     is_lost = has_failed_round(session)
     is_round = plan.has_next_round and not unfinished_statuses and not session.interrupt.is_requested and not is_lost
     if not is_round:
         problems.append(write_results(plan.folder, console, own_sections=plan.study.sections))
     if session.storage is not None:  # after the tables and the report, so that the storage gets them too
         problems.append(session.storage.push())
-    # After an interrupt nobody waits for a service: `resume` sends what is missing.
+    # After an interrupt the user does not wait for a service: `resume` sends what is missing.
     is_cut = session.interrupt.is_requested and plan.wandb.mode == "online"
     if session.wandb is not None and not is_round and not is_cut:
         _conclude_wandb(session.wandb, plan)
     if problem := " ".join(filter(None, problems)):
         print_error(problem)
-    # A search that was interrupted goes on even if the runs of its round have ended.
+    # An interrupted search can continue even if the runs of its round have ended.
     is_cut_short = session.interrupt.is_requested and plan.search is not None
     if unfinished_statuses or is_cut_short:
-        # study.json has the storage of the study but not its cluster, so the command must name the cluster.
+        # study.json records the study's storage but not its cluster, so the command must name the cluster.
         address = session.resource_plan.cluster_address
         options = plan.resume_options
         options += ("--address", address) if address else ()
         print_line(console, f"Continue with: {format_command('resume', plan.folder, *options)}")
         if plan.study_uri is not None:
             print_line(console, f"From another machine: {format_command('resume', plan.study_uri, *options)}")
-    # A Ctrl-C that came after the last run had ended interrupted nothing but what follows in a search: further rounds,
-    # or the confirmation of its best point.
+    # A Ctrl-C after the last run has ended interrupts only what follows in a search: further rounds, or the
+    # confirmation of its best point.
     is_interrupted = session.interrupt.is_requested and bool(unfinished_statuses)
     return 130 if is_interrupted or is_cut_short else int(bool(problem or unfinished_statuses or is_lost))
 
 
 def has_failed_round(session: StudySession) -> bool:
-    """Whether every run that a round of a search has trained failed, and none of them because its numbers diverged.
+    """Check whether every run of a search's round failed, and none because its numbers diverged.
 
-    The cause is then hardly in the settings of so many points.
+    The cause is then unlikely to be the settings of so many points.
     """
     plan = session.plan
     new_ids = {spec.run_id for spec in plan.runs} - session.finished_statuses.keys()
@@ -110,7 +110,7 @@ def print_next_commands(console: Console, commands: Iterable[str]) -> None:
 
 
 def list_reading_commands(plan: StudyPlan) -> list[str]:
-    """The commands that read the runs of a study beyond its report; empty if there are none for studies of its kind."""
+    """List the commands that read a study's runs beyond its report; empty for studies without a language model."""
     if not plan.study.family.is_fine_tuning:
         return []
     trainer, commands = plan.ppo_config.trainer, [format_command("explain", plan.folder)]
@@ -123,21 +123,21 @@ def list_reading_commands(plan: StudyPlan) -> list[str]:
 def _conclude_wandb(log: "WandbLog", plan: StudyPlan) -> None:
     """Give every W&B run of a study its last rows and its summary, with the verdict of its arm.
 
-    What goes wrong is missing in W&B only, and printed.
+    An error is printed, and leaves W&B incomplete.
     """
     from analysis.data.load import load  # imports pandas
     from analysis.report.pages import summarize_runs
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DamageWarning)  # the tables have warned of it
+            warnings.simplefilter("ignore", DamageWarning)  # shown when the tables were made
             log.conclude(summarize_runs(load(plan.folder)))
     except Exception as error:  # as in `write_results`
         print_error(f"The verdicts are not in W&B: {type(error).__name__}: {error}.")
 
 
 def end_wandb(session: StudySession) -> None:
-    """End the W&B runs at the end of a session, wait for what is sent, and print where they are, or what is missing."""
+    """End the W&B runs of a session, wait until all is sent, and print where they are or what is missing."""
     log, plan, console = session.wandb, session.plan, session.console
     if log is None:
         return

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tune_study.tune.watchdog import Daemon
 
 _AUTH_MODE_ENV, _AUTH_TOKEN_ENV = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-"""Ray's variables for who may connect to it, and for the token that a client must send."""
+"""Ray's variables for its mode of authentication, and for the token that a client must send."""
 _TOKEN = secrets.token_hex(32)
-"""The token of every Ray that this process starts: 256 random bits, which are never written to a file.
+"""The token of every Ray that this process starts: 256 random bits, never written to a file.
 
-There is one per process because Ray reads it only once and would refuse a different one at a later start.
+Ray reads the token only once and would refuse a different one at a later start, so there is one per process.
 """
 
 
@@ -34,7 +34,7 @@ class LocalRay:
     """A context manager that keeps Ray running from one study to the next while they need the same CPUs and GPUs.
 
     folders: results/<run> of the studies that need Ray. Ray ends after the last of them, after one that fails, or with
-    the context. is_local: whether the studies run on this machine, not on a cluster.
+    the context. is_local: whether the studies run on this machine instead of a cluster.
     """
 
     def __init__(self, folders: Sequence[Path], console: Console, *, is_local: bool = True) -> None:
@@ -48,7 +48,7 @@ class LocalRay:
 
     def __enter__(self) -> Self:
         """Mark the processes that Ray starts, so that they can be found if they outlive this process."""
-        if self._is_local:  # a cluster's Ray is not started here, so nothing inherits the mark
+        if self._is_local:  # a cluster's Ray is not started here and would not inherit the mark
             os.environ[MARK_ENV] = make_ray_mark(self._folders)
         return self
 
@@ -63,8 +63,8 @@ class LocalRay:
     ) -> Iterator["tuple[Daemon, ...]"]:
         """Provide Ray during the body, for the study in `folder`; yield its processes if they were started here.
 
-        It is started unless the current one has the CPUs and GPUs of the plan, which Ray cannot change while it runs,
-        and is alive. has_next_round: whether the same study will need Ray again.
+        A running Ray is kept if it is alive and has the CPUs and GPUs of the plan, which it cannot change. Otherwise, a
+        new one is started. has_next_round: whether the same study will need Ray again.
         """
         from tune_study.tune.watchdog import has_exited  # imports Ray
 
@@ -80,12 +80,12 @@ class LocalRay:
         except BaseException:
             self.close()  # runs must not keep writing while the driver concludes the study
             raise
-        if not self._pending_folders:  # its processes need not stay while the last study writes tables and report
+        if not self._pending_folders:  # not needed while the last study writes tables and report
             self.close()
 
     def close(self) -> None:
         """End Ray, if it was started here."""
-        # First, because the shutdown may raise: a Ray that is half shut down must not be taken for a running one.
+        # First, because the shutdown may raise, and a Ray that is half shut down must not count as running.
         self._resources, self._daemons = None, ()
         self._exit_stack.close()
 
@@ -93,9 +93,9 @@ class LocalRay:
 SILENCED_LOGGERS = ("ray.tune.tune", "ray.tune.execution.experiment_state")
 """Loggers of Tune whose errors would alarm without reason.
 
-The first logs trials that did not complete at the end; their statuses already say so. The second logs a traceback if
-Tune cannot copy its state of the experiment, which happens when a temporary file of that state is renamed meanwhile.
-Nothing here reads that state: studies are resumed from their own files.
+The first logs trials that did not complete, as their statuses already say. The second logs a traceback if Tune cannot
+copy its experiment state, which happens when a temporary file of that state is renamed meanwhile. Studies are resumed
+from their own files and never read that state.
 """
 
 
@@ -103,7 +103,7 @@ Nothing here reads that state: studies are resumed from their own files.
 def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["tuple[Daemon, ...]"]:
     """Start Ray on this machine, unless it is already initialized; yield its processes if they were started here.
 
-    It listens only on the loopback address, requires a token that only its own processes know, and keeps its files in a
+    Ray listens only on the loopback address, requires a token that only its processes know, and keeps its files in a
     folder that only this user can enter (docs/reliability.md describes the remaining risks).
     """
     import ray
@@ -112,7 +112,7 @@ def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["
 
     for name in SILENCED_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # `join_cluster` has connected to a cluster, or a Python program has called `ray.init` itself: whoever did ends it.
+    # `join_cluster` or a Python program has called `ray.init`, and will end it.
     if ray.is_initialized():
         yield ()
         return
@@ -129,13 +129,13 @@ def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     """Call `ray.init` with its files in `folder`; only the processes that it starts inherit the token.
 
     The variable of the authentication mode is removed, because without it Ray 2.60 requires a token. Setting it to
-    `token` would not be enough: Ray reads it when it is imported, and this process may have imported Ray before. Raises
-    RuntimeError if Ray has started without requiring a token, as a later version may do.
+    `token` is not enough: Ray reads it when it is imported, which may have happened before. Raises RuntimeError if Ray
+    has started without requiring a token, as a later version may do.
     """
     import ray
 
     # A closed terminal sends SIGHUP to the whole process group. Ray's processes inherit the blocked signal, so they
-    # survive until the driver ends them; Ray itself does the same for Ctrl-C.
+    # survive until the driver ends them. Ray does the same for Ctrl-C.
     old_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     os.environ.pop(_AUTH_MODE_ENV, None)
     user_token = os.environ.get(_AUTH_TOKEN_ENV)
@@ -146,12 +146,12 @@ def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
             num_cpus=resource_plan.cpus,
             num_gpus=len(resource_plan.gpus),
             include_dashboard=False,  # one more port, with an interface that can start programs
-            log_to_driver=False,  # the output of workers would tear the live table apart
+            log_to_driver=False,  # the output of workers would break the live table
             logging_level=logging.ERROR,
             _temp_dir=str(folder),
         )
     finally:
-        # Ray's processes have their copies. Other programs that this process starts must not inherit the token.
+        # Ray's processes have their copies. No other program that this process starts may inherit the token.
         os.environ.pop(_AUTH_TOKEN_ENV)
         if user_token is not None:
             os.environ[_AUTH_TOKEN_ENV] = user_token

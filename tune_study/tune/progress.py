@@ -21,7 +21,7 @@ from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 
 _STEPS_PER_LINE = 10
-"""Without a terminal, a run prints a line at every 10th step, and at every step with a validation."""
+"""Without a terminal, a run prints a line at every 10th step and at every step with a validation."""
 
 
 @dataclass
@@ -34,17 +34,17 @@ class RunView:
     last_values: dict[str, float] = field(default_factory=dict)
     """The last measured value of each column, since most rows have no validation."""
     total_seconds: float | None = None
-    """Training time of the run over all starts; None before the first row of this start."""
+    """Training time over all starts; None before the first row of this start."""
     status: str = "waiting"
     """waiting, running, or the text with which the run ended."""
     has_row: bool = False
     """Whether the run has a row since it was started."""
     last_status: str = ""
-    """What became of a run that had not ended when the study did; empty before."""
+    """What is shown at the end of the study for a run that has not ended; empty before."""
     signal_problem: str = ""
-    """Why no step of this start could teach the run anything, if that is so from step 1 on."""
+    """Why the run has had nothing to learn from since step 1; empty if it has."""
     phase: str = ""
-    """What a long step does at the moment; empty if it is not known."""
+    """What a long step is doing; empty if unknown."""
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -67,7 +67,7 @@ class RunView:
 
 
 def format_step(family: Family, row: dict[str, Any], total_steps: int) -> str:
-    """One training step as a line of `name=value` fields. Values that were not measured are left out."""
+    """Format one training step as a line of `name=value` fields, without values that were not measured."""
     fields = [f"step {row.get('step')}/{total_steps}"]
     for display_column in family.log_columns:
         value = parse_finite(row.get(display_column.column))
@@ -79,7 +79,7 @@ def format_step(family: Family, row: dict[str, Any], total_steps: int) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Seconds as h:mm:ss or m:ss; a dash if unknown."""
+    """Format seconds as h:mm:ss or m:ss; a dash if unknown."""
     if seconds is None:
         return "-"
     minutes, remainder = divmod(round(seconds), 60)
@@ -106,12 +106,12 @@ class Progress:
     def show_live(self) -> Iterator[None]:
         """Display the table in the terminal while the body runs, and leave its last state there.
 
-        A file or a pipe gets the lines of `_print_line` instead: it would contain every redrawing of the table.
+        A file or a pipe gets the lines of `_print_line` instead, since it would contain every redrawing of the table.
         """
         if not self._console.is_terminal:
             yield
             return
-        # Twice per second, although rows are rarer: the elapsed time is part of the table.
+        # Twice per second, although rows are rarer, since the table shows the elapsed time.
         with Live(
             get_renderable=lambda: EscapedRenderable(self.make_table()),
             console=self._console,
@@ -121,13 +121,13 @@ class Progress:
             try:
                 yield
             finally:
-                # What becomes of the runs that have not ended when the study does.
+                # The study has ended, but not these runs.
                 for view in self.views.values():
                     if view.is_open:
                         view.last_status = "interrupted" if view.step else "never_ran"
 
     def continue_run(self, run_id: str, step: int, last_value: float | None, status: str = "waiting") -> None:
-        """Show a run as far as an earlier start of the study has trained it, or with the status that it got there.
+        """Show a run as an earlier start of the study left it: its step, status and last value.
 
         last_value: the last value of the primary metric.
         """
@@ -142,17 +142,17 @@ class Progress:
         self._print_line(run_id, "started")
 
     def print_note(self, run_id: str, note: str) -> None:
-        """Print a note for the user, such as a checkpoint that cannot be used, or a failure that is retried."""
+        """Print a note for the user, such as an unusable checkpoint or a failure that is retried."""
         self._print_line(run_id, note)
 
     def record_row(self, run_id: str, row: dict[str, Any]) -> None:
         """Show a training step."""
         view = self.views[run_id]
-        # The row may come from a Trainable that reports no step; then the run stays where it is.
+        # A Trainable may report no step, and the displayed step then stays.
         view.step, view.has_row, view.phase = int(parse_finite(row.get("step")) or view.step), True, ""
         for display_column in self._family.progress_columns:
-            # The fallback is a constant, such as success before training, which only the first row has. It is shown
-            # until the column itself is measured.
+            # The fallback is a constant that only the first row has, such as success before training. It is shown until
+            # the column is measured.
             candidates = (
                 parse_finite(row.get(display_column.column)),
                 view.last_values.get(display_column.column),
@@ -161,10 +161,10 @@ class Progress:
             value = next((value for value in candidates if value is not None), None)
             if value is not None:
                 view.last_values[display_column.column] = value
-        # A normal run may have a step without anything to learn from, but not from its first step on.
+        # A single step without anything to learn from is normal, but not all steps since the first.
         view.signal_problem = find_signal_problem(row) if view.step == 1 or view.signal_problem else ""
         if view.signal_problem and view.signal_problem not in self._printed_problems:
-            self._printed_problems.add(view.signal_problem)  # one line, however many runs have the problem
+            self._printed_problems.add(view.signal_problem)  # one line for all runs with this problem
             self._print_line(run_id, f"at step 1, {view.signal_problem}")
         view.total_seconds = parse_finite(row.get("seconds_total"))
         if parse_finite(row.get(self._family.primary_metric)) is not None or view.step % _STEPS_PER_LINE == 0:
@@ -172,7 +172,7 @@ class Progress:
             self._print_line(run_id, f"{line} time_left={format_duration(self.estimate_time_left(view))}")
 
     def look_at_phases(self) -> None:
-        """Show what the runs do whose steps take long. For frequent calls: it looks again after QUIET_SECONDS.
+        """Show what runs with long steps are doing. Frequent calls are cheap: it looks only every QUIET_SECONDS.
 
         Without a terminal, a run prints such a line at most every SECONDS_PER_PHASE_LINE.
         """
@@ -192,9 +192,9 @@ class Progress:
         self._print_line(run_id, f"{status}: {reason}")
 
     def estimate_time_left(self, view: RunView) -> float | None:
-        """Seconds that a run still needs: its remaining steps times its mean seconds per step.
+        """Estimate the seconds that a run still needs: its remaining steps times its mean seconds per step.
 
-        Before its first step, the mean over the other runs takes the place of its own. None if no run has a step yet.
+        Before its first step, the mean over the other runs is used. None if no run has a step yet.
         """
         if not view.is_open:
             return 0.0
@@ -205,11 +205,11 @@ class Progress:
         return None if pace is None else pace * (view.spec.steps - view.step)
 
     def estimate_study_time_left(self) -> float | None:
-        """Seconds that the study still needs, or None if no run has a step yet.
+        """Estimate the seconds that the study still needs; None if no run has a step yet.
 
-        The remaining trials share the concurrent slots, so their total time is divided by the number of slots in use.
-        The result is at least the time of the longest trial, which cannot be divided. The runs of a trial are trained
-        together, so a trial needs as long as its longest run.
+        The total time of the remaining trials is divided by the number of slots in use. The result is at least the time
+        of the longest trial, which cannot be divided. The runs of a trial are trained together, so a trial takes as
+        long as its longest run.
         """
         trial_seconds = []
         for views in self._trials:
@@ -222,15 +222,15 @@ class Progress:
         return max(sum(trial_seconds) / num_slots, max(trial_seconds, default=0.0))
 
     def make_table(self) -> Table:
-        """The live table."""
+        """Make the live table."""
         elapsed = format_duration(time.monotonic() - self._started_at)
         study_time_left = format_duration(self.estimate_study_time_left())
-        # As Text: the names of a study that somebody else started must not be read as rich's markup.
+        # Text, so that names from somebody else's study are not read as rich's markup.
         title = Text(f"{self.title}  elapsed {elapsed}  left {study_time_left}")
         problems = format_signal_problems(
             (view.spec.arm, view.signal_problem) for view in self.views.values() if view.step
         )
-        # Below the table, where a phase that comes and goes does not change the widths of columns.
+        # Phases are shown below the table, where they do not change the widths of columns.
         phases = [
             f"arm {view.spec.arm}, seed {view.spec.seed}, step {view.step + 1}: {view.phase}"
             for view in self.views.values()
@@ -243,7 +243,7 @@ class Progress:
         columns = self._select_columns(widths)
         other_widths = sum(widths[column] for column in columns if column != "arm")
         for column in columns:
-            # Where not even arm, seed, step and status fit, the name of the arm is cut.
+            # If not even arm, seed, step and status fit, the name of the arm is cut.
             width = max(self._console.width - other_widths - _count_frame(columns), 8) if column == "arm" else None
             table.add_column(
                 column,
@@ -257,7 +257,7 @@ class Progress:
         return table
 
     def _select_columns(self, widths: Mapping[str, int]) -> list[str]:
-        """The headings of the table. Where the terminal is narrow, metrics are left out, the last one first.
+        """Select the table's columns. On a narrow terminal, metrics are left out, the last first, then the time left.
 
         Arm, seed, step and status always stay. widths: of the cells of each column.
         """
@@ -270,7 +270,7 @@ class Progress:
         return columns
 
     def _make_cells(self, view: RunView) -> dict[str, str]:
-        """The cells of a run in the live table, from heading to text."""
+        """Make the cells of a run in the live table, by heading."""
         cells = {"arm": view.spec.arm, "seed": str(view.spec.seed), "step": f"{view.step}/{view.spec.steps}"}
         for display_column in self._family.progress_columns:
             value = view.last_values.get(display_column.column)
@@ -285,5 +285,5 @@ class Progress:
 
 
 def _count_frame(columns: Sequence[str]) -> int:
-    """Characters of a line of a table besides its cells: rich puts a space on both sides of each, and lines between."""
+    """Count a table line's characters besides its cells: rich puts spaces around each, and lines between them."""
     return 3 * len(columns) + 1

@@ -44,24 +44,24 @@ if TYPE_CHECKING:
     from tune_study.tune.wandb_logging import WandbLog
 
 _RAY_ENVIRONMENT = {
-    # A study does not send usage data to Ray's developers.
+    # Send no usage data to Ray's developers.
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Tune prints nothing itself: `Progress` shows the runs, and the Recorder writes tracebacks to each run's log.
+    # Tune prints nothing, since `Progress` shows the runs, and the Recorder writes tracebacks to each run's log.
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
-    # At 0, Tune does not warn about frequent saves of its experiment state, from which no study continues.
+    # At 0, Tune does not warn about frequent saves of its experiment state, which no study is resumed from.
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-    # A trial that hangs while it ends is killed after a minute; Tune's default would keep its GPU for ten.
+    # A trial that hangs as it ends is killed after a minute; by default, Tune would keep its GPU for ten.
     "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
     # `Interrupt` handles Ctrl-C; Tune's own handler would end the experiment without waiting for the current steps.
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    # In Ray 2.60 each trial starts its own worker, so workers that Ray starts in advance only cost CPU time.
+    # In Ray 2.60 each trial starts its own worker, so workers that Ray starts in advance only take CPU time.
     "RAY_prestart_worker_first_driver": "0",
 }
 """Set before Ray is imported, unless the user has set them."""
 
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""At 0, Ray listens only on the loopback address. Ray has this switch for systems on which it supports no cluster."""
+"""At 0, Ray listens only on the loopback address. Ray has this switch for systems without cluster support."""
 
 
 def execute_study(
@@ -74,16 +74,16 @@ def execute_study(
 ) -> int:
     """Run the remaining runs of `plan`, then write tables and the report.
 
-    skipped_statuses: a run whose status is one of these is not run again. time_limit: when the study is stopped like
-    after Ctrl-C, if it still runs. suite: given if the study is part of a suite.
+    skipped_statuses: runs with one of these statuses are not run again. time_limit: when to stop the study as after
+    Ctrl-C. suite: given if the study is part of a suite.
     Returns the exit code: 0 if every run has ended well, 1 for a failure, or 130 for Ctrl-C. Raises PlanError if the
-    study's files cannot be written or lie behind links, or if another driver runs the study.
+    study's files cannot be written or are behind links, or if another driver runs the study.
     """
     is_local, is_alone = not resource_plan.cluster_address, suite is None
     outputs.check_study_links(plan)
-    # The lock comes first: while this driver has it, marked processes of the study can only be orphans.
+    # The lock comes first: while this driver holds it, marked processes of the study can only be orphans.
     with outputs.lock_folder(plan.folder), ExitStack() as stack:
-        # On a cluster the orphans are on other nodes, where each run terminates its own when it starts there again.
+        # On a cluster, orphans are on other nodes, where each run terminates its own when it starts again.
         for orphan in terminate_orphans(plan.folder) if is_local else []:
             print_line(console, f"Terminated process {orphan}, an orphan of an earlier start of this study")
         if suite is None:
@@ -110,7 +110,7 @@ def execute_study(
 
 
 def _run_session(session: StudySession) -> int:
-    """`execute_study` after the study's folder is locked; returns the exit code."""
+    """Run the plan, and the plans that follow from its results, in a locked folder; return the exit code."""
     is_first = True
     while True:
         exit_code = _run_planned_seeds(session, names_finished=is_first)
@@ -122,7 +122,7 @@ def _run_session(session: StudySession) -> int:
         if session.wandb is not None:
             session.wandb.follow(next_plan)
         is_first = False
-        # All earlier runs have ended, whatever statuses were skipped at first.
+        # All earlier runs have ended, so only final statuses are skipped.
         session = replace(
             session,
             plan=next_plan,
@@ -132,7 +132,7 @@ def _run_session(session: StudySession) -> int:
 
 
 def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
-    """The plan with the runs that follow from the results, and a line on them; None if there are none."""
+    """Plan the runs that follow from the results, and print a line about them; None if there are none."""
     plan = session.plan
     if plan.search is not None:
         if len(find_finished_runs(plan, get_final_statuses(plan))) < len(plan.runs):
@@ -142,7 +142,7 @@ def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
             print_line(session.console, "No point is drawn, because every run of this round failed.")
             return None
         next_plan, line = plan_next_round(plan)
-        if next_plan is None and plan.has_next_round:  # the end comes unexpectedly, so the report was left out
+        if next_plan is None and plan.has_next_round:  # an unexpected end: the report was left out
             print_line(session.console, line)
             write_last_results(session)
             return None
@@ -158,9 +158,9 @@ def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
 
 
 def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
-    """Train the runs of the plan, and write tables and report; returns the exit code.
+    """Train the runs of the plan, write tables and report, and return the exit code.
 
-    names_finished: whether each run that is not run again is printed.
+    names_finished: print each run that is not run again.
     """
     plan, console = session.plan, session.console
     _write_study_files(session)
@@ -170,15 +170,15 @@ def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
         problem = _train_runs(session, statuses)
     try:
         return conclude_study(session, problem, statuses)
-    except KeyboardInterrupt:  # the user does not want to wait for tables and report, which can be made later
+    except KeyboardInterrupt:  # the user does not want to wait for tables and report
         print_line(console, f"The rows are saved. For tables and report: {format_command('report', plan.folder)}")
         return 130
 
 
 def _write_study_files(session: StudySession) -> None:
-    """Write the files that must be on disk before anything starts; PlanError if they cannot be written."""
+    """Write the files that must be on disk before anything starts. Raises PlanError if they cannot be written."""
     try:
-        # In a suite, Ctrl-C may have been pressed before this study starts: such a request must not be cleared.
+        # In a suite, Ctrl-C may be pressed before this study starts, and that request must not be cleared.
         if not session.interrupt.is_requested:
             session.interrupt.clear()
         changes = outputs.write_study(session.plan)
@@ -186,7 +186,7 @@ def _write_study_files(session: StudySession) -> None:
         raise PlanError(
             f"{session.plan.folder} cannot be written ({error}): free disk space there, or type another --output."
         ) from None
-    # The storage needs study.json before a run writes rows there: `resume` reads the study from it.
+    # The storage needs study.json before runs write rows there, because `resume` reads the study from it.
     if session.storage is not None and (problem := session.storage.push()):
         raise PlanError(problem)
     for change in changes:
@@ -196,7 +196,7 @@ def _write_study_files(session: StudySession) -> None:
 
 
 def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
-    """Train the remaining runs until all have a final status; return an error text, empty without an error."""
+    """Train the remaining runs until all have a final status; return an error text, or ""."""
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
     from tune_study.tune.search.halving import Rungs
@@ -208,11 +208,11 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     try:
         _fit_tuner(session, statuses, recorder)
     except KeyboardInterrupt:
-        session.interrupt.request()  # before Ray has started, the first Ctrl-C already raises KeyboardInterrupt
+        session.interrupt.request()  # before Ray has started, even the first Ctrl-C raises KeyboardInterrupt
         print_line(session.console, "Stopped.")
     except Exception as error:
-        # Any error of Ray or Tune ends the training but not the driver, which still writes statuses and tables. If all
-        # runs have ended, only Tune's own record is affected, not the study.
+        # Errors of Ray or Tune end the training but not the driver, which still writes statuses and tables. If all runs
+        # have ended, only Tune's record is affected.
         is_over = not any(view.is_open for view in session.progress.views.values())
         summary = "Ray Tune could not complete its own record of the study" if is_over else "The study ended early"
         problem = f"{summary}: {_format_error(error)}."
@@ -223,8 +223,8 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
             session.storage.pull()
         except OSError as error:
             problem = f"{problem} Rows could not be copied from {session.storage.uri}: {error}.".strip()
-    # Tune can end without an error while runs are open: after `stop --arm`, or if Ray is lost. The reason is the
-    # beginning of a sentence, so it has no full stop.
+    # Tune can end without an error while runs are open, after `stop --arm` or if Ray is lost. The reason begins a
+    # sentence, so it has no full stop.
     reason = problem.rstrip(".") or "the study ended early"
     if session.interrupt.is_requested:
         reason = session.interrupt.reason
@@ -234,9 +234,9 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
 
 
 def _format_error(error: Exception) -> str:
-    """The last line of an error's message, which names the cause in Tune's errors.
+    """Return the last line of an error's message, which names the cause in Tune's errors.
 
-    A message of a single line is preceded by the type of the error: `KeyError: 'x'` says more than `'x'`.
+    A single line gets the type of the error before it: `KeyError: 'x'` says more than `'x'`.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     return lines[-1] if len(lines) > 1 else f"{type(error).__name__}: {lines[0]}"
@@ -246,15 +246,15 @@ def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> N
     """Set the environment variables that Ray reads when it is imported and started.
 
     gpus: ids of the GPUs that Ray may use; empty if it starts without a GPU or runs elsewhere. joins_cluster: whether
-    Ray connects to other nodes, so that it must not be limited to the loopback address.
+    Ray connects to other nodes, and must not be limited to the loopback address.
     """
     for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # Not only a default, unlike the others: a study's own Ray must never be reachable from other machines.
+    # Set even if the user has set it, unlike the others: Ray must not be reachable from other machines.
     if not joins_cluster:
         os.environ[_LOOPBACK_ENV] = "0"
     if gpus:
-        # Ray gives out the GPUs that this variable lists.
+        # Ray assigns the GPUs that this variable lists.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
@@ -268,12 +268,12 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
     def print_text(text: str) -> None:
         print_line(console, text)
 
-    # Ray installs its own SIGTERM handler when it starts, so our handlers are installed afterwards.
+    # Ray installs a SIGTERM handler when it starts, so our handlers are installed afterwards.
     with (
         session.suite.ray.acquire(plan.folder, session.resource_plan, has_next_round=plan.has_next_round) as daemons,
         session.interrupt.handle_signals(print_text),
     ):
-        # Ray keeps logs and sockets in a folder of its own, often on another disk than the results.
+        # Ray keeps logs and sockets in a separate folder, often on another disk than the results.
         folders = (plan.folder, find_ray_folder(os.environ))
         disk_space = DiskSpaceGuard(folders, plan.base_config.trainer.disk_patience, session.interrupt, print_text)
         wandb_callbacks = [] if session.wandb is None else [WandbCallback(session.wandb)]
@@ -283,13 +283,13 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
             watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
         ):
             tuner.fit()
-            # Before the table shows what became of each run.
+            # Done before the table shows how each run ended.
             for status in _censor_waiting(recorder, statuses):
                 session.progress.end_run(status.run_id, status.display_text, status.reason)
 
 
 def _censor_waiting(recorder: "Recorder", statuses: StudyStatuses) -> list[StatusRecord]:
-    """End the runs that wait and whose arm was stopped by successive halving."""
+    """End the waiting runs of arms that successive halving has stopped."""
     from tune_study.tune.search.halving import SIBLING_REASON
 
     if recorder.rungs is None:
@@ -301,13 +301,13 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
     """End the study and this process after Ray's daemons are lost, because every further call to Ray would hang."""
     from tune_study.tune.watchdog import kill_children
 
-    kill_children()  # first, because a run must not write rows while its status and the tables are written
-    if session.storage is not None:  # statuses and tables are made from the rows that are here
+    kill_children()  # first, so that no run writes rows while statuses and tables are written
+    if session.storage is not None:  # statuses and tables are made from local rows
         with suppress(OSError):
             session.storage.pull()
     interrupt, problem = session.interrupt, ""
     if interrupt.is_requested:
-        # A batch system and `timeout` send their signal to all processes at once, and Ray's then end by themselves.
+        # A batch system and `timeout` signal all processes at once, and Ray's processes then end by themselves.
         print_line(
             session.console,
             f"{interrupt.signal_name or 'The request to stop'} ended Ray's processes too, so it was probably sent to "
@@ -320,13 +320,12 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
     exit_code = conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
     end_wandb(session)
     session.suite.on_ray_lost()
-    # os._exit discards what is still in the buffers of the streams. This is the watchdog's thread, and the main thread
-    # is stuck in a call to Ray.
+    # This is the watchdog's thread, and the main thread is stuck in a call to Ray. os._exit does not flush streams.
     os._exit(finish_output(exit_code))
 
 
 def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
-    """The Tune experiment of the runs of a plan that remain."""
+    """Make the Tune experiment of the plan's remaining runs."""
     import_tensorboard()
     from ray import tune
 
@@ -345,8 +344,8 @@ def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callback
         tune_config=tune.TuneConfig(
             max_concurrent_trials=resource_plan.max_concurrent,
             scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt, recorder.rungs),
-            # A process without a GPU trains the next run too, which saves the imports of torch and transformers. A run
-            # on a GPU gets a new process, because only the end of a process frees its CUDA context.
+            # Without a GPU, a process also trains the next run, which saves importing torch and transformers. On a GPU,
+            # a run gets a new process, because only the end of a process frees its CUDA context.
             reuse_actors=not (resource_plan.gpus or resource_plan.gpu_slots),
             trial_name_creator=make_name,
             trial_dirname_creator=make_name,
@@ -356,10 +355,10 @@ def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callback
 
 
 def import_tensorboard() -> None:
-    """Import tensorboardX, with which Tune writes its event files, as on a machine without torch.
+    """Import tensorboardX, which Tune uses for its event files, without importing torch.
 
-    It would import torch only to recognize tensors. That takes the driver two seconds and 200 MB, and rows consist of
-    numbers.
+    tensorboardX imports torch only to recognize tensors. That costs the driver two seconds and 200 MB, and rows have
+    only numbers.
     """
     if "torch" in sys.modules:
         return
@@ -371,7 +370,7 @@ def import_tensorboard() -> None:
 
 
 def make_run_options(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> dict[str, Any]:
-    """The arguments of Tune's RunConfig: where it writes, its callbacks, and its stoppers."""
+    """Make the arguments of Tune's RunConfig: where it writes, its callbacks, and its stoppers."""
     from ray import tune
 
     from tune_study.tune.callbacks import CheckpointFollower, SilentReporter
@@ -379,7 +378,7 @@ def make_run_options(session: StudySession, recorder: "Recorder", extra_callback
     from tune_study.tune.stoppers import InterruptStopper, rules
 
     plan = session.plan
-    # First, because Tune asks no stopper after one that ends the run, and the rungs need every row.
+    # First, because Tune asks no further stopper after one that ends the run, and the rungs need every row.
     halving_stoppers = [] if recorder.rungs is None else [HalvingStopper(recorder.rungs)]
     followers = [] if session.storage is None else [CheckpointFollower(session.storage)]
     place: dict[str, Any] = {"storage_path": str(plan.folder.parent)}
@@ -395,28 +394,28 @@ def make_run_options(session: StudySession, recorder: "Recorder", extra_callback
             *halving_stoppers, rules(plan.study, plan.preset), InterruptStopper(session.interrupt)
         ),
         "callbacks": [SilentReporter(), *followers, recorder, *extra_callbacks],
-        "failure_config": tune.FailureConfig(max_failures=-1),  # the Recorder counts those without progress
-        # On this machine a run writes its state into its own folder, once, and Tune's checkpoint names that folder.
-        # With a storage, a run asks for a checkpoint whenever its state is on the disk of its node.
+        "failure_config": tune.FailureConfig(max_failures=-1),  # the Recorder limits failures without progress
+        # On this machine a run writes its state once, into its folder, and Tune's checkpoint names that folder. With a
+        # storage, a run asks for a checkpoint whenever its state is on the disk of its node.
         "checkpoint_config": tune.CheckpointConfig(num_to_keep=MAX_ROLLING_CHECKPOINTS, checkpoint_at_end=True),
         "verbose": 0,  # `Progress` prints instead
     }
 
 
 def _make_wandb_log(plan: StudyPlan) -> "WandbLog | None":
-    """What writes the W&B runs of a study; None if W&B is off."""
+    """Make the log that writes the W&B runs of a study; None if W&B is off."""
     if plan.wandb.mode == "off":
         return None
-    # Nothing of Ray: it reads its environment when it is imported, which `prepare_environment` has not prepared yet.
+    # This must not import Ray, which reads its environment on import: `prepare_environment` has not run yet.
     from tune_study.tune.wandb_logging import WandbLog
 
     return WandbLog(plan)
 
 
 def _show_earlier_rows(session: StudySession, *, names_finished: bool) -> None:
-    """Show in the live table what earlier starts have trained, and print how many runs are not run again.
+    """Show in the live table what earlier starts have trained, and print how many runs remain.
 
-    names_finished: whether each of these is printed, too.
+    names_finished: print each run that is not run again.
     """
     plan, finished_statuses, console = session.plan, session.finished_statuses, session.console
     for spec in plan.runs:

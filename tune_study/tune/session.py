@@ -1,4 +1,4 @@
-"""One start of a study: what its parts share while it runs, and the seeds that follow from what they have shown."""
+"""One start of a study: what its components share while it runs, and the seeds to add after its results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SuiteContext:
-    """The objects that the studies of a suite share. A study outside a suite has a context of its own.
+    """The objects that the studies of a suite share. A study outside a suite has its own context.
 
     ray: keeps Ray running from one study to the next. interrupt: the request to stop, which ends the whole suite.
     on_ray_lost: called if Ray's daemons have exited, after the study was concluded and before the process ends.
@@ -35,8 +35,8 @@ class SuiteContext:
 class StudySession:
     """One start of a study: its plan, its resources and its outputs.
 
-    finished_statuses: statuses, by run_id, of the runs that are not run again. storage: the study's folder in its
-    storage, if it has one. wandb: what writes the W&B runs; None if W&B is off.
+    finished_statuses: statuses, by run_id, of the runs that are not run again. storage: the study in its storage, if it
+    has one. wandb: the log that writes the W&B runs; None if W&B is off.
     """
 
     plan: StudyPlan
@@ -55,11 +55,11 @@ class StudySession:
 
 
 def plan_next_look(plan: StudyPlan, max_concurrent: int) -> tuple[StudyPlan | None, str]:
-    """The plan with more seeds for the open arms and the baseline, and a line on why, or on why there is none.
+    """Plan more seeds for the open arms and the baseline, and say in a line why, or why there are none.
 
-    The plan is None if no arm is open, or if the open arms have `max_seeds` seeds. An arm gets as many seeds as can be
-    trained at once, since a look after each of them would leave slots empty, and at least as many as the test needs for
-    any verdict. plan: one with `max_seeds`, all of whose runs have ended and have tables.
+    The plan is None if no arm is open, or if the open arms have `max_seeds` seeds. Arms get as many seeds as can be
+    trained at once, since fewer would leave slots empty, and at least as many as the test needs for any verdict. plan:
+    has `max_seeds`, and all its runs have ended and are in the tables.
     """
     from analysis.data.load import load  # imports pandas
     from analysis.report.pages import list_open_arms  # imports Matplotlib

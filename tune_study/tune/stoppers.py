@@ -1,4 +1,4 @@
-"""Ray Tune Stoppers for the stop rules, and for the request to stop that a user makes with Ctrl-C."""
+"""Ray Tune Stoppers for the stop rules, and for a user's request to stop (Ctrl-C or `stop`)."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,23 +17,22 @@ from tune_study.host.interrupt import Interrupt
 from tune_study.plan.study_names import find_study
 
 DEFAULT_COLUMNS = MappingProxyType({name: name for name in HISTORY_COLUMNS})
-"""For each column that the rules read, the key of a result that has the column."""
+"""For each column that the rules read, its key in a result."""
 
 
 class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
-    """Ends a trial when a stop rule fires.
+    """A Stopper that ends a trial when a stop rule fires.
 
     Args:
         rule: one of `trainable.runs.stop_rules.RULES`, such as "reward_variance_collapse".
         settings: thresholds of the rule; None for the defaults.
-        columns: for each column that the rules read, the key of a result that has it, for a Trainable that uses other
-            names.
+        columns: for each column that the rules read, its key in a result, for a Trainable that uses other names.
 
     A run of a study applies its rules before it writes a row. Its results have the key `stop_rule`, and the Stopper
-    follows that decision. To a result without the key, the Stopper applies the rule itself: to the results of the trial
-    so far, with `training_iteration` as the step. If the rule fires, it adds the `stop_...` columns to the result, so
-    that the last row says why the trial ended. A Trainable without a filter needs no `groups_kept`. Raises ValueError
-    for an unknown rule.
+    follows that decision. Without the key, the Stopper applies the rule to the results of the trial so far, with
+    `training_iteration` as the step. If the rule fires, it adds the `stop_...` columns to the result, so that the last
+    row says why the trial ended. A Trainable without a filter needs no `groups_kept`. Raises ValueError for an unknown
+    rule.
 
     Example: the published rules for your own Trainable::
 
@@ -59,13 +58,13 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Whether the trial ends after this result."""
+        """Decide whether the trial ends after this result."""
         if "stop_rule" in result:  # empty if no rule has fired
             return bool(result["stop_rule"] == self.rule)
         rows = self._rows.setdefault(trial_id, [])
         row = self._make_row(result)
         step = parse_finite(row["step"])
-        # A trial that has gone back to a checkpoint repeats its steps.
+        # A trial that was restored from a checkpoint repeats steps.
         while rows and step is not None and (parse_finite(rows[-1]["step"]) or 0) >= step:
             rows.pop()
         rows.append(row)
@@ -77,12 +76,12 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         return decision is not None
 
     def _make_row(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """The columns that the rules read, from a result."""
-        # A value that is carried over from an earlier step is no measurement of this one.
+        """Extract the columns that the rules read from a result."""
+        # A value that is carried over from an earlier step was not measured at this one.
         measured = drop_carried(result)
         rule_row = {name: measured.get(column) for name, column in self.columns.items()}
-        # A Trainable without a filter trains on every group. Without this column, the rules would take the step for one
-        # in which the filter kept nothing.
+        # A Trainable without a filter trains on every group. Without this column, the rules would assume that the
+        # filter kept nothing.
         if self.columns["groups_kept"] not in result:
             rule_row["groups_kept"] = 1
         if self._alarm_column:
@@ -95,14 +94,14 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 
 
 def resolve_study(study: str | Study) -> Study:
-    """A study by its name; one that is declared stays."""
+    """Find a study by its name; return a declared study as it is."""
     return find_study(study) if isinstance(study, str) else study
 
 
 def rules(study: str | Study, preset: str = "laptop") -> tune.stopper.CombinedStopper:
-    """The stop rules of a study as one Stopper, with its thresholds under a preset.
+    """Make one Stopper of the stop rules of a study, with its thresholds under a preset.
 
-    study: a study, or the name of one of this package. Raises PlanError for another name.
+    study: a study, or the name of one in this package. Raises PlanError for another name.
 
     Example:
         >>> tune.RunConfig(stop=rules("kl"))  # doctest: +SKIP
@@ -110,13 +109,13 @@ def rules(study: str | Study, preset: str = "laptop") -> tune.stopper.CombinedSt
     declared = resolve_study(study)
     config = apply_overrides(declared.family.config_class.model_validate({}), declared.make_preset_settings(preset))
     settings = getattr(config, "early_stop", None)
-    # The rules of update rules are none of RULES: such a trial has several runs, which end one by one.
+    # Studies of update rules have other rules than RULES, since a trial has several runs, which end one by one.
     names = [name for name in (*declared.stop_rules, ALARM) if name in RULES]
     return tune.stopper.CombinedStopper(*(RuleStopper(name, settings) for name in names))
 
 
 class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
-    """Ends each trial at its next result once the user has asked the study, or the trial's arm, to stop.
+    """A Stopper that ends each trial at its next result once the user has asked the study, or its arm, to stop.
 
     A result that was under way when the request came may have no checkpoint (its `saved` is False). The run then trains
     one more step, for which it writes a checkpoint. Only trials are stopped, never the whole experiment: Tune would
@@ -127,14 +126,14 @@ class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         self._interrupt = interrupt
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Whether the trial ends after this result."""
-        # A Trainable that does not report `saved` ends at once, and so does one of which Tune takes a last checkpoint.
+        """Decide whether the trial ends after this result."""
+        # A Trainable ends at once if it does not report `saved`, or if Tune takes a last checkpoint.
         is_saved = bool(result.get("saved", True)) or SHOULD_CHECKPOINT in result
         if not self._interrupt.is_requested:
             arm = str(result.get("config", {}).get("run", {}).get("arm", ""))
             return is_saved and self._interrupt.is_arm_requested(arm)
-        # If the file of the request could not be written (full disk), no run writes a checkpoint because of it. Waiting
-        # for one would keep the runs training.
+        # If the file of the request could not be written (full disk), runs do not see it and write no checkpoint, so
+        # waiting for one would keep them training.
         return is_saved or not self._interrupt.is_visible
 
     def stop_all(self) -> bool:

@@ -1,4 +1,4 @@
-"""Make the configs of Tune trials and assign the rows of their results to runs.
+"""Make the configs of Tune trials, and assign the rows of their results to runs.
 
 A trial has one run, or the runs of all seeds of an arm.
 """
@@ -19,15 +19,15 @@ from tune_study.plan.study_plan import StudyPlan, find_changed_settings
 
 
 def list_run_ids(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The ids of the runs in a trial's config."""
+    """List the ids of the runs in a trial's config."""
     return tuple(run["run_id"] for run in config["run"]["runs"])
 
 
 def split_rows_by_run(config: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of a result, by run_id. A run that ended before the other runs of its trial, or failed, is missing."""
+    """Split a result into rows by run_id. A run that failed, or ended before others of its trial, is missing."""
     if result.get("failure_class"):
         return {}
-    # A trial with one run reports the columns of its row directly, so that Tune's own tools can plot them.
+    # A trial with one run reports the columns of its row directly, so that Tune's tools can plot them.
     if has_several_runs(config):
         return dict(result.get("rows", {}))
     (run_id,) = list_run_ids(config)
@@ -35,14 +35,14 @@ def split_rows_by_run(config: Mapping[str, Any], result: Mapping[str, Any]) -> d
 
 
 def has_several_runs(config: Mapping[str, Any]) -> bool:
-    """Whether a trial trains a list of seeds side by side, even if that has one."""
+    """Check whether a trial trains a list of seeds side by side, even a list of one."""
     return isinstance(config["seed"], list | tuple)
 
 
 def list_lone_ends(config: Mapping[str, Any], result: Mapping[str, Any]) -> set[str]:
-    """The ids of the runs that have ended by a result, by a stop rule or a failure, while their trial may continue.
+    """List the ids of runs that a stop rule or a failure has ended by this result while their trial may continue.
 
-    A trial of one run has none: it ends together with its run. A failed run stays in all later results.
+    A trial of one run has none, since it ends together with its run. A failed run stays in all later results.
     """
     if not has_several_runs(config):
         return set()
@@ -56,14 +56,13 @@ def make_trial_configs(
     interrupt: Interrupt,
     placement_settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:
-    """The configs of the Tune trials of a study, each of which trains the runs of it that remain.
+    """Yield the configs of a study's Tune trials, each with its remaining runs.
 
-    Among the trials of a seed, those with the dearest training steps come first, so that the last trial of a study does
-    not run alone for long.
+    Among the trials of a seed, the most expensive come first, so that the last trial does not run alone for long.
 
     finished_statuses: statuses, by run_id, of the runs that are not run again. interrupt: the request to stop, whose
-    files end runs after their next step. placement_settings: settings of the trials that follow from the memory of the
-    GPUs (see `ResourcePlan`).
+    files end runs after their next step. placement_settings: settings that follow from the GPUs' memory (see
+    `ResourcePlan`).
     """
     for specs in _sort_by_cost(plan):
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
@@ -72,7 +71,7 @@ def make_trial_configs(
 
 
 def _sort_by_cost(plan: StudyPlan) -> Sequence[tuple[RunSpec, ...]]:
-    """The runs of each trial, seed by seed, with the dearest training steps of a seed first.
+    """Sort the trials (tuples of runs) by seed, and within a seed by cost, the most expensive first.
 
     Trials whose costs are equal or unknown keep their order.
     """
@@ -91,7 +90,7 @@ def _sort_by_cost(plan: StudyPlan) -> Sequence[tuple[RunSpec, ...]]:
 
 
 def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Interrupt | None = None) -> dict[str, Any]:
-    """The config of `trainable.trial.PPO` for runs of one arm: changed settings, seed, and what the runs belong to.
+    """Make the config of `trainable.trial.PPO` for runs of one arm: changed settings, seed, and places of the runs.
 
     specs: the runs, at least one.
     """
@@ -132,6 +131,6 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
 
 
 def make_trial_name(plan: StudyPlan, config: Mapping[str, Any]) -> str:
-    """The name of the trial with this config, which is also that of its folder."""
+    """Return the name of the trial with this config, which also names its folder."""
     (spec,) = (spec for spec in plan.runs if spec.run_id == list_run_ids(config)[0])
     return plan.get_trial_name(spec)

@@ -1,4 +1,4 @@
-"""Ray Tune's Tuner over the runs of a study: what the command line runs, and what a script of a user can change."""
+"""Make Ray Tune's Tuner over the runs of a study, for the command line and for users' scripts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ from tune_study.plan.study_plan import find_changed_settings, make_plan
 from tune_study.tune.stoppers import resolve_study, rules
 
 ALWAYS_NAMED = ("trainer.total_training_steps", "trainer.test_freq")
-"""Settings that a parameter space has even if they are the defaults, because who reads its results needs them."""
+"""Settings that a parameter space has even if they are the defaults, since readers of its results need them."""
 
 
 def get_trainable(study: Study | str) -> type[tune.Trainable]:
-    """The Trainable for the runs of a study: PPO, or its sister for the study's family."""
+    """Find the Trainable for the runs of a study: PPO, or its counterpart in the study's family."""
     trainable: type[tune.Trainable] = resolve_name(resolve_study(study).family.trainable)
     return trainable
 
@@ -33,11 +33,11 @@ def param_space(
     values: Sequence[str] | None = None,
     **settings: object,
 ) -> dict[str, Any]:
-    """The parameter space of a study, for `tune.Tuner`: a grid over its arms and seeds, as the command line runs them.
+    """Make the parameter space of a study, for `tune.Tuner`: a grid over arms and seeds, as on the command line.
 
     Args:
-        study: the name of a study, or one that you declare.
-        preset: laptop, stress, small or paper.
+        study: the name of a study, or a declared study.
+        preset: laptop, stress or paper.
         seeds: number of seeds per arm. Update rules and their companions train them side by side in one trial.
         values: the arms; None for all of the preset.
         settings: settings by name, such as **{"actor.lr": 1e-4}. A value may be a domain of Tune, such as
@@ -45,8 +45,8 @@ def param_space(
 
     Raises ConfigError or PlanError (both are ValueErrors) for settings, values or presets that the study does not have.
 
-    Each key is a setting, so any of them can be replaced or removed. Arms that differ in several settings have their
-    name in `run` / `arm`, and their settings follow from it.
+    Each key is a setting and can be replaced or removed. Arms that differ in several settings have their name in `run`
+    / `arm`, and their settings depend on it.
 
     Example:
         >>> space = param_space("kl", seeds=2, values=("0.01", "0.1"), **{"trainer.total_training_steps": 6})
@@ -92,7 +92,7 @@ def param_space(
 
 
 def _follow_arm(values: Mapping[str, Any]) -> Any:
-    """A setting that follows from the name of the arm. values: by arm."""
+    """Make a setting depend on the name of the arm. values: by arm."""
     return tune.sample_from(lambda config: values[config["run"]["arm"]])
 
 
@@ -107,14 +107,14 @@ def make_tuner(
     tune_config: tune.TuneConfig | None = None,
     **run_options: Any,
 ) -> tune.Tuner:
-    """The Tuner of a study: its Trainable, parameter space and stop rules, and a checkpoint at the end of each trial.
+    """Make the Tuner of a study: Trainable, parameter space, stop rules, and a checkpoint at the end of each trial.
 
     Args:
         study, preset, seeds, values, settings: see `param_space`.
-        space: a parameter space in the place of that of these arguments.
-        tune_config: metric, scheduler and searcher; None for those of Tune, which are first come, first served.
-        run_options: arguments of `tune.RunConfig`, which take the place of these: its name is that of the study, `stop`
-            has the study's stop rules, and `checkpoint_config` asks for a checkpoint at the end.
+        space: a parameter space to use instead of `param_space` of these arguments.
+        tune_config: metric, scheduler and searcher; None for Tune's defaults (first come, first served).
+        run_options: arguments of `tune.RunConfig`, which override these: `name` is the study's name, `stop` has its
+            stop rules, and `checkpoint_config` asks for a checkpoint at the end.
 
     Example:
         >>> tuner = make_tuner("kl", seeds=2, values=("0", "0.1"), storage_path="/shared/studies")  # doctest: +SKIP

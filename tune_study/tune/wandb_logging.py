@@ -1,7 +1,7 @@
 """Log to W&B on request: one W&B run per run, written by a separate thread so that nothing waits for the service.
 
-W&B gets the rows that are in the file of the run, from the first one on that it does not have. A row can thus be
-neither lost nor sent twice, whenever the process of the study was killed.
+W&B gets the rows in the run's file, beginning with the first that it lacks. So no row is lost or sent twice, whenever
+the process of the study was killed.
 """
 
 import hashlib
@@ -18,17 +18,17 @@ from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 
 OPEN_TIMEOUT_S = 30.0
-"""Time limit in seconds for opening a run, and, at the end of a study, for what is the same for one run and for many.
+"""Seconds to wait for opening a run, and at the end of a study, in addition to RUN_TIMEOUT_S per run.
 
-W&B is a copy of rows that are on disk, so a study does not wait long for a service that does not answer.
+W&B has copies of rows that are on disk, so a study does not wait long for a service that does not answer.
 """
 
 RUN_TIMEOUT_S = 5.0
-"""Time in seconds for each run of a study at its end, when its summary is written and sent."""
+"""Seconds to wait for each run at the end of a study, when its summary is written and sent."""
 
 
 class _Event(NamedTuple):
-    """There is something to write of a run. summary: what ends its W&B run; None while the run is trained."""
+    """Something to write for a run. summary: what ends its W&B run; None while the run is trained."""
 
     run_id: str
     summary: Mapping[str, Any] | None = None
@@ -37,11 +37,11 @@ class _Event(NamedTuple):
 class WandbLog:
     """Passes runs to a thread that writes them to W&B. An error in this thread ends the logging, never the study.
 
-    Rows are sent as they come in mode online. Offline, a W&B run is a file, which is written as a whole when its run
-    has ended, and again when the study has, with its verdict; it replaces that of an earlier start.
+    In mode online, rows are sent as they come. Offline, a W&B run is a file, which is written as a whole when its run
+    has ended, and again with its verdict when the study has. It replaces the file of an earlier start.
 
-    plan: the study, whose `wandb` has a mode other than off. The attribute `problem` says why the logging is
-    incomplete; it is empty if it is complete.
+    plan: the study, whose W&B mode is not off. The attribute `problem` says why the logging is incomplete, and is empty
+    if it is complete.
     """
 
     def __init__(self, plan: StudyPlan) -> None:
@@ -55,7 +55,7 @@ class WandbLog:
         self._thread.start()
 
     def follow(self, plan: StudyPlan) -> None:
-        """Log the runs of a study that has got more of them, too."""
+        """Also log the further runs of a study that has got more of them."""
         self._plan = plan
         self._specs = {spec.run_id: spec for spec in plan.runs}
 
@@ -73,15 +73,15 @@ class WandbLog:
                 self._events.put(_Event(run_id, {"status": status.status, "reason": status.reason}))
 
     def conclude(self, summaries: Mapping[str, Mapping[str, Any]]) -> None:
-        """Queue all runs of the study. summaries: what each of them ends with, by run_id."""
+        """Queue all runs of the study. summaries: the final summary of each, by run_id."""
         for run_id, summary in summaries.items():
-            if run_id in self._specs:  # the folder may have runs that are not of the study
+            if run_id in self._specs:  # the folder may have runs of another plan
                 self._events.put(_Event(run_id, summary))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End the open W&B runs; return whether everything was written, and sent in mode online.
+        """End the open W&B runs; return whether everything was written and, in mode online, sent.
 
-        timeout_s: time limit in seconds; None for one by the number of runs.
+        timeout_s: time limit in seconds; None for a limit that depends on the number of runs.
         """
         if timeout_s is None:
             timeout_s = OPEN_TIMEOUT_S + RUN_TIMEOUT_S * len(self._specs)
@@ -92,7 +92,7 @@ class WandbLog:
         return not self.problem
 
     def _write_events(self) -> None:
-        """Body of the thread: process events in order, until the end or the first error."""
+        """Process events in order in the thread, until the end or the first error."""
         try:
             while (event := self._events.get()) is not None:
                 self._write_run(event)
@@ -102,29 +102,29 @@ class WandbLog:
             self.problem = f"{type(error).__name__}: {error}"
 
     def _write_run(self, event: _Event) -> None:
-        """Send the rows of a run that W&B does not have, and end its W&B run if the event says so."""
+        """Send the rows of a run that W&B lacks, and end its W&B run if the event says so."""
         run_dir = self._plan.get_run_dir(event.run_id)
         rows = read_rows(run_dir / METRICS_FILE)
-        # A run that failed before its first row has an end, too.
+        # A run that failed before its first row is ended, too.
         if not rows and (event.summary is None or event.summary.get("status") == "never_ran"):
             return
         run = self._open_runs.get(event.run_id)
         if run is None:
             run = self._open_runs[event.run_id] = self._open_run(self._specs[event.run_id])
         for row in rows:
-            # The first step that W&B does not have. An earlier start may have sent rows: `step` does not know of them
-            # before the first one of this start.
+            # Begin with the first step that W&B lacks. `starting_step` covers rows that an earlier start has sent, of
+            # which `step` does not know before the first row of this start.
             if row["step"] >= max(run.step, run.starting_step):
                 values = select_loggable(row)
                 analysis = self._read_gradient_analysis(event.run_id, row["step"], values)
-                # The commit ends the step, so that `step` is the one after it.
+                # The commit ends the step, so `step` is then the next one.
                 run.log({**values, **analysis}, step=row["step"], commit=True)
         if event.summary is not None:
             run.summary.update(event.summary)
             self._open_runs.pop(event.run_id).finish(exit_code=int(event.summary.get("status") == "failed"))
 
     def _read_gradient_analysis(self, run_id: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        """The results of the step's gradient analysis under the published keys; empty if there was none."""
+        """Read the results of the step's gradient analysis under the published keys; empty if there was none."""
         if "seconds_gradient_analysis" not in values:  # only a step with an analysis has this column
             return {}
         import wandb
@@ -138,17 +138,16 @@ class WandbLog:
     def _open_run(self, spec: RunSpec) -> Any:
         """Open a W&B run.
 
-        Its id is made from the names of the run and its study and from the settings that make it that run. A run that
-        is resumed or made longer therefore continues its W&B run, and one with other settings gets a new one.
+        Its id is made from the names of run and study and from the settings that identify the run. So a run that is
+        resumed or made longer continues its W&B run, and a run with other settings gets a new one.
         """
         import wandb
 
         plan, is_online = self._plan, self._plan.wandb.mode == "online"
         identity = hashlib.sha256(f"{plan.run} {spec.config.compute_run_hash()}".encode()).hexdigest()[:12]
-        # W&B documents a limit of 128 characters for project names; the same is assumed for ids. The end is kept
-        # because it has the hash.
+        # W&B documents a limit of 128 characters for project names, which is assumed for ids. The end has the hash.
         wandb_id = f"{spec.run_id}-{identity}"[-128:]
-        if not is_online:  # an earlier start may have left a file, which this one replaces
+        if not is_online:  # replace the file of an earlier start
             for folder in (plan.output / "wandb").glob(f"offline-run-*-{escape(wandb_id)}"):
                 shutil.rmtree(folder)
         labels = {"study": plan.study.name, "arm": spec.arm, "seed": spec.seed, "group": plan.run}
@@ -161,8 +160,8 @@ class WandbLog:
             config={**spec.config.model_dump(mode="json"), **labels, "preset": plan.preset},
             dir=plan.output,
             mode="online" if is_online else "offline",
-            # Online, continue the W&B run of an earlier start. A file has all rows, and its upload replaces those of an
-            # earlier one, instead of following them.
+            # Online, continue the W&B run of an earlier start. Offline, the file has all rows, and its upload replaces
+            # earlier ones.
             resume="allow" if is_online else None,
             reinit="create_new",  # several runs are open in this process at once
             settings=wandb.Settings(silent=True, console="off", init_timeout=OPEN_TIMEOUT_S),
@@ -170,5 +169,5 @@ class WandbLog:
 
 
 def select_loggable(row: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and texts of a row. Tune's config, lists, and values that were not measured are left out."""
+    """Select the numbers and texts of a row, without Tune's config, lists, and values that were not measured."""
     return {name: value for name, value in row.items() if isinstance(value, int | float | str)}

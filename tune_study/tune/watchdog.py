@@ -14,15 +14,15 @@ from ray import tune
 from tune_study.host.interrupt import Interrupt
 
 DAEMON_NAMES = ("raylet", "gcs_server")
-"""Executables of Ray's agent on a machine and of its control server. Without either, calls to Ray do not return."""
+"""Executables of Ray's agent on a machine and of its control server. If one exits, calls to Ray never return."""
 
 MIN_FREE_BYTES = 8_000_000
-"""Free bytes on a disk below which the driver waits, because Ray Tune ends the study if it cannot write its files."""
+"""With fewer free bytes on a disk the driver waits, because Ray Tune ends the study if it cannot write its files."""
 
 _CHECK_INTERVAL_S = 2.0
-"""Seconds between two checks of daemons, and of disks."""
+"""Seconds between two checks of daemons or disks."""
 _WAIT_INTERVAL_S = 0.5
-"""Seconds between two looks at a disk that is full; also how late the waiting driver sees a Ctrl-C."""
+"""Seconds between two checks of a full disk, and the maximum delay until the waiting driver sees a Ctrl-C."""
 
 
 class Daemon(NamedTuple):
@@ -33,13 +33,13 @@ class Daemon(NamedTuple):
 
 
 def find_ray_daemons() -> tuple[Daemon, ...]:
-    """The processes called DAEMON_NAMES that this process has started, so not those of another study's Ray."""
+    """Find the processes called DAEMON_NAMES that this process has started, which excludes another study's Ray."""
     children = psutil.Process().children()
     return tuple(Daemon(name, child) for child in children for name in DAEMON_NAMES if name in _read_command(child))
 
 
 def _read_command(process: psutil.Process) -> str:
-    """The file name of a process's executable; empty if it has exited or cannot be read."""
+    """Read the file name of a process's executable; empty if it has exited or cannot be read."""
     try:
         return Path((process.cmdline() or [""])[0]).name
     except psutil.Error:
@@ -47,7 +47,7 @@ def _read_command(process: psutil.Process) -> str:
 
 
 def has_exited(daemon: Daemon) -> bool:
-    """Whether the process has exited. psutil still finds a zombie, which has exited and waits to be reaped."""
+    """Check whether the process has exited. psutil still finds zombies, which have exited and wait to be reaped."""
     try:
         return not daemon.process.is_running() or daemon.process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -57,22 +57,22 @@ def has_exited(daemon: Daemon) -> bool:
 def kill_children() -> None:
     """Kill all child processes of this process, and their children, by their ids.
 
-    Without Ray's daemons, nobody else ends the workers, and a worker that keeps training holds the lock of its run.
+    Without Ray's daemons, nothing else ends the workers, and a worker that keeps training holds its run's lock.
     """
     children = psutil.Process().children(recursive=True)
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    # SIGKILL takes effect at once, except for a process inside a system call, such as a write to a slow disk.
+    # SIGKILL takes effect at once, except during a system call, such as a write to a slow disk.
     psutil.wait_procs(children, timeout=5)
 
 
 @contextmanager
 def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], None]) -> Iterator[None]:
-    """While the body runs, a thread checks that all `daemons` are alive, and calls `on_daemon_lost` if one has exited.
+    """During the body, check in a thread that all `daemons` are alive; call `on_daemon_lost` if one has exited.
 
-    The check runs in a thread of its own, because calls to Ray never return without its daemons: the main thread is
-    then stuck in one. on_daemon_lost: called with a message; it must end this process.
+    A separate thread is needed because the main thread is then stuck in a call to Ray, which never returns without its
+    daemons. on_daemon_lost: called with a message; must end this process.
     """
     is_over = threading.Event()
 
@@ -80,7 +80,7 @@ def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], Non
         while not is_over.wait(_CHECK_INTERVAL_S):
             for daemon in filter(has_exited, daemons):
                 on_daemon_lost(f"Ray's process {daemon.name} ({daemon.process.pid}) has exited")
-                return  # one message is enough: the other daemon follows the first
+                return  # the other daemon follows, and one message is enough
 
     thread = threading.Thread(target=watch, name="ray-guard", daemon=True)
     thread.start()
@@ -92,25 +92,24 @@ def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], Non
 
 
 class StatelessCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
-    """A callback whose pickle is empty: Tune pickles its callbacks into the results.
+    """A callback whose pickle is empty, since Tune pickles its callbacks into the results.
 
-    What ours have is already on disk, or, as a thread, cannot be pickled.
+    The state of our callbacks is already on disk, or cannot be pickled, such as a thread.
     """
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return no state."""
         return {}
 
 
 class DiskSpaceGuard(StatelessCallback):
-    """Blocks Tune's event loop while a disk is full.
+    """A callback that blocks Tune's event loop while a disk is full.
 
-    While the loop is blocked, Tune processes no result, so it writes no file, and no failed write can end the study.
-    The runs are processes of their own and wait for disk space by themselves.
+    While the loop is blocked, Tune processes no result and writes no file, so no failed write can end the study. Runs
+    are separate processes and wait for disk space by themselves.
 
-    folders: the folders to which the driver and Ray write. patience: seconds to wait for disk space
-    (trainer.disk_patience). interrupt: a request to stop ends the wait. notify: called with a message when the wait
-    begins and when it ends.
+    folders: where the driver and Ray write. patience: seconds to wait for disk space (trainer.disk_patience).
+    interrupt: a request to stop ends the wait. notify: called with a message when the wait begins and when it ends.
     """
 
     def __init__(
@@ -121,18 +120,18 @@ class DiskSpaceGuard(StatelessCallback):
         self._interrupt = interrupt
         self._notify = notify
         self._next_check = 0.0
-        # True after `patience`: the study then continues and its writes may fail. It stays true while the disk is full,
-        # because otherwise every iteration of Tune's loop would wait again.
+        # True after `patience`, when the study continues and writes may fail. It stays true while the disk is full, or
+        # every iteration of Tune's loop would wait again.
         self._has_given_up = False
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Check the disks every few seconds; Tune calls this in every iteration of its loop."""
-        if time.monotonic() < self._next_check:  # Tune's loop iterates many times per second
+        if time.monotonic() < self._next_check:  # the loop has many iterations per second
             return
         full_folders = self._find_full_folders()
         if full_folders and not self._has_given_up:
             self._notify(f"The disk of {full_folders[0]} is full: waiting up to {self._patience:g} s for disk space.")
-            # Ctrl-C ends the wait because the runs can end only in Tune's loop, which is blocked here.
+            # Ctrl-C ends the wait, because runs can end only in Tune's loop, which is blocked here.
             deadline = time.monotonic() + self._patience
             while self._find_full_folders() and time.monotonic() < deadline and not self._interrupt.is_requested:
                 time.sleep(_WAIT_INTERVAL_S)
@@ -142,7 +141,7 @@ class DiskSpaceGuard(StatelessCallback):
         self._next_check = time.monotonic() + _CHECK_INTERVAL_S
 
     def _find_full_folders(self) -> list[Path]:
-        # A folder that does not exist yet has no disk to measure.
+        # The disk of a folder that does not exist yet cannot be measured.
         return [
             folder for folder in self._folders if folder.exists() and shutil.disk_usage(folder).free < MIN_FREE_BYTES
         ]

@@ -1,4 +1,4 @@
-"""The options that several commands or groups of options have: their spellings and help texts.
+"""Options that several commands or groups of options share, with their spellings and help texts.
 
 The published scripts spell options with underscores, so both spellings are accepted.
 """
@@ -14,12 +14,12 @@ from trainable.config.games import GAMES
 
 
 def complete_study(incomplete: str) -> list[str]:
-    """The names of studies and suites that begin with `incomplete`, for the completion in a shell."""
+    """Complete the name of a study or a suite in a shell."""
     return [name for name in (*STUDIES, *SUITES) if name.startswith(incomplete)]
 
 
 def complete_preset(incomplete: str) -> list[str]:
-    """The names of presets that begin with `incomplete`, for the completion in a shell."""
+    """Complete the name of a preset in a shell."""
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 

@@ -1,8 +1,7 @@
-"""How the words of a command become its options: what would be lost in silence is refused, with what to type.
+"""Parse the words of a command; refuse words that would be ignored or misread, and say what to type instead.
 
-Options that several commands share are a group: a dataclass whose fields are annotated with options of Typer. A command
-receives a group as one argument. Typer reads the options of a command from its signature, in which those of the group
-take the place of that argument.
+Options that several commands share form a group: a dataclass whose fields are annotated with Typer options. A command
+receives a group as one argument. In the signature that Typer reads, the group's options replace that argument.
 """
 
 import functools
@@ -30,33 +29,33 @@ Command = Callable[..., None]
 
 
 class StrictGroup(TyperGroup):
-    """The program, which names the option of who types `version` or `help` as a command."""
+    """The program. If `version` or `help` is typed as a command, it names the option to type instead."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that `args` begin with. Raise click's UsageError if there is none."""
+        """Find the command that `args` begin with. Raises click's UsageError if there is none."""
         if args and args[0] in _PROGRAM_OPTIONS and args[0] not in self.commands:
             ctx.fail(f"There is no command '{args[0]}': type {ctx.command_path} {_PROGRAM_OPTIONS[args[0]]}.")
         return super().resolve_command(ctx, args)
 
 
 class StrictCommand(TyperCommand):
-    """A command that refuses words which would be read as something else.
+    """A command that refuses words that would be misread.
 
-    These are an option that is typed twice, of which only the last one would count, an empty path, which would be the
-    current folder, and a number with `_`. It also says what to type where spaces separate the values of a list.
+    It refuses an option that is typed twice, since only the last one would count; an empty path, which would mean the
+    current folder; and a number with `_`. If spaces separate the values of a list, it says what to type.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `args`, the words after the command's name. Raise click's UsageError for words without a meaning."""
+        """Parse `args`, the words after the command's name. Raises click's UsageError for words that it cannot use."""
         words = list(args)
-        # Completion in a shell has incomplete words, and who asks for help gets it.
+        # Shell completion passes incomplete words, and a request for help is always answered.
         if not ctx.resilient_parsing and not set(words) & set(ctx.help_option_names):
             self._refuse_misread(ctx, words)
         takes_extra_words, ctx.allow_extra_args = ctx.allow_extra_args, True
         try:
             extra_words = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            # Pydantic, which checks the values, speaks of its input.
+            # Pydantic checks the values, and its messages say "input".
             problem = error.format_message().replace("Input should be", "must be").rstrip(".")
             ctx.fail(f"{problem}. {self._get_example()}")
         ctx.allow_extra_args = takes_extra_words
@@ -85,7 +84,7 @@ class StrictCommand(TyperCommand):
                 ctx.fail(f"{typed_name} {value}: type numbers without `_`, like 1000.")
 
     def _suggest_list(self, words: Sequence[str], extra_words: Sequence[str]) -> str:
-        """What to type if an extra word continues a list; empty if there is no such list."""
+        """Suggest what to type if extra words continue a list; return an empty text if they do not."""
         options = {name for parameter in self.params for name in parameter.opts}
         list_options = {
             name for parameter in self.params if parameter.metavar == _LIST_METAVAR for name in parameter.opts
@@ -105,17 +104,17 @@ class StrictCommand(TyperCommand):
         return ""
 
     def _get_example(self) -> str:
-        """The example of the command's help, as a sentence."""
+        """Return the example at the end of the command's help as a sentence."""
         return " ".join((self.epilog or "").replace("\b", "").split())
 
     def _describe_arguments(self) -> str:
-        """What the command takes besides options, as a sentence."""
+        """Say in a sentence which arguments the command takes besides options."""
         names = [parameter.metavar for parameter in self.params if isinstance(parameter, TyperArgument)]
         return f"Besides options, {self.name} takes {' and '.join(filter(None, names)) or 'nothing'}."
 
 
 def expand_groups(command: Command) -> Command:
-    """Give a command the options of its groups, the parameters whose types are dataclasses.
+    """Replace a command's groups (parameters whose types are dataclasses) by their options.
 
     All parameters become keyword-only, because one with a default may then precede one without.
     """
@@ -146,7 +145,7 @@ def expand_groups(command: Command) -> Command:
 
 
 def _list_options(group: Any) -> Iterator[tuple[str, str | None, inspect.Parameter]]:
-    """(field, flag, parameter of the command) of each option. A field with several options has a value per flag."""
+    """Yield (field, flag, command parameter) of each option. A field with several options has one value per flag."""
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
         (options,) = hints[field.name].__metadata__
@@ -164,9 +163,9 @@ def _make_parameter(name: str, default: Any, annotation: Any) -> inspect.Paramet
 
 
 def make_axis_options(studies: Iterable[Study]) -> dict[str, Any]:
-    """The options for the values of an axis by flag: --values, and every flag that one of `studies` declares.
+    """Make the options for axis values, by flag: --values, and every flag that one of `studies` declares.
 
-    Each has both spellings (--kl-values, --kl_values).
+    Each is accepted in both spellings (--kl-values, --kl_values).
     """
     help_text = "Values of the study's axis, for any study; see `list`."
     options = {VALUES_OPTION: typer.Option(VALUES_OPTION, metavar="LIST", help=help_text)}
@@ -182,7 +181,7 @@ def make_axis_options(studies: Iterable[Study]) -> dict[str, Any]:
 
 
 def _format_help(studies: list[Study]) -> str:
-    """Help text of a flag: the axis if one study declares it, else that it takes named arms."""
+    """Format the help of a flag: with the axis if one study declares it, else saying that it takes named arms."""
     axis = studies[0].axis
     example = ",".join((*axis.value_groups, *axis.grids["laptop"])[:2])
     if len(studies) == 1:

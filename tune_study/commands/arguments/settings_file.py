@@ -1,4 +1,4 @@
-"""Read a file of settings, which stands for as many --set options."""
+"""Read a file of settings; each line acts as one --set option."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,9 +11,9 @@ _MAX_BYTES = 2**20
 
 
 def read_assignments(path: Path) -> tuple[str, ...]:
-    """The `key=value` of each line of the file, in its order. Empty lines and what follows a `#` do not count.
+    """Read the `key=value` lines of a file, in order. Empty lines and text after a `#` are ignored.
 
-    Raises PlanError, which names file and line, for a file that cannot be read and for a line of another form.
+    Raises PlanError, naming file and line, if the file cannot be read or a line has another form.
 
     Example:
         >>> import tempfile
@@ -45,7 +45,7 @@ def read_assignments(path: Path) -> tuple[str, ...]:
 
 
 def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str, ...]:
-    """The assignments of the files and those that were typed. One that was typed replaces one of a file.
+    """Merge the assignments of files with typed ones, which take precedence.
 
     Keys are compared as they are written; two spellings of one setting are refused later, as given twice. Raises
     PlanError for a key that the files have twice.

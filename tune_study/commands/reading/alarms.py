@@ -17,7 +17,7 @@ from tune_study.plan.errors import PlanError
 
 
 def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
-    """Frames of all studies of language models in these folders. Raise PlanError if there is none."""
+    """Read all studies of language models in these folders. Raises PlanError if there is none."""
     try:
         paths = [path for folder in folders for path in find_study_folders(folder)]
         studies = [load(path) for path in dict.fromkeys(paths)]
@@ -33,7 +33,7 @@ def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
 
 
 def print_alarms(console: Console, studies: Sequence[StudyFrames], first_test_seed: int) -> None:
-    """Print how many runs collapsed, and the best rule of each symptom with its score on the test seeds."""
+    """Print how many runs collapsed, and each symptom's best rule with its score on the test seeds."""
     ends = find_distinct_ends(studies)
     num_repeated = sum(len(find_run_ends(frames)) for frames in studies) - sum(map(len, ends))
     num_collapsed = sum(int(table["is_collapse"].sum()) for table in ends)

@@ -1,4 +1,4 @@
-"""The command `compare`: which settings of several studies differ, and how the arms do that they have in common."""
+"""The command `compare`: which settings of several studies differ, and how their common arms compare."""
 
 import string
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError, as_plan_error
 
 LABELS = string.ascii_uppercase
-"""A study is called A, B, ... in the order in which it was typed: two studies may share a name."""
+"""Studies are called A, B, ... in the order in which they were typed, since two may share a name."""
 MAX_SHOWN_SETTINGS = 20
-"""More settings than this are on the page alone."""
+"""Maximum number of settings that are printed; the page has all of them."""
 
 
 def read_comparison(runs: Sequence[str]) -> Comparison:
-    """Read and compare the studies that the arguments RUN name. PlanError if they cannot be compared."""
+    """Read and compare the studies that the arguments RUN name. Raises PlanError if they cannot be compared."""
     if not 2 <= len(runs) <= len(LABELS):
         example = format_command("compare", "results/kl_sweep_sokoban-tiny", "other/results/kl_sweep_sokoban-tiny")
         raise PlanError(
@@ -47,7 +47,7 @@ def read_comparison(runs: Sequence[str]) -> Comparison:
 
 
 def print_comparison(console: Console, comparison: Comparison, path: Path) -> None:
-    """Print the studies, the settings that differ, the arms in common and the verdicts, and write the page to `path`.
+    """Print the studies, differing settings, common arms and verdicts, and write the page to `path`.
 
     Raises PlanError if the page cannot be written.
     """

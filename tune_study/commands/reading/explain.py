@@ -1,4 +1,4 @@
-"""The command `explain`: what changed in a run that collapsed, and from when on."""
+"""The command `explain`: what changed in a run that collapsed, and since when."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _TOO_SHORT = f"No change can be resolved in fewer than {MIN_POINTS} steps."
 
 
 def read_frames(folder: Path, is_running: bool) -> StudyFrames:
-    """Frames of the study in results/<run>. Raise PlanError if it trains no language model, or if a file is damaged."""
+    """Read the study in results/<run>. Raises PlanError if it trains no language model, or if a file is damaged."""
     with as_plan_error(ValueError):
         frames = load(folder, live=is_running)
     if not frames.is_fine_tuning:
@@ -41,7 +41,7 @@ def read_frames(folder: Path, is_running: bool) -> StudyFrames:
 
 
 def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.DataFrame:
-    """The rows of `find_run_ends` with this arm and seed; None selects all. PlanError if there are only others."""
+    """Select the runs of one arm and seed (all, if None). Raises PlanError if no run with rows matches."""
     ends = find_run_ends(frames)
     if ends.empty:
         return ends
@@ -63,16 +63,16 @@ def print_explanation(
 ) -> None:
     """Print what happened in the runs of `ends`.
 
-    A single run gets the onset of each symptom, and an episode from before, during and after its collapse. Several get
-    the order over those that collapsed, and a line per run.
+    For a single run, this is the onset of each symptom, and an episode from before, during and after the collapse. For
+    several, it is the order of the symptoms over the collapsed runs, and a line per run.
 
     Args:
         console: where to print.
         folder: the study, results/<run>.
         run_name: the study as it was typed, for the commands to type next.
-        frames: of the study.
+        frames: the study's tables.
         ends: rows of `find_run_ends`.
-        is_selected: whether an arm or a seed was typed. Otherwise the sentence about all arms comes first.
+        is_selected: whether an arm or a seed was typed. If not, a sentence about all arms comes first.
     """
     if ends.empty:
         print_line(console, "No run of this study has rows yet: there is nothing to explain.")
@@ -114,12 +114,12 @@ def print_explanation(
 
 
 def _read_validated(folder: Path, run: dict[str, Any]) -> list[RecordedEpisode]:
-    """The recorded episodes of the validations of a run."""
+    """Read the recorded validation episodes of a run."""
     return [episode for episode in read_episodes(folder / "runs" / run["run_id"]) if not episode.is_trained]
 
 
 def _count_measurements(frames: StudyFrames, run: dict[str, Any]) -> int:
-    """Number of training steps up to the end or the collapse of the run: each is a measurement of the symptoms."""
+    """Count the training steps up to the run's end or collapse; each is a measurement of the symptoms."""
     return int((frames.get_run_steps(run["run_id"])["step"] <= run["end_step"]).sum())
 
 
@@ -145,7 +145,7 @@ def _format_order_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _describe_end(run: dict[str, Any]) -> str:
-    """`collapsed at step 38 (reward_variance_collapse)`, or `completed at step 60`."""
+    """Describe a run's end: `collapsed at step 38 (reward_variance_collapse)`, or `completed at step 60`."""
     if not run["is_collapse"]:
         return f"{format_status(run['status'])} at step {run['end_step']:g}"
     cause = "success below half of its maximum at two validations" if run["cause"] == HALVED_SUCCESS else run["cause"]
@@ -184,9 +184,9 @@ def choose_episodes(
 ) -> list[RecordedEpisode]:
     """Choose up to three episodes of one level that show what changed.
 
-    They are from the last validation before the first onset, from the last one before the change of success is
-    complete, and from the first one at or after `end_step`; without an onset, from the first and the last. The level is
-    one with success in the first of them and not in the last, if there is such a level.
+    They are from the last validation before the first onset, the last one before the change of success is complete, and
+    the first one at or after `end_step`; without an onset, from the first and the last. A level that is solved in the
+    first of them and not in the last is preferred.
 
     Args:
         episodes: of one run, as `read_episodes` returns them.

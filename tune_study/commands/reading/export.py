@@ -1,4 +1,4 @@
-"""The command `export`: the trained policy of a run as a folder for the hub."""
+"""The command `export`: write the trained policy of a run as a folder for the hub."""
 
 import json
 import os
@@ -34,9 +34,9 @@ def find_export(
     own_study: OwnStudy | None,
     allowed: frozenset[str] = NOTHING,
 ) -> RunCheckpoint:
-    """The run of an arm and its checkpoint. PlanError that lists the alternatives if there is none.
+    """Find the run of an arm and its checkpoint. Raises PlanError that lists the alternatives if there is none.
 
-    seed: None for the smallest one of the arm. step: a number, or `best` for the best validation; None for the newest
+    seed: None for the arm's smallest. step: a number, or `best` for the best validation; None for the newest
     checkpoint. allowed: see `plan_from_folder`.
     """
     plan = plan_from_folder(run, own_study=own_study, allowed=allowed)
@@ -51,7 +51,7 @@ def find_export(
 
 
 def _parse_step(plan: StudyPlan, spec: RunSpec, text: str) -> int:
-    """The step that --step names. PlanError if it is neither a number nor `best`, or if no validation is recorded."""
+    """Parse --step. Raises PlanError if it is neither a number nor `best`, or if no validation is recorded."""
     if text == BEST_STEP:
         rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
         step = find_best_step(rows, plan.study.family.primary_metric)
@@ -66,8 +66,8 @@ def _parse_step(plan: StudyPlan, spec: RunSpec, text: str) -> int:
 def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *, keeps_adapters: bool) -> None:
     """Write the policy to `folder`, which appears only once it is complete.
 
-    dtype: type of the weights, see `write_hub_folder`. keeps_adapters: write the adapters alone. Raises PlanError, and
-    writes nothing, if something is in the way or cannot be used.
+    dtype: type of the weights, see `write_hub_folder`. keeps_adapters: write only the adapters. Raises PlanError, and
+    writes nothing, if the folder is not empty or something cannot be used.
     """
     config = target.spec.ppo_config
     dtype = SHORT_DTYPES.get(dtype, dtype)
@@ -81,7 +81,7 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
     card = _make_card(target, config)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the folder, so that a rename makes it appear at once.
+        # Written beside the folder, so that a rename makes it appear at once.
         with (
             show_phases(console, "writing the weights"),
             tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temp_dir,
@@ -112,7 +112,7 @@ def _check_options(config: RunConfig, folder: Path, dtype: str, keeps_adapters: 
 
 
 def _make_card(target: RunCheckpoint, config: RunConfig) -> str:
-    """README.md of the exported policy: which run it is, and what is known of it."""
+    """Make README.md of the exported policy: which run it is from, and what is known about it."""
     study, plan, spec = read_study(target.plan.folder), target.plan, target.spec
     rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
     row = next((row for row in rows if row["step"] == target.step), {})

@@ -31,17 +31,17 @@ class StepSelection(NamedTuple):
 
 
 def read_analyses(folder: Path) -> StudyFrames:
-    """Frames of the study in results/<run>. Raise PlanError if it has no gradient analysis, or if a file is damaged."""
+    """Read the study in results/<run>. Raises PlanError if it has no gradient analysis, or if a file is damaged."""
     with as_plan_error(ValueError):
         frames = load(folder)
-    # Toy studies measure gradients during training, as columns of the rows, and have no analyses to plot.
+    # Toy studies measure gradients during training, as columns of their rows, so there are no analyses to plot.
     if not frames.is_fine_tuning:
         raise PlanError(
             f"{format_value(folder, 1000)} fine-tuned no language model: the gradients of its runs were measured "
             "during training, and are in its report.html and steps.parquet."
         )
     if make_analysis_table(frames.gradients).empty:
-        # `probe` opens a run, which has to be chosen if there are several.
+        # `probe` needs to know the run if there are several.
         arms = frames.trials["arm"]
         options = ("--trial", arms.iloc[0]) if len(arms) > 1 else ()
         command = format_command("probe", folder, *options)
@@ -63,11 +63,11 @@ def select_steps(
         source: train or probe; None selects both.
         steps: analyzed steps; an empty sequence selects all.
 
-    Returns every run and source with at least one selected step. Raise PlanError if there is none.
+    Returns every run and source with at least one selected step. Raises PlanError if there is none.
     """
     if source is not None and source not in ANALYSIS_SOURCES:
         raise PlanError(f"There is no source `{format_value(source)}`: type --source train or --source probe.")
-    # The rows are narrowed down one option after another, so that each message can list the values that are possible.
+    # Options are applied one after another, so that each message can list the possible values.
     analysis_rows = to_records(make_analysis_table(frames.gradients))
     run_ids = list(dict.fromkeys(row["run_id"] for row in analysis_rows))
     # A run_id takes precedence over an arm of the same name.
@@ -102,9 +102,9 @@ def select_steps(
 
 
 def parse_steps(texts: Sequence[str]) -> tuple[int, ...]:
-    """The steps of every --step, each a whole number or a comma-separated list."""
+    """Parse the steps of every --step, each a whole number or a comma-separated list."""
     entries = [entry for text in texts for entry in parse_values(text, "--step")]
-    # Steps are compared with a table of 64-bit integers, in which every number of 18 digits fits.
+    # Steps are compared with a table of 64-bit integers, which hold every number of 18 digits.
     invalid_entries = [entry for entry in entries if not (entry.isascii() and entry.isdigit() and len(entry) < 19)]
     if invalid_entries:
         raise PlanError(
@@ -139,11 +139,10 @@ def write_plots(
 ) -> None:
     """Write the figures of the selected analyses and print their paths.
 
-    Figures are written to <folder>/figures/gradients/<run_id>/, and those of probes to its subfolder probe/. If
-    `output_dir` is given, they are written there instead. Raises PlanError if more than one run and source are selected
-    for it, or if a folder cannot be written.
+    Figures are written to `output_dir`, else to <folder>/figures/gradients/<run_id>/, or its subfolder probe/ for
+    probes. Raises PlanError if several runs or sources are selected for `output_dir`, or if a folder cannot be written.
     """
-    # File names do not contain the run: figures of two runs in one folder would overwrite each other.
+    # File names do not contain the run, so figures of two runs in one folder would overwrite each other.
     if output_dir is not None and len(selections) > 1:
         option_examples = ", ".join(
             f"--trial {quote_argument(selection.run_id)} --source {selection.source}" for selection in selections[:4]
@@ -160,7 +159,7 @@ def write_plots(
             table[(table["run_id"] == selection.run_id) & (table["source"] == selection.source)] for table in tables
         )
         try:
-            if output_dir is None:  # below the study's folder, nothing is written through a link
+            if output_dir is None:  # below the study's folder, links are refused
                 make_folder(folder, *folder_names)
             written_paths = write_analyses(gradients, groups, selection.steps, target)
         except OSError as error:

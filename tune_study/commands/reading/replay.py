@@ -1,4 +1,4 @@
-"""Apply the stop rules to the rows of existing runs, to see when each would have fired and whether it was right to."""
+"""Apply the stop rules to the rows of existing runs, to see when each would have fired and whether that was right."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,12 +23,12 @@ from tune_study.plan.errors import PlanError
 Outcome = Literal["false alarm", "right", "unknown"]
 
 LAST_VALIDATIONS = 3
-"""Number of validations whose mean says with which success a run ended."""
+"""Number of validations whose mean is the success with which a run ended."""
 SECTION = "early_stop"
-"""The section of the settings that has the thresholds."""
+"""The section of the settings with the thresholds."""
 _TOLERANCE = 1e-9
-"""Tolerance for rounding: in floats the mean of 1, 6 and 11 of 120 levels is below 6 of 120. Successes that really
-differ do so by much more, a third of a level at least."""
+"""Tolerance for rounding: in floats the mean of 1, 6 and 11 of 120 levels is below 6 of 120. Real differences are much
+larger, at least a third of a level."""
 
 _NOTES = (
     "false alarm: the run recovered. The mean of its last (up to 3) validations after the alarm is at least the "
@@ -44,8 +44,8 @@ _NOTES = (
 class Alarm(NamedTuple):
     """One rule on one run.
 
-    decision: when and why the rule fires; None if it never does. outcome: whether that was right (see `replay_rules`);
-    None if the rule never fires. steps_saved: number of rows after the alarm.
+    decision: when and why the rule fires. outcome: whether that was right (see `replay_rules`). Both are None if it
+    never fires. steps_saved: number of rows after the alarm.
     """
 
     rule: str
@@ -61,7 +61,7 @@ class RunReplay(NamedTuple):
     arm: str
     seed: int
     steps: int
-    """Number of rows of the run, repeated steps counted once."""
+    """Number of rows of the run, with repeated steps counted once."""
     original_thresholds: EarlyStopConfig
     """Thresholds under which the run was trained."""
     replayed_thresholds: EarlyStopConfig
@@ -106,7 +106,7 @@ class Replay(NamedTuple):
     """A replayed study."""
 
     original_thresholds: tuple[EarlyStopConfig, ...]
-    """The distinct thresholds under which the runs were trained; those of the study if no run has rows."""
+    """The distinct thresholds under which the runs were trained, or the study's if no run has rows."""
     replayed_thresholds: tuple[EarlyStopConfig, ...]
     """The distinct thresholds of the replay."""
     runs: tuple[RunReplay, ...]
@@ -118,14 +118,13 @@ class Replay(NamedTuple):
 def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
     """Apply every rule separately to every run of the study in results/<run>, whichever rules the study used.
 
-    Runs of every status are replayed with the rows that they have. A run without rows is skipped, with the reason. See
+    Runs of every status are replayed with the rows that they have. Runs without rows are skipped, with the reason. See
     `replay_rules` for the outcomes. Nothing is written.
 
-    assignments: the `key=value` of each --set. They replace thresholds of the section early_stop. A threshold that is
-    not replaced stays that of each run.
+    assignments: the `key=value` of each --set, which replaces a threshold in the section early_stop of every run.
 
-    Raises PlanError if the folder contains no study, or for a key that is not a field of early_stop or is given twice;
-    ConfigError for an invalid value.
+    Raises PlanError if the folder contains no study, or for a key that is not a field of early_stop or is given twice,
+    and ConfigError for an invalid value.
     """
     study = read_study(folder)
     if not get_family(study).is_fine_tuning:
@@ -140,7 +139,7 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
         raise PlanError(
             f"{folder}/study.json is damaged, or from another version: {format_validation_error(error)}"
         ) from None
-    # This also checks the typed values in a study without rows, in which no run would use them.
+    # This also checks the typed values if no run has rows and uses them.
     replayed_thresholds = _override_thresholds(original_thresholds, overrides)
     results = [_replay_run(folder, entry, overrides) for entry in study.runs]
     runs = tuple(run for run in results if isinstance(run, RunReplay))
@@ -163,10 +162,10 @@ def replay_rules(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm,
       the alarm;
     * success_threshold.
 
-    The reason is that a rule claims that a run has failed. A run that ends at the success with which it began has not
-    failed. Neither has a run whose reward spread vanished because it solves every level. A run that ends below
-    success_threshold has failed, wherever it began. (`analysis.sweep.alarms` asks another question of an alarm: whether
-    a collapse followed.)
+    An alarm claims that a run has failed. A run that ends at the success with which it began has not failed, and
+    neither has a run whose reward spread vanished because it solves every level. A run that ends below
+    success_threshold has failed, wherever it began. (`analysis.sweep.alarms` instead asks whether a collapse followed
+    an alarm.)
 
     The outcome is `unknown` if the run ended at or before the first validation after the alarm, or if neither success
     was measured.
@@ -187,7 +186,7 @@ def replay_rules(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm,
 
 
 def _classify_outcome(history: History, base_success: float | None, success_floor: float, alarm_step: int) -> Outcome:
-    """The outcome of an alarm; see `replay_rules`.
+    """Classify an alarm; see `replay_rules`.
 
     Args:
         history: the rows of the run.
@@ -198,21 +197,21 @@ def _classify_outcome(history: History, base_success: float | None, success_floo
     pairs = zip(history.steps, history.val_success, strict=True)
     validations = [(step, success) for step, success in pairs if success is not None]
     later_validations = [(step, success) for step, success in validations if step > alarm_step]
-    # A run that ended at the alarm, as a stopped run does, cannot show whether it would have recovered. Its final
-    # evaluation may be a validation after the alarm, so a run must have trained beyond the first one.
+    # A run that ended at the alarm cannot show whether it would have recovered. Its final evaluation may count as a
+    # validation after the alarm, so the run must have trained beyond the first one.
     if not later_validations or history.steps[-1] <= later_validations[0][0]:
         return "unknown"
     earlier_successes = [success for step, success in validations if step <= alarm_step]
     reference_success = base_success if base_success is not None else max(earlier_successes, default=None)
     if reference_success is None:
         return "unknown"
-    # A run below the floor has failed, even if it is as good as before the alarm.
+    # A run below the floor has failed, even if it is no worse than before the alarm.
     final_success = mean(success for _, success in later_validations[-LAST_VALIDATIONS:])
     return "false alarm" if final_success >= max(reference_success, success_floor) - _TOLERANCE else "right"
 
 
 def _parse_thresholds(assignments: Sequence[str]) -> dict[str, object]:
-    """The typed values by field of early_stop. Raise PlanError for a key of another section, or a key given twice."""
+    """Parse the typed values, by field of early_stop. Raises PlanError for keys of other sections or given twice."""
     allowed = ", ".join(f"{SECTION}.{name}" for name in EarlyStopConfig.model_fields)
     overrides: dict[str, object] = {}
     for assignment in assignments:
@@ -222,7 +221,7 @@ def _parse_thresholds(assignments: Sequence[str]) -> dict[str, object]:
                 f"--set '{format_value(assignment)}' has no value: type --set key=value, "
                 f"like --set early_stop.variance_ratio=0.2."
             )
-        # A key that is no setting and a setting of another section get the same message, which lists all thresholds.
+        # Unknown keys and settings of other sections get the same message, which lists all thresholds.
         try:
             name = resolve_key(key.strip())
         except ConfigError:
@@ -244,10 +243,10 @@ def _override_thresholds(thresholds: EarlyStopConfig, overrides: Mapping[str, ob
 
 
 def _replay_run(folder: Path, entry: RunEntry, overrides: Mapping[str, object]) -> RunReplay | SkippedRun:
-    """Replay one run of the study in `folder`. entry: run_id, arm and seed of the run, from study.json."""
+    """Replay one run of the study in `folder`. entry: its run_id, arm and seed, from study.json."""
     run_dir = folder / "runs" / entry.run_id
     status = find_record(StatusRecord, run_dir) or StatusRecord(entry.run_id, "never_ran")
-    # The axis of a study may be a threshold, so the thresholds are read from each run and not from the study.
+    # Thresholds are read from each run, since a threshold may be the axis of the study.
     try:
         original_thresholds = EarlyStopConfig.model_validate(read_record(RunRecord, run_dir).config[SECTION])
     except (OSError, DamagedFileError, KeyError, ValidationError):
@@ -293,7 +292,7 @@ def _summarize_rule(rule: str, runs: Sequence[RunReplay]) -> RuleSummary:
 
 
 def print_replay(console: Console, replay: Replay) -> None:
-    """Print the thresholds, every rule on every run, every rule over all runs, and the meaning of the columns."""
+    """Print the thresholds, every rule on every run, every rule over all runs, and what the columns mean."""
     print_line(console, format_thresholds(replay))
     columns = ("run", "arm", "seed", "rule", "fires at step", "value", "threshold", "outcome", "steps saved")
     print_table(console, columns, [_format_alarm_cells(run, alarm) for run in replay.runs for alarm in run.alarms])
@@ -309,7 +308,7 @@ def print_replay(console: Console, replay: Replay) -> None:
 
 
 def format_thresholds(replay: Replay) -> str:
-    """The thresholds of the replay as a line, with the study's where they differ; `or` joins those of several arms."""
+    """Format the replay's thresholds as a line, with the study's where they differ; `or` joins the values of arms."""
     entries = []
     n_changed = 0
     for name in EarlyStopConfig.model_fields:

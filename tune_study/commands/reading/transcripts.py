@@ -1,4 +1,4 @@
-"""The command `transcripts`: what the policy saw and said in the episodes that a run has recorded."""
+"""The command `transcripts`: what the policy saw and wrote in the recorded episodes of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +29,10 @@ LEGEND = (
 
 
 class EpisodeChoice(NamedTuple):
-    """Which episodes are wanted; None for all, and for `step` for the last validation with recorded episodes.
+    """Which episodes are wanted. None means all, or for `step` the last validation with recorded episodes.
 
-    success: True for solved episodes, False for failed ones. is_trained: those that were trained on, instead of those
-    of validations; `step` is then the training step.
+    success: True for solved episodes, False for failed ones. is_trained: choose episodes that were trained on, instead
+    of validation episodes; `step` is then the training step.
     """
 
     arm: str | None = None
@@ -52,7 +52,7 @@ class RunEpisodes(NamedTuple):
 
 
 def read_run_episodes(folder: Path, study: StudyRecord) -> list[RunEpisodes]:
-    """The episodes of every run of the study in `folder`, results/<run>. study: content of study.json.
+    """Read the episodes of every run of the study in `folder`, results/<run>. study: content of study.json.
 
     Raises UnsafePathError if the folder of a run is a symbolic link.
     """
@@ -63,9 +63,9 @@ def read_run_episodes(folder: Path, study: StudyRecord) -> list[RunEpisodes]:
 
 
 def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -> None:
-    """Print the chosen episodes; if nothing is chosen, a table of what there is.
+    """Print the chosen episodes, or a table of all that there are if none were chosen.
 
-    location: the study as it was typed, for the commands to type next. Raise PlanError, before anything is printed, if
+    location: the study as it was typed, for the commands to type next. Raises PlanError, before anything is printed, if
     the chosen runs have no recorded episode, or none of the chosen step.
     """
     selected_runs = _select_runs(runs, choice)
@@ -94,7 +94,7 @@ def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: Epi
 
 
 def _refuse(runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -> NoReturn:
-    """Raise the error for runs without a recorded episode of the chosen kind."""
+    """Raise the error for runs that have recorded no episode of the chosen kind."""
     other_runs = _select_runs(runs, choice._replace(is_trained=not choice.is_trained))
     has_others = any(run.episodes for run in other_runs)
     of_these = "No run" if len(other_runs) == len(runs) else "No such run"
@@ -110,7 +110,7 @@ def _refuse(runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -
 
 
 def print_episode(console: Console, episode: RecordedEpisode) -> None:
-    """Print what the policy saw (|) and said (>) in each turn."""
+    """Print what the policy saw (|) and wrote (>) in each turn."""
     origin = f"Level {episode.level} after step {episode.step}"
     if episode.is_trained:
         origin = f"Level {episode.level}, rollout {episode.rollout}, trained in step {episode.step}"
@@ -131,7 +131,7 @@ def _print_overview(console: Console, runs: Sequence[RunEpisodes], choice: Episo
     print_table(console, ("arm", "seed", "episodes", events, "steps", "solved at first", "solved at last"), rows)
     kind_options = ["--trained"] if choice.is_trained else []
     event = "in the last of these steps" if choice.is_trained else "at the last validation"
-    # Of a run that has some of them, if there is one.
+    # The example is a run with failed episodes, if there is one.
     failing = next((run for run in runs if any(not episode.success for episode in select_episodes(run, choice))), None)
     example = failing or next(run for run in runs if run.episodes)
     options = [*kind_options, "--arm", example.arm, "--seed", str(example.seed), *["--failed"] * bool(failing)]
@@ -153,13 +153,13 @@ def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[Run
 
 
 def select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEpisode]:
-    """The episodes of a run of the chosen step, or of the last one that has some, with the chosen success."""
+    """Select a run's episodes of the chosen step (or the last that has some) with the chosen success."""
     step = choice.step if choice.step is not None else max((episode.step for episode in run.episodes), default=None)
     return [episode for episode in run.episodes if episode.step == step and choice.success in (None, episode.success)]
 
 
 def _describe_selection(run: RunEpisodes, choice: EpisodeChoice, episodes: Sequence[RecordedEpisode]) -> str:
-    """`2 episodes after step 60, 1 solved`, `1 of 2 episodes of step 60 failed`, or that there is none."""
+    """Describe the selection: `2 episodes after step 60, 1 solved`, or `1 of 2 episodes of step 60 failed`."""
     if not episodes:
         return "no recorded episode of this kind"
     step = episodes[0].step

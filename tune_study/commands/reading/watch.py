@@ -1,4 +1,4 @@
-"""The command `watch`: the report of a running study in a browser, rebuilt as rows arrive."""
+"""The command `watch`: show the report of a running study in a browser, rebuilt as rows arrive."""
 
 import re
 import secrets
@@ -30,11 +30,11 @@ REFRESH_SECONDS = 10
 """Seconds after which the browser asks for the page again."""
 _POLL_SECONDS = 2.0
 _STORAGE_POLL_SECONDS = 30.0
-"""A study in a storage is fetched each time."""
+"""Longer, since a study in a storage is fetched each time."""
 _IDLE_FACTOR = 9.0
-"""After a rendering that took t seconds there is none for 9 t: the study needs the processor."""
+"""After a rendering of t seconds, the next one waits for 9 t, since the study needs the processor."""
 _STOP_SECONDS = 5.0
-"""Seconds that Ctrl-C waits for a rendering that is under way."""
+"""Seconds that Ctrl-C waits for a rendering to end."""
 
 SERVER_LIMITS = {
     "max_request_header_size": 2**13,
@@ -42,8 +42,8 @@ SERVER_LIMITS = {
     "channel_timeout": 20,
     "cleanup_interval": 5,
 }
-"""Waitress' limits: any user of this machine can connect, and the page has one reader. Bytes of the headers of a
-request, connections at once, seconds until a connection counts as idle, and seconds between two searches for these."""
+"""Limits of Waitress, since any user of this machine can connect: bytes of a request's headers, concurrent connections,
+seconds until a connection counts as idle, and seconds between two searches for idle ones."""
 
 _HEADERS = [
     ("Content-Type", "text/html; charset=utf-8"),
@@ -58,7 +58,7 @@ WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class Answer(NamedTuple):
-    """An HTTP answer. headers: further ones than those that every answer has."""
+    """An HTTP answer. headers: those added to the headers that every answer has."""
 
     status: str
     body: str
@@ -66,9 +66,9 @@ class Answer(NamedTuple):
 
 
 class LiveReport:
-    """The page of a study, which a thread rebuilds when its rows, its statuses or its driver have changed.
+    """The page of a study. A thread rebuilds it when the study's rows, statuses or driver have changed.
 
-    run: the study as it was typed. Raise PlanError if there is none.
+    run: the study as it was typed. Raises PlanError if there is none.
     """
 
     def __init__(self, run: str) -> None:
@@ -84,12 +84,12 @@ class LiveReport:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop following it; a rendering that is under way ends with this process."""
+        """Stop following the study. A rendering that takes longer than _STOP_SECONDS ends with this process."""
         self._is_stopped.set()
         self._thread.join(_STOP_SECONDS)
 
     def render(self, refresh_seconds: int | None) -> str:
-        """The newest page (see `LivePage.render`)."""
+        """Render the newest page (see `LivePage.render`)."""
         return self._page.render(refresh_seconds, self._problem)
 
     def _follow(self) -> None:
@@ -101,13 +101,13 @@ class LiveReport:
                 if signature is None or signature != self._signature:
                     self._page = self._read()
                 self._problem = ""
-            except Exception as error:  # such as a file that is being replaced: the next look may succeed
+            except Exception as error:  # for example while a file is being replaced; the next attempt may succeed
                 self._problem = f"Not rebuilt at {time.strftime('%H:%M:%S')}: {type(error).__name__}: {error}"
             least_seconds = _POLL_SECONDS if self._signature is not None else _STORAGE_POLL_SECONDS
             pause_seconds = max(least_seconds, _IDLE_FACTOR * (time.monotonic() - started_at))
 
     def _make_signature(self) -> Signature | None:
-        """What changes with the page; None for a study that is read from a storage, which is fetched each time."""
+        """Make a value that changes when the page does; None for a study in a storage, which is fetched each time."""
         if is_uri(self._run):
             return None
         folder = Path(self._run)
@@ -117,7 +117,7 @@ class LiveReport:
 
     def _read(self) -> LivePage:
         with locate.open_for_reading(self._run) as (folder, is_running), warnings.catch_warnings(record=True) as caught:
-            # Before the files are read, so that a row that is written meanwhile leads to a new page; kept only if they
+            # Made before the files are read, so that rows written meanwhile lead to a new page; kept only if the files
             # could be read.
             signature = self._make_signature()
             warnings.simplefilter("always", DamageWarning)
@@ -132,17 +132,17 @@ class LiveReport:
 
 
 def make_app(render: Callable[[int | None], str], token: str, port: int) -> WsgiApp:
-    """A WSGI application that shows one page to whoever has the token, and writes nothing.
+    """Make a WSGI application that shows one page to whoever has the token, and writes nothing.
 
-    render: function of the seconds between two loads that returns the page (see `LivePage.render`).
+    render: returns the page, given the seconds between two loads (see `LivePage.render`).
     """
-    cookie_name = f"tune_study_{port}"  # a browser sends the cookies of a host to all of its ports
+    cookie_name = f"tune_study_{port}"  # browsers send a host's cookies to all its ports
     hosts = [f"{name}:{port}" for name in (HOST, "localhost")]
-    if port == 80:  # which a browser leaves out
+    if port == 80:  # browsers leave it out
         hosts += [HOST, "localhost"]
 
     def answer(environ: dict[str, Any]) -> Answer:
-        # A page elsewhere whose name leads to this address (DNS rebinding) would send its own name.
+        # A foreign page whose name resolves to this address (DNS rebinding) sends its own name.
         if environ.get("HTTP_HOST") not in hosts:
             return Answer("403 Forbidden", "This address is not the one that the command printed.")
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
@@ -153,7 +153,7 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
         if secrets.compare_digest(query.get("token", [""])[0].encode(), token.encode()):
             cookie = f"{cookie_name}={token}; HttpOnly; SameSite=Strict; Path=/"
             return Answer("303 See Other", "", (("Location", "/"), ("Set-Cookie", cookie)))
-        # The standard library's SimpleCookie takes quadratic time for a text of backslashes.
+        # The standard library's SimpleCookie takes quadratic time on a text of backslashes.
         match = re.search(rf"(?:^|;) *{cookie_name}=([\w-]*)", environ.get("HTTP_COOKIE", ""))
         if not secrets.compare_digest(("" if match is None else match[1]).encode(), token.encode()):
             return Answer("403 Forbidden", "Open the whole address that the command printed, with its token.")
@@ -169,7 +169,7 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
 
 
 def make_server(render: Callable[[int | None], str], token: str, listener: socket.socket) -> Any:
-    """A server that answers with `make_app` on a listening socket, once its method `run` is called."""
+    """Make a server that answers with `make_app` on a listening socket, once its method `run` is called."""
     app = make_app(render, token, listener.getsockname()[1])
     return waitress.create_server(app, sockets=[listener], threads=4, ident=None, **SERVER_LIMITS)
 
@@ -177,7 +177,7 @@ def make_server(render: Callable[[int | None], str], token: str, listener: socke
 def watch(console: Console, run: str, port: int) -> None:
     """Serve the report of `run` on this machine until Ctrl-C.
 
-    port: 0 takes a free one. Raise PlanError if there is no such study, or if the port is taken.
+    port: 0 takes a free one. Raises PlanError if there is no such study, or if the port is taken.
     """
     report, token = LiveReport(run), secrets.token_urlsafe(24)
     try:

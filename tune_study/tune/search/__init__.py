@@ -1,1 +1,1 @@
-"""The rounds of a search, and successive halving of its runs."""
+"""Run the rounds of a search, and successive halving of its runs."""

@@ -1,7 +1,7 @@
 """Asynchronous successive halving (ASHA) of the runs of a search, from the rows on disk.
 
 Source: Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", algorithm 2,
-https://arxiv.org/abs/1810.05934, in the form that stops runs and never pauses them.
+https://arxiv.org/abs/1810.05934, in the variant that stops runs instead of pausing them.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from tune_study.plan.search import DEFAULT_POINT
 from tune_study.plan.study_plan import StudyPlan
 
 REDUCTION_FACTOR = 3
-"""One of this many runs goes on at each rung."""
+"""One of this many runs continues at each rung."""
 
 SIBLING_REASON = "another run of its point was stopped by successive halving; a censored run, not a failed one"
 
@@ -25,14 +25,14 @@ SIBLING_REASON = "another run of its point was stopped by successive halving; a 
 class Rungs:
     """The measurements of a search's runs at the rungs, and the points that did not get past one.
 
-    A rung is the first row with a measurement from a step on: grace_steps, 3 x grace_steps, and so on. A run goes on if
-    its measurement is among the best third of all runs that have reached the rung so far, and always while there are
-    fewer than three. If it does not, its point is censored, and no other run of the point goes on either, since the
-    mean of the others would be too good. The runs of the default point are recorded and always go on, because all
-    others are compared with them.
+    A run reaches a rung with its first measurement at or after a step: grace_steps, 3 x grace_steps, and so on. It
+    continues if the measurement is among the best third of all runs that have reached the rung so far, and always while
+    there are fewer than three. If it does not, its point is censored, and no other run of the point continues, since
+    the mean of the others would be too good. Runs of the default point always continue, because all others are compared
+    with them.
 
-    The rungs are read from the rows, so that a resumed search knows them. A run that had reached a rung when the search
-    was killed is judged at its next row.
+    Rungs are read from the rows, so that a resumed search knows them. If the search was killed as a run had reached a
+    rung, the run is judged at its next row.
     """
 
     def __init__(self, plan: StudyPlan, is_higher_better: bool, ended_runs: Mapping[str, StatusRecord]) -> None:
@@ -43,7 +43,7 @@ class Rungs:
         self._sign = 1 if is_higher_better else -1
         self._arms = {spec.run_id: spec.arm for spec in plan.runs}
         self._censored_arms = {self._arms[run_id] for run_id, status in ended_runs.items() if status.status == CENSORED}
-        # grace_steps and its multiples by powers of the factor, below the last step.
+        # grace_steps times powers of the factor, below the last step.
         step, self.steps = plan.search.grace_steps, list[int]()
         while step < max(spec.steps for spec in plan.runs):
             self.steps.append(step)
@@ -51,7 +51,7 @@ class Rungs:
         self._values: dict[int, dict[str, float]] = {step: {} for step in self.steps}
         self._judged: dict[int, set[str]] = {step: {*ended_runs} for step in self.steps}
         self.reasons: dict[str, str] = {}
-        """For each run that was stopped, by run_id, why, as a sentence."""
+        """Why each stopped run was stopped, by run_id."""
         for spec in plan.runs:
             for row in read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE):
                 self.record(spec.run_id, row)
@@ -66,11 +66,11 @@ class Rungs:
                 self._values[step].setdefault(run_id, value)
 
     def is_censored(self, arm: str) -> bool:
-        """Whether a run of the arm did not get past a rung, so that no other one starts."""
+        """Check whether a run of the arm did not get past a rung, so that no other one starts."""
         return arm in self._censored_arms
 
     def decide(self, run_id: str, row: Mapping[str, Any]) -> str:
-        """Record a row, and say why the run ends with it; empty if the run goes on."""
+        """Record a row, and say why the run ends with it; empty if it continues."""
         self.record(run_id, row)
         arm = self._arms[run_id]
         if arm in self._censored_arms:
@@ -88,10 +88,10 @@ class Rungs:
         return ""
 
     def _judge(self, run_id: str, step: int) -> str:
-        """Why the run does not get past the rung at `step`; empty if it does."""
+        """Explain why the run does not get past the rung at `step`; empty if it does."""
         values = self._values[step]
         num_better = sum(self._sign * value > self._sign * values[run_id] for value in values.values())
-        num_promoted = len(values) // REDUCTION_FACTOR  # of all runs so far, this one included
+        num_promoted = len(values) // REDUCTION_FACTOR  # of all runs so far, including this one
         if len(values) < REDUCTION_FACTOR or num_better < num_promoted:
             return ""
         return (
@@ -101,17 +101,17 @@ class Rungs:
 
 
 class HalvingStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
-    """Ends a trial whose run does not get past a rung."""
+    """A Stopper that ends a trial whose run does not get past a rung."""
 
     def __init__(self, rungs: Rungs) -> None:
         self._rungs = rungs
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Whether the trial ends after this result."""
+        """Decide whether the trial ends after this result."""
         row = drop_carried(result)
         if row.get("failure_class"):
             return False
-        if row.get("stop_rule"):  # the run ends anyway, but others are compared with it
+        if row.get("stop_rule"):  # the run ends in any case, but others are compared with it
             self._rungs.record(row["run_id"], row)
             return False
         return bool(self._rungs.decide(row["run_id"], row))

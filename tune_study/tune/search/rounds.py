@@ -1,4 +1,4 @@
-"""The rounds of a search: the next points to run, drawn by Optuna from the outcomes of all points so far."""
+"""Plan the rounds of a search: Optuna draws the next points from the outcomes of all points so far."""
 
 import math
 import warnings
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     import optuna
 
 _DIVISIONS = 300
-"""Values of an interval that are told apart, at least."""
+"""Minimum number of distinguishable values in an interval."""
 
 _MAX_DRAWS = 200
-"""Draws per round. Points that were drawn before, or whose settings exclude each other, are drawn again."""
+"""Maximum number of draws per round. Points that are repeated, or whose settings exclude each other, are redrawn."""
 
 
 def plan_next_round(plan: StudyPlan) -> tuple[StudyPlan | None, str]:
-    """The plan of a search with the points of its next round, and a line on it; None at the end of the search.
+    """Plan the next round of a search, and say what follows; the plan is None at the end of the search.
 
-    The points follow from the rows of the runs and the seed of the search alone, so a search that is killed and resumed
-    draws the points that it would have drawn.
+    The points depend only on the rows of the runs and the search's seed, so a search that is killed and resumed draws
+    the points that it would have drawn.
     """
     from analysis.data.load import load  # imports pandas
     from analysis.search.points import find_best_point, make_points
@@ -52,7 +52,7 @@ def plan_next_round(plan: StudyPlan) -> tuple[StudyPlan | None, str]:
 
 
 def draw_first_points(plan: StudyPlan) -> StudyPlan:
-    """The plan of a new search, which has the default only, with the points that are drawn before any result."""
+    """Add the points that are drawn before any result to a new search, which has only the default."""
     search = plan.search
     assert search is not None
     count = min(FIRST_POINTS, search.num_points) - len(plan.points)
@@ -63,10 +63,10 @@ def draw_first_points(plan: StudyPlan) -> StudyPlan:
 def _draw_points(
     plan: StudyPlan, search: Search, points: Any, is_higher_better: bool, count: int
 ) -> dict[str, dict[str, str]]:
-    """Draw up to `count` new points: settings by arm; fewer if the space has no others.
+    """Draw up to `count` new points (settings by arm), or fewer if the space has no others.
 
-    points: the points so far, from `make_points`; None before the first result. Raises PlanError if not even a first
-    point can be trained.
+    points: the points so far, from `make_points`; None before the first result. Raises PlanError if no point can be
+    trained.
     """
     from optuna.exceptions import ExperimentalWarning
     from optuna.samplers import TPESampler
@@ -74,8 +74,8 @@ def _draw_points(
     from analysis.search.trials import make_optuna_study
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)  # of `group`, which settings with a condition need
-        # A sampler has a state that a resumed search would not have, so each round begins with a seed of its own.
+        warnings.simplefilter("ignore", ExperimentalWarning)  # of `group`, which conditional settings need
+        # A resumed search would not have the sampler's state, so each round begins with a new seed.
         sampler = TPESampler(
             seed=search.seed * 1_000_003 + len(plan.points),
             n_startup_trials=FIRST_POINTS,
@@ -107,7 +107,7 @@ def _draw_points(
 
 
 def _ask(study: "optuna.Study", search: Search) -> dict[str, str]:
-    """The settings of a point that Optuna proposes, as text."""
+    """Ask Optuna for a point, and return its settings as text."""
     trial = study.ask()
     settings: dict[str, str] = {}
     for dimension in search.space:
@@ -128,7 +128,7 @@ def _suggest(trial: "optuna.Trial", dimension: Dimension) -> str:
 
 
 def _round_within(value: float, dimension: Dimension) -> str:
-    """The value as text that can be typed, rounded to about a three hundredth of the interval on its own scale."""
+    """Round a value to about a 300th of the interval on its scale, as text that can be typed."""
     width = value * math.log(dimension.high / dimension.low) if dimension.is_log else dimension.high - dimension.low
     decimals = math.ceil(-math.log10(width / _DIVISIONS))
     return f"{min(max(round(value, decimals), dimension.low), dimension.high):.12g}"
