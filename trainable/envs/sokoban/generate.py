@@ -1,5 +1,4 @@
-"""Generate from each seed the same level as the published generator, with integers and bit masks instead of arrays.
-"""
+"""Generate from each seed the same level as the published generator, with integers and bit masks instead of arrays."""
 
 import hashlib
 import random
