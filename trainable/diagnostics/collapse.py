@@ -97,9 +97,8 @@ def diagnose_episodes(
 
     Returns:
         The number of turns with a thought. For each sample: the quantities of `compute_information_metrics`,
-        `smooth_zscores` and `compute_retrieval_metrics`, `retrieval_shuffled`, and the duration. Unless
-        `all_quantities` is on, without `trainable.runs.collapse_quantities.EXTRA_QUANTITIES`. Log-probs are in nats, at
-        temperature 1.
+        `smooth_zscores` and `compute_retrieval_metrics`, `retrieval_shuffled`, and the duration. Only `all_quantities`
+        includes `trainable.runs.collapse_quantities.EXTRA_QUANTITIES`. Log-probs are in nats, at temperature 1.
 
     Source: published code (RAGEN `CollapseDetector.compute_collapse_metrics`).
     """

@@ -45,8 +45,8 @@ FOLDS = 8
 ROUNDING_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1.25e-3}
 """Sizes below which a gradient counts as rounding error, by the dtype of the passes.
 
-The size is the gradient's norm divided by its coefficient and by the norm of the task's gradient with all advantages
-1. For k3 with equal policy and reference, whose exact gradient is 0, it was measured as 7e-8 (float32) and 2e-4
+The size is the gradient's norm divided by its coefficient and by the norm of the task's gradient with every advantage
+at 1. For k3 with equal policy and reference, whose exact gradient is 0, it was measured as 7e-8 (float32) and 2e-4
 (bfloat16). float16, with three more bits than bfloat16, was not measured.
 """
 ComponentGradients = dict[str, list[Tensor]]

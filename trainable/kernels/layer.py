@@ -43,8 +43,7 @@ class LayerInputs(NamedTuple):
     cosines, sines: (positions, head_dim / 2). positions: (N,) of each token in its sequence. starts: (R + 1,), bounds
     of the sequences in the stream. query_positions: (M,), ascending within each sequence. query_starts: (R + 1,),
     bounds of each sequence's queries. query_indices: (M,) tokens whose residuals the block returns; None for all
-    tokens. heads,
-    kv_heads: of the attention. eps: of the norms.
+    tokens. heads, kv_heads: of the attention. eps: of the norms.
     """
 
     cosines: npt.NDArray[np.float32]

@@ -43,7 +43,7 @@ class Policy:
 
     @property
     def stop_token(self) -> int:
-        """The token that ends a reply: the chat format's end marker, or the end-of-text token if it is no token.
+        """The token that ends a reply: the chat format's end marker if it is a token, otherwise the end-of-text token.
 
         Base models have the marker, but do not declare it as their end-of-text token. Without it, turns would not end
         and would fill up with noise.

@@ -1,8 +1,7 @@
 """Sampling with vLLM in the trial's process: token ids in, token ids and their log-probs out.
 
 The engine's copy of the weights equals the policy only after `update_weights`. The trainer calls it after every update
-and after restoring a checkpoint, and checks the result with
-`trainable.rollout.logprob_mismatch`. Written for vLLM 0.32.
+and after restoring a checkpoint, and checks the result with `trainable.rollout.logprob_mismatch`. For vLLM 0.32.
 """
 
 import fcntl
@@ -424,8 +423,7 @@ def _lock_gpu_memory(device: torch.device) -> Any:
 
 
 def _make_vllm_params(**settings: object) -> Any:
-    """Make vLLM's SamplingParams for token ids in and out. Only our stop tokens end a reply.
-    """
+    """Make vLLM's SamplingParams for token ids in and out. Only our stop tokens end a reply."""
     from vllm import SamplingParams as VllmParams
 
     return VllmParams(ignore_eos=True, detokenize=False, flat_logprobs=True, **settings)

@@ -99,7 +99,6 @@ class PolicyRecipe(ABC):
         """Yield one demonstration per level, with bad habits."""
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class TinyPolicy(PolicyRecipe):
     """A tiny policy for one turn-based game."""
@@ -149,7 +148,7 @@ def make_model(folder: Path, policy: PolicyRecipe, log: Callable[[str], None], n
 
 
 def make_initial_model(shape: Qwen2Shape, seed: int) -> Qwen2:
-    """Initialise weights from normal distributions (std 0.02 for the embedding, 0.5 / sqrt(inputs) for matrices)."""
+    """Initialize normal weights (std 0.02 for the embedding, 0.5 / sqrt(inputs) for matrices) and biases of 0."""
     model = Qwen2(shape)
     generator = torch.Generator().manual_seed(int(make_rng(seed, "weights").integers(2**62)))
     for name, weight in model.named_parameters():
