@@ -1,4 +1,4 @@
-"""Keep tensors in host memory while nothing reads them, so that the networks of a run take turns on its GPU."""
+"""Keep unused tensors in host memory, so that the networks of a run can take turns on its GPU."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 class HostSwap:
     """Keeps tensors in host memory, except within `load`. Nothing is computed on the host.
 
-    The tensors stay the same objects; only their data moves. On the host it is in buffers that are made once. With a
-    GPU they are pinned, so that copies use the full bandwidth of the bus. If a pass on a GPU reads a tensor outside of
-    `load`, torch raises an error, because the data is on the CPU.
+    The tensors stay the same objects; only their data moves. Host buffers are made once. With a GPU they are pinned, so
+    that copies use the full bandwidth of the bus. If a pass on a GPU reads a tensor outside of `load`, torch raises an
+    error, because the data is on the CPU.
 
-    list_tensors: function that returns the tensors. Those that are made within `load`, such as AdamW's moments in its
-    first step, move with the others when it ends. device: the device on which they are used.
+    list_tensors: returns the tensors. Tensors that are made within `load`, such as AdamW's moments in its first step,
+    are moved to the host when it ends. device: where the tensors are used.
 
     Example:
         >>> weight = torch.ones(2)
@@ -30,15 +30,15 @@ class HostSwap:
     def __init__(self, list_tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
         self._list_tensors, self._device = list_tensors, device
         self._depth, self._has_changed = 0, True
-        # By identity and weak: an optimizer that loads a state replaces its tensors, whose buffers must not stay.
+        # Weak keys: when an optimizer loads a state, it replaces its tensors, and the old buffers must be freed.
         self._buffers = WeakIdKeyDictionary()
         self._move_out()
 
     @contextmanager
     def load(self, has_changed: bool) -> Iterator[None]:
-        """Context in which the tensors are on the device. Of nested contexts, the outermost one moves them.
+        """Return a context in which the tensors are on the device. Contexts may be nested; the outermost moves them.
 
-        has_changed: whether the context changes values. If not, leaving it copies nothing.
+        has_changed: whether values change in the context. If not, nothing is copied on exit.
         """
         if self._depth == 0:
             self._move_in()
@@ -72,7 +72,7 @@ class HostSwap:
             tensor.data = buffer
         self._has_changed = False
         if is_cuda:
-            torch.cuda.synchronize(self._device)  # from here on, the host may read the buffers
+            torch.cuda.synchronize(self._device)  # after this, the host may read the buffers
 
     def _is_out(self, tensor: Tensor) -> bool:
         buffer = self._buffers.get(tensor)

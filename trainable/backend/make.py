@@ -22,7 +22,7 @@ def make_backends(
         head: the value head on the policy's trunk; None without one.
         critic: the critic with its own trunk; None without one.
     """
-    # A head on the policy's trunk is trained by the policy's optimizer, with the critic's learning rate.
+    # The policy's optimizer trains a head on the policy's trunk, with the critic's learning rate.
     networks = {"actor": policy, **({} if head is None else {"head": head})}
     learning_rates = (config.actor.lr, config.critic.lr)[: len(networks)]
     backends = {"actor": _make_backend(config, world, "actor_optimizer", networks, learning_rates, config.actor)}
@@ -42,7 +42,7 @@ def _make_backend(
     learning_rates: Sequence[float],
     settings: OptimConfig,
 ) -> Backend:
-    """Make a DeepSpeed backend for a rank of a distributed world (which may have one rank), else one of torch.
+    """Make a DeepSpeed backend for a rank of a distributed world (even of one rank), otherwise a torch backend.
 
     Args:
         config: the run's settings: ZeRO stage, offloading, swapping and loss scale.

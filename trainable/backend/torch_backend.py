@@ -1,4 +1,4 @@
-"""The interface of a backend, which owns the optimizer of some networks, and its implementation in plain torch."""
+"""The interface of backends, which own the optimizer of some networks, and an implementation in plain torch."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,59 +26,60 @@ T = TypeVar("T")
 
 
 class Backend(Protocol):
-    """Owns the optimizer of some networks, whose gradients are summed over the ranks of `world`.
+    """Owns the optimizer of some networks and sums their gradients over the ranks of `world`.
 
-    networks: the networks that updates use, by name. With sharded weights these are copies of the run's own networks,
-    which have weights only within `gather_weights`.
+    networks: the networks for updates, by name. With sharded weights these are copies of the run's own networks, which
+    have weights only within `gather_weights`.
     """
 
     networks: Mapping[str, nn.Module]
     world: World
     loss_scale: float
-    """What a loss is multiplied by before its backward pass, and its gradients are divided by."""
+    """Factor of a loss before its backward pass, by which gradients are divided afterwards."""
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
-        """Add the gradient of the loss that `compute_loss` returns.
+        """Compute a loss and add its gradient.
 
         is_last: whether this is the last call before a `step`. DeepSpeed accumulates gradients until then.
         """
 
     def step(self, meter: Meter, norm_column: str) -> None:
-        """Clip the gradient and step, or skip the step where a loss or the gradient is not finite.
+        """Clip the gradient and step, or skip the step if a loss or the gradient is not finite.
 
         norm_column: column of the gradient norm in `meter`.
         """
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Context in which the run's networks have all of their weights; passes outside of updates need it.
+        """Return a context in which the run's networks have all their weights, for passes outside of updates.
 
-        All ranks enter and leave it together. Within it, ranks may make different numbers of passes.
+        All ranks enter and leave it together. Inside, ranks may make different numbers of passes.
         """
 
     def load_for_update(self) -> AbstractContextManager[None]:
-        """Context of the optimizer steps of an update: networks and optimizer are on the device. All ranks enter it."""
+        """Return a context for optimizer steps, with networks and optimizer on the device. All ranks must enter it."""
 
     def find_nonfinite_weights(self) -> list[str]:
-        """`weight <name>` for every weight that is not finite; the same list on all ranks."""
+        """List `weight <name>` for every non-finite weight, equally on all ranks."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Networks and optimizer as tensors by name.
+        """Return the state of networks and optimizer as tensors by name.
 
-        Names and shapes are the same for every backend and number of ranks, so any of them can continue a checkpoint.
+        Names and shapes depend neither on the backend nor on the number of ranks, so any of them can continue a
+        checkpoint.
         """
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raise ValueError unless `shapes` are those of `state_dict`; nothing is changed."""
+        """Raise ValueError if `shapes` differ from the shapes in `state_dict`."""
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the tensors of `state_dict`; every rank reads the same ones from `tensors`, in the same order."""
+        """Load the tensors of `state_dict`. Every rank reads the same ones from `tensors`, in the same order."""
 
 
 class EagerAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, with the same numbers, for programs that compile nothing.
+    """`torch.optim.AdamW`, with equal results, for programs without torch.compile.
 
-    Torch wraps these methods so that its compiler leaves them alone, and the wrappers import the compiler and sympy:
-    1,000 modules, which take longer than the rest of a run's start. Here they are the methods inside the wrappers.
+    Torch wraps these methods to exclude them from compilation, and the wrappers import the compiler and sympy: 1,000
+    modules, which take longer than the rest of a run's start. Here the methods are unwrapped.
     """
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
@@ -94,31 +95,31 @@ def make_adamw(
     settings: OptimConfig,
     optimizer_class: type[torch.optim.AdamW] = EagerAdamW,
 ) -> torch.optim.AdamW:
-    """AdamW over the trainable weights, with one parameter group and a constant learning rate per network.
+    """Make AdamW for the trainable weights, with one parameter group and a constant learning rate per network.
 
-    On a GPU it is the fused kernel, which needs no scratch memory, while the default one needs another copy of the
-    weights. On a CPU the default stays, because the fused kernel rounds otherwise.
+    GPUs use the fused kernel, which needs no scratch memory; the default needs another copy of the weights. CPUs use
+    the default, because the fused kernel rounds differently.
     """
     weights = [[weight for _, weight in get_trainable_parameters(network)] for network in networks]
     groups = [
         {"params": network_weights, "lr": learning_rate}
         for network_weights, learning_rate in zip(weights, learning_rates, strict=True)
     ]
-    # None is the default of a device; False would be the slow loop over tensors.
+    # None selects the device's default; False would be the slow loop over tensors.
     is_fused = all(weight.is_cuda for network_weights in weights for weight in network_weights) or None
     return optimizer_class(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=is_fused)
 
 
 class TorchBackend:
-    """An optimizer in torch on one device.
+    """A torch optimizer on one device.
 
     Args:
         name: name of the optimizer in checkpoints.
-        networks: the networks by name; their parameters, in this order, are those of the optimizer.
-        optimizer: the optimizer of these parameters.
+        networks: the networks by name.
+        optimizer: the optimizer of their parameters, in the same order.
         max_grad_norm: gradients are clipped to this total norm.
-        loss_scale: what losses are multiplied by in backward passes; a power of two, so that this rounds nothing.
-        swaps_to_host: whether trained weights and moments are in host memory while nothing reads them.
+        loss_scale: factor of losses in backward passes; a power of two, to avoid rounding.
+        swaps_to_host: whether to keep trained weights and moments in host memory while they are unused.
     """
 
     def __init__(
@@ -145,13 +146,13 @@ class TorchBackend:
         (compute_loss() * self.loss_scale).backward()
 
     def step(self, meter: Meter, norm_column: str) -> None:
-        """Clip and step, or skip (see `Backend.step`). The published code skips for a gradient, but not for a loss."""
+        """Clip and step, or skip (see `Backend.step`). The published code skips for gradients, but not for losses."""
         named_weights, weights = list_named_parameters(self.networks), self._get_weights()
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         if self.loss_scale != 1:
             torch._foreach_div_(gradients, self.loss_scale)
         grad_norm = nn.utils.get_total_norm(gradients)
-        # Checked before the clip: a norm of NaN would make every gradient NaN, and the meter names only the bad ones.
+        # Check before clipping: a NaN norm would make every gradient NaN, and the meter should name only the bad ones.
         if torch.isfinite(grad_norm) and not meter.nonfinite_losses:
             nn.utils.clip_grads_with_norm_(weights, self.max_grad_norm, grad_norm)
             self.optimizer.step()
@@ -162,12 +163,12 @@ class TorchBackend:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Bring swapped weights to the device; otherwise there is nothing to do (see `Backend.gather_weights`)."""
+        """Move swapped weights to the device; otherwise do nothing (see `Backend.gather_weights`)."""
         return nullcontext() if self._weight_swap is None else self._weight_swap.load(has_changed=False)
 
     @contextmanager
     def load_for_update(self) -> Iterator[None]:
-        """Bring swapped weights and moments to the device (see `Backend.load_for_update`)."""
+        """Move swapped weights and moments to the device (see `Backend.load_for_update`)."""
         if self._weight_swap is None or self._moment_swap is None:
             yield
             return
@@ -178,7 +179,7 @@ class TorchBackend:
         return [weight for _, weight in list_named_parameters(self.networks)]
 
     def _list_moments(self) -> list[Tensor]:
-        """The moments, which AdamW has after its first step. Step counts are numbers, and stay where AdamW has them."""
+        """List AdamW's moments, which exist after its first step. Step counts are not swapped."""
         return [value for state in self.optimizer.state.values() for name, value in state.items() if name != "step"]
 
     def find_nonfinite_weights(self) -> list[str]:
@@ -187,7 +188,7 @@ class TorchBackend:
             return find_nonfinite_weights(list_named_weights(self.networks))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The live tensors: write or clone them before the next step. Swapped ones are on the host."""
+        """Return the live tensors: write or clone them before the next step. Swapped ones are on the host."""
         return {
             f"{name}/{key}": value
             for name, stateful in self._get_stateful().items()
@@ -198,13 +199,13 @@ class TorchBackend:
         """Raise ValueError for other shapes (see `Backend.check_state_shapes`)."""
         for name, stateful in self._get_stateful().items():
             saved_shapes = select_below(name, shapes)
-            # AdamW has no tensors before its first step. A checkpoint may therefore have none of an optimizer.
+            # AdamW has no tensors before its first step, so a checkpoint may have none for an optimizer.
             is_unstepped = not saved_shapes and not isinstance(stateful, nn.Module)
             check_shapes(name, {} if is_unstepped else compute_flat_shapes(stateful), saved_shapes)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the tensors (see `Backend.load_state_dict`)."""
-        # On the device: AdamW puts its moments where the weights are, and its fused kernel reads the step count there.
+        # On the device, because AdamW puts its moments (and the fused kernel's step count) where the weights are.
         with self.load_for_update():
             for name, stateful in self._get_stateful().items():
                 load_flat_state(stateful, select_below(name, tensors))
@@ -214,9 +215,9 @@ class TorchBackend:
 
 
 def list_named_parameters(networks: Mapping[str, nn.Module]) -> NamedParameters:
-    """All trained parameters with their names, in the order of the optimizer.
+    """List all trained parameters with their names, in the order of the optimizer.
 
-    Names of networks other than the first are prefixed with the name of the network.
+    Except for the first network, names are prefixed with the network's name.
     """
     first_network = next(iter(networks))
     return [
@@ -227,7 +228,7 @@ def list_named_parameters(networks: Mapping[str, nn.Module]) -> NamedParameters:
 
 
 def list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """All trained weights, named `<network>.<weight>` as in the reports about weights that are not finite."""
+    """List all trained weights, named `<network>.<weight>` as in reports of non-finite weights."""
     return [
         (f"{name}.{key}", weight)
         for name, network in networks.items()
@@ -236,7 +237,7 @@ def list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn.
 
 
 def select_below(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """The entries whose names start with `<prefix>/`, without this prefix.
+    """Select the entries whose names start with `<prefix>/`, and remove this prefix.
 
     Example:
         >>> select_below("critic", {"critic/bias": 1, "actor/bias": 2})

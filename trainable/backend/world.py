@@ -1,4 +1,4 @@
-"""The ranks of a run: processes on one machine that run the same program, each on its shard of the episodes."""
+"""The ranks of a run: processes that run the same program, each on its shard of the episodes."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -17,64 +17,66 @@ from trainable.runs.flat_state import LazyTensors
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""How long a rank waits for the others in a collective. It has to exceed the time of a rollout, since one rank may
-still play long episodes when the others have finished theirs."""
+"""How long a rank waits for the others in a collective. It must exceed the time of a rollout, because one rank may
+still play long episodes when the others have finished."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a run, seen from one of them, and a world of one process; `DistributedWorld` is one of several.
+    """All ranks of a run as seen from one of them; this class is for one process, `DistributedWorld` for several.
 
-    All ranks call every method, in the same order. rank: number of this process, from 0. size: number of processes.
+    All ranks must call the same methods in the same order. rank: number of this process, from 0. size: number of
+    processes.
     """
 
     rank: int = 0
     size: int = 1
 
     def all_gather_object(self, local_object: T) -> list[T]:
-        """The objects of all ranks, in rank order."""
+        """Gather the objects of all ranks, in rank order."""
         return [local_object]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks of a tensor, which has the same shape on each."""
+        """Sum a tensor, which has the same shape on each rank, over ranks."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, all of one shape (n,), concatenated in rank order."""
+        """Concatenate the tensors of all ranks, all of one shape (n,), in rank order."""
         return tensor
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """Rank 0's tensors by name, on the CPU; the other ranks pass None.
+        """Broadcast rank 0's tensors by name, on the CPU; the other ranks pass None.
 
-        A tensor is sent when it is read, so all ranks have to read the same tensors in the same order.
+        A tensor is sent when it is read, so all ranks must read the same tensors in the same order.
         """
         return tensors or {}
 
 
 @dataclass(frozen=True)
 class DistributedWorld(World):
-    """The ranks of torch's default process group, which must have been initialized."""
+    """The ranks of torch's default process group, which must be initialized."""
 
     def all_gather_object(self, local_object: T) -> list[T]:
-        """The objects of all ranks, which travel as pickles through sockets between the processes of this run."""
+        """Gather the objects of all ranks, which are pickled and sent through sockets between this run's processes."""
         gathered_objects: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(gathered_objects, local_object)
         return gathered_objects
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Sum over ranks, in place."""
         torch.distributed.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The concatenated tensors, on the device of `tensor`."""
+        """Concatenate the tensors on the device of `tensor`."""
         gathered_tensor = tensor.new_empty(self.size * tensor.numel())
         torch.distributed.all_gather_into_tensor(gathered_tensor, tensor.contiguous())
         return gathered_tensor
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """Rank 0's tensors; a receiving rank has only one of them in memory at a time."""
-        # Shapes and types are sent now, so that a state can be refused by its shapes; a tensor is sent when it is read.
+        """Broadcast rank 0's tensors; a receiving rank has only one of them in memory at a time."""
+        # Shapes and dtypes are sent now, so that a state can be refused by its shapes. Tensors are sent when they are
+        # read.
         local_tensors = tensors or {}
         tensor_specs = self.all_gather_object(
             {name: (value.shape, value.dtype) for name, value in local_tensors.items()}
@@ -94,18 +96,18 @@ SINGLE_PROCESS = World()
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a run meet: in a file, or at an address of rank 0."""
+    """Where the ranks of a run meet: at a file, or at an address of rank 0."""
 
     file: Path | None = None
-    """A file that no other run uses, for ranks on one machine. It needs no port, which another process could already
-    use. It must stay while the ranks are connected: NCCL reads it again."""
+    """A file for this run alone, for ranks on one machine. Unlike a port, no other process can take it. It must stay
+    while the ranks are connected, because NCCL reads it again."""
     host: str = ""
-    """With `port`, the address of rank 0, which serves the store there; for ranks of several machines."""
+    """With `port`, the address where rank 0 serves the store, for ranks on several machines."""
     port: int = 0
 
     @property
     def is_local(self) -> bool:
-        """Whether all ranks are on one machine, so that their sockets may use the loopback device."""
+        """Whether all ranks are on one machine and can use the loopback device."""
         return self.file is not None or self.host == "localhost" or self.host.startswith("127.")
 
 
@@ -118,13 +120,13 @@ def connect(
         rank: number of this process, from 0.
         world_size: number of ranks.
         rendezvous: where the ranks meet.
-        on_wait: called repeatedly until all ranks have arrived. It can raise if it knows that a rank will never arrive.
-            With None, a rank waits for the others for at most `COLLECTIVE_TIMEOUT`.
+        on_wait: called repeatedly until all ranks have arrived; may raise if a rank will never arrive. With None, a
+            rank waits for the others for at most `COLLECTIVE_TIMEOUT`.
     """
-    # `disconnect` keeps a group of one rank.
+    # `disconnect` keeps groups of one rank.
     if world_size == 1 and torch.distributed.is_initialized():
         return DistributedWorld(rank, world_size)
-    # A user's own choice of a device has precedence. Between machines, torch finds the device by itself.
+    # Devices that you have set take precedence. Between machines, torch finds the device itself.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if rendezvous.is_local else ():
         os.environ.setdefault(name, "lo")
     store: Any = (
@@ -133,25 +135,24 @@ def connect(
         else FileStore(str(rendezvous.file), world_size)
     )
     store.set(f"here/{rank}", "")
-    # `init_process_group` would wait without a way to look for ranks that have died, so the waiting is done here.
+    # Wait here, because `init_process_group` would wait without noticing that a rank has died.
     while on_wait is not None and not store.check([f"here/{other}" for other in range(world_size)]):
         on_wait()
-    # Checkpoints travel as CPU tensors, which NCCL cannot send: hence gloo beside it.
+    # gloo is for checkpoints, which are sent as CPU tensors, as NCCL cannot.
     backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(
         backends, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
     if torch.cuda.is_available():
-        # NCCL connects at its first collective: better now than in the middle of a step.
+        # NCCL connects at its first collective. Do it now instead of during a step.
         torch.distributed.all_reduce(torch.zeros(1, device="cuda"))
     return DistributedWorld(rank, world_size)
 
 
 def disconnect(rendezvous: Rendezvous) -> None:
-    """Leave a process group of several ranks, and delete the file in which they met.
+    """Leave a process group of several ranks and delete the file at which they met.
 
-    A group of one rank is kept, because DeepSpeed caches objects that refer to it: the next run of this process has to
-    use the same group.
+    A group of one rank is kept for the next run of this process, because DeepSpeed caches objects that refer to it.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.destroy_process_group()
@@ -160,7 +161,7 @@ def disconnect(rendezvous: Rendezvous) -> None:
 
 
 def compute_local_range(num_items: int, world: World) -> range:
-    """Indices of the consecutive items, out of `num_items`, that this rank takes; ranks differ by at most one item.
+    """Compute the range of consecutive items, out of `num_items`, for this rank; sizes differ by at most one.
 
     Example:
         >>> [compute_local_range(5, World(rank, size=2)) for rank in range(2)]
@@ -172,9 +173,9 @@ def compute_local_range(num_items: int, world: World) -> range:
 
 
 def skip_child_seeds(rng: np.random.Generator, num_skipped: int) -> np.random.Generator:
-    """Return `rng` after skipping its next `num_skipped` children, which are those of the episodes of lower ranks.
+    """Skip the next `num_skipped` children of `rng`, which belong to episodes of lower ranks, and return it.
 
-    Each episode draws from the same child as in a run with one rank.
+    Each episode then draws from the same child as in a run with one rank.
     """
     seed_sequence = rng.bit_generator.seed_seq
     assert isinstance(seed_sequence, np.random.SeedSequence)
@@ -198,7 +199,7 @@ def shard_rows(lengths: Tensor, ranks: int) -> list[Tensor]:
     """
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
     rank_cycle = [*range(ranks), *reversed(range(ranks))]
-    # Back and forth, so that a rank with the longest row of one round gets the shortest row of the next round.
+    # Back and forth, so that the rank with the longest row of one round gets the shortest of the next.
     assigned_ranks = (rank_cycle * -(-len(order) // len(rank_cycle)))[: len(order)]
     owner_ranks = torch.tensor(assigned_ranks, dtype=torch.long, device=order.device)
     return [order[owner_ranks == rank].sort().values for rank in range(ranks)]

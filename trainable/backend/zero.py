@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: shards optimizer states over ranks in stage 1, gradients too in stage 2, weights too in stage 3."""
+"""DeepSpeed's ZeRO: shards optimizer states over ranks (stage 1), also gradients (stage 2), also weights (stage 3)."""
 
 import logging
 import os
@@ -20,9 +20,9 @@ from trainable.runs.flat_state import check_shapes, compute_flat_shapes, get_tra
 
 
 class _Networks(nn.Module):
-    """Networks as one module, whose forward pass computes the loss that it is given.
+    """Combines networks into one module, whose forward pass computes a given loss.
 
-    DeepSpeed trains one module and expects a call of it before each backward pass.
+    DeepSpeed trains a single module, which must be called before each backward pass.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
@@ -35,9 +35,9 @@ class _Networks(nn.Module):
 
 
 class ZeroBackend:
-    """AdamW under DeepSpeed (see `Backend`). torch's default process group must have been initialized.
+    """AdamW under DeepSpeed (see `Backend`). torch's default process group must be initialized.
 
-    Weights and moments are float32, as in `TorchBackend`; each network computes in the type of its passes.
+    Weights and moments are float32, as in `TorchBackend`; each network computes in the dtype of its passes.
 
     Args:
         name: name of the optimizer in checkpoints.
@@ -61,7 +61,7 @@ class ZeroBackend:
         world: World,
     ) -> None:
         self.name, self.world, self.loss_scale = name, world, 1.0
-        # Read before stage 3 shards the weights, which then have no shape of their own. This optimizer is not used.
+        # Read the shapes before stage 3 shards the weights, which then lose them. This optimizer is not used.
         self.shapes = {network_name: compute_flat_shapes(network) for network_name, network in networks.items()}
         self.moment_shapes = compute_flat_shapes(make_adamw(networks.values(), learning_rates, settings))
         is_sharded = trainer.zero_stage == 3
@@ -71,50 +71,50 @@ class ZeroBackend:
         module = _Networks(self.networks)
         if is_sharded:
             _shard_weights(deepspeed, module, deepspeed_config)
-        # After sharding: the optimizer's kernel depends on where the weights are.
-        # DeepSpeed knows torch's class, and imports torch's compiler itself.
+        # After sharding, because the optimizer's kernel depends on where the weights are. DeepSpeed recognizes torch's
+        # class, and imports torch's compiler anyway.
         self.optimizer = make_adamw(self.networks.values(), learning_rates, settings, torch.optim.AdamW)
         self.engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=self.optimizer,
             config=deepspeed_config,
-            dist_init_required=False,  # `connect` has initialized the process group
+            dist_init_required=False,  # `connect` has done it
         )
         self.weights.attach_engine(self.engine)
         self._shard_swap: HostSwap | None = None
-        if trainer.swap_to_host:  # of several ranks, only those of stage 3 accept this setting
+        if trainer.swap_to_host:  # with several ranks, allowed only in stage 3
             self._shard_swap = HostSwap(self._list_optimizer_shards, self.engine.device)
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
         """Add a gradient (see `Backend.backward`)."""
         self.engine.set_gradient_accumulation_boundary(is_last)
-        # DeepSpeed averages gradients over ranks, and the gradient of a mini-batch is the sum over them.
+        # DeepSpeed averages gradients over ranks, but a mini-batch's gradient is their sum.
         self.engine.backward(self.engine(compute_loss) * self.world.size)
 
     def step(self, meter: Meter, norm_column: str) -> None:
         """Clip and step, or skip the step if the gradient over all ranks is not finite (see `Backend.step`).
 
-        A loss that is not finite does not skip the step by itself, because only its own rank would know about it.
+        A non-finite loss alone does not skip the step, because only its rank would know.
         """
-        self.engine.step()  # DeepSpeed looks for values that are not finite, and skips on all ranks
+        self.engine.step()  # DeepSpeed checks for non-finite values and skips on all ranks
         if self.engine.was_step_applied():
             self.weights.after_step()
             meter.record_step(float(self.engine.get_global_grad_norm()), norm_column)
         else:
-            # DeepSpeed does not say which gradients are not finite.
+            # DeepSpeed does not tell which gradients are not finite.
             meter.record_skipped_step([f"gradient of {name}" for name in self.networks])
         self.engine.zero_grad()
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Gather the weights in stage 3; other stages have nothing to gather (see `Backend.gather_weights`)."""
+        """Gather the weights in stage 3; do nothing in other stages (see `Backend.gather_weights`)."""
         return self.weights.gather_weights()
 
     def load_for_update(self) -> AbstractContextManager[None]:
-        """Bring the optimizer's shards to the device, if they are swapped (see `Backend.load_for_update`)."""
+        """Move the optimizer's shards to the device if they are swapped (see `Backend.load_for_update`)."""
         return nullcontext() if self._shard_swap is None else self._shard_swap.load(has_changed=True)
 
     def _list_optimizer_shards(self) -> list[Tensor]:
-        """This rank's shards of stage 3 that only the optimizer reads: its copy of the weights, and the moments."""
+        """List this rank's stage-3 shards that only the optimizer reads: its copy of the weights, and the moments."""
         zero_optimizer = self.engine.optimizer
         moments = [state[moment] for state in self.optimizer.state.values() for moment in MOMENTS if moment in state]
         return [*zero_optimizer.fp32_partitioned_groups_flat, *moments]
@@ -124,13 +124,13 @@ class ZeroBackend:
         return self.weights.find_nonfinite()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Full tensors on the CPU (see `Backend.state_dict`), gathered from the ranks; only rank 0 keeps them."""
-        # Reading is a collective operation, so all ranks read every tensor.
+        """Gather full tensors on the CPU (see `Backend.state_dict`); only rank 0 keeps them."""
+        # Reading is a collective operation, so all ranks must read every tensor.
         tensors: dict[str, Tensor] = {}
         for name, network in self.networks.items():
             for key, weight in get_trainable_parameters(network):
                 self._copy_to_rank_zero(tensors, f"{name}/{key}", self.weights.read_full(weight, moment=None))
-        # Names and entries are those of torch's AdamW, which has no moments before its first step.
+        # Names and entries are as in torch's AdamW, which has no moments before its first step.
         step = self._count_steps()
         for number, (_, weight) in enumerate(list_named_parameters(self.networks) if step else []):
             for moment in MOMENTS:
@@ -145,7 +145,7 @@ class ZeroBackend:
             tensors[name] = value.detach().cpu().clone()
 
     def _count_steps(self) -> int:
-        """Optimizer steps made so far; equal for all weights."""
+        """Count the optimizer steps so far, which are equal for all weights."""
         return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -153,18 +153,18 @@ class ZeroBackend:
         for name, expected_shapes in self.shapes.items():
             check_shapes(name, expected_shapes, select_below(name, shapes))
         moment_shapes = select_below(self.name, shapes)
-        # No moments: the checkpoint was written before the first step.
+        # Without moments, the checkpoint was written before the first step.
         check_shapes(self.name, self.moment_shapes if moment_shapes else {}, moment_shapes)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the tensors one after the other (see `Backend.load_state_dict`); each rank keeps its shard."""
-        with self.load_for_update():  # moments that are made here have to be on the device
+        """Load the tensors one by one (see `Backend.load_state_dict`); each rank keeps its shard."""
+        with self.load_for_update():  # moments that are made here must be on the device
             for name, network in self.networks.items():
                 for key, weight in get_trainable_parameters(network):
                     self.weights.write_full(weight, moment=None, value=tensors[f"{name}/{key}"])
             has_stepped = f"{self.name}/0/step" in tensors
-            # If only the checkpoint has moments, create some to write to. If only this optimizer has some, because it
-            # has stepped since, set them to 0.
+            # If only the checkpoint has moments, create them. If only this optimizer has moments, because it has
+            # stepped since, set them to 0.
             if has_stepped and not self._count_steps():
                 self.weights.make_moments()
             has_moments = has_stepped or bool(self._count_steps())
@@ -180,7 +180,7 @@ class ZeroBackend:
 def _shard_weights(deepspeed: Any, module: nn.Module, deepspeed_config: Mapping[str, Any]) -> None:
     """Replace the weights of `module`, which may be in host memory, by shards on the device, one weight at a time.
 
-    DeepSpeed's `initialize` does the same, but it first moves the complete module to the device.
+    DeepSpeed's `initialize` would do the same, but first move the whole module to the device.
     """
     offloads = "offload_param" in deepspeed_config["zero_optimization"]
     deepspeed.zero.Init(
@@ -194,8 +194,8 @@ def _shard_weights(deepspeed: Any, module: nn.Module, deepspeed_config: Mapping[
 def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:
     """Make DeepSpeed's configuration.
 
-    Batch size and number of accumulation steps are 1 in the configuration, because the update splits batches into
-    passes and weights their losses by itself; `ZeroBackend.backward` says which pass is the last.
+    Batch size and accumulation steps are 1, because the update itself splits batches into passes and weights their
+    losses. `ZeroBackend.backward` tells DeepSpeed which pass is the last.
     """
     zero_config: dict[str, Any] = {"stage": trainer.zero_stage}
     if trainer.zero_stage == 3:
@@ -204,7 +204,7 @@ def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dic
             "stage3_max_live_parameters": ZERO_MAX_LIVE_PARAMETERS,
             "stage3_max_reuse_distance": ZERO_MAX_LIVE_PARAMETERS,
             "stage3_param_persistence_threshold": 0,  # small weights are sharded, too
-            # True would replace torch's linear function in the whole process, which the run's own networks use, too.
+            # True would replace torch's linear function in the whole process, also for the run's own networks.
             "memory_efficient_linear": False,
         }
     if trainer.offload_optimizer:
@@ -217,19 +217,18 @@ def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dic
         "zero_optimization": zero_config,
         "gradient_clipping": settings.grad_clip,
         "steps_per_print": 2**31,  # never
-        # Both settings allow torch's AdamW, the second one with an offloaded optimizer. DeepSpeed's own AdamW would
-        # have to be compiled first.
+        # Both settings allow torch's AdamW, the second one with offloading. DeepSpeed's AdamW would need compiling.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
 
 
 def _import_deepspeed() -> Any:
-    """Import DeepSpeed, and keep it from compiling operators on a machine without a GPU.
+    """Import DeepSpeed, and prevent it from compiling operators on a machine without a GPU.
 
     Raises ValueError, with the command that installs it, if DeepSpeed is missing.
     """
-    # DeepSpeed takes the GPU with this number. Ray shows each rank only its own GPU, which is therefore number 0.
+    # The index of the GPU for DeepSpeed. Each rank sees only its own GPU, so the index is 0.
     os.environ["LOCAL_RANK"] = "0"
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -243,6 +242,6 @@ def _import_deepspeed() -> Any:
         ) from None
     logger.setLevel(logging.WARNING)
     if not torch.cuda.is_available():
-        # Otherwise DeepSpeed compiles this operator for communication between CPU processes, which needs a compiler.
+        # Otherwise DeepSpeed compiles this operator for communication between CPU processes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -1,7 +1,7 @@
 """The collapse diagnostics of one training step: how much the policy's thoughts depend on their prompts.
 
-Two samples of the step's episodes are scored. In each, every thought is scored after every prompt. `first_turn` has the
-thoughts of first turns and the first prompts of their groups. `trajectory` has thoughts and prompts of all turns.
+Two samples of the step's episodes are scored, every thought after every prompt. `first_turn` has the thoughts of first
+turns and the first prompts of their groups. `trajectory` has thoughts and prompts of all turns.
 """
 
 import time
@@ -45,8 +45,7 @@ class Diagnosis(NamedTuple):
     """The result of a diagnosis.
 
     row: the step's `collapse_...` and `seconds_collapse_...` columns that have a value. averages: by sample, the moving
-    averages of the standard deviations `marginal_std...`, which the next diagnosis continues; they can be stored as
-    JSON.
+    averages of the standard deviations `marginal_std...`, to be continued by the next diagnosis; JSON-serializable.
     """
 
     row: dict[str, float]
@@ -54,7 +53,7 @@ class Diagnosis(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The thought pairs of a sample, its name, the column of its duration, and its random generator."""
+    """A sample: its name, the column of its duration, its thought pairs, and its random generator."""
 
     name: str
     seconds_column: str
@@ -63,7 +62,7 @@ class _Sample(NamedTuple):
 
 
 def is_due(step: int, settings: CollapseDetectionConfig) -> bool:
-    """Whether training step `step` (the first is 1) is diagnosed: step 1, and every `compute_freq`-th.
+    """Check whether training step `step` (from 1) is diagnosed: step 1 and every `compute_freq`-th.
 
     Source: published code (RAGEN `CollapseDetector`).  Degenerate: never, if both samples are off.
     """
@@ -80,28 +79,26 @@ def diagnose_episodes(
     rng: np.random.Generator,
     world: World = SINGLE_PROCESS,
 ) -> Diagnosis:
-    """Diagnose a step: all of its episodes, before the filter, under the policy that played them.
+    """Diagnose all episodes of a step, before the filter, with the policy that played them.
 
     A sample has no quantities, and its averages stay unchanged, if it has no thought, fewer than two different prompts,
-    or a score that is not finite. (The published code also scores two groups with equal first prompts.) Prompts after
-    which the sample's longest thought would exceed the model's context are left out, together with the thoughts that
-    followed them. This is rare, because `roll_out_episodes` leaves enough context for a full reply after every prompt
-    except the first.
+    or a non-finite score. (The published code also scores two groups with equal first prompts.) Prompts after which the
+    sample's longest thought would exceed the model's context are left out, together with their thoughts. This is rare,
+    because `roll_out_episodes` leaves enough context for a full reply after every prompt except the first.
 
     Args:
         model: the policy before the step's update. Its weights, gradients and mode are unchanged.
-        codec: the policy's codec, which finds the end of a thought.
-        episodes: at least one, as they were played.
-        settings: which samples to draw, with how many thoughts, and which of their quantities to report.
-        averages: `Diagnosis.averages` of the previous diagnosis, {} at the first. Not changed.
-        rng: each sample draws from a separate child of it, so that switching one sample off leaves the other unchanged.
-        world: ranks with the same episodes, each of which scores some of the prompts.
+        codec: the policy's codec, for finding the end of a thought.
+        episodes: at least one, as played.
+        settings: which samples to draw, their numbers of thoughts, and which quantities to report.
+        averages: `Diagnosis.averages` of the previous diagnosis, or {}. Not changed.
+        rng: each sample draws from a separate child, so that switching one sample off leaves the other unchanged.
+        world: ranks with the same episodes. Each scores some of the prompts.
 
     Returns:
-        The number of turns with a thought; and for each sample the quantities of `compute_information_metrics`,
-        `smooth_zscores` and `compute_retrieval_metrics`, `retrieval_shuffled`, and its duration. Without
-        `all_quantities`, those in `trainable.runs.collapse_quantities.EXTRA_QUANTITIES` are left out. Log-probs are in
-        nats, at temperature 1.
+        The number of turns with a thought. For each sample: the quantities of `compute_information_metrics`,
+        `smooth_zscores` and `compute_retrieval_metrics`, `retrieval_shuffled`, and the duration. Only `all_quantities`
+        includes `trainable.runs.collapse_quantities.EXTRA_QUANTITIES`. Log-probs are in nats, at temperature 1.
 
     Source: published code (RAGEN `CollapseDetector.compute_collapse_metrics`).
     """
@@ -109,7 +106,7 @@ def diagnose_episodes(
     row, next_averages = compute_thought_coverage(turns), dict(averages)
     if not settings.first_turn_enabled:  # published: first turns are counted only if their sample is on
         row = {name: value for name, value in row.items() if not name.startswith("collapse_first_turn_")}
-    # Both generators are spawned in any case: the numbers of one sample do not depend on whether the other is on.
+    # Spawn both generators in any case, so that one sample does not depend on whether the other is on.
     first_rng, trajectory_rng = rng.spawn(2)
     samples: list[_Sample] = []
     if settings.first_turn_enabled:
@@ -123,7 +120,7 @@ def diagnose_episodes(
         start = time.perf_counter()
         measurement = _compute_quantities(model, sample, averages.get(sample.name), world)
         if measurement is not None:
-            # Computing all quantities from the scores takes milliseconds. Some are left out to keep the rows short.
+            # All quantities are cheap to compute. Some are left out only to keep the rows short.
             quantities, next_averages[sample.name] = measurement
             row |= {
                 f"collapse_{sample.name}_{key.replace('@', '_at_')}": value
@@ -135,9 +132,9 @@ def diagnose_episodes(
 
 
 def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[str, float]:
-    """The columns of `diagnose_episodes` for the trainer's step; {} if the step is not due.
+    """Compute the columns of `diagnose_episodes` for the trainer's step; {} if the step is not due.
 
-    The policy must be the one that played `episodes`. The trainer stores the moving averages, in its checkpoints too.
+    The trainer's policy must have played `episodes`. The trainer stores the moving averages, also in checkpoints.
     """
     config, step = trainer.config, trainer.step_index
     if not is_due(step, config.collapse_detection):
@@ -160,15 +157,15 @@ def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[st
 def _compute_quantities(
     model: LanguageModel, sample: _Sample, averages: MovingAverages | None, world: World
 ) -> tuple[dict[str, float], MovingAverages] | None:
-    """The sample's quantities under their published names, and its next averages; None if it cannot be measured."""
+    """Compute a sample's quantities, by published names, and its next averages; None if it cannot be measured."""
     pairs = _drop_overlong(sample.pairs, model.shape.max_position_embeddings)
-    # With a single prompt, I(X; Z) is 0 and every retrieval is correct, whatever the policy does.
+    # With a single prompt, I(X; Z) is 0 and every retrieval is correct for any policy.
     if not len(pairs.own_columns) or len(np.unique(pairs.classes)) < 2:
         return None
     prompts, thoughts = ([tokens.tolist() for tokens in sequences] for sequences in (pairs.prompts, pairs.thoughts))
     scores = compute_cross_scores(model, prompts, thoughts, world=world)
     if not torch.isfinite(scores.logprob_sums).all():
-        return None  # a diagnosis never stops a run; the sampler and the update check the policy's numbers themselves
+        return None  # do not stop the run: sampler and update check for non-finite numbers themselves
     own_columns, classes = torch.from_numpy(pairs.own_columns), torch.from_numpy(pairs.classes)
     metrics = compute_information_metrics(scores.logprob_sums, scores.lengths, own_columns)
     smoothed_metrics, next_averages = smooth_zscores(metrics, averages)
@@ -183,13 +180,13 @@ def _compute_quantities(
 
 
 def _drop_overlong(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
-    """Drop prompts after which not every thought fits into `context` tokens, and the thoughts that followed them."""
+    """Drop prompts after which some thought would not fit into `context` tokens, and their thoughts."""
     longest_thought = max((len(thought) for thought in pairs.thoughts), default=0)
     is_fitting = np.array([len(prompt) + longest_thought <= context for prompt in pairs.prompts], dtype=bool)
     columns, rows = np.flatnonzero(is_fitting), np.flatnonzero(is_fitting[pairs.own_columns])
     return ThoughtPairs(
         tuple(pairs.prompts[column] for column in columns),
         tuple(pairs.thoughts[row] for row in rows),
-        (np.cumsum(is_fitting) - 1)[pairs.own_columns[rows]],  # columns are renumbered without those that are dropped
+        (np.cumsum(is_fitting) - 1)[pairs.own_columns[rows]],  # numbers of the remaining columns
         pairs.classes[columns],
     )

@@ -1,9 +1,9 @@
 """Log-probs of every thought after every prompt, with each prompt read once.
 
-Thoughts are merged into trees, in which thoughts with a common beginning share it. The keys and values of a prompt are
-cached. A tree is scored after the prompt as one row, whose tokens attend to the prompt and to their own ancestors, so
-no key is copied for each thought. The model does not run on the last token of a thought, because no log-prob depends on
-its hidden state.
+Thoughts are merged into trees that share common beginnings. The keys and values of a prompt are cached. A tree is
+scored after the prompt as one row, whose tokens attend to the prompt and their ancestors, so that keys are not copied
+for each thought. The model does not run on the last token of a thought, because no log-prob depends on its hidden
+state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,15 +23,15 @@ TREE_TOKENS = 256
 PASS_TOKENS, PASS_TOKENS_CUDA = 2048, 2**16
 """Rows times length of a pass, on a CPU and on a GPU.
 
-The first fits into the caches of a CPU. The second is large, because a GPU reads all weights in every pass.
+The first fits into a CPU's caches. The second is large, because a GPU reads all weights in every pass.
 """
 
 
 class CrossScores(NamedTuple):
     """Scores of N thoughts after M prompts, on the CPU.
 
-    logprob_sums: (N, M) float64 log-prob of thought i after prompt j, summed over its tokens, in nats, at temperature
-    1. lengths: (N,) int64 tokens of each thought.
+    logprob_sums: (N, M) float64, summed log-probs of the tokens of thought i after prompt j, in nats, at temperature 1.
+    lengths: (N,) int64 tokens of each thought.
     """
 
     logprob_sums: Tensor
@@ -39,11 +39,11 @@ class CrossScores(NamedTuple):
 
 
 class ThoughtTree(NamedTuple):
-    """Some of the thoughts as a tree of T tokens. The model runs only on the F tokens that have children.
+    """Some thoughts as a tree of T tokens. The model runs only on the F tokens with children.
 
     thought_rows: (R,) indices of the thoughts. is_on_path: (R, T) float64, 1 where a token is part of the thought.
-    tokens: (T,). parents: (T,) index of the state that predicts a token: 0 is the last state of the prompt, 1 + f is
-    the state of token f of run_tokens. run_tokens, run_depths: (F,) tokens and their depths. run_visibility: (F, F)
+    tokens: (T,). parents: (T,) index of the state that predicts each token: 0 for the last state of the prompt, 1 + f
+    for the state of token f of run_tokens. run_tokens, run_depths: (F,) tokens and their depths. run_visibility: (F, F)
     bool, True for a token itself and its ancestors.
     """
 
@@ -65,16 +65,16 @@ def compute_cross_scores(
 ) -> CrossScores:
     """Score each of N thoughts after each of M prompts, without gradients.
 
-    Equal prompts are scored once, and so are equal thoughts.
+    Equal prompts and equal thoughts are scored once.
 
     Args:
-        model: the model that scores, on its own device; its weights and mode are unchanged.
-        prompts, thoughts: token ids, at least one of each, none of them empty; lengths may differ. A prompt and a
-            thought together fit into the model's context.
-        max_tokens: upper limit of rows times length of a pass, both for reading prompts and for scoring trees. It
-            limits memory. A single prompt, or a single thought after a single prompt, may be longer. None:
-            `PASS_TOKENS`, or `PASS_TOKENS_CUDA` on a GPU.
-        world: ranks that all call this with the same arguments; each scores some prompts, and all get all sums.
+        model: the scoring model; its weights and mode are unchanged.
+        prompts, thoughts: token ids, at least one of each, none empty. Any prompt and thought together must fit into
+            the model's context.
+        max_tokens: maximum rows times length of a pass, for reading prompts and for scoring trees, to limit memory. A
+            single prompt, or a single thought after a single prompt, may be longer. None: `PASS_TOKENS`, or
+            `PASS_TOKENS_CUDA` on a GPU.
+        world: ranks that all call this with the same arguments. Each scores some prompts, and all get all sums.
     """
     device = model.lm_head.weight.device
     if max_tokens is None:
@@ -84,7 +84,7 @@ def compute_cross_scores(
     trees = list(_make_trees(unique_thoughts, min(TREE_TOKENS, max_tokens), device))
     logprob_sums = torch.zeros((len(unique_thoughts), len(unique_prompts)), dtype=torch.float64, device=device)
     with torch.inference_mode():
-        # A pass has one row per prompt, as long as the prompt when it is read and as the tree when that is scored.
+        # A pass has one row per prompt, as long as the prompt (when reading it) or the tree (when scoring it).
         longest_tree = max(len(tree.run_tokens) for tree in trees)
         lengths = torch.tensor([max(len(prompt), longest_tree) for prompt in unique_prompts], device="cpu")
         local_rows = torch.argsort(lengths, stable=True)[world.rank :: world.size]
@@ -93,23 +93,23 @@ def compute_cross_scores(
             logprob_sums[:, batch] = _score_after_prompts(
                 model, [unique_prompts[number] for number in batch], trees, len(unique_thoughts)
             )
-    # Each column is 0 on all ranks except the one that has computed it, so the sum over ranks gathers them.
+    # Each column is 0 on all ranks but one, so the sum over ranks gathers them.
     logprob_sums = world.all_reduce(logprob_sums)
     return CrossScores(logprob_sums[row_of][:, column_of].cpu(), torch.tensor([len(thought) for thought in thoughts]))
 
 
 def _deduplicate(sequences: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The distinct sequences, in order of first occurrence, and the index of each given sequence among them."""
+    """Find the distinct sequences, in order of first occurrence, and the index of each given sequence in them."""
     index_of: dict[tuple[int, ...], int] = {}
     indices = [index_of.setdefault(tuple(np.asarray(tokens).tolist()), len(index_of)) for tokens in sequences]
     return list(index_of), indices
 
 
 def _make_trees(thoughts: Sequence[tuple[int, ...]], max_tokens: int, device: torch.device) -> Iterator[ThoughtTree]:
-    """Trees of at most `max_tokens` tokens, or of one thought.
+    """Yield trees of at most `max_tokens` tokens, or of one thought.
 
-    The thoughts are sorted, so that those with a common prefix come into the same tree. Their lengths are added up as
-    if nothing were shared, which is simple and only makes some trees smaller than necessary.
+    Thoughts are sorted, so that thoughts with a common prefix are in the same tree. For simplicity, shared tokens are
+    counted repeatedly, which only makes some trees smaller than necessary.
     """
     rows: list[int] = []
     for row in sorted(range(len(thoughts)), key=lambda row: thoughts[row]):
@@ -121,8 +121,8 @@ def _make_trees(thoughts: Sequence[tuple[int, ...]], max_tokens: int, device: to
 
 
 def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device: torch.device) -> ThoughtTree:
-    """The tree of the thoughts at `rows`."""
-    # A dictionary keeps its keys in the order of insertion, so a node's number is its position among them.
+    """Make the tree of the thoughts at `rows`."""
+    # Dictionaries keep insertion order, so a node's number is its position in `nodes`.
     nodes: dict[tuple[int, int], int] = {}  # nodes by (parent, token); parent -1 is the end of the prompt
     end_nodes = []
     for row in rows:
@@ -135,9 +135,9 @@ def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device:
     for node, parent in enumerate(parents.tolist()):  # a parent comes before its children
         if parent >= 0:
             is_visible[node] |= is_visible[parent]
-    # A node without children is the end of a thought. No token is predicted from its state, so the model skips it.
+    # The model skips nodes without children, the ends of thoughts, since their states predict no token.
     run_nodes = np.unique(parents[parents >= 0])
-    state_index = np.zeros(len(nodes) + 1, dtype=np.int64)  # the last entry is that of parent -1
+    state_index = np.zeros(len(nodes) + 1, dtype=np.int64)  # the last entry is for parent -1
     state_index[run_nodes] = 1 + np.arange(len(run_nodes))
     depths = is_visible.sum(axis=1) - 1
     arrays = (
@@ -155,9 +155,9 @@ def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device:
 def _score_after_prompts(
     model: LanguageModel, prompts: Sequence[Sequence[int]], trees: Sequence[ThoughtTree], num_thoughts: int
 ) -> Tensor:
-    """Read B prompts into a cache, and return the log-prob sums (thoughts, B) of all thoughts after them."""
+    """Read B prompts into a cache; return the log-prob sums (thoughts, B) of all thoughts after them."""
     device = model.lm_head.weight.device
-    # Padding is on the left, so that the last state of every row predicts the first token of a thought.
+    # Pad on the left, so that the last state of every row predicts the first token of a thought.
     longest_prompt = max(len(prompt) for prompt in prompts)
     padded_tokens = torch.tensor(
         [[0] * (longest_prompt - len(prompt)) + list(prompt) for prompt in prompts], device=device
@@ -168,8 +168,7 @@ def _score_after_prompts(
     last_hidden = model.model.extend(padded_tokens, positions.clamp_min(0), positions >= 0, cache)
     logprob_sums = torch.zeros((num_thoughts, len(prompts)), dtype=torch.float64, device=device)
     for tree in trees:
-        # State 0 is that of the prompt; the states of the tree's run tokens follow. There are none if all thoughts of
-        # the tree have one token.
+        # State 0 is the prompt's last state. The states of run tokens follow, if any thought has several tokens.
         hidden = last_hidden[:, None]
         if len(tree.run_tokens):
             tree_hidden = model.model.forward_tree(
@@ -181,15 +180,15 @@ def _score_after_prompts(
 
 
 def _compute_token_logprobs(model: LanguageModel, hidden: Tensor, tree: ThoughtTree) -> Tensor:
-    """Log-probs (B, T) of a tree's tokens from the states (B, 1 + F, hidden) that predict them.
+    """Compute log-probs (B, T) of a tree's tokens from the states (B, 1 + F, hidden) that predict them.
 
-    The states are processed in chunks, so that at most `CHUNK_ELEMENTS` logits are in memory.
+    States are processed in chunks, so that at most `CHUNK_ELEMENTS` logits are in memory.
     """
     logprobs = torch.empty((len(hidden), len(tree.tokens)), device=hidden.device)
     chunk_states = max(1, min(hidden.shape[1], CHUNK_ELEMENTS // model.shape.vocab_size))
     chunk_prompts = max(1, CHUNK_ELEMENTS // (chunk_states * model.shape.vocab_size))
     for first_state in range(0, hidden.shape[1], chunk_states):
-        # The tokens that these states predict. Each token has one parent, so it is in one chunk.
+        # The tokens that these states predict. Each token has one parent and is therefore in one chunk.
         token_indices = (
             ((tree.parents >= first_state) & (tree.parents < first_state + chunk_states)).nonzero().squeeze(-1)
         )

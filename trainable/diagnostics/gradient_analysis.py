@@ -22,30 +22,30 @@ from trainable.runs.run_files import Row
 LEVEL_SEED_OFFSET = 500_000
 """Distance from the first seed of training levels to the first seed of analysis levels.
 
-Training takes one seed per group, so it reaches the analysis levels only after 500,000 groups. This is half of the
-seeds of a run (`level_sets.SEEDS_PER_RUN`).
+This is half of the seeds of a run (`level_sets.SEEDS_PER_RUN`). With one seed per group, training reaches the analysis
+levels only after 500,000 groups.
 """
 
 FILTER_COLUMNS = ("groups_kept", "kept_ratio", "zero_std_groups", "reward_std", "reward_std_kept")
-"""Columns of a training step about the filter. A row of an analysis has them with the prefix `source_`."""
+"""Filter columns of a training step. Rows of an analysis have them with the prefix `source_`."""
 
 
 def analyze_gradients(
     trainer: PPOTrainer, episodes: list[Episode], source: str = "train", overrides: str | None = None
 ) -> list[Row]:
-    """Analyze the gradients of the trainer's policy. The trainer is not changed.
+    """Analyze the gradients of the trainer's policy, without changing the trainer.
 
-    The batch is rolled out for the analysis if both trainer.gradient_analysis_env_groups and
-    trainer.gradient_analysis_group_size are set. Otherwise it consists of the step's own `episodes`. In both cases,
-    values and advantages are computed again with the current critic.
+    If both trainer.gradient_analysis_env_groups and trainer.gradient_analysis_group_size are set, a batch is rolled out
+    for the analysis. Otherwise it consists of the step's `episodes`. In both cases, values and advantages are
+    recomputed with the current critic.
 
-    source: `train`, or `probe` if a command analyzes a checkpoint of a run. overrides: settings of a probe that differ
-    from those of the run, as text.
+    source: `train`, or `probe` if a command analyzes a run's checkpoint. overrides: settings of a probe that differ
+    from the run's settings, as text.
 
     Returns the lines for gradients.jsonl: one for the batch before the filter (if
     trainer.gradient_analysis_log_prefilter is on), then one for the batch after it. Each has step, source, prefilter,
-    rows (`records.GRADIENT_COLUMNS`) and groups (bucket, group, reward_std). If the filter kept nothing, the line after
-    it has no groups and a single row, in which `empty_after_filter` is 1.
+    rows (`records.GRADIENT_COLUMNS`) and groups (bucket, group, reward_std). If the filter kept nothing, the second
+    line has no groups and a single row with `empty_after_filter` 1.
     """
     config = trainer.config
     num_groups, group_size = config.trainer.gradient_analysis_env_groups, config.trainer.gradient_analysis_group_size
@@ -85,7 +85,7 @@ def _make_line(
     reward_stds: Mapping[int, float],
     context_columns: Row,
 ) -> Row:
-    """The line of one batch: prefilter, rows and groups. context_columns: columns that are equal in all of its rows."""
+    """Make the line of one batch: prefilter, rows and groups. context_columns: columns equal in all of its rows."""
     actor = trainer.config.actor
     # Form and coefficient of each component of the loss.
     terms: dict[str, Row] = {
@@ -107,10 +107,10 @@ def _make_line(
 
 
 def _roll_out_batch(trainer: PPOTrainer, num_groups: int, group_size: int) -> list[Episode]:
-    """Roll out a batch for this analysis, on levels that training and tests do not use."""
+    """Roll out a batch for this analysis, on levels that neither training nor tests use."""
     config, step = trainer.config, trainer.step_index
-    # The number of this analysis, from 1, selects its levels. A probe of a policy before its first step (step 0) uses
-    # the levels of step 1.
+    # The index of the analysis, from 1, selects its levels. A probe of an untrained policy (step 0) uses the levels of
+    # step 1.
     analysis_index = (max(1, step) - 1) // config.trainer.gradient_analysis_every + 1
     first_seed = config.env.seed_train + LEVEL_SEED_OFFSET
     excluded_keys = collect_excluded_keys(trainer.level_source, trainer.test_levels)
@@ -123,8 +123,8 @@ def _roll_out_batch(trainer: PPOTrainer, num_groups: int, group_size: int) -> li
 def _probe_batch(trainer: PPOTrainer, prepared: PreparedBatch, reward_stds: Mapping[int, float]) -> ProbeResult:
     config = trainer.config
     seed = int(make_rng(config.seed, "gradient_folds", trainer.step_index).integers(2**62))
-    # The run's own networks instead of sharded ones: ranks make different numbers of passes here, while every pass of a
-    # sharded network needs all ranks.
+    # Use the run's own networks: ranks make different numbers of passes here, while every pass of sharded networks
+    # needs all ranks.
     update = replace(trainer.make_actor_update(), model=trainer.model, value_head=trainer.value_head)
     return probe_gradients(
         update,
@@ -140,11 +140,11 @@ def _probe_batch(trainer: PPOTrainer, prepared: PreparedBatch, reward_stds: Mapp
 
 
 def _replace_nonfinite(row: Row) -> Row:
-    """Replace NaN and infinity, which stand for numbers that could not be estimated, by None: JSON has neither."""
+    """Replace NaN and infinity, for numbers that could not be estimated, by None, since JSON has neither."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }
 
 
 DIAGNOSTICS = Diagnostics(collapse=diagnose_step, gradients=analyze_gradients)
-"""Those that a run gives to its trainer. Each of them measures only if the settings switch it on."""
+"""The diagnostics of a run's trainer. Each measures only if switched on by the settings."""

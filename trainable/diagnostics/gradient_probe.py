@@ -1,13 +1,13 @@
-"""Gradients of each term of the policy's loss, for buckets of groups by reward spread, without an optimizer step.
+"""Gradients of each term of the policy's loss, in buckets of groups by reward spread, without an optimizer step.
 
-Each batch is measured in two ways. The published measure is the norm of the gradient of each mini-batch, with the token
-weights of training, averaged over mini-batches. The other measures are of mean gradients. For these, every token has
-its weight in a loss over the full batch, so that the weighted gradients of the buckets sum to the gradient of the
-batch. Prompts are assigned to folds, which separate signal from noise (`algo.gradient_signal`).
+Each batch is measured in two ways. The published measure is the gradient norm of each mini-batch, with the token
+weights of training, averaged over mini-batches. The other measures are of mean gradients, where each token has its
+weight in a loss over the full batch, so that the weighted gradients of the buckets sum to the batch's gradient. Prompts
+are assigned to folds, which separate signal from noise (`algo.gradient_signal`).
 
-Each bucket assigns its groups to its own folds, because with the folds of the full batch some folds of a bucket would
-be empty. Conversely, the folds of the batch are not composed of those of the buckets. Such folds would have equally
-many groups of each spread and would therefore differ less than independent ones, which would hide noise.
+Each bucket assigns its groups to new folds, because with the batch's folds, some folds of a bucket would be empty.
+Conversely, the batch does not combine the buckets' folds. They would have equally many groups of each spread and would
+therefore differ less than independent folds, which would hide noise.
 """
 
 import math
@@ -41,16 +41,16 @@ from trainable.rollout.batch import Batch
 from trainable.runs.run_files import Row
 
 FOLDS = 8
-"""Maximum number of folds. Full gradients take 2 x FOLDS x components copies of the parameters."""
+"""Maximum number of folds. Full gradients need memory for 2 x FOLDS x components copies of the parameters."""
 ROUNDING_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1.25e-3}
-"""Below which size a gradient counts as rounding error, by the type of the passes.
+"""Sizes below which a gradient counts as rounding error, by the dtype of the passes.
 
-The size is the norm of the gradient divided by its coefficient and by the norm of the task's gradient with every
-advantage 1. For k3 with equal policy and reference, whose exact gradient is 0, 7e-8 (float32) and 2e-4 (bfloat16) were
-measured. float16 has three more bits than bfloat16, and was not measured.
+The size is the gradient's norm divided by its coefficient and by the norm of the task's gradient with every advantage
+at 1. For k3 with equal policy and reference, whose exact gradient is 0, it was measured as 7e-8 (float32) and 2e-4
+(bfloat16). float16, with three more bits than bfloat16, was not measured.
 """
 ComponentGradients = dict[str, list[Tensor]]
-"""For each component one tensor per parameter of the model, or a single tensor if gradients are sketched."""
+"""One tensor per component and parameter of the model, or a single one per component if gradients are sketched."""
 
 
 class ProbeResult(NamedTuple):
@@ -74,25 +74,25 @@ def probe_gradients(
     sketch_size: int | None = None,
     dtype: str = "float32",
 ) -> ProbeResult:
-    """Measure the gradients of `batch`, bucket by bucket. The rows of the whole batch, `all`, come last.
+    """Measure the gradients of `batch`, bucket by bucket. The rows of the whole batch, `all`, are last.
 
     Args:
         update: the policy's update. Weights, `.grad` and optimizer of its model stay unchanged.
         batch, targets: B episodes. The targets, including whitened advantages, were computed over the full batch.
-        reward_stds: for each group id, the standard deviation of the group's scores.
+        reward_stds: standard deviation of the scores of each group, by group id.
         max_buckets: maximum number of buckets in mode `quantile`.
-        bucket_mode: `quantile`, or `fixed_rv`, in which empty buckets are left out.
-        generator: assigns the groups to folds.
+        bucket_mode: `quantile`, or `fixed_rv`, which leaves out empty buckets.
+        generator: assigns groups to folds.
         sketch_size: entries of the sketch that replaces each gradient (`count_sketch`); None keeps full gradients.
-        dtype: type in which the model's passes compute, a key of `ROUNDING_TOLERANCE`.
+        dtype: dtype of the model's passes, a key of `ROUNDING_TOLERANCE`.
 
     Memory on the model's device with full gradients: (2 x folds x components + 3 x components + 2) copies of its
     parameters in float32, and (folds x components) copies of its largest parameter in float64. With sketches: one
     gradient, and (2 x folds x components + 3 x components + 2) sketches in float64. Time: three passes over the batch,
     each with one backward pass per component, and one with a single backward pass. All ranks of the update's backend
-    have the same batch. Each makes some of the passes, and their sums are combined.
+    have the same batch. Each makes some of the passes, and sums are combined.
     """
-    # Indices stay on the CPU, since they can index a batch on any device.
+    # Indices on the CPU can index a batch on any device.
     groups, group_index = torch.unique(batch.group_ids.cpu(), return_inverse=True)
     stds = torch.tensor([reward_stds[int(group)] for group in groups], dtype=torch.float32)
     bucket_numbers = (
@@ -100,7 +100,7 @@ def probe_gradients(
     )
     is_trained = batch.mask.any(dim=1).cpu()
     folds = _assign_folds(group_index, is_trained, generator)
-    # All sketches have one seed, because only sketches with the same random projection can be added and multiplied.
+    # All sketches share a seed, because only sketches of the same random projection can be added and multiplied.
     seed = int(torch.randint(2**62, (1,), generator=generator))
     probe = _Probe(update, batch, targets, sketch_size, seed, ROUNDING_TOLERANCE[dtype])
     order = order_length_stratified(batch.lengths.cpu())
@@ -126,7 +126,7 @@ def probe_gradients(
 
 
 def _assign_folds(group_index: Tensor, is_chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """Fold (B,) of each chosen episode, at random by `group_index` (B,); 0 where `is_chosen` (B,) is False."""
+    """Assign chosen episodes to folds (B,) at random by `group_index` (B,); 0 where `is_chosen` (B,) is False."""
     folds = torch.zeros_like(group_index)
     folds[is_chosen] = split_folds(group_index[is_chosen], FOLDS, generator)
     return folds
@@ -136,8 +136,8 @@ class _FoldSums(NamedTuple):
     """Sums of gradients over some episodes, for K folds and C components.
 
     gradient_sums: for each stored tensor, the summed gradients (K, C, ...). score_sums: for each stored tensor, the
-    summed gradient (...) of the task with every advantage 1, over all folds. counts: (K,) the part of each fold in the
-    divisor of the loss.
+    summed gradient (...) of the task with all advantages 1, over all folds. counts: (K,) the part of each fold in the
+    loss's divisor.
     """
 
     components: tuple[str, ...]
@@ -158,11 +158,11 @@ class _FoldSums(NamedTuple):
             world.all_reduce(tensor)
 
     def compute_gram(self) -> tuple[Tensor, Tensor]:
-        """Inner products of the folds' mean gradients, (K, C + 1, K, C + 1), and the folds' counts (K,).
+        """Compute inner products of the folds' mean gradients, (K, C + 1, K, C + 1), and the folds' counts (K,).
 
-        The last component is `total`, the sum of the others: its products are sums of theirs.
+        The last component is `total`, the sum of the others.
         """
-        # A fold without trained tokens has no mean and is left out.
+        # Folds without trained tokens have no mean and are left out.
         is_used = self.counts > 0
         counts = self.counts[is_used]
         gram = compute_fold_gram(
@@ -174,7 +174,7 @@ class _FoldSums(NamedTuple):
 
 @dataclass(frozen=True)
 class _Probe:
-    """One batch under one update."""
+    """Measures one batch with one update."""
 
     update: ActorUpdate
     batch: Batch
@@ -188,7 +188,7 @@ class _Probe:
         return [weight for weight in self.update.model.parameters() if weight.requires_grad]
 
     def make_rows(self, bucket: str, episode_indices: Tensor, sums: _FoldSums, stds: Tensor) -> list[Row]:
-        """The rows of one bucket. episode_indices: (N,), its episodes in the order in which mini-batches take them."""
+        """Make the rows of one bucket. episode_indices: (N,), its episodes in mini-batch order."""
         common_columns = {
             "sample_count": len(episode_indices),
             "sample_pct": 100 * len(episode_indices) / len(self.batch.lengths),
@@ -203,7 +203,7 @@ class _Probe:
         published_rows, signal_rows = self._measure_published(episode_indices), _measure_signal(sums)
         for name in self._find_rounded(sums, signal_rows):
             signal_rows[name] |= _make_rounding_row(signal_rows[name])
-            # The direction of a rounding error has no meaning, so other components have no cosine with it either.
+            # The direction of a rounding error is meaningless, so other components have no cosine with it either.
             for row in signal_rows.values():
                 row |= {f"cosine_{name}": None} if f"cosine_{name}" in row else {}
         return [
@@ -212,9 +212,9 @@ class _Probe:
         ]
 
     def _find_rounded(self, sums: _FoldSums, signal_rows: Mapping[str, Row]) -> list[str]:
-        """Names of the components whose gradient is rounding error; `total` is one of them if all components are.
+        """Find the components whose gradient is rounding error; `total` is among them if all components are.
 
-        A gradient that is not finite is not among them, since a comparison with NaN is False.
+        Non-finite gradients are not, since a comparison with NaN is False.
         """
         settings = self.update.settings
         min_norm = self.rounding_tolerance * float(torch.nn.utils.get_total_norm(sums.score_sums) / sums.counts.sum())
@@ -227,7 +227,7 @@ class _Probe:
     # ------------------------------------------------------------------ the published measure
 
     def _measure_published(self, episode_indices: Tensor) -> dict[str, Row]:
-        """Norms and losses by component, mini-batch by mini-batch."""
+        """Measure norms and losses by component, mini-batch by mini-batch."""
         settings = self.update.settings
         mini_batch_size, micro_batch_size = settings.ppo_mini_batch_size, settings.ppo_micro_batch_size_per_gpu
         norms: dict[str, list[float]] = {}
@@ -244,8 +244,8 @@ class _Probe:
         for number, index in enumerate(mini_batch_indices):
             for name, (mini_batch_norm, loss) in rank_results[number % world.size][number // world.size].items():
                 norms.setdefault(name, []).append(mini_batch_norm)
-                # The loss of a mini-batch is a mean over its micro-batches. It is weighted by their number, rounded up
-                # because the last may be short, to give a mean over all micro-batches of the bucket.
+                # The loss of a mini-batch is a mean over its micro-batches, of which the last may be short. Weighting
+                # by their number gives a mean over all micro-batches of the bucket.
                 losses[name] = losses.get(name, 0.0) + loss * -(-len(index) // micro_batch_size)
         tokens = int(self.batch.mask[episode_indices].sum())
         sequences = torch.tensor([len(index) for index in mini_batch_indices])
@@ -260,7 +260,7 @@ class _Probe:
         return published_rows
 
     def _measure_mini_batch(self, index: Tensor) -> dict[str, tuple[float, float]]:
-        """Gradient norm and value of each term of one mini-batch's loss."""
+        """Measure gradient norm and value of each term of one mini-batch's loss."""
         mode, micro_batch_size = self.update.settings.loss_agg_mode, self.update.settings.ppo_micro_batch_size_per_gpu
         padded_length, needs_padding = self.batch.tokens.shape[1], self.update.model.model.needs_padding
         pass_inputs = make_passes(
@@ -282,19 +282,19 @@ class _Probe:
         }
 
     def _compute_gradients(self, inputs: PassInputs) -> tuple[ComponentGradients, dict[str, float]]:
-        """Gradient and value of each term in one pass. `.grad` is not changed."""
+        """Compute gradient and value of each term in one pass, without changing `.grad`."""
         terms = self.update.compute_loss_terms(inputs, Meter())
         last_number = len(terms) - 1
         gradients = {
-            # All terms share one forward pass, so its graph is kept until the last term. A term may not depend on some
-            # parameter, such as the policy loss on the value head: its gradient is then 0.
+            # All terms share one forward pass, so its graph is kept until the last term. Gradients of parameters that a
+            # term does not depend on, such as the value head for the policy loss, are 0.
             name: self._compress_gradient(self._differentiate(term, retain_graph=number < last_number))
             for number, (name, term) in enumerate(terms.items())
         }
         return gradients, {name: float(term.detach()) for name, term in terms.items()}
 
     def _differentiate(self, loss: Tensor, retain_graph: bool = False) -> list[Tensor]:
-        """The gradient of a loss, which is scaled in the backward pass as in an update."""
+        """Compute the gradient of a loss, scaled in the backward pass as in an update."""
         scale = self.update.backend.loss_scale
         gradients = torch.autograd.grad(
             loss * scale, self._parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
@@ -302,7 +302,7 @@ class _Probe:
         return list(gradients) if scale == 1 else list(torch._foreach_div(gradients, scale))
 
     def _compress_gradient(self, gradient: Sequence[Tensor]) -> list[Tensor]:
-        """The stored form of a gradient: itself in float32, or its sketch."""
+        """Convert a gradient to its stored form: float32, or a sketch."""
         if self.sketch_size is None:
             return [tensor.float() for tensor in gradient]
         return [count_sketch(gradient, self.sketch_size, self.seed)]
@@ -310,15 +310,15 @@ class _Probe:
     # ------------------------------------------------------------------ the mean gradient
 
     def _compute_divisors(self) -> Tensor:
-        """The part (B,) of each episode in the divisor of the batch's loss: its trained tokens, or 1."""
+        """Compute each episode's part (B,) in the divisor of the batch's loss: its trained tokens, or 1."""
         tokens = self.batch.mask.sum(1)
-        # The sequence means leave out episodes without a trained token (see `compute_loss_weights`).
+        # Sequence means leave out episodes without trained tokens (see `compute_loss_weights`).
         return (tokens if self.update.settings.loss_agg_mode in TOKEN_MEANS else (tokens > 0)).double()
 
     def make_empty_sums(self) -> _FoldSums:
-        """Zeros for every fold and every active term of the loss.
+        """Make sums of 0 for every fold and every active term of the loss.
 
-        Full gradients are summed in float32, to save memory. Sketches are small, so they are summed in float64.
+        Full gradients are summed in float32 to save memory, and sketches, which are small, in float64.
         """
         settings, has_value = self.update.settings, self.update.value_head is not None
         is_active = {"entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss, "value": has_value}
@@ -336,16 +336,16 @@ class _Probe:
     def compute_fold_sums(
         self, is_chosen: Tensor, bucket_folds: Tensor, batch_folds: Tensor, batch_sums: _FoldSums
     ) -> _FoldSums:
-        """Sum the gradients of the chosen episodes (B,) by `bucket_folds` (B,), and by `batch_folds` in `batch_sums`.
+        """Sum gradients of the chosen episodes (B,) by `bucket_folds` (B,), and by `batch_folds` into `batch_sums`.
 
-        The returned sums are over all ranks. `batch_sums` receives only the gradients of this rank, because it is
-        reduced once, after the last bucket. The sums over all episodes of the batch are the gradient of the batch's
-        loss, times the divisor. Each pair of a bucket's fold and a batch's fold is processed separately, so that every
-        gradient is computed only once for both.
+        The returned sums are over all ranks. `batch_sums` gets only this rank's gradients, because it is reduced once,
+        after the last bucket. Summed over all episodes, gradients are the gradient of the batch's loss times the
+        divisor. Each pair of a bucket fold and a batch fold is processed separately, so that every gradient is
+        computed only once.
         """
         divisors, bucket_sums, world = self._compute_divisors(), self.make_empty_sums(), self.update.backend.world
         weights = divisors.sum() * compute_loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
-        # A cell is a pair of folds; episodes that are not chosen are in none.
+        # A cell is a pair of folds; -1 for episodes that are not chosen.
         cells = torch.where(is_chosen, bucket_folds * FOLDS + batch_folds, -1)
         chosen_cells = sorted(set(cells[is_chosen].tolist()))[world.rank :: world.size]
         for cell in STEP_PHASE.track(chosen_cells, "sums of fold"):
@@ -362,16 +362,16 @@ class _Probe:
         return bucket_sums
 
     def _compute_score_gradient(self, inputs: PassInputs) -> list[Tensor]:
-        """The task's gradient with every advantage 1: a scale that does not depend on the rewards."""
+        """Compute the task's gradient with all advantages 1, a scale that does not depend on rewards."""
         unit_targets = inputs.targets._replace(advantages=torch.ones_like(inputs.targets.advantages))
         task_loss = self.update.compute_loss_terms(inputs._replace(targets=unit_targets), Meter())["task"]
         return self._compress_gradient(self._differentiate(task_loss))
 
 
 def _make_rounding_row(row: Row) -> Row:
-    """Signal columns of a component whose gradient is rounding error: those of 0, without ratios and directions.
+    """Make the signal columns of a component whose gradient is rounding error: 0, without ratios and directions.
 
-    row: the measured columns. If the whole step has no signal, the component has no share of it, not a share of 0.
+    row: the measured columns. If the whole step has no signal, the component's share is missing, not 0.
     """
     has_fraction = row["signal_share"] is not None and math.isfinite(row["signal_share"])
     fraction_columns = ("signal_share", "signal_share_low", "signal_share_high") if has_fraction else ()
@@ -383,7 +383,7 @@ def _make_rounding_row(row: Row) -> Row:
 
 
 def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
-    """Norm, signal, noise, cosines and shares of each component's mean gradient, including `total`."""
+    """Measure norm, signal, noise, cosines and shares of each component's mean gradient, including `total`."""
     gram, counts = sums.compute_gram()
     names = (*sums.components, "total")
     cosines, component_gram = compute_component_cosines(gram, counts), gram[:, :-1, :, :-1]
@@ -392,7 +392,7 @@ def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for number, name in enumerate(names):
         signal = estimate_gradient_signal(gram[:, number, :, number], counts)
-        # The share of the total in itself is 1, unless the update has no signal and shares of it do not exist.
+        # The share of `total` is 1, unless the update has no signal and shares do not exist.
         total_fraction = 1.0 if bool(signal_fractions.fraction.isfinite().all()) else None
         fractions = (
             (1.0, total_fraction, total_fraction, total_fraction)

@@ -1,7 +1,7 @@
-"""Prompts and thoughts of episodes, and the two ways to sample pairs of them.
+"""Prompts and thoughts of episodes, and two ways to sample pairs of them.
 
-The prompt of a turn is the complete conversation up to and including the forced `<think>`. The thought of a turn is the
-text that was sampled before `</think>`. Both are the tokens of the episode itself; no text is tokenized again.
+A turn's prompt is the complete conversation up to and including the forced `<think>`, and its thought the text that was
+sampled before `</think>`. Both are tokens of the episode; no text is tokenized again.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Turn(NamedTuple):
-    """A turn's prompt (T,) and thought (N,); an invalid turn has a thought without tokens."""
+    """A turn's prompt (T,) and thought (N,), which is empty for an invalid turn."""
 
     prompt: Tokens
     thought: Tokens
@@ -33,8 +33,7 @@ class Turn(NamedTuple):
 class ThoughtPairs(NamedTuple):
     """N thoughts (rows) to be scored after M prompts (columns).
 
-    own_columns: (N,) column of the prompt that each thought followed. classes: (M,) equal for columns with equal
-    tokens.
+    own_columns: (N,) column of each thought's own prompt. classes: (M,) equal for columns with equal tokens.
     """
 
     prompts: tuple[Tokens, ...]
@@ -44,12 +43,12 @@ class ThoughtPairs(NamedTuple):
 
 
 def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
-    """The turns of each episode, in order.
+    """Split each episode into its turns.
 
     A thought consists of the sampled tokens that end before the first `</think>`, without blank tokens at both ends. A
     token that spans the end of the thought and the start of the tag (such as `.</`) is left out.
 
-    Source: published code (RAGEN), which encodes the stripped text of the thought again.
+    Source: published code (RAGEN), which tokenizes the stripped text of the thought again.
     Degenerate: a thought that is empty, blank or not closed has no tokens.
     """
     # Each sampled token is decoded once, since most occur many times.
@@ -63,7 +62,7 @@ def _make_turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:
     reply = episode.tokens[reply_positions]
     texts = [pieces[token] for token in reply.tolist()]
     thought_end = "".join(texts).find(END_OF_THOUGHT)
-    # `find` gives -1 for a thought that is not closed. No token ends at or before -1, so the thought has no tokens.
+    # `find` gives -1 for an unclosed thought. No token ends at or before -1, so the thought has no tokens.
     is_inside = np.cumsum([len(text) for text in texts]) <= thought_end
     thought_positions = np.flatnonzero(is_inside & [bool(text.strip()) for text in texts])
     thought = reply[thought_positions[0] : thought_positions[-1] + 1] if len(thought_positions) else reply[:0]
@@ -71,7 +70,7 @@ def _make_turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:
 
 
 def compute_thought_coverage(turns: Sequence[Sequence[Turn]]) -> dict[str, float]:
-    """How many turns can be diagnosed, under the published names with `_` for `/`.
+    """Count the turns that can be diagnosed, under the published names with `_` for `/`.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no episode gives zeros.
     """
@@ -88,13 +87,13 @@ def compute_thought_coverage(turns: Sequence[Sequence[Turn]]) -> dict[str, float
 def sample_first_turn_pairs(
     turns: Sequence[Sequence[Turn]], groups: Sequence[int], num_samples: int, rng: np.random.Generator
 ) -> ThoughtPairs:
-    """Thoughts of first turns, and the openings of all groups that occur among them.
+    """Sample thoughts of first turns, with the openings of their groups as prompts.
 
-    The rows are up to `num_samples` of the episodes whose first turn is valid, drawn without replacement. There is one
-    column per group, in the order of the groups' numbers.
+    The rows are up to `num_samples` of the episodes with a valid first turn, drawn without replacement. There is one
+    column per group among them, ordered by group.
 
-    turns: of each episode, in order. groups: of each episode; the episodes of a group have the same opening. rng: not
-    used if at most `num_samples` episodes are valid.
+    turns: by episode. groups: of each episode; the episodes of a group have the same opening. rng: not used if at most
+    `num_samples` episodes are valid.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid first turn gives no rows and no columns.
     """
@@ -102,7 +101,7 @@ def sample_first_turn_pairs(
     chosen_episodes = (
         rng.choice(valid_episodes, num_samples, replace=False) if num_samples < len(valid_episodes) else valid_episodes
     )
-    # first_rows: for each group, the first of its rows, which has the group's opening.
+    # first_rows: the first row of each group, which has the group's opening.
     _, first_rows, own_columns = np.unique(np.asarray(groups)[chosen_episodes], return_index=True, return_inverse=True)
     prompts = [turns[number][0].prompt for number in chosen_episodes[first_rows]]
     return _make_pairs(prompts, [turns[number][0].thought for number in chosen_episodes], own_columns)
@@ -111,17 +110,17 @@ def sample_first_turn_pairs(
 def sample_trajectory_pairs(
     turns: Sequence[Sequence[Turn]], num_samples: int, rng: np.random.Generator
 ) -> ThoughtPairs:
-    """Thoughts of all turns, to be scored after each other's prompts: one row and one column per draw.
+    """Sample thoughts of all turns with their prompts: one row and one column per draw.
 
     There are min(num_samples, number of valid turns) draws. Each draws an episode and then one of its valid turns, both
-    uniformly and with replacement. A draw of an episode without a valid turn gives no row. turns: by episode.
+    uniformly and with replacement. An episode without a valid turn gives no row. turns: by episode.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid turn gives no rows and no columns.
     """
     valid_turns = [[turn for turn in episode if turn.is_valid] for episode in turns]
     num_draws = min(num_samples, sum(len(episode) for episode in valid_turns))
     chosen_turns = []
-    # The episode is drawn first, so turns of short episodes are more likely to be drawn (published).
+    # As published, the episode is drawn first, so turns of short episodes are more likely.
     for _ in range(num_draws):
         episode = valid_turns[rng.integers(len(valid_turns))]
         if episode:

@@ -1,4 +1,4 @@
-"""Transcripts of episodes, and log-prob, entropy and value of each sampled token, to examine a trained policy."""
+"""Transcripts of episodes with log-prob, entropy and value of each sampled token, to inspect a trained policy."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from trainable.rollout.episode import Episode
 class ScoredToken(NamedTuple):
     """One sampled token of an episode.
 
-    logprob: nats, under the current policy, at the training temperature. entropy: nats, of the distribution from which
-    the token was sampled; NaN in a run without entropies (see `RolloutConfig.has_entropies`). value: the critic's
+    logprob: in nats, under the current policy, at the training temperature. entropy: in nats, of the distribution that
+    the token was sampled from; NaN in a run without entropies (see `RolloutConfig.has_entropies`). value: the critic's
     estimate of the remaining reward; None without a critic.
     """
 
@@ -29,7 +29,7 @@ class ScoredToken(NamedTuple):
 
 
 def format_transcript(episode: Episode, codec: Codec) -> str:
-    """The episode as text for a person: how it ended, its prompts and its replies."""
+    """Format an episode as readable text: how it ended, its prompts and its replies."""
     (text,) = codec.decode([episode.tokens])
     rewards = ", ".join(f"{reward:g}" for reward in episode.turn_rewards)
     return (
@@ -39,7 +39,7 @@ def format_transcript(episode: Episode, codec: Codec) -> str:
 
 
 def score_tokens(trainer: PPOTrainer, episodes: Sequence[Episode]) -> list[list[ScoredToken]]:
-    """The sampled tokens of each episode, scored by the trainer's policy and critic. The trainer is not changed."""
+    """Score the sampled tokens of each episode with the trainer's policy and critic, without changing the trainer."""
     batch = collate(episodes).to(trainer.device)
     rows_per_pass = trainer.config.rollout.log_prob_micro_batch_size_per_gpu
     logprob_function = TokenFunction.for_logprobs(trainer.model, trainer.config.rollout.temperature)

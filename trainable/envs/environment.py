@@ -1,4 +1,4 @@
-"""The interface between a game and everything that plays it: levels, texts, rules, and what is known of a level."""
+"""The interface of a game for everything that plays it: levels, prompts, rules, and known success probabilities."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -9,10 +9,10 @@ import numpy.typing as npt
 from trainable.config.setting_types import PromptStyle
 
 State = Any
-"""What an environment remembers of one episode. Only the environment looks into it."""
+"""An environment's state of one episode. Only the environment looks into it."""
 
 FIRST_TEST_SEED = 900_000_000
-"""Test levels have seeds from here on; no level of another set has one."""
+"""The first seed of test levels. Levels of other sets have other seeds."""
 
 
 class Level(Protocol):
@@ -24,16 +24,16 @@ class Level(Protocol):
 
     @property
     def key(self) -> bytes:
-        """Equal for two levels if one is a symmetric twin of the other, such as a mirrored board.
+        """Identifies a level up to symmetry: a mirrored board has the same key.
 
-        Twins are one cluster in confidence intervals, and never in training and test at once.
+        Levels with one key are one cluster in confidence intervals, and are never split between training and test.
         """
 
 
 L = TypeVar("L", bound=Level)
 
 Measure = Callable[[Any, Sequence[str]], float]
-"""A function of a level and of all actions of one episode on it, or NaN where the episode has no such number."""
+"""Computes a number from a level and all actions of one episode on it; NaN where it is undefined."""
 
 
 class TurnLimits(NamedTuple):
@@ -45,18 +45,18 @@ class TurnLimits(NamedTuple):
 
     @property
     def reachable_actions(self) -> int:
-        """The most actions that an episode can have."""
+        """Largest number of actions of an episode under all three limits."""
         return min(self.actions, self.turns * self.actions_per_turn)
 
 
 class TurnOutcome(NamedTuple):
     """The result of one turn of B episodes.
 
-    states: B states, new ones: `step` does not change those that it was given.
-    rewards: float64 (B,), the sum over the actions of the turn.
-    action_counts: int64 (B,), how many of the actions were executed; those after the end of an episode are not.
+    states: B new states; `step` leaves its arguments unchanged.
+    rewards: float64 (B,), summed over the actions of the turn.
+    action_counts: int64 (B,), number of executed actions; actions after the end of an episode are not executed.
     done: bool (B,), True where the level has ended.
-    success: bool (B,), True where it has ended with success; never True where `done` is False.
+    success: bool (B,), True where it has ended with success, which implies `done`.
     """
 
     states: list[State]
@@ -69,7 +69,7 @@ class TurnOutcome(NamedTuple):
 class PlayedTurn(NamedTuple):
     """One turn of an episode, for a reward function.
 
-    text: the reply, after the forced `<think>`. actions: the actions that were executed. reward: that of the game.
+    text: the reply, after the forced `<think>`. actions: the executed actions. reward: the game's own reward.
     is_valid: whether the reply had the required form and an action.
     """
 
@@ -80,11 +80,11 @@ class PlayedTurn(NamedTuple):
 
 
 RewardFunction = Callable[[Any, Sequence[PlayedTurn]], Sequence[float]]
-"""A function of a level and of all turns of an episode on it, which returns a reward for each turn."""
+"""Computes the reward of each turn from a level and all turns of an episode on it."""
 
 
 class LevelSource(Protocol[L]):
-    """The levels of a game of type L, and what is known of them."""
+    """The levels (of type L) of a game, and how often random actions and the best policy solve them."""
 
     @property
     def name(self) -> str:
@@ -92,44 +92,41 @@ class LevelSource(Protocol[L]):
 
     @property
     def title(self) -> str:
-        """Name of the game in sentences; it is the whole system message of the compact style."""
+        """Name of the game in sentences, and the whole system message of the compact style."""
 
     @property
     def has_held_out_levels(self) -> bool:
-        """Whether there are so many levels that the test levels can be kept out of training.
-
-        If not, all sets draw from the same few levels.
-        """
+        """Whether enough levels exist to keep test levels out of training. Otherwise all sets share the same few."""
 
     @property
     def measures(self) -> Mapping[str, Measure]:
-        """Functions of an episode, by the name of the column that has their mean, without `train_` or `val_`."""
+        """Functions of an episode. Keys are the columns that report their means, without `train_` or `val_`."""
 
     def make_levels(self, seeds: Sequence[int]) -> Sequence[L]:
-        """The level of each seed. It depends on the seed and on the settings of the game only."""
+        """Make the level of each seed, which depends only on the seed and the game's settings."""
 
     def make_test_levels(self, count: int) -> Sequence[L]:
-        """The first `count` test levels, in a fixed order; their seeds are at least `FIRST_TEST_SEED`."""
+        """Make the first `count` test levels, in a fixed order. Their seeds are at least `FIRST_TEST_SEED`."""
 
     def compute_chance(self, levels: Sequence[L], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """For each level, the probability that uniformly random actions succeed within `limits`; None if unknown."""
+        """Compute each level's probability of success of uniformly random actions within `limits`; None if unknown."""
 
     def compute_best(self, levels: Sequence[L], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """For each level, the largest probability of success of any policy within `limits`; None if unknown.
+        """Compute each level's largest probability of success of any policy within `limits`; None if unknown.
 
-        The policy sees what the prompts show, and chooses all actions of a turn before it sees what they do.
+        The policy sees only the prompts, and chooses all actions of a turn before it sees their results.
         """
 
 
 class Environment(LevelSource[L], Protocol[L]):
-    """A game of turns with levels of type L, and with its settings.
+    """A turn-based game with its settings and levels of type L.
 
-    All methods are functions of their arguments: an environment keeps nothing between calls, so any subset of episodes
-    can be stepped at any time.
+    Methods are pure functions: an environment keeps no state between calls, so any subset of episodes can be stepped
+    at any time.
     """
 
     def start(self, levels: Sequence[L]) -> list[State]:
-        """The state of an episode before its first turn, for each level."""
+        """Return the initial state of an episode on each level."""
 
     def step(
         self, states: Sequence[State], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
@@ -138,16 +135,16 @@ class Environment(LevelSource[L], Protocol[L]):
 
         Args:
             states: B states of episodes that have not ended.
-            actions: for each episode, the actions of its turn, as `read_action` returns them; may be empty.
-            luck: float64 (B, A) uniform random numbers from [0, 1), one per action. They are the only source of chance:
-                a deterministic game ignores them.
+            actions: the actions of each episode's turn, as returned by `read_action`; may be empty.
+            luck: float64 (B, A) uniform random numbers from [0, 1), one per action: the only source of randomness.
+                Deterministic games ignore them.
         """
 
     def read_action(self, word: str) -> str | None:
-        """The action that a word of an answer names, in its canonical spelling; None if it names none."""
+        """Parse a word of an answer into the canonical name of an action; None if it names none."""
 
     def format_instructions(self, max_actions: int) -> str:
-        """The system message of the full style: the game, its symbols, its actions, and an example of an answer."""
+        """Write the full style's system message: the game, its symbols, its actions and an example of an answer."""
 
     def format_state(self, state: State, style: PromptStyle) -> str:
-        """What the policy sees of a state, as lines without a newline at the end."""
+        """Render a state as the policy sees it, without a newline at the end."""

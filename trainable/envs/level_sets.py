@@ -1,4 +1,4 @@
-"""The level sets of a game for training, validation, test and demonstrations; test levels are in no other set.
+"""The level sets of a game: training, validation, test and demonstrations. No other set contains a test level.
 
 Set            Seeds                                          Shares no level with
 training       10000 + 1,000,000 k + counter                  test (by replacement)
@@ -7,10 +7,10 @@ demonstration  700,000,000 and up, some left out              validation, test
 test           512 of 900,000,000 and up                      validation, published training, demonstration, itself
 replacement    1,000,000,000 and up, some left out            test
 
-The seeds are those of the published Sokoban levels, and every game uses them. A plan whose settings give training and
-validation the same seeds is refused. Levels are compared up to symmetry
-(`Level.key`): different seeds can give equal levels. A game with few levels cannot keep its sets apart
-(`LevelSource.has_held_out_levels`); all of its sets then consist of whatever levels their seeds give.
+Every game uses the seeds of the published Sokoban levels. A plan whose training and validation seeds overlap is
+refused. Different seeds can give equal levels, so levels are compared up to symmetry (`Level.key`). A game with few
+levels cannot keep its sets apart (`LevelSource.has_held_out_levels`): its sets contain whatever levels their seeds
+give.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,18 +27,18 @@ MakeLevels = Callable[[Sequence[int]], Sequence[L]]
 
 PUBLISHED_TRAINING_SEEDS = range(10_000, 13_200)
 PUBLISHED_VALIDATION_SEEDS = range(123, 635)
-# The bounds of env.seed_train and of the run's seed keep training below the demonstrations.
+# The bounds of env.seed_train and of the run's seed keep training seeds below the demonstration seeds.
 SEEDS_PER_RUN = MAX_LEVELS
 FIRST_DEMONSTRATION_SEED = 700_000_000
 FIRST_REPLACEMENT_SEED = 1_000_000_000
 TEST_LEVELS = 512
 CANDIDATES_PER_TEST_LEVEL = 16
 
-_BLOCK_SIZE = 64  # levels made per call in a search, since many seeds at once are faster than one by one
+_BLOCK_SIZE = 64  # levels made per call in a search: making many at once is faster
 
 
 def compute_training_seed(seed_index: int, group_counter: int, base: int = 10_000) -> int:
-    """The seed of one training level: base + 1,000,000 * seed_index + group_counter.
+    """Compute the seed of one training level: base + 1,000,000 * seed_index + group_counter.
 
     seed_index: the run's seed, from 0 (the published stream).
     group_counter: number of groups before this one; env_groups * (t - 1) + i for group i of the 1-based step t.
@@ -62,10 +62,10 @@ def make_training_levels(
 ) -> list[L]:
     """Make the levels of one training step, one for each group.
 
-    A level whose key is in `excluded_keys` is replaced. The replacement of seed s is the level of the first of the
-    seeds 1,000,000,000 + s, 1,000,000,001 + s, ... whose key is not excluded. The level of a seed therefore depends
-    only on the seed and `excluded_keys`. No published level of Sokoban (seeds 10000..13199) is replaced, because they
-    share no level with the test set.
+    A level whose key is in `excluded_keys` is replaced: for seed s, by the first level of the seeds 1,000,000,000 + s,
+    1,000,000,001 + s, ... whose key is not excluded. The level of a seed therefore depends only on the seed and
+    `excluded_keys`. Published levels of Sokoban (seeds 10000..13199) are never replaced, because none of them is in the
+    test set.
 
     seed_index: see `compute_training_seed`. step: from 1. env_groups: groups per step. base: first seed of index 0.
     excluded_keys: see `collect_excluded_keys`.
@@ -80,14 +80,14 @@ def make_training_levels(
 
 
 def make_validation_levels(environment: LevelSource[L], count: int = 512, base: int = 123) -> list[L]:
-    """Make the levels of seeds base, base + 1, ...; the defaults are those of the published Sokoban levels."""
+    """Make the levels of seeds base, base + 1, ...; by default, the seeds of the published Sokoban levels."""
     return list(environment.make_levels(range(base, base + count)))
 
 
 def make_demonstration_levels(environment: LevelSource[L], count: int, first_index: int = 0) -> list[L]:
-    """Make levels for demonstrations: none of them is a validation or test level, if the game can keep sets apart.
+    """Make levels for demonstrations, without validation and test levels if the game can keep its sets apart.
 
-    The levels are in the order of their seeds from 700,000,000 + first_index on. To continue after a call, pass
+    Levels are in the order of their seeds, from 700,000,000 + first_index on. To continue after a call, pass
     `first_index=levels[-1].seed - FIRST_DEMONSTRATION_SEED + 1`. Levels can repeat within the set.
     """
     if count < 0 or first_index < 0:
@@ -104,10 +104,10 @@ def make_demonstration_levels(environment: LevelSource[L], count: int, first_ind
 
 
 class RunLevels(NamedTuple):
-    """The levels of one run, generated in advance, so that no step waits for them.
+    """The levels of one run, generated in advance so that steps do not wait for them.
 
-    training: for each step, one level per group. unseen_mask: for each validation level, whether no training level of
-    the run equals it up to symmetry.
+    training: for each step, one level per group. unseen_mask: True for each validation level that is no training level
+    of the run, up to symmetry.
     """
 
     training: list[list[Level]]
@@ -117,7 +117,7 @@ class RunLevels(NamedTuple):
 
 
 def make_run_levels(environment: LevelSource[Any], config: RunConfig) -> RunLevels:
-    """The levels of the run of `config`, its seed included; no training level is a test level."""
+    """Make all levels of the run with this config. No training level is a test level."""
     env = config.env
     test_set = list(environment.make_test_levels(env.test_env_groups))
     validation = make_validation_levels(environment, env.val_env_groups, env.seed_val)
@@ -131,19 +131,19 @@ def make_run_levels(environment: LevelSource[Any], config: RunConfig) -> RunLeve
 
 
 def collect_level_keys(levels: Iterable[Level]) -> frozenset[bytes]:
-    """The keys of the levels, which are equal for levels that are equal up to symmetry."""
+    """Collect the keys of levels, which identify them up to symmetry."""
     return frozenset(level.key for level in levels)
 
 
 def collect_excluded_keys(environment: LevelSource[Any], test_levels: Iterable[Level]) -> frozenset[bytes]:
-    """The keys that no training level may have: those of the test levels, if the game can keep its sets apart."""
+    """Collect the keys of test levels, to exclude them from training; none if the game cannot keep its sets apart."""
     return collect_level_keys(test_levels) if environment.has_held_out_levels else frozenset()
 
 
 def find_test_levels(make_levels: MakeLevels[L], count: int = TEST_LEVELS) -> list[L] | None:
-    """Search the first `count` test levels, in the order of their seeds: all different and in no published set.
+    """Find the first `count` test levels in the order of their seeds, all different and in no published set.
 
-    None if there are so few different levels that 16 candidates per test level do not give enough.
+    Return None if 16 candidate seeds per test level do not give enough different levels.
     """
     published_seeds = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
     seen_keys = set(collect_level_keys(make_levels(published_seeds)))

@@ -1,10 +1,10 @@
-"""Prompts of a game in two styles, the chat formats that they are written in, and the parser of replies.
+"""Prompts of a game in two styles, chat formats, and the parser of replies.
 
-The text between messages comes from the model's chat format. The text of a turn ends with the forced start of the
-reply, `<think>`. Only tokens that the model sampled are trained; all other text is context.
+The text between messages comes from the model's chat format. A turn's text ends with `<think>`, the forced start of
+the reply. Only sampled tokens are trained; all other text is context.
 
-Departures from the published code, which rebuilds conversations from text: a reply stays in the conversation as sampled
-(there: re-rendered, without surplus actions), and training sees the text that sampling saw (there: the warning after an
+Departures from the published code, which rebuilds conversations from text: replies stay in the conversation as sampled
+(there: re-rendered without surplus actions), and training sees the same text as sampling (there: the warning after an
 invalid turn is dropped, and role headers are trained).
 """
 
@@ -19,12 +19,12 @@ from trainable.envs.environment import Environment, State
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The text between the contents of messages, for conversations that grow turn by turn.
+    """The text around messages, for conversations that grow turn by turn.
 
     system_prefix: before the system message. first_user_prefix: from the system message to the first user message.
-    reply_prefix: from a user message to the reply. end_marker: ends a reply; it is one token, which the model samples.
-    next_user_prefix: from the end marker to the next user message. strips_content: whether blanks at both ends of
-    contents are stripped.
+    reply_prefix: from a user message to the reply. end_marker: the single token, sampled by the model, that ends a
+    reply. next_user_prefix: from the end marker to the next user message. strips_content: whether messages are stripped
+    of blanks at both ends.
     """
 
     system_prefix: str
@@ -35,12 +35,12 @@ class ChatFormat:
     strips_content: bool = False
 
     def format_first_turn(self, system: str, user: str) -> str:
-        """The conversation up to its first reply."""
+        """Format the conversation up to its first reply."""
         opening = f"{self.system_prefix}{self._format_content(system)}{self.first_user_prefix}"
         return f"{opening}{self._format_content(user)}{self.reply_prefix}"
 
     def format_next_turn(self, user: str) -> str:
-        """The text between the end of a reply and the next reply."""
+        """Format the text between the end of a reply and the next reply."""
         return f"{self.next_user_prefix}{self._format_content(user)}{self.reply_prefix}"
 
     def _format_content(self, text: str) -> str:
@@ -54,7 +54,7 @@ CHATML = ChatFormat(
     end_marker="<|im_end|>",
     next_user_prefix="\n<|im_start|>user\n",
 )
-"""The format that Qwen models expect; also used for models without a chat template."""
+"""The format of Qwen models, also used for models without a chat template."""
 
 END_OF_MESSAGE = CHATML.end_marker
 START_OF_THOUGHT = "<think>"
@@ -72,7 +72,7 @@ class ParsedReply(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """The contents of a turn: its number from 1, the state, actions left, the result of the previous turn."""
+    """The contents of a turn: its number (from 1), the state, the actions left, and the result of the previous turn."""
 
     turn: int
     state: State
@@ -84,9 +84,8 @@ class Observation(NamedTuple):
 def parse_reply(text: str, max_actions: int, read_action: Callable[[str], str | None]) -> ParsedReply:
     """Parse the text after the forced `<think>`: the first match of think and answer tags.
 
-    The answer is split at `||`. Only the first `max_actions` words count; surplus words have no penalty. Words that
-    `read_action` does not know are dropped. A reply is invalid if a word that counts is unknown, or if no action is
-    left.
+    The answer is split at `||`. Only its first `max_actions` words count; surplus words are not penalized. Words that
+    `read_action` rejects are dropped. A reply is invalid if a counted word is rejected, or if no action is left.
     """
     match = _REPLY.search(START_OF_THOUGHT + text)
     if match is None:
@@ -109,7 +108,7 @@ class PromptTemplate:
     """A prompt style with its limits filled in.
 
     format_first_turn(observation): the text before the first reply. format_next_turn(observation): the text between a
-    reply's end marker and the next reply. end_marker: the marker that ends a reply.
+    reply's end marker and the next reply.
     """
 
     format_first_turn: Callable[[Observation], str]
@@ -120,7 +119,7 @@ class PromptTemplate:
 def make_prompt_template(
     environment: Environment[Any], style: PromptStyle, max_actions: int, chat: ChatFormat = CHATML
 ) -> PromptTemplate:
-    """The prompts of a game in a style and a chat format."""
+    """Make the prompt template of a game for a style and a chat format."""
     is_compact = style == "compact"
     system = environment.title if is_compact else environment.format_instructions(max_actions)
 
@@ -148,10 +147,10 @@ def make_prompt_template(
 def format_board(
     grid: str, shape: tuple[int, ...], cells_by_label: Mapping[str, Sequence[int]], observation_format: str
 ) -> str:
-    """A board as its grid, as the size and the (row, col) positions of its objects, or as both, each under a title.
+    """Format a board as its grid, as the (row, col) positions of its objects, or as both, each under a title.
 
-    grid: one line per row. shape: (rows, cols). cells_by_label: the flat cells of each kind of object; a kind without
-    cells has no line. observation_format: grid, coord or grid_coord.
+    grid: one line per row. shape: (rows, cols), printed before the positions. cells_by_label: the flat cells of each
+    kind of object; kinds without cells are left out. observation_format: grid, coord or grid_coord.
     Source: published code (both title lines end in a space).
     """
     if observation_format == "grid":
@@ -166,12 +165,12 @@ def format_board(
 
 
 def format_reward(reward: float) -> str:
-    """The reward of the previous turn, as shown to the model."""
+    """Format the reward of the previous turn, as shown to the model."""
     return f"Reward:\n{reward:.1f}\n"
 
 
 def format_action_rules(names: Sequence[str], max_actions: int) -> str:
-    """The sentences about the actions of a game, with which its instructions in the full style end."""
+    """Format the sentences on a game's actions that end its instructions in the full style."""
     return (
         f"Your available actions are:\n{', '.join(names)}\n"
         f'You may take up to {max_actions} actions, separated by the action separator " {ACTION_SEPARATOR} ".'
@@ -179,15 +178,15 @@ def format_action_rules(names: Sequence[str], max_actions: int) -> str:
 
 
 def format_turn_header(turn: int) -> str:
-    """The header of a turn in the compact style."""
+    """Format the header of a turn in the compact style."""
     return f"Turn {turn}:\nState:\n"
 
 
 def format_actions_left(actions_left: int) -> str:
-    """The last line of a turn in the compact style."""
+    """Format the last line of a turn in the compact style."""
     return f"{actions_left} actions left\n"
 
 
 def format_reply(thought: str, actions: Sequence[str]) -> str:
-    """A well-formed reply after the forced `<think>`, without its end marker; demonstrations consist of these."""
+    """Format a valid reply for demonstrations: the text after the forced `<think>`, without the end marker."""
     return f"{thought}</think><answer>{f' {ACTION_SEPARATOR} '.join(actions)}</answer>"

@@ -1,4 +1,4 @@
-"""Load the trained policy of a checkpoint, without critic, optimizer and engine, and write it for the hub."""
+"""Load the trained policy of a checkpoint, without critic, optimizer and engine, and export it for the hub."""
 
 import json
 import shutil
@@ -31,14 +31,14 @@ _COPIED_FILES = (
     "chat_template*",
     "LICENSE*",
 )
-"""Files of the base model, as patterns, that the exported model needs beside its weights and its config.json."""
+"""Patterns of files of the base model that the exported model needs besides weights and config.json."""
 
 
 def load_trained_policy(config: RunConfig, checkpoint: Path) -> Policy:
-    """The policy of a run after the step of `checkpoint`, on the CPU and in float32.
+    """Load the policy of a run from `checkpoint`, on the CPU and in float32.
 
-    Raises CheckpointError if the checkpoint is damaged, and ValueError if the model of `config` cannot be loaded or is
-    another one than that of the checkpoint.
+    Raises CheckpointError if the checkpoint is damaged, and ValueError if it was written by another run, or if the
+    model of `config` cannot be loaded or is not the checkpoint's.
     """
     tensors, values = read_checkpoint(checkpoint)
     if not RunConfig.model_validate(values.get("settings")).is_same_run(config):
@@ -57,18 +57,18 @@ def load_trained_policy(config: RunConfig, checkpoint: Path) -> Policy:
 
 @torch.no_grad()
 def write_hub_folder(policy: Policy, folder: Path, dtype: str, card: str) -> None:
-    """Write config, tokenizer, weights and README.md, which transformers loads.
+    """Write config, tokenizer, weights and README.md, as a folder that transformers can load.
 
-    Adapters are merged into the weights. Weights of more than 5 GB are split, as the hub does.
+    Adapters are merged into the weights. Weights of more than 5 GB are split, as on the hub.
 
     Args:
         policy: the policy.
-        folder: a folder that exists.
-        dtype: one of `DTYPES`; `auto` for that of the base model.
+        folder: an existing folder.
+        dtype: one of `DTYPES`; `auto` for the base model's dtype.
         card: content of README.md.
     """
     model_config = json.loads((policy.folder / _CONFIG_FILE).read_text(encoding="utf-8"))
-    # transformers 5 calls the key dtype, and models from before have it as torch_dtype.
+    # The key is dtype from transformers 5 on, and torch_dtype in older models.
     key = "torch_dtype" if "torch_dtype" in model_config else "dtype"
     name = (model_config.get(key) or "float32") if dtype == "auto" else dtype
     weights: dict[str, Tensor] = {
@@ -85,18 +85,18 @@ def write_hub_folder(policy: Policy, folder: Path, dtype: str, card: str) -> Non
 
 
 def write_adapter_folder(policy: Policy, config: RunConfig, folder: Path, card: str) -> None:
-    """Write the adapters alone, which `peft.PeftModel.from_pretrained(base, folder)` reads, and README.md.
+    """Write only the adapters, for `peft.PeftModel.from_pretrained(base, folder)`, and README.md.
 
-    folder: a folder that exists. card: content of README.md.
+    folder: an existing folder. card: content of README.md.
     """
     write_adapters(policy.model, config.model, folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def make_card(fields: Mapping[str, str], base_model: str, text: str) -> str:
-    """A model card: the metadata that the hub reads, a paragraph, and a table of `fields`.
+    """Format a model card: metadata for the hub, a paragraph, and a table of `fields`.
 
-    base_model: hub id of the base model; empty if it is a folder of this machine, which nobody else has.
+    base_model: hub id of the base model; empty if it is a local folder.
     """
     base_line = f"base_model: {base_model}\n" if base_model else ""
     rows = "\n".join(f"| {name} | {value} |" for name, value in fields.items())

@@ -1,4 +1,4 @@
-"""Whether this machine has compiled the kernels: numba keeps the machine code, and a marker says that it is whole."""
+"""Find out whether this machine has compiled the kernels. Numba caches machine code; a marker says it is complete."""
 
 import hashlib
 import os
@@ -12,14 +12,14 @@ from pathlib import Path
 from trainable.files.paths import find_cache_folder
 
 COMPILE_COMMAND = "python -m trainable.tiny --compile"
-"""Compiles the kernels; studies run it before they start."""
+"""Compiles the kernels. Studies run it before they start."""
 
 
 def find_marker(environ: Mapping[str, str] = os.environ) -> Path:
-    """The file that says that these kernels are compiled, whether or not it exists; needs numba.
+    """Return the path of the marker, which exists if these kernels are compiled. Needs numba.
 
-    Its name depends on what numba's own cache depends on: the kernels and where they are, the versions of Python and
-    numba, and the processor.
+    Like numba's cache, its name depends on the kernels and their location, the versions of Python and numba, and the
+    processor.
     """
     source = Path(__file__).with_name("compiled.py")
     versions = (sys.version, version("numba"), version("llvmlite"), environ.get("NUMBA_CACHE_DIR"))
@@ -28,20 +28,20 @@ def find_marker(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def is_compiled(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the kernels are compiled: there is a marker, and nobody has deleted the machine code since."""
+    """Check whether the kernels are compiled: the marker exists, and the machine code has not been deleted."""
     try:
         if not find_marker(environ).exists():
             return False
         folder = Path(__file__).parent / "__pycache__"
-        # Elsewhere, numba keeps machine code in folders whose names are its own affair.
+        # In other places, numba chooses the names of its folders, so they are not checked.
         is_beside = os.access(folder, os.W_OK) and not environ.get("NUMBA_CACHE_DIR")
         return not is_beside or any(folder.glob("compiled.sample_turn-*.nbi"))
-    except OSError:  # such as a home folder that this user may not read
+    except OSError:  # for example, an unreadable home folder
         return False
 
 
 def leave_marker() -> None:
-    """Leave the marker, if the cache can be written; without it, the next study looks again."""
+    """Leave the marker if the cache is writable. Without it, the next study checks again."""
     with suppress(OSError):
         marker = find_marker()
         marker.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def leave_marker() -> None:
 
 
 def _describe_processor() -> list[str]:
-    """Name and features of the first processor."""
+    """Return name and features of the first processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:

@@ -1,16 +1,16 @@
-"""The tiny Qwen2 policies in compiled code: sampling of a whole turn in one call, and layers of whole sequences.
+"""The tiny Qwen2 policies in compiled code: sampling a whole turn in one call, and layers over whole sequences.
 
-numba compiles these functions on first use and stores the machine code, which later processes load; no C compiler is
-needed. They are in one module, because numba notices a change only in the file of the function that it
-loads, and not in the functions that are called from there. They take plain tuples: numba would pickle the name of a
-class of ours beside the machine code, and could not read its file after the class was renamed.
+numba compiles these functions on first use and caches the machine code for later processes; no C compiler is needed.
+All are in one module, because numba checks only the file of the function that it loads for changes, not the functions
+called from there. They take plain tuples: numba would pickle the names of our classes with the machine code, and could
+not read its cache after a class was renamed.
 
-In sampling, every row has its own number of tokens, so nothing is padded. A row's tokens fill the slots of its cache
-from 0 on: the slot of a token is its position. Whole sequences lie end to end in a stream, as in `models.packing`.
+In sampling, every row has its own number of tokens, so nothing is padded. A token's slot in its row of the cache is its
+position. Whole sequences lie end to end in a stream, as in `models.packing`.
 
-Loops are written for LLVM, which vectorizes the innermost ones: they run over consecutive numbers, from 0 or
-from an unsigned start (a signed one might be negative, which numba would check at each step), and write to rows that
-the loop around them does not change.
+Loops are written for LLVM, which vectorizes the innermost ones: they run over consecutive numbers, from 0 or from an
+unsigned start (numba would check at each step whether a signed one is negative), and write to rows that the outer loop
+does not change.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,32 +27,32 @@ Integers = npt.NDArray[np.int64]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 VECTOR = 16
-"""Numbers of float32 in the widest vector registers. Where registers are narrower, LLVM takes several for a vector."""
+"""Number of float32 in the widest vector registers. With narrower registers, LLVM uses several per vector."""
 
 HAS_WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))
-"""Whether a register holds a vector, and there are 32 of them."""
+"""Whether there are 32 registers that hold a whole vector."""
 
 TILE_ROWS = 8 if HAS_WIDE_REGISTERS else 4
-"""Rows of a matrix product that are computed together: as many as the registers hold with `TILE_VECTORS`."""
+"""Rows of a matrix product that are computed together: as many as fit into the registers with `TILE_VECTORS`."""
 
 TILE_VECTORS = 2 if HAS_WIDE_REGISTERS else 1
-"""Vectors of each of these rows, or of a pair of rows, that are computed together."""
+"""Vectors per row that are computed together."""
 
 TILE_COLUMNS = TILE_VECTORS * VECTOR
 
 BLOCK_TOKENS = 64
-"""Tokens that pass through the network together; a multiple of `TILE_ROWS`."""
+"""Tokens that run through the network together; a multiple of `TILE_ROWS`."""
 
 LANES = 16
-"""Rows that are sampled together: so few that their keys and values stay in the cache of a core during a turn."""
+"""Rows that are sampled together: few enough for their keys and values to stay in a core's cache during a turn."""
 
 
 class DecoderWeights(NamedTuple):
-    """The weights of a network with L layers; matrices are (inputs, outputs), and those with equal inputs are joined.
+    """The weights of a network with L layers. Matrices are (inputs, outputs), and joined if they have the same input.
 
     embedding: (V, hidden). qkv: (L, hidden, q + k + v). qkv_bias: (L, q + k + v). output: (L, hidden, hidden).
     gate_up: (L, hidden, 2 * intermediate). down: (L, intermediate, hidden). attention_gain, mlp_gain: (L, hidden).
-    final_gain: (hidden,). head: (hidden, V). eps: of the norms. The sizes of the attention are those of the cache.
+    final_gain: (hidden,). head: (hidden, V). eps: of the norms. The cache has the sizes of the attention.
     """
 
     embedding: Floats
@@ -69,10 +69,10 @@ class DecoderWeights(NamedTuple):
 
 
 class DecoderCache(NamedTuple):
-    """Keys and values of R rows with S slots each, a multiple of VECTOR, and the rotary table of the slots.
+    """Keys and values of R rows with S slots each (a multiple of VECTOR), and the rotary table of the slots.
 
-    keys: (L, R, kv_heads, head_dim, S), so that the scores of all slots are computed together. values: (L, R, kv_heads,
-    S, head_dim). cosines, sines: (S, head_dim / 2).
+    keys: (L, R, kv_heads, head_dim, S), to compute the scores of all slots together. values: (L, R, kv_heads, S,
+    head_dim). cosines, sines: (S, head_dim / 2).
     """
 
     keys: Floats
@@ -82,9 +82,9 @@ class DecoderCache(NamedTuple):
 
 
 class DecoderScratch(NamedTuple):
-    """Memory of a pass over at most BLOCK_TOKENS tokens, one row per token in the arrays from `residual` to `logits`.
+    """Memory of a pass over at most BLOCK_TOKENS tokens. Arrays from `residual` to `logits` have one row per token.
 
-    scores: (2, VECTOR more than the slots, or more). mix: (2, head_dim).
+    scores: (2, at least VECTOR more than the slots). mix: (2, head_dim).
     """
 
     residual: Floats
@@ -101,20 +101,20 @@ class DecoderScratch(NamedTuple):
 
 
 def _compile(function: Function) -> Function:
-    """Compile on first use. Sums may be reordered, and products added without rounding; NaN and infinity stay exact.
+    """Compile on first use. Sums may be reordered and products fused with additions; NaN and infinity stay exact.
 
-    Everything is inlined. A function that is called has several copies, its own and those in the code of its callers,
-    which LLVM reorders differently; which of them runs would depend on what is compiled and what comes from the cache.
+    Everything is inlined. Otherwise a function would have several copies, one for itself and one per caller, which LLVM
+    reorders differently, and the one that runs would depend on what is compiled and what is cached.
     """
     options = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy", "forceinline": True}
     try:
         return cast(Function, njit(cache=True, **options)(function))
-    except RuntimeError:  # numba can write neither beside this file nor to the user's cache
+    except RuntimeError:  # numba can write neither next to this file nor to the user's cache
         return cast(Function, njit(**options)(function))
 
 
 def make_bit_reader() -> Callable[[np.int32], np.float32]:
-    """Make the function that returns the float32 with the bits of an int32, for compiled code."""
+    """Make a function for compiled code that reinterprets the bits of an int32 as a float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -126,7 +126,7 @@ def make_bit_reader() -> Callable[[np.int32], np.float32]:
 
 
 def _point(builder: Any, array: Any, row: Any, column: Any) -> Any:
-    """The address of an element of a matrix, in LLVM's language."""
+    """Generate LLVM code for the address of a matrix element."""
     row_stride, column_stride = (builder.extract_value(array.strides, axis) for axis in range(2))
     offset = builder.add(builder.mul(row, row_stride), builder.mul(column, column_stride))
     address = builder.gep(builder.bitcast(array.data, ir.IntType(8).as_pointer()), [offset])
@@ -134,13 +134,13 @@ def _point(builder: Any, array: Any, row: Any, column: Any) -> Any:
 
 
 def make_tile_product(rows: int, vectors: int, chains: int) -> Callable[..., None]:
-    """Make the product of a tile, for compiled code: y[row : row + rows, column : column + vectors * VECTOR] becomes
+    """Make a function for compiled code that sets y[row : row + rows, column : column + vectors * VECTOR] to
     x[row : row + rows, start : end] @ weight[start : end, column : column + vectors * VECTOR].
 
-    x may have any strides; the rows of `weight` and y are contiguous. end - start must be a multiple of `chains`, each
-    of which sums up every chains-th product: one sum would have to wait for its last addition. Nothing is checked: x
-    and y must have all rows of the tile. It is written in LLVM's own language, because sums that loops over arrays form
-    stay in memory; here they stay in registers, and each number that is read enters several products.
+    x may have any strides; the rows of `weight` and y are contiguous. end - start must be a multiple of `chains`. Each
+    chain sums every chains-th product, because additions to a single sum would wait for each other. Nothing is checked:
+    x and y must have all rows of the tile. It is written as LLVM code, so that sums stay in registers, unlike sums of
+    loops over arrays, and each loaded number is used in several products.
     """
     floats, indices, size = ir.VectorType(ir.FloatType(), VECTOR), ir.VectorType(ir.IntType(32), VECTOR), ir.IntType(64)
     tile = [(i, vector) for i in range(rows) for vector in range(vectors)]
@@ -157,7 +157,7 @@ def make_tile_product(rows: int, vectors: int, chains: int) -> Callable[..., Non
             return builder.bitcast(address, floats.as_pointer())
 
         def multiply_add(index: Any, sums: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
-            """The sums after the products of one input."""
+            """Add the products of one input to the sums."""
             weights = [builder.load(point_vector(weight, index, vector), align=4) for vector in range(vectors)]
             new_sums, nothing = {}, ir.Constant(floats, ir.Undefined)
             for i in range(rows):
@@ -216,7 +216,7 @@ multiply_narrow_pair = make_tile_product(2, 1, chains=2)
 def multiply_rest(
     x: Floats, weight: Floats, y: Floats, rows: tuple[int, int], columns: tuple[int, int], inputs: tuple[int, int]
 ) -> None:
-    """The columns of a product that do not fill a vector. Each pair is a first index and the index after the last."""
+    """Compute the columns of a product that do not fill a vector. Pairs are (first index, index after the last)."""
     for r in range(rows[0], rows[1]):
         for o in range(columns[0], columns[1]):
             y[r, o] = 0
@@ -229,7 +229,7 @@ def multiply_rest(
 def multiply_rows(
     x: Floats, weight: Floats, y: Floats, row: int, columns: tuple[int, int], inputs: tuple[int, int]
 ) -> None:
-    """TILE_ROWS rows of a product: y[row:, first:last] = x[row:, start:end] @ weight[start:end, first:last].
+    """Compute TILE_ROWS rows of a product: y[row:, first:last] = x[row:, start:end] @ weight[start:end, first:last].
 
     columns: first and last. inputs: start and end.
     """
@@ -245,14 +245,14 @@ def multiply_rows(
 
 @_compile
 def multiply(x: Floats, weight: Floats, y: Floats, rows: int) -> None:
-    """y[:rows] = x[:rows] @ weight. Rows of y up to the next multiple of TILE_ROWS are overwritten."""
+    """Compute y[:rows] = x[:rows] @ weight. Rows of y up to the next multiple of TILE_ROWS are overwritten."""
     for row in range(0, rows, TILE_ROWS):
         multiply_rows(x, weight, y, row, (0, weight.shape[1]), (0, weight.shape[0]))
 
 
 @_compile
 def multiply_pair(x: Floats, weight: Floats, y: Floats, columns: int, inputs: int) -> None:
-    """y[:2, :columns] = x[:2, :inputs] @ weight[:inputs, :columns], for an even number of inputs."""
+    """Compute y[:2, :columns] = x[:2, :inputs] @ weight[:inputs, :columns], for an even number of inputs."""
     column = 0
     while column + TILE_COLUMNS <= columns:
         multiply_wide_pair(x, weight, y, 0, column, 0, inputs)
@@ -265,17 +265,16 @@ def multiply_pair(x: Floats, weight: Floats, y: Floats, columns: int, inputs: in
 
 @_compile
 def round_up(number: int, divisor: int) -> int:
-    """The next multiple of the divisor."""
+    """Round up to a multiple of the divisor."""
     return -(-number // divisor) * divisor
 
 
 @_compile
 def exponentiate(x: Floats, length: int, shift: np.float32) -> np.float32:
-    """x[:length] = exp(x[:length] - shift) to about one unit in the last place; the sum of these numbers.
+    """Set x[:length] = exp(x[:length] - shift), to about one unit in the last place, and return the sum.
 
-    0 below exp(-87), NaN for NaN. math.exp would be called once per number; this is vectorized. exp(x) = 2^k exp(r)
-    with k = round(x / ln 2), and exp(r) by the polynomial of the Cephes library. 2^k is made from the bits of its
-    exponent.
+    0 below exp(-87), NaN for NaN. Unlike math.exp, this is vectorized. exp(x) = 2^k exp(r) with k = round(x / ln 2),
+    and exp(r) by the polynomial of the Cephes library. 2^k is made from the bits of its exponent.
     """
     total = np.float32(0)
     for j in range(length):
@@ -284,7 +283,7 @@ def exponentiate(x: Floats, length: int, shift: np.float32) -> np.float32:
         quotient = quotient if quotient > np.float32(-126) else np.float32(-126)  # also for NaN
         quotient = quotient if quotient < np.float32(127) else np.float32(127)
         k = np.floor(quotient + np.float32(0.5))
-        # ln 2 in two parts: k times the first one is exact.
+        # ln 2 in two parts, the first of which times k is exact.
         r = number - k * np.float32(0.693359375) + k * np.float32(2.12194440e-4)
         polynomial = np.float32(1.9875691500e-4)
         polynomial = polynomial * r + np.float32(1.3981999507e-3)
@@ -301,7 +300,7 @@ def exponentiate(x: Floats, length: int, shift: np.float32) -> np.float32:
 
 @_compile
 def find_maximum(x: Floats, length: int) -> np.float32:
-    """The largest of x[:length]. Eight running maxima do not wait for each other."""
+    """Find the largest of x[:length], with eight running maxima that do not wait for each other."""
     a = b = c = d = e = f = g = h = x[0]
     end = length // 8 * 8
     for j in range(0, end, 8):
@@ -314,7 +313,7 @@ def find_maximum(x: Floats, length: int) -> np.float32:
 
 @_compile
 def normalize(x: Floats, gain: Floats, eps: np.float32, y: Floats, inverses: Floats, rows: int) -> None:
-    """y[:rows] = x[:rows] over its root mean square, times the gain; `inverses` gets one over the root mean squares."""
+    """Set y[:rows] to x[:rows] over its root mean square, times the gain, and `inverses` to 1 / root mean squares."""
     size = x.shape[1]
     for r in range(rows):
         squares = np.float32(0)
@@ -328,7 +327,7 @@ def normalize(x: Floats, gain: Floats, eps: np.float32, y: Floats, inverses: Flo
 
 @_compile
 def add(x: Floats, y: Floats, rows: int) -> None:
-    """x[:rows] += y[:rows]."""
+    """Compute x[:rows] += y[:rows]."""
     for r in range(rows):
         for i in range(x.shape[1]):
             x[r, i] += y[r, i]
@@ -381,11 +380,11 @@ def attend(
     scores: Floats,
     mix: Floats,
 ) -> None:
-    """Attention of each token over its row up to its own position: from `qkv` to `output` (BLOCK_TOKENS, heads * size).
+    """Attend from each token of `qkv` to its row up to its position; write `output` (BLOCK_TOKENS, heads * size).
 
     all_keys, all_values: of one layer of the cache. scores, mix: see `DecoderScratch`.
 
-    Two query heads of a group are computed together, so that keys and values are read half as often.
+    Two query heads of a group are computed together, to read keys and values half as often.
     """
     kv_heads, size = all_keys.shape[1], all_keys.shape[2]
     heads = output.shape[1] // size
@@ -400,7 +399,7 @@ def attend(
                 continue
             for i in range(size):
                 mix[0, i], mix[1, i] = queries[head, i] * scale, queries[head + 1, i] * scale
-            # Scores are computed up to the end of a vector, but those of slots after the token are not read.
+            # Scores are computed up to the end of a vector, but scores after the token are not read.
             multiply_pair(mix, all_keys[row, group], scores, round_up(length, VECTOR), size)
             first_total = exponentiate(scores[0], length, find_maximum(scores[0], length))
             second_total = exponentiate(scores[1], length, find_maximum(scores[1], length))
@@ -416,7 +415,7 @@ def attend(
 
 @_compile
 def apply_gate(gate_up: Floats, gated: Floats, tokens: int) -> None:
-    """silu(gate) * up, from `gate_up` (BLOCK_TOKENS, 2 * intermediate) to `gated` (BLOCK_TOKENS, intermediate)."""
+    """Compute silu(gate) * up from `gate_up` (BLOCK_TOKENS, 2 * intermediate); write `gated` (BLOCK_TOKENS, ...)."""
     size = gated.shape[1]
     for t in range(tokens):
         for i in range(size):
@@ -437,11 +436,11 @@ def extend(
     is_last: npt.NDArray[np.bool_],
     hidden: Floats,
 ) -> None:
-    """Append N tokens to their rows of the cache; write the hidden states of the tokens with `is_last` to `hidden`.
+    """Append N tokens to their rows of the cache; write the hidden states of tokens with `is_last` to `hidden`.
 
     weights, cache, scratch: the fields of `DecoderWeights`, `DecoderCache` and `DecoderScratch`. token_ids, rows,
-    positions, is_last: (N,). The tokens of a row are in the order of their positions. hidden: (number of last tokens,
-    hidden). The last layer of the other tokens ends with their keys and values: nothing else of it is read again.
+    positions, is_last: (N,). The tokens of a row are ordered by position. hidden: (number of last tokens, hidden). In
+    the last layer, only keys and values of the other tokens are computed, since nothing else is needed.
     """
     embedding, qkv_weight, bias, output, gate_up_weight, down, attention_gain, mlp_gain, final_gain, _, eps = weights
     keys, values, cosines, sines = cache
@@ -498,11 +497,10 @@ def draw_token(
     uniform: np.float32,
     probs: Floats,
 ) -> tuple[int, np.float32, np.float32]:
-    """Draw a token as `torch_sampler.sample_tokens` does; return it, its log-prob, and the entropy.
+    """Draw a token as `torch_sampler.sample_tokens` does; return the token, its log-prob, and the entropy.
 
-    logits: (V,), overwritten. probs: scratch memory of at least V numbers.
-
-    If a logit is NaN or +inf, or all are -inf, the entropy is NaN.
+    logits: (V,), overwritten. probs: scratch memory of at least V numbers. The entropy is NaN if a logit is NaN or
+    +inf, or all are -inf.
     """
     size = len(logits)
     token = 0
@@ -518,14 +516,14 @@ def draw_token(
         logits[j] -= largest
         probs[j] = logits[j]
     exponentiate(probs, size, np.float32(0))
-    total, mean_logit = 0.0, 0.0  # float64, as the distribution function
+    total, mean_logit = 0.0, 0.0  # float64, like the cumulative distribution
     for j in range(size):
         total += probs[j]
-        # The floor replaces a logit of -inf, whose product with the probability 0 would be NaN.
+        # Clamped, because the product of a logit of -inf and the probability 0 would be NaN.
         mean_logit += probs[j] * max(logits[j], np.float32(-3e38))
     if temperature != 0:
-        # A token of probability 0 adds nothing, so that no draw can end with it. Rounding may leave the last sum a
-        # little below `total`; the last token with a probability is drawn then.
+        # Tokens of probability 0 are never drawn, since they add nothing. If rounding leaves the last sum slightly
+        # below `total`, the last token with a positive probability is drawn.
         remainder = np.float64(uniform) * total
         cumulative = 0.0
         for j in range(size):
@@ -554,14 +552,14 @@ def sample_turn(
     entropies: Floats,
     counts: Integers,
 ) -> None:
-    """Sample a reply of at most `steps` tokens of B rows of the cache, each up to the first of `stop_tokens`.
+    """Sample replies of B rows of the cache, each up to the first of `stop_tokens` or `steps` tokens.
 
-    LANES rows are sampled together; the next row takes the place of one that has ended.
+    LANES rows are sampled together. When a row ends, the next one takes its place.
 
-    weights, cache, scratch: as in `extend`. hidden: (B, hidden) of the last tokens of the rows, overwritten. rows: (B,)
-    rows of the cache. lengths: (R,) tokens in the cache of each row, updated. uniforms: (B, steps). Writes token_ids,
-    logprobs, entropies (B, steps), and counts (B,), the number of tokens of each reply. The last token of a reply is
-    not appended to the cache.
+    weights, cache, scratch: as in `extend`. hidden: (B, hidden) of the rows' last tokens, overwritten. rows: (B,) rows
+    of the cache. lengths: (R,) tokens of each row in the cache, updated. uniforms: (B, steps). Writes token_ids,
+    logprobs, entropies (B, steps), and counts (B,), the tokens of each reply. A reply's last token is not appended to
+    the cache.
     """
     head, (_, normed, _, _, _, _, _, _, logits, scores, _) = weights[9], scratch
     num_replies, steps = uniforms.shape
@@ -590,7 +588,7 @@ def sample_turn(
             for stop_token in stop_tokens:
                 is_over = is_over or token == stop_token
             if not is_over:
-                # Entries of `live` up to here have been read already, so they can be replaced.
+                # Entries of `live` up to here have been read, so they can be replaced.
                 live[next_count], next_tokens[next_count] = reply, token
                 next_rows[next_count], next_positions[next_count] = rows[reply], lengths[rows[reply]]
                 next_count += 1
@@ -620,7 +618,7 @@ def normalize_backward(
     """Add the gradients of `normalize` to `x_grad` (N, size) and `gain_grad` (size,)."""
     rows, size = x.shape
     for r in range(rows):
-        # Scaled before they are multiplied: products of large gradients stay finite as long as in torch.
+        # Scale before multiplying, so that products of large gradients overflow no earlier than in torch.
         scale, product = inverses[r], np.float32(0)
         for i in range(size):
             product += y_grad[r, i] * gain[i] * (x[r, i] * scale)
@@ -653,7 +651,7 @@ def rotate(
 
 @_compile
 def apply_gate_backward(gate_up: Floats, gated_grad: Floats, gate_up_grad: Floats) -> None:
-    """The gradient of `apply_gate`, written to `gate_up_grad` (N, 2 * intermediate)."""
+    """Write the gradient of `apply_gate` to `gate_up_grad` (N, 2 * intermediate)."""
     rows, size = gated_grad.shape
     exponentials, one = np.zeros(size, np.float32), np.float32(1)
     for t in range(rows):
@@ -668,9 +666,9 @@ def apply_gate_backward(gate_up: Floats, gated_grad: Floats, gate_up_grad: Float
 
 @_compile
 def multiply_keys(keys: Floats, queries: Floats, firsts: Integers, scores: Floats, rows: int, columns: int) -> None:
-    """scores[s, c] = keys[s] . queries[:, c] for s < rows and firsts[s] <= c < columns.
+    """Compute scores[s, c] = keys[s] . queries[:, c] for s < rows and firsts[s] <= c < columns.
 
-    keys: (rows, size). queries: (size, columns), one column per query and head. rows is a multiple of TILE_ROWS.
+    keys: (rows, size). queries: (size, columns), one column per query and head. rows: a multiple of TILE_ROWS.
     """
     for s in range(0, rows, TILE_ROWS):
         multiply_rows(keys, queries, scores, s, (firsts[s], columns), (0, keys.shape[1]))
@@ -678,7 +676,7 @@ def multiply_keys(keys: Floats, queries: Floats, firsts: Integers, scores: Float
 
 @_compile
 def mix_values(values: Floats, weights: Floats, firsts: Integers, mix: Floats, rows: int, columns: int) -> None:
-    """mix[c] = sum over s < rows of weights[s, c] * values[s], where weights below firsts[s] count as 0.
+    """Compute mix[c] = sum over s < rows of weights[s, c] * values[s], where weights below firsts[s] count as 0.
 
     values: (rows, size). weights: (rows, columns). mix: (columns, size).
     """
@@ -691,7 +689,7 @@ def mix_values(values: Floats, weights: Floats, firsts: Integers, mix: Floats, r
 
 @_compile
 def sum_columns(weights: Floats, vectors: Floats, firsts: Integers, sums: Floats, rows: int, columns: int) -> None:
-    """sums[s] = sum over firsts[s] <= c < columns of weights[s, c] * vectors[c], for s < rows.
+    """Compute sums[s] = sum over firsts[s] <= c < columns of weights[s, c] * vectors[c], for s < rows.
 
     weights: (rows, columns). vectors: (columns, size). sums: (rows, size).
     """
@@ -701,9 +699,9 @@ def sum_columns(weights: Floats, vectors: Floats, firsts: Integers, sums: Floats
 
 @_compile
 def find_firsts(positions: Integers, heads: int, rows: int, firsts: Integers) -> None:
-    """For the keys of each tile, the first column, a multiple of TILE_COLUMNS, with a query at or after one of them.
+    """Find for the keys of each tile the first column, a multiple of TILE_COLUMNS, with a query that may see one.
 
-    positions: (M,) ascending positions of queries, which have `heads` columns each. firsts: (rows or more,), written.
+    positions: (M,) ascending positions of queries, with `heads` columns each. firsts: (at least rows,), written.
     """
     query = 0
     for s in range(0, rows, TILE_ROWS):
@@ -717,7 +715,7 @@ def find_firsts(positions: Integers, heads: int, rows: int, firsts: Integers) ->
 def mask_row(
     row: Floats, key: int, length: int, positions: Integers, heads: int, first: int, columns: int, value: np.float32
 ) -> None:
-    """Write `value` to the columns of a key from `first` on whose queries do not see it; to all for a key of padding.
+    """Write `value` to a key's columns from `first` on whose queries do not see it; to all columns for padding.
 
     length: keys of the sequence. positions: (M,) ascending positions of its queries.
     """
@@ -734,7 +732,7 @@ def mask_row(
 
 @_compile
 def find_longest(starts: Integers) -> int:
-    """The tokens of the longest sequence."""
+    """Find the length of the longest sequence."""
     longest = 0
     for sequence in range(len(starts) - 1):
         longest = max(longest, starts[sequence + 1] - starts[sequence])
@@ -745,7 +743,7 @@ def find_longest(starts: Integers) -> int:
 def load_keys_values(
     qkv: Floats, start: int, length: int, group: int, heads: int, keys: Floats, values: Floats
 ) -> None:
-    """Copy the keys and values of a group of heads of a sequence, followed by zeros in the rest of their last tile."""
+    """Copy a sequence's keys and values for a group of heads, and fill the rest of the last tile with zeros."""
     size = keys.shape[1]
     kv_heads = (qkv.shape[1] // size - heads) // 2
     key_start, value_start = (heads + group) * size, (heads + kv_heads + group) * size
@@ -768,15 +766,15 @@ def attend_stream(
     output: Floats,
     log_totals: Floats,
 ) -> None:
-    """Causal attention of M queries over their own sequences.
+    """Compute causal attention of M queries over their sequences.
 
-    qkv: (N, (heads + 2 * kv_heads) * size), rotated. starts: (R + 1,), the sequences of the stream. positions: (M,)
-    ascending positions of the queries within each sequence. query_starts: (R + 1,), the queries of the sequences.
-    Writes output (M, heads * size), and log_totals (M, heads), the logarithm of the sum of the exponentials of all
-    scores, which `attend_stream_backward` needs.
+    qkv: (N, (heads + 2 * kv_heads) * size), rotated. starts: (R + 1,), bounds of the sequences in the stream.
+    positions: (M,) positions of the queries, ascending within each sequence. query_starts: (R + 1,), bounds of each
+    sequence's queries. Writes output (M, heads * size), and log_totals (M, heads), the log-sum-exp of all scores, for
+    `attend_stream_backward`.
 
-    The queries of all heads of a group are columns of one matrix of scores, and the keys are its rows: so all loops run
-    over columns, of which there are many, and keys and values are read once per group.
+    The queries of all heads of a group are the columns of one matrix of scores, and the keys its rows. So loops run
+    over many columns, and keys and values are read once per group.
     """
     size = output.shape[1] // heads
     group_heads = heads // kv_heads
@@ -843,9 +841,9 @@ def attend_stream_backward(
     output_grad: Floats,
     qkv_grad: Floats,
 ) -> None:
-    """The gradient of `attend_stream`; the arguments before `output_grad` (M, heads * size) are its arguments.
+    """Compute the gradient of `attend_stream`, given its arguments and `output_grad` (M, heads * size).
 
-    Writes qkv_grad (N, ...), except at the queries of tokens that have none, where it must be 0 before.
+    Writes qkv_grad (N, ...). Query entries of tokens without a query are not written and must be 0.
     """
     size = output.shape[1] // heads
     group_heads = heads // kv_heads

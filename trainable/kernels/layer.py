@@ -1,4 +1,4 @@
-"""A block of a tiny Qwen2 over a stream of sequences and its gradient: matrix products in torch, the rest compiled."""
+"""A block of a tiny Qwen2 over a stream of sequences, with gradient: matrix products in torch, the rest compiled."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from trainable.kernels.compiled import (
 
 
 class LayerWeights(NamedTuple):
-    """The weights of a block, as torch has them: matrices are (outputs, inputs)."""
+    """The weights of a block. As in torch, matrices are (outputs, inputs)."""
 
     attention_gain: Tensor
     q_weight: Tensor
@@ -38,12 +38,12 @@ class LayerWeights(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What a block needs besides its residual stream (N, hidden) and its weights.
+    """Inputs of a block besides its residual stream (N, hidden) and weights.
 
-    cosines, sines: (positions, head_dim / 2). positions: (N,) of each token in its sequence. starts: (R + 1,), where
-    the sequences of the stream start. query_positions: (M,), ascending within each sequence. query_starts: (R + 1,),
-    where the queries of the sequences start. query_indices: (M,) tokens whose residual leaves the block; None if these
-    are all tokens in their order. heads, kv_heads: of the attention. eps: of the norms.
+    cosines, sines: (positions, head_dim / 2). positions: (N,) of each token in its sequence. starts: (R + 1,), bounds
+    of the sequences in the stream. query_positions: (M,), ascending within each sequence. query_starts: (R + 1,),
+    bounds of each sequence's queries. query_indices: (M,) tokens whose residuals the block returns; None for all
+    tokens. heads, kv_heads: of the attention. eps: of the norms.
     """
 
     cosines: npt.NDArray[np.float32]
@@ -59,11 +59,11 @@ class LayerInputs(NamedTuple):
 
 
 class StreamLayer(torch.autograd.Function):
-    """`run_stream_layer`, as one operation of autograd."""
+    """`run_stream_layer` as one autograd operation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inputs: LayerInputs, *weights: Tensor) -> Tensor:
-        """The block; keeps what the gradient needs."""
+        """Run the block and save tensors for the gradient."""
         w, eps = LayerWeights(*weights), np.float32(inputs.eps)
         qkv_weight = torch.cat((w.q_weight, w.k_weight, w.v_weight))
         gate_up_weight = torch.cat((w.gate_weight, w.up_weight))
@@ -114,7 +114,7 @@ class StreamLayer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the residual stream and of the weights."""
+        """Compute the gradients of the residual stream and the weights."""
         (
             x,
             normed,
@@ -164,7 +164,7 @@ class StreamLayer(torch.autograd.Function):
         _normalize_backward(qkv_grad @ qkv_weight, x, attention_gain, inverses, x_grad, attention_gain_grad)
         sizes = [inputs.heads * head_size, inputs.kv_heads * head_size, inputs.kv_heads * head_size]
         gate_grad, up_grad = (gate_up_grad.t() @ mlp_normed).chunk(2)
-        return (  # in the order of the arguments, whose weights are in that of `LayerWeights`
+        return (  # in the order of `forward`'s arguments, with weights as in `LayerWeights`
             x_grad,
             None,
             attention_gain_grad,
@@ -179,7 +179,7 @@ class StreamLayer(torch.autograd.Function):
 
 
 def run_stream_layer(x: Tensor, inputs: LayerInputs, weights: Sequence[Tensor]) -> Tensor:
-    """The residual stream (M, hidden) after a block, at the queries of `inputs`; x: (N, hidden), float32 on the CPU.
+    """Run a block on the residual stream `x` (N, hidden), float32 on the CPU; return it (M, hidden) at the queries.
 
     weights: the fields of `LayerWeights`.
     """
@@ -188,7 +188,7 @@ def run_stream_layer(x: Tensor, inputs: LayerInputs, weights: Sequence[Tensor]) 
 
 
 def _normalize(x: Tensor, gain: Tensor, eps: np.float32) -> tuple[Tensor, Tensor]:
-    """The normalized rows of `x`, and one over their root mean squares."""
+    """Normalize the rows of `x`; also return 1 / their root mean squares."""
     normed, inverses = torch.empty_like(x), x.new_empty(len(x))
     normalize(x.detach().numpy(), gain.detach().numpy(), eps, normed.numpy(), inverses.numpy(), len(x))
     return normed, inverses

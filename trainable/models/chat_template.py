@@ -1,8 +1,8 @@
-"""Read a model's conversation format from the chat template of its tokenizer.
+"""Read a model's conversation format from its tokenizer's chat template.
 
-A template renders a whole conversation as one text. Here conversations grow turn by turn, as exact tokens, so the
-template is rendered once with marks in place of contents and cut into the text between the marks. Joining these parts
-turn by turn must give the text and the tokens that the template gives for the whole conversation. This is checked.
+A template renders a whole conversation as one text. Here conversations grow turn by turn, as exact tokens. So the
+template is rendered once with marks in place of messages and split into the text between the marks. Checks make sure
+that joining these parts turn by turn gives the same text and tokens as rendering the whole conversation.
 """
 
 import json
@@ -21,19 +21,19 @@ Messages = Sequence[Mapping[str, str]]
 SYSTEM_MARK, REPLY_MARK = "what-the-system-says", "<think>what-it-thinks</think><answer>what-it-answers</answer>"
 USER_MARKS = ("what-user-one-says", "what-user-two-says", "what-user-three-says")
 MESSAGE_SEPARATOR = "\n\n"
-"""Stands between system text and user text if a template has no system role."""
+"""Separates system text and user text if a template has no system role."""
 
 
 class UnusableTemplateError(Exception):
-    """A template that cannot be cut into parts, and why."""
+    """A template cannot be split into parts. The message says why."""
 
 
 def read_chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, format_name: str = "auto") -> ChatFormat:
-    """The chat format of the model in `folder`: from its template, or ChatML if it has none or `format_name` is chatml.
+    """Read the chat format of the model in `folder` from its template.
 
-    eos_token_id: ends a reply if the template has no token there. A conversation in ChatML begins with the tokens that
-    the tokenizer puts before every text, such as <s>. ValueError for a template whose text cannot be built turn by
-    turn.
+    ChatML is used if there is no template or `format_name` is chatml; it starts with the tokens that the tokenizer puts
+    before every text, such as <s>. eos_token_id: ends a reply if the template has no token for it. Raise ValueError for
+    a template that cannot be built turn by turn.
     """
     tokenizer_config = _read_tokenizer_config(folder)
     template = read_template(folder) if format_name == "auto" else None
@@ -53,7 +53,7 @@ def read_chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, form
 
 
 def check_template(folder: Path) -> None:
-    """ValueError if the model in `folder` has a chat template that cannot be built turn by turn."""
+    """Raise ValueError if the model in `folder` has a chat template that cannot be built turn by turn."""
     if read_template(folder) is not None:
         read_chat_format(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), eos_token_id=0)
 
@@ -65,9 +65,9 @@ def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def read_template(folder: Path) -> str | None:
-    """The chat template of the model in `folder`, None if it has none.
+    """Read the chat template of the model in `folder`; return None if it has none.
 
-    The template is a file, or an entry of tokenizer_config.json, where it may be the default of several templates.
+    The template is a file or an entry of tokenizer_config.json, where it may be the default of several templates.
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -79,8 +79,7 @@ def read_template(folder: Path) -> str | None:
 
 
 def _find_text_prefix(tokenizer: Tokenizer) -> str:
-    """The tokens that the tokenizer puts before every text, such as <s>."""
-    # Encoding a text with them and without them shows which ones they are.
+    """Find the tokens that the tokenizer puts before every text, such as <s>."""
     plain_ids = tokenizer.encode("a", add_special_tokens=False).ids
     full_ids = tokenizer.encode("a").ids
     starts = range(len(full_ids) - len(plain_ids) + 1)
@@ -94,10 +93,10 @@ def _read_token(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callable[[Messages], str]:
-    """A function from messages to the text up to the next reply.
+    """Make a function that renders messages as the text up to the next reply.
 
-    A template sees only the messages and the special tokens. It has no clock, so that a template with a date gives the
-    same text every day. A template is code from a download, so it runs in jinja2's sandbox.
+    A template gets only the messages and the special tokens. It gets no clock, so that templates with a date give the
+    same text every day. Templates are downloaded code, so they run in jinja2's sandbox.
     """
 
     def refuse(reason: str) -> NoReturn:
@@ -130,7 +129,7 @@ def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callab
 
 
 def _parse_template(render: Callable[[Messages], str], tokenizer: Tokenizer, eos: str) -> ChatFormat:
-    """The parts of a template. If it refuses a system message, the first user message begins with the system text."""
+    """Split a template into parts. If it refuses system messages, the first user message begins with their text."""
     separate_messages = [{"role": "system", "content": SYSTEM_MARK}, {"role": "user", "content": USER_MARKS[0]}]
     merged_messages = [{"role": "user", "content": SYSTEM_MARK + MESSAGE_SEPARATOR + USER_MARKS[0]}]
     try:
@@ -142,7 +141,7 @@ def _parse_template(render: Callable[[Messages], str], tokenizer: Tokenizer, eos
 def _parse_parts(
     render: Callable[[Messages], str], first_messages: Messages, tokenizer: Tokenizer, eos: str
 ) -> ChatFormat:
-    """The parts of a template whose conversations begin with `first_messages`, checked over three turns."""
+    """Split a template whose conversations start with `first_messages` into parts, and check them over three turns."""
     opening = render(first_messages)
     start, system_mark, remainder = opening.partition(SYSTEM_MARK)
     to_user, user_mark, to_reply = remainder.partition(USER_MARKS[0])
@@ -152,7 +151,7 @@ def _parse_parts(
     for user_text in USER_MARKS[1:]:
         messages += [{"role": "assistant", "content": REPLY_MARK}, {"role": "user", "content": user_text}]
     full_text = render(messages)
-    # Some templates put blanks before a reply. They become part of the text before the reply.
+    # Blanks that a template puts before a reply become part of the text before the reply.
     blank, reply_mark, remainder = full_text.removeprefix(opening).partition(REPLY_MARK)
     if not (full_text.startswith(opening) and reply_mark) or blank.strip():
         raise UnusableTemplateError(
@@ -166,23 +165,23 @@ def _parse_parts(
 
 
 def _parse_end_token(between: str, tokenizer: Tokenizer, eos: str) -> tuple[str, str]:
-    """The special token at the start of `between`, which ends a reply, and the remainder of `between`.
+    """Split `between` into the special token at its start, which ends a reply, and the remainder.
 
-    If there is no such token, a reply ends with the end-of-text token `eos`. Some tokens strip the blanks after them
-    when text is encoded, so these blanks are not in the remainder.
+    Without such a token, replies end with the end-of-text token `eos`. Blanks after a token that strips them during
+    encoding are not part of the remainder.
     """
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.special and between.startswith(token.content):
             remainder = between.removeprefix(token.content)
             return token.content, remainder.lstrip() if token.rstrip else remainder
     stripped_text = between.lstrip()
-    if eos and stripped_text.startswith(eos):  # blanks before the end token are dropped, since no reply samples them
+    if eos and stripped_text.startswith(eos):  # blanks before it are dropped, since no reply samples them
         return eos, stripped_text.removeprefix(eos)
     return eos, between
 
 
 def _strips_blanks(render: Callable[[Messages], str], first_messages: Sequence[Mapping[str, str]]) -> bool:
-    """Whether the template strips the blanks around a message. UnusableTemplateError if it changes them otherwise."""
+    """Check whether the template strips blanks around a message. UnusableTemplateError if it changes them otherwise."""
     plain_text, content = render(first_messages), first_messages[-1]["content"]
     padded_content = f"\n{content}\n"
     padded_text = render([*first_messages[:-1], {"role": "user", "content": padded_content}])
@@ -192,7 +191,7 @@ def _strips_blanks(render: Callable[[Messages], str], first_messages: Sequence[M
 
 
 def _check_tokens(chat: ChatFormat, tokenizer: Tokenizer) -> None:
-    """UnusableTemplateError unless a turn has the same tokens alone, as the model gets it, and in the conversation."""
+    """Raise UnusableTemplateError unless a turn's tokens are the same alone (as the model sees them) as in context."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -8,9 +8,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Codec:
-    """Functions from texts to token ids and back, for many texts at a time.
+    """Functions from batches of texts to token ids and back.
 
-    decode: leaves out special tokens, such as the end marker of a reply. decode_all: shows them, too.
+    decode: omits special tokens, such as a reply's end marker. decode_all: includes them.
     """
 
     encode: Callable[[Sequence[str]], list[list[int]]]

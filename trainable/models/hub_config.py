@@ -1,4 +1,4 @@
-"""Read sizes and limits of a hub model of any architecture from its config.json alone. This module imports torch."""
+"""Read sizes and limits of a hub model of any architecture from its config.json alone (imports torch)."""
 
 import json
 import warnings
@@ -16,19 +16,19 @@ SUPPORTED_MODELS = (
     "state (Llama, Mistral, Qwen2, Qwen3, Gemma, Phi3, GPT-NeoX, GPT-2 and similar): choose one with --model."
 )
 _GROWING_ROPE = ("dynamic", "longrope")
-"""Kinds of rotary positions whose angles depend on the length of the sequence, so a cached key would become wrong."""
+"""Rotary positions whose angles depend on the sequence length, so that cached keys would become wrong."""
 
 
 def make_refusal_error(folder: Path, model_name: str, reason: str) -> ValueError:
-    """The error for a model that is not supported. It says why, and which models are supported."""
+    """Make the error for an unsupported model, which says why and which models are supported."""
     return ValueError(f"The model in {folder} is {model_name}, and {reason}. {SUPPORTED_MODELS}")
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers configuration of the model in `folder`, with every dropout at 0.
+    """Read the transformers config of the model in `folder`, with every dropout at 0, so that passes are deterministic.
 
-    Without dropout, passes draw no random numbers. ValueError unless the model is a decoder-only causal LM that
-    transformers knows without code from the folder, with weights that are not quantized.
+    Raise ValueError unless the model is a decoder-only causal LM with unquantized weights that transformers supports
+    without code from the folder.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -43,7 +43,7 @@ def read_config(folder: Path) -> Any:
         raise make_refusal_error(folder, model_name, "its weights are quantized, while training needs full precision")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise make_refusal_error(folder, model_name, "has no causal LM in transformers")
-    # Architectures name their dropouts differently (attn_pdrop, hidden_dropout, ...), some in a nested text config.
+    # Names of dropouts vary (attn_pdrop, hidden_dropout, ...), and some are in a nested text config.
     for section in (config, config.get_text_config()):
         for name, value in section.to_dict().items():
             if "drop" in name and isinstance(value, float):
@@ -52,7 +52,7 @@ def read_config(folder: Path) -> Any:
 
 
 def make_empty_model(folder: Path) -> Any:
-    """The model of `folder` on torch's meta device, where tensors have shapes but take no memory."""
+    """Build the model of `folder` on torch's meta device, where tensors take no memory."""
     config = read_config(folder)
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
@@ -62,7 +62,7 @@ def make_empty_model(folder: Path) -> Any:
 
 
 def check_parts(causal_lm: Any, folder: Path) -> None:
-    """ValueError unless `causal_lm` is a trunk and a linear head without bias, as our passes require."""
+    """Raise ValueError unless `causal_lm` is a trunk with a linear head without bias, as our passes require."""
     model_name, head = _format_name(causal_lm.config), causal_lm.get_output_embeddings()
     if causal_lm.base_model is causal_lm or not isinstance(head, nn.Linear):
         raise make_refusal_error(folder, model_name, "its head is not a linear layer on its trunk")
@@ -71,7 +71,7 @@ def check_parts(causal_lm: Any, folder: Path) -> None:
 
 
 def make_shape(causal_lm: Any, folder: Path) -> HubShape:
-    """The sizes of a model. Its context length is the largest number of tokens that every layer sees in full."""
+    """Read the sizes of a model. Its context length is the most tokens that every layer sees in full."""
     text_config = causal_lm.config.get_text_config()
     head_weight = causal_lm.get_output_embeddings().weight
     layer_count, head_dim = int(text_config.num_hidden_layers), _read_head_dim(text_config)
@@ -92,10 +92,9 @@ def make_shape(causal_lm: Any, folder: Path) -> HubShape:
 
 
 def check_config(folder: Path) -> None:
-    """ValueError if config.json alone shows that the model is not supported.
+    """Raise ValueError if config.json alone shows that the model is not supported.
 
-    A model that passes may still be refused when its weights are loaded and its passes are compared
-    (`hub_model.check_exact`).
+    A model that passes may still be refused when it is loaded and its passes are compared (`hub_model.check_exact`).
     """
     causal_lm = make_empty_model(folder)
     check_parts(causal_lm, folder)
@@ -103,17 +102,16 @@ def check_config(folder: Path) -> None:
 
 
 def read_sizes(folder: Path) -> dict[str, Any]:
-    """The sizes that determine memory use, from config.json alone. The numbers of parameters are exact.
+    """Read the sizes that determine memory use from config.json alone, with exact numbers of parameters.
 
     head_size: channels of one attention head. trunk: elements of each parameter except the head. linear: elements of
-    all linear layers, without a head that is tied to the embedding. matrices: (inputs, outputs) of each linear layer of
-    the trunk.
+    all linear layers, without a tied head. matrices: (inputs, outputs) of each linear layer of the trunk.
     """
     causal_lm = make_empty_model(folder)
     check_parts(causal_lm, folder)
     text_config, head_weight = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings().weight
     is_tied = any(weight is head_weight for weight in causal_lm.base_model.parameters())
-    # Keyed by identity, so that a weight that two layers share counts once.
+    # Keyed by identity, so that a weight shared by two layers counts once.
     linear_sizes = {
         id(weight): weight.numel()
         for module in causal_lm.modules()
@@ -165,7 +163,7 @@ def _read_kv_heads(text_config: Any) -> int:
 
 
 def _read_context_length(text_config: Any, folder: Path) -> int:
-    """Tokens that every layer sees in full: up to a sliding window, and up to where rotary angles start to change."""
+    """Read how many tokens every layer sees in full: limited by sliding windows and by changes of rotary angles."""
     max_positions = getattr(text_config, "max_position_embeddings", None)
     if max_positions is None:
         raise make_refusal_error(
@@ -177,7 +175,7 @@ def _read_context_length(text_config: Any, folder: Path) -> int:
         getattr(text_config, "attention_chunk_size", None),
     ]
     rope_parameters = getattr(text_config, "rope_parameters", None) or {}
-    # `rope_parameters` is one dictionary, or has one per kind of layer.
+    # `rope_parameters` is one dictionary, or contains one per kind of layer.
     limits += [
         rope.get("original_max_position_embeddings")
         for rope in (rope_parameters, *(value for value in rope_parameters.values() if isinstance(value, dict)))
@@ -187,7 +185,7 @@ def _read_context_length(text_config: Any, folder: Path) -> int:
 
 
 def _read_eos_token_id(causal_lm: Any, folder: Path) -> int:
-    """The end-of-text token, the first one if there are several."""
+    """Read the end-of-text token, or the first one of several."""
     eos = causal_lm.config.get_text_config().eos_token_id
     file = folder / "generation_config.json"
     if eos is None and file.is_file():
@@ -200,10 +198,10 @@ def _read_eos_token_id(causal_lm: Any, folder: Path) -> int:
 
 
 def _count_multiplied_weights(trunk: nn.Module, experts_per_token: int | None) -> int:
-    """Number of weights that one token is multiplied with, for FLOP counts.
+    """Count the weights that multiply one token, for FLOP counts.
 
-    All matrices count, except embedding tables, which are looked up. Of the weights (E, a, b) of a mixture of experts,
-    `experts_per_token` of the E experts count.
+    All matrices count except embedding tables, which are looked up. In mixtures of experts, weights (E, a, b) count for
+    `experts_per_token` of the E experts.
     """
     tables = {id(module.weight) for module in trunk.modules() if isinstance(module, nn.Embedding)}
     weights = [weight for weight in trunk.parameters() if weight.dim() > 1 and id(weight) not in tables]

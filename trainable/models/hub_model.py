@@ -1,7 +1,7 @@
 """Wrap any causal LM of transformers in the interface of `trainable.models.interface`.
 
-Whole sequences run through the architecture's own forward. Sampling and scoring pass explicit additive masks, positions
-and our own cache to it. When a model is loaded, the results are checked against those of its own forward.
+Whole sequences run through the architecture's forward. Sampling and scoring pass explicit additive masks, positions
+and our cache to it. When a model is loaded, the results are checked against its unmodified forward.
 """
 
 import inspect
@@ -25,14 +25,14 @@ from trainable.runs.failures import is_out_of_memory
 
 
 class _AppendCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """Our cache in the interface of transformers, while tokens are appended."""
+    """Our cache behind the interface of transformers, for appending tokens."""
 
     def __init__(self, cache: KVCache, dtype: torch.dtype) -> None:
         super().__init__()
         self.cache, self.dtype = cache, dtype
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Store a layer's new keys and values; return all of them."""
+        """Store a layer's new keys and values; return all keys and values of the layer."""
         return self.cache.write(layer_idx, key_states.to(self.dtype), value_states.to(self.dtype))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -41,10 +41,10 @@ class _AppendCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
 
 class _ReadOnlyCache(_AppendCache):
-    """Our cache in the interface of transformers, while a tree of tokens is scored, which does not change it."""
+    """Our cache behind the interface of transformers, for scoring a tree of tokens without changing the cache."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """A layer's keys and values, followed by the new ones, which are not stored."""
+        """Return a layer's keys and values followed by the new ones, without storing these."""
         stores = self.cache.keys[layer_idx], self.cache.values[layer_idx]
         return tuple(
             torch.cat((store[:, :, : self.cache.used_slots], new.to(self.dtype)), dim=2)
@@ -61,12 +61,12 @@ class HubTrunk(Trunk):
     def __init__(self, base: Any, shape: HubShape) -> None:
         super().__init__(shape)
         self.base = base.eval()
-        # transformers 5.24 renamed the argument, model by model; the old name gives a warning there.
+        # From transformers 5.24 on, some models have renamed the argument and warn about the old name.
         arguments = inspect.signature(base.forward).parameters
         self.cache_argument = "cache" if "cache" in arguments else "past_key_values"
         self.blocks: list[Any] = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-        # With these attributes blocks recompute activations, but only in training mode, which `_enable_recompute`
-        # switches on. Blocks draw no random numbers (dropout is 0), so the generator's state need not be saved.
+        # With these attributes, blocks recompute activations in training mode, which `_enable_recompute` switches on.
+        # Blocks are deterministic (dropout is 0), so the generator's state need not be saved.
         for block in self.blocks:
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -83,7 +83,7 @@ class HubTrunk(Trunk):
 
     @contextmanager
     def _enable_recompute(self) -> Iterator[None]:
-        """Put blocks in training mode if passes recompute, since only then do they keep nothing but their input."""
+        """Switch blocks to training mode if gradient checkpointing is on: transformers ignores it in eval mode."""
         for block in self.blocks:
             block.training = self.pass_settings.recompute and torch.is_grad_enabled()
         try:
@@ -93,13 +93,13 @@ class HubTrunk(Trunk):
                 block.training = False
 
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Hidden states (N, hidden) at `flat_positions` (N,) of right-padded sequences `tokens` (B, T)."""
+        """Compute hidden states (N, hidden) at `flat_positions` (N,) of right-padded sequences `tokens` (B, T)."""
         with self._enable_recompute(), self.pass_settings.autocast(tokens.device):
             hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1)[flat_positions].to(self._get_output_dtype(hidden))
 
     def _get_output_dtype(self, hidden: Tensor) -> torch.dtype:
-        """The type of returned states: that of the passes; for float32 passes that of `hidden`, which may be wider."""
+        """Return the dtype of output states: the passes' dtype, but for float32 passes the dtype of `hidden` itself."""
         return hidden.dtype if self.pass_settings.dtype == torch.float32 else self.pass_settings.dtype
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
@@ -114,7 +114,7 @@ class HubTrunk(Trunk):
     def forward_tree(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
     ) -> Tensor:
-        """Hidden states of a tree after every row (see `trainable.models.interface.Trunk.forward_tree`)."""
+        """Score a tree of tokens after every row (see `trainable.models.interface.Trunk.forward_tree`)."""
         rows = len(lengths)
         cache_view = _ReadOnlyCache(cache, self._get_output_dtype(self.embed_tokens.weight))
         return self._forward_cached(
@@ -122,7 +122,7 @@ class HubTrunk(Trunk):
         )
 
     def _forward_cached(self, tokens: Tensor, positions: Tensor, bias: Tensor, cache_view: _AppendCache) -> Tensor:
-        """Hidden states (B, q, hidden) of tokens (B, q) over a cache, under `bias` (B, q, used + q)."""
+        """Compute hidden states (B, q, hidden) of tokens (B, q) over a cache, under `bias` (B, q, used + q)."""
         with self.pass_settings.autocast(tokens.device):
             hidden: Tensor = self.base(
                 input_ids=tokens,
@@ -135,9 +135,9 @@ class HubTrunk(Trunk):
 
 
 class HubModel(LanguageModel):
-    """Trunk and language-model head (see `trainable.models.interface.LanguageModel`) of a transformers model.
+    """Trunk and head (see `trainable.models.interface.LanguageModel`) of a transformers model.
 
-    causal_lm: the model, whose weights are shared. file_names: the names of the weights in the model's files.
+    causal_lm: the model, whose weights are shared. file_names: names of the weights in the model's files.
     """
 
     def __init__(self, causal_lm: Any, shape: HubShape, file_names: Iterable[str] = ()) -> None:
@@ -151,19 +151,19 @@ class HubModel(LanguageModel):
         self._prefix = causal_lm.base_model_prefix
 
     def to_module_name(self, name: str) -> str:
-        """The name that transformers gives to the module `name` of the trunk."""
+        """Return transformers' name for the trunk's module `name`."""
         return f"{self._prefix}.{name.removeprefix('model.base.')}"
 
     def to_hub_name(self, name: str) -> str:
-        """The name of the weight `name` in the model's files; a tied head has its own name."""
+        """Return the name of weight `name` in the model's files. A tied head is named separately."""
         return self._hub_names[name]
 
 
 def _map_hub_names(causal_lm: Any, model: HubModel, file_names: set[str]) -> dict[str, str]:
-    """For each weight of `model`, by its name in `model`, the name in the model's files.
+    """Map the name of each weight of `model` to its name in the model's files.
 
-    In most files the weights of the trunk have a prefix such as "model.". In others, such as those of GPT-2, they have
-    none. file_names: the names in the files; if it is empty, the prefix is assumed.
+    In most files the trunk's weights have a prefix such as "model."; in some, as for GPT-2, they have none.
+    file_names: the names in the files; if empty, the prefix is assumed.
     """
     prefix = f"{causal_lm.base_model_prefix}."
     head = next(name for name, module in causal_lm.named_modules() if module is causal_lm.get_output_embeddings())
@@ -174,16 +174,16 @@ def _map_hub_names(causal_lm: Any, model: HubModel, file_names: set[str]) -> dic
         hub_names[name] = short_name if short_name in file_names and full_name not in file_names else full_name
     unmatched_names = file_names - set(hub_names.values())
     is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
-    # The files of GPT-NeoX have another name for the head. It is the only name in the files without a weight.
+    # GPT-NeoX's files have another name for the head: the only name in the files that matches no weight.
     if not is_tied and len(unmatched_names) == 1 and hub_names["lm_head.weight"] not in file_names:
         hub_names["lm_head.weight"] = unmatched_names.pop()
     return hub_names
 
 
 def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
-    """Load the model in `folder` in float32. ValueError if our passes would not reproduce its own forward.
+    """Load the model in `folder` in float32. Raise ValueError if our passes do not reproduce its forward.
 
-    file_names: the names of the weights in its files. Only safetensors are read, no code of the folder is run, and
+    file_names: names of the weights in its files. Only safetensors files are read. No code from the folder is run, and
     nothing is downloaded.
     """
     config = read_config(folder)
@@ -208,7 +208,7 @@ def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
         )
     check_parts(causal_lm, folder)
     for weight in causal_lm.parameters():
-        weight.data = weight.data.clone()  # the tensor may be memory-mapped from a file that changes during a run
+        weight.data = weight.data.clone()  # may be memory-mapped from a file that could change during a run
     model = HubModel(causal_lm.eval(), make_shape(causal_lm, folder), file_names)
     check_exact(causal_lm, model, folder)
     return model
@@ -216,10 +216,7 @@ def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Silence the progress bar and the loading report of transformers.
-
-    `load_hub_model` raises an error for the problems that matter.
-    """
+    """Silence transformers' progress bar and loading report: `load_hub_model` raises errors for what matters."""
     was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -234,20 +231,20 @@ def _silence_transformers() -> Iterator[None]:
 # ---------------------------------------------------------------------------- exactness
 
 TOLERANCE = 1e-3
-"""Allowed difference of hidden states, relative to their largest entry. Equal float32 passes differ by about 1e-6."""
+"""Allowed difference of hidden states, relative to the largest entry. Equal float32 passes differ by about 1e-6."""
 
 
 @torch.no_grad()
 def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
-    """ValueError unless our three routes through the model agree with its own forward on a few tokens.
+    """Raise ValueError if our three routes through the model disagree with its forward on a few tokens.
 
     `compute_hidden_states`, `extend` and `forward_tree` must give the hidden states that the head receives in the
-    model's own forward. In that forward, the output of the head is replaced by large numbers. These must come out as
-    the logits, since our passes would miss a cap or a scale after the head.
+    model's forward. In that forward, the head's output is replaced by large numbers, which must come out unchanged as
+    the logits: our passes would miss a cap or a scale after the head.
     """
     model_name = f"a {type(causal_lm).__name__}"
     device = model.lm_head.weight.device
-    # Two rows of seven tokens, all different in a usual vocabulary, so that a mixed-up position changes the result.
+    # Two rows of seven tokens that differ in any usual vocabulary, so that a mixed-up position changes the result.
     tokens = (torch.arange(1, 15, device=device).view(2, 7) * 37 + 5) % model.shape.vocab_size
     try:
         logits, expected_hidden = _run_planted_forward(causal_lm, tokens)
@@ -259,12 +256,12 @@ def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
             )
         for name, actual, expected in _run_routes(model, tokens, expected_hidden):
             is_close = (actual - expected).abs().max() <= TOLERANCE * expected.abs().max()
-            if not is_close:  # nor where a number is not finite
+            if not is_close:  # also if a number is not finite
                 raise make_refusal_error(
                     folder, model_name, f"{name} does not give the hidden states of its own forward"
                 )
     except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-        if is_out_of_memory(error):  # torch raises a RuntimeError for it, which says nothing about the architecture
+        if is_out_of_memory(error):  # a RuntimeError, too, but unrelated to the architecture
             raise
         raise make_refusal_error(
             folder,
@@ -274,12 +271,12 @@ def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
 
 
 def _make_planted_logits(logits: Tensor) -> Tensor:
-    """Distinct numbers from -300 to 300 in the shape of `logits`: large enough for any cap to change them."""
+    """Make distinct numbers from -300 to 300 in the shape of `logits`: large enough for any cap to change them."""
     return torch.linspace(-300.0, 300.0, logits.numel(), device=logits.device).view(logits.shape)
 
 
 def _run_planted_forward(causal_lm: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits (B, T, V) of a forward whose head outputs planted numbers, and the head's input (B, T, hidden)."""
+    """Replace the head's output by planted numbers; return the logits (B, T, V) and the head's input (B, T, hidden)."""
     head_inputs: list[Tensor] = []
 
     def plant(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -295,9 +292,9 @@ def _run_planted_forward(causal_lm: Any, tokens: Tensor) -> tuple[Tensor, Tensor
 
 
 def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Each route's name, its hidden states and the expected ones: full pass, cache with fillers, tree after it."""
+    """Yield each route's name, hidden states and expected ones: full pass, cache with fillers, tree after it."""
     trunk, device = model.model, tokens.device
-    # The tokens after the requested positions are changed: a forward that looks ahead would give other numbers.
+    # Tokens after the requested positions are changed, to detect a forward that looks ahead.
     flat_positions = torch.tensor([0, 3, 7, 12], device=device)
     changed_tokens = tokens.clone()
     changed_tokens[:, 6:] = 1
@@ -306,8 +303,8 @@ def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Ite
         trunk.compute_hidden_states(changed_tokens, flat_positions),
         expected_hidden.flatten(0, 1)[flat_positions],
     )
-    cache = trunk.make_cache(rows=2, slots=2)  # two slots are too few, so the cache must also grow
-    # The second row begins with a filler, so that both rows end in the same slot.
+    cache = trunk.make_cache(rows=2, slots=2)  # too few slots, so that the cache must grow
+    # The second row starts with a filler, so that both rows end in the same slot.
     first_tokens = tokens[:, :4].clone()
     first_tokens[1] = torch.cat((tokens[1, :1] * 0, tokens[1, :3]))
     valid = torch.tensor([[True] * 4, [False] + [True] * 3], device=device)
@@ -318,7 +315,7 @@ def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Ite
         trunk.extend(first_tokens, positions, valid, cache),
         expected_hidden[rows, lengths - 1],
     )
-    # One token with two children. The first child is a wrong token, which the second, right one must not see.
+    # One token with two children. The first child is a wrong token, which the second (correct) one must not see.
     tree_mask = torch.tensor([[True, False, False], [True, True, False], [True, False, True]], device=device)
     depths = torch.tensor([0, 1, 1], device=device)
     tree_tokens = torch.stack((tokens[0, 4], tokens[0, 5] * 0, tokens[0, 5]))

@@ -1,8 +1,8 @@
-"""The interface of a causal language model that sampling, training and scoring use, for any architecture.
+"""The interface of causal language models of any architecture, as sampling, training and scoring use it.
 
-Two classes extend `LanguageModel`: `trainable.models.qwen2.Qwen2`, written for these uses, and
-`trainable.models.hub_model.HubModel`, a wrapper around any other architecture of transformers. Their heads and the
-critic are the same.
+Two classes implement `LanguageModel`: `trainable.models.qwen2.Qwen2`, written for these uses, and
+`trainable.models.hub_model.HubModel`, a wrapper of all other architectures of transformers. They share their head and
+critic classes.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class HubShape:
     """Sizes of a model that transformers runs.
 
     max_position_embeddings: maximum tokens per conversation. eos_token_id: the end-of-text token. attention_size:
-    channels of all query heads. block_weights: numbers of weights that one block multiplies a token with, before its
-    attention and after it. The last block computes the second part only at requested positions.
+    channels of all query heads. block_weights: numbers of weights per block that multiply a token, before and after the
+    attention. The last block computes the second part only at requested positions.
     """
 
     vocab_size: int
@@ -44,13 +44,12 @@ Shape = Qwen2Shape | HubShape
 
 
 class PassSettings(NamedTuple):
-    """How a network's passes are computed; its weights are float32 in any case.
+    """How a network computes its passes. Its weights are always float32.
 
-    dtype: type of matrix products. In half precision (torch.autocast), residuals, norms and rotary positions stay
-    float32.
-    recompute: gradient checkpointing, which keeps only the input of each block and runs the block again in the backward
-    pass. compiled: blocks of whole sequences in compiled code, for float32 on the CPU without `recompute`.
-    float32_logits: whether logits of half-precision states are float32 (see `compute_logits`).
+    dtype: of matrix products. In half precision (torch.autocast), residuals, norms and rotary positions stay float32.
+    recompute: gradient checkpointing, which keeps only each block's input and runs the block again in the backward
+    pass. compiled: run blocks over whole sequences in compiled code, for float32 on the CPU without `recompute`.
+    float32_logits: compute float32 logits from half-precision states (see `compute_logits`).
     """
 
     dtype: torch.dtype = torch.float32
@@ -59,14 +58,14 @@ class PassSettings(NamedTuple):
     float32_logits: bool = False
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The autocast context of every pass; none if passes compute in the type of the weights."""
-        # A pass uses each weight once, so a cache of casts would only take memory.
+        """Return the autocast context for a pass; it does nothing in float32."""
+        # A pass uses each weight once, so caching the casts would only take memory.
         is_float32 = self.dtype == torch.float32
         return nullcontext() if is_float32 else torch.autocast(device.type, self.dtype, cache_enabled=False)
 
 
 class Trunk(nn.Module):
-    """Tokens to hidden states, which are in the type of `pass_settings`."""
+    """Maps tokens to hidden states in the dtype of `pass_settings`."""
 
     needs_padding: bool
     """Whether `compute_hidden_states` pads every row of a pass to the longest one."""
@@ -77,42 +76,42 @@ class Trunk(nn.Module):
         self.shape, self.pass_settings = shape, PassSettings()
 
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Hidden states (N, hidden) at `flat_positions` (N,) of right-padded sequences `tokens` (B, T)."""
+        """Compute hidden states (N, hidden) at `flat_positions` (N,) of right-padded sequences `tokens` (B, T)."""
         raise NotImplementedError
 
     def make_cache(self, rows: int, slots: int) -> KVCache:
-        """An empty cache of `rows` rows with `slots` slots each."""
+        """Make an empty cache of `rows` rows with `slots` slots each."""
         return KVCache(rows, slots, self.embed_tokens.weight)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
-        """Append tokens (B, q) to the cache's first B rows; hidden states (B, hidden) of the last ones.
+        """Append tokens (B, q) to the cache's first B rows; return hidden states (B, hidden) of each row's last token.
 
-        positions, valid: (B, q); fillers (valid False) are on the left. Rows beyond the first B get a filler.
+        positions, valid: (B, q). Fillers (valid False) are on the left. Rows beyond the first B get fillers.
         """
         raise NotImplementedError
 
     def forward_tree(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
     ) -> Tensor:
-        """Hidden states (B, F, hidden) of one tree of tokens (F,) after every row of the cache, which is only read.
+        """Compute hidden states (B, F, hidden) of one tree of tokens (F,) after every row of the read-only cache.
 
-        depths: (F,), 0 for a token right after the row. tree_mask: (F, F) bool, True in the columns of a token and of
-        its ancestors. lengths: (B,) tokens per row.
+        depths: (F,), 0 for a token right after the row. tree_mask: (F, F) bool, True in the columns of a token and its
+        ancestors. lengths: (B,) tokens per row.
         """
         raise NotImplementedError
 
 
 class LanguageHead(nn.Linear):
-    """Hidden states to the vocabulary, in the type of the hidden states or in float32."""
+    """Maps hidden states to logits, in the dtype of the hidden states or in float32."""
 
     float32_logits = False
     """Whether logits of half-precision states are float32 (`model.head_dtype`)."""
 
     def forward(self, hidden: Tensor, head_function: Callable[..., Any] | None = None) -> Any:
-        """Logits (..., V) of `hidden` (..., h).
+        """Compute logits (..., V) of `hidden` (..., h).
 
-        With `head_function`, its result for (hidden, weight, float32_logits) instead: a function can work in chunks,
-        without all logits in memory at once.
+        With `head_function`, return its result for (hidden, weight, float32_logits) instead. It can work in chunks, so
+        that the logits are never all in memory.
         """
         return (head_function or compute_logits)(hidden, self.weight, float32_logits=self.float32_logits)
 
@@ -122,23 +121,23 @@ class LanguageModel(nn.Module):
 
     shape: Shape
     model: Trunk
-    """All but the head."""
+    """Everything but the head."""
     lm_head: LanguageHead
 
     def to_hub_name(self, name: str) -> str:
-        """The name of the weight `name` in the hub's files; a tied head has its own name."""
+        """Return the name of weight `name` in the hub's files. A tied head is named separately."""
         return name
 
     def to_module_name(self, name: str) -> str:
-        """The name that transformers gives to the module `name` of the trunk."""
+        """Return transformers' name for the trunk's module `name`."""
         return name
 
 
 class ValueHead(nn.Linear):
-    """Hidden states to one value each, in float32. This costs almost nothing, while bfloat16 would round the values."""
+    """Maps hidden states to values in float32, which costs almost nothing. bfloat16 would round the values."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values (..., 1) of `hidden` (..., h)."""
+        """Compute values (..., 1) of `hidden` (..., h)."""
         return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
 
@@ -151,5 +150,5 @@ class ValueModel(nn.Module):
         self.score = ValueHead(trunk.shape.hidden_size, out_features=1)
 
     def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
+        """Compute values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
         return self.score(self.model.compute_hidden_states(tokens, flat_positions)).squeeze(-1)

@@ -43,25 +43,26 @@ class Policy:
 
     @property
     def stop_token(self) -> int:
-        """The token that ends a reply: the end marker of the chat format, or the end-of-text token.
+        """The token that ends a reply: the chat format's end marker if it is a token, otherwise the end-of-text token.
 
-        The second one is used if the tokenizer has no token for the marker. Base models have the marker, but do not
-        name it as their end-of-text token. Without it, nothing would end a turn, which would fill up with noise.
+        Base models have the marker, but do not declare it as their end-of-text token. Without it, turns would not end
+        and would fill up with noise.
         """
         marker: int | None = self.tokenizer.token_to_id(self.chat_format.end_marker)
         return self.model.shape.eos_token_id if marker is None else marker
 
     @property
     def other_stop_tokens(self) -> tuple[int, ...]:
-        """Further tokens that end a reply: the end-of-text tokens that the model's files name.
+        """Further tokens that end a reply: the end-of-text tokens in the model's files.
 
-        A base model ends many replies with its end-of-text token, and would go on with noise up to the maximum length.
+        Base models end many replies with their end-of-text token, and would continue with noise up to the maximum
+        length.
         """
         return tuple(sorted(read_end_tokens(self.folder) - {self.stop_token}))
 
 
 def read_end_tokens(folder: Path) -> set[int]:
-    """The tokens at which a model ends a text: those of config.json and of generation_config.json."""
+    """Read the end-of-text tokens of a model from config.json and generation_config.json."""
     end_tokens: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = folder / name
@@ -71,9 +72,9 @@ def read_end_tokens(folder: Path) -> set[int]:
 
 
 def find_model(path: str) -> Path:
-    """The local folder of a model: a shipped one or its teacher, a folder, or a hub id in the local cache.
+    """Find the local folder of a model: a shipped one or its teacher, a folder, or a hub id in the local cache.
 
-    Nothing is downloaded or made. The ValueError for a model that does not exist names the command that fetches it.
+    Nothing is downloaded or made. If the model does not exist, the ValueError names the command that fetches it.
     """
     if path in SHIPPED_MODELS:
         return SHIPPED_MODELS[path].folder
@@ -106,9 +107,8 @@ def load_policy(
 ) -> Policy:
     """Load the model at `path` on `device`, with float32 weights, and its tokenizer.
 
-    pass_settings: how passes of the model are computed. format_name: see `model.chat_format`. Our own implementation
-    runs Qwen2 models without scaled rotary positions; transformers runs all others. ValueError if the model cannot be
-    used.
+    pass_settings: how passes are computed. format_name: see `model.chat_format`. Our own implementation runs Qwen2
+    models without scaled rotary positions; transformers runs all others. ValueError if the model is unusable.
     """
     folder = find_model(path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -121,13 +121,13 @@ def load_policy(
 
 
 def _load_qwen2(folder: Path) -> Qwen2:
-    with torch.device("meta"):  # takes no memory and no time for random weights that would be replaced at once
+    with torch.device("meta"):  # spends no memory or time on random weights
         model = Qwen2(Qwen2Shape.read(folder))
     weights = read_weights(folder)
     if model.shape.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     model.load_state_dict(weights, assign=True)
-    # `assign` has replaced the shared parameter by two separate ones, so head and embedding are tied again.
+    # `assign` has replaced the shared parameter by two separate ones: tie head and embedding again.
     if model.shape.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
@@ -151,9 +151,9 @@ def _find_weight_files(folder: Path) -> list[Path]:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the folder's safetensors files, in float32.
+    """Read all tensors of the folder's safetensors files, in float32.
 
-    The tensors are copied, because a memory-mapped file could change during a run.
+    Tensors are copied, because a memory-mapped file could change during a run.
     """
     weights: dict[str, torch.Tensor] = {}
     for file in _find_weight_files(folder):
@@ -163,9 +163,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def compute_fingerprint(folder: Path) -> str:
-    """SHA-256 of the weight files of the model in `folder`.
+    """Compute the SHA-256 of the weight files of the model in `folder`.
 
-    A checkpoint contains it where frozen weights are no part of it: those under adapters, and those of a teacher.
+    Checkpoints store it to identify frozen weights that they do not contain: of a base under adapters, or of a teacher.
     """
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
@@ -175,7 +175,7 @@ def compute_fingerprint(folder: Path) -> str:
 
 
 def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
-    """ValueError if the adapters of a checkpoint were trained over another base than that of this run.
+    """Raise ValueError if a checkpoint's adapters were trained on another base than this run's.
 
     checkpoint_base, run_base: fingerprints of the base; None without adapters.
     """
@@ -183,7 +183,7 @@ def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
 
 
 def check_reference(checkpoint_reference: str | None, run_reference: str | None) -> None:
-    """ValueError if a checkpoint was trained with another model at model.reference_path than this run loads.
+    """Raise ValueError if a checkpoint was trained with another model at model.reference_path than this run loads.
 
     checkpoint_reference, run_reference: fingerprints of that model; None without one.
     """
@@ -197,7 +197,7 @@ def check_reference(checkpoint_reference: str | None, run_reference: str | None)
 
 
 def _check_equal(checkpoint: str | None, run: str | None, name: str, none_name: str, advice: str) -> None:
-    """ValueError that ends with `advice` if two fingerprints differ; none_name: what a run without one has."""
+    """Raise ValueError with `advice` if two fingerprints differ. none_name: describes a missing fingerprint."""
     if checkpoint != run:
         checkpoint_text, run_text = (
             none_name if fingerprint is None else f"{name} {fingerprint[:12]}" for fingerprint in (checkpoint, run)
@@ -206,12 +206,12 @@ def _check_equal(checkpoint: str | None, run: str | None, name: str, none_name: 
 
 
 def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> ValueModel:
-    """A critic on `device`: a copy of the policy's trunk with its pass settings, and a new value head."""
+    """Make a critic on `device` from a copy of the policy's trunk, with its pass settings, and a new value head."""
     return make_value_model(deepcopy(policy.model.model), rng, device).to(device)
 
 
 def make_value_model(trunk: Trunk, rng: np.random.Generator, device: torch.device) -> ValueModel:
-    """A critic with `trunk`, and a head on `device`: weights from a normal distribution with std 0.02, and bias 0."""
+    """Make a critic from `trunk` and a head on `device`, with weights drawn from N(0, 0.02²) and bias 0."""
     with torch.device("meta"):  # the weights of the head are replaced below
         critic = ValueModel(trunk)
     weight = torch.from_numpy(rng.normal(0.0, 0.02, critic.score.weight.shape))
@@ -221,13 +221,13 @@ def make_value_model(trunk: Trunk, rng: np.random.Generator, device: torch.devic
 
 
 def make_codec(tokenizer: Tokenizer) -> Codec:
-    """Batched encoding without added special tokens, and decoding without and with special tokens.
+    """Make a codec that encodes without adding special tokens, since the chat format writes them as text.
 
-    The chat format writes special tokens itself, as text.
+    It decodes without special tokens (`decode`) or with them (`decode_all`).
     """
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        # The fast variant leaves out the places of the tokens in the text.
+        # The fast variant does not compute the tokens' offsets in the text.
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(ids: Sequence[Sequence[int] | np.ndarray], skip_special_tokens: bool) -> list[str]:
@@ -240,7 +240,7 @@ def make_codec(tokenizer: Tokenizer) -> Codec:
 
 
 def make_pass_settings(settings: ModelConfig) -> PassSettings:
-    """The pass settings of a run's networks: precision and recomputation."""
+    """Make the pass settings of a run's networks."""
     return PassSettings(
         getattr(torch, settings.dtype),
         settings.enable_gradient_checkpointing,
@@ -250,16 +250,15 @@ def make_pass_settings(settings: ModelConfig) -> PassSettings:
 
 
 def make_frozen_copy(model: M) -> M:
-    """A frozen copy of `model` on the same device: the reference."""
+    """Make a frozen copy of `model` on the same device, for the reference."""
     return freeze(deepcopy(model))
 
 
 def freeze(model: M) -> M:
     """Freeze `model` in place and return it.
 
-    The linear layers of the model are cast to the type that passes compute in, unless they are in 4 bits. Results stay
-    the same to the last bit, since every pass would cast them. The embedding and the norms stay in float32, because
-    forward passes read them in float32.
+    Linear layers, unless in 4 bits, are cast to the dtype of passes. Results stay the same to the last bit, since every
+    pass would cast them anyway. Embedding and norms stay in float32, because forward passes read them in float32.
     """
     model.requires_grad_(False)
     for layer in model.modules():
@@ -270,10 +269,10 @@ def freeze(model: M) -> M:
 
 
 def pick_device(device_name: str, gpus: float) -> torch.device:
-    """The device of a run: `auto` is the GPU if the run reserves one, else the CPU.
+    """Pick the device of a run: `auto` is the GPU if the run reserves one, else the CPU.
 
-    Raises ValueError if the run reserves a GPU that torch cannot use. A torch for a newer CUDA than that of the driver
-    sees none, and would train on one CPU core what was planned for a GPU.
+    Raises ValueError if the run reserves a GPU that torch cannot use. For example, a torch built for a newer CUDA than
+    the driver supports sees none, and a run planned for a GPU would train on one CPU core.
     """
     name = device_name if device_name != "auto" else "cuda" if gpus > 0 else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -287,13 +286,13 @@ def pick_device(device_name: str, gpus: float) -> torch.device:
 
 
 def prepare_device(device: torch.device, gpus: float) -> None:
-    """Set up torch in this process for a run on a GPU; on a CPU nothing is done.
+    """Set up torch in this process for a run on a GPU; do nothing on a CPU.
 
-    gpus: the GPUs that the run reserves; below 1 it shares one.
+    gpus: number of GPUs that the run reserves; below 1 it shares one.
 
-    cuDNN's attention builds a plan for every new shape of a call, which takes longer than the call itself, and the
-    lengths of passes here are ever new. A run that shares a GPU gets no more of it than its share: to run over it then
-    ends this run, and not its neighbor.
+    cuDNN's attention is disabled: it builds a plan for every new shape, which takes longer than the call itself, and
+    passes have ever new lengths. A run that shares a GPU is limited to its share of the memory, so that exceeding it
+    ends this run and not its neighbor.
     """
     if device.type != "cuda":
         return
@@ -303,11 +302,11 @@ def prepare_device(device: torch.device, gpus: float) -> None:
 
 
 def allow_for_engine(device: torch.device, gpus: float, engine_bytes: int) -> None:
-    """Add the memory of an engine that sleeps to what a run that shares a GPU may allocate.
+    """Raise the memory limit of a run that shares a GPU by the memory of its sleeping engine.
 
-    torch counts the blocks of the engine's own allocator until they are released, and an engine that goes to sleep only
-    unmaps them: without this, a run would reach its share as soon as it trains. While the engine is awake, its memory
-    and the trainer's fit into the share by the plan, and nothing enforces it.
+    torch counts the blocks of the engine's allocator until they are released, but a sleeping engine only unmaps them:
+    without this, a run would reach its limit as soon as it trains. While the engine is awake, engine and trainer
+    together are planned to fit into the share, but nothing enforces it.
     """
     if device.type == "cuda" and gpus < 1:
         total_bytes = torch.cuda.get_device_properties(device).total_memory

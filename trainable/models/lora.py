@@ -1,11 +1,10 @@
-"""LoRA: low-rank adapters over frozen weights, so that policy, critic and reference share one base model.
+"""LoRA: low-rank adapters on frozen weights, so that policy, critic and reference share one base model.
 
     y = W x + (α / r) B A x,   A (r, in) random, B (out, r) = 0 at first
 
-W belongs to the base, has the type in which passes compute, and is never changed, since only the adapters are trained.
-Without its adapters, the policy is the base model, which serves as the reference. The base may be stored in 4 bits:
-then W is what these stand for, for policy, critic, reference and sampler alike. Source: Hu et al. 2021,
-arXiv:2106.09685. The adapters are peft's.
+W belongs to the base, has the dtype of the passes, and is frozen: only the adapters are trained. Without its adapters,
+the policy is the base model, which serves as the reference. The base may be stored in 4 bits: then policy, critic,
+reference and sampler all use the dequantized W. Source: Hu et al. 2021, arXiv:2106.09685. The adapters are peft's.
 """
 
 from collections.abc import Iterator
@@ -26,21 +25,21 @@ from trainable.models.load import M, freeze
 
 N = TypeVar("N", bound=nn.Module)
 ADAPTER_NAME = "default"
-"""peft's default name of an adapter. Here no layer has more than one."""
+"""peft's default name of an adapter. Each layer has at most one here."""
 
 
 class FourBitLinear(nn.Linear):
-    """A frozen linear layer whose weight is in 4 bits (NF4), of which each pass computes the numbers again.
+    """A frozen linear layer with a 4-bit weight (NF4), which each pass dequantizes again.
 
-    A block of 64 weights is stored as 4-bit codes, which stand for quantiles of a normal distribution, and a scale; the
-    scales are in 8 bits. That is .516 bytes per weight. The kernels are bitsandbytes', for GPUs and CPUs. Passes
-    compute in `dtype`, which is also that of the output. Source: Dettmers et al. 2023, arXiv:2305.14314 (QLoRA).
+    A block of 64 weights is stored as 4-bit codes, which stand for quantiles of a normal distribution, and an 8-bit
+    scale: .516 bytes per weight. The kernels are bitsandbytes', for GPUs and CPUs. Passes compute in `dtype`, also the
+    dtype of the output. Source: Dettmers et al. 2023, arXiv:2305.14314 (QLoRA).
     """
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
-        """Quantize the weight of `layer`, as it is now, on `device`; the new layer is there.
+        """Quantize the current weight of `layer` and put the new layer on `device`.
 
-        Raises ValueError where `find_four_bit_obstacle` finds one.
+        Raises ValueError if `find_four_bit_obstacle` finds an obstacle.
         """
         if obstacle := find_four_bit_obstacle([layer.in_features]):
             raise ValueError(f"{obstacle}.")
@@ -57,13 +56,13 @@ class FourBitLinear(nn.Linear):
             compress_statistics=True,
         )
         self.weight = weight.to(device)  # quantizes
-        # What a pass computes from 4 bits is of this type at once. It would be float32, which a backward pass casts.
+        # Dequantize to this dtype directly. By default it would be float32, which a backward pass then casts.
         cast(Any, self.weight).quant_state.dtype = dtype
         if layer.bias is not None:
             self.bias = nn.Parameter(layer.bias.data.to(device), requires_grad=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The product (..., out) of `input` (..., in) with the quantized weight, and the bias."""
+        """Multiply `input` (..., in) by the quantized weight and add the bias; return (..., out)."""
         from bitsandbytes import matmul_4bit
 
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -71,17 +70,17 @@ class FourBitLinear(nn.Linear):
         return cast(Tensor, matmul_4bit(input.to(self.dtype), self.weight, state, bias=bias))
 
     def compute_weight(self) -> Tensor:
-        """The weight (out, in) that passes compute with, as float32."""
+        """Dequantize the weight (out, in) that passes compute with, in float32."""
         from bitsandbytes.functional import dequantize_4bit
 
         return cast(Tensor, dequantize_4bit(self.weight.data, cast(Any, self.weight).quant_state)).float()
 
 
 def make_frozen_base(model: M, settings: ModelConfig, device: torch.device) -> M:
-    """Freeze `model` in place and return it; with model.load_in_4bit the linear layers of its trunk are quantized.
+    """Freeze `model` in place and return it. With model.load_in_4bit, quantize the linear layers of its trunk.
 
-    device: where it will be used; layers in 4 bits are there already. Raises ValueError where `find_four_bit_obstacle`
-    finds one.
+    device: where the model will be used; quantized layers are put there already. Raises ValueError if
+    `find_four_bit_obstacle` finds an obstacle.
     """
     if settings.load_in_4bit:
         for module in list(model.model.modules()):
@@ -92,13 +91,13 @@ def make_frozen_base(model: M, settings: ModelConfig, device: torch.device) -> M
 
 
 def share_parameters(network: N) -> N:
-    """A copy of the modules of `network` that shares all of its parameters."""
-    # `deepcopy` takes objects in its memo as copied already, so no tensor is copied.
+    """Copy the modules of `network`, sharing all of its parameters."""
+    # `deepcopy` treats objects in its memo as already copied, so tensors are not copied.
     return deepcopy(network, {id(weight): weight for weight in network.parameters()})
 
 
 def make_adapted_policy(base: M, settings: ModelConfig, rng: np.random.Generator) -> M:
-    """A policy of trainable adapters over the frozen tensors of `base`; before training it equals the base."""
+    """Make a policy of trainable adapters on the frozen tensors of `base`. Before training it equals the base."""
     model: M = share_parameters(base)
     add_adapters(model.model, settings, rng)
     return model
@@ -107,9 +106,8 @@ def make_adapted_policy(base: M, settings: ModelConfig, rng: np.random.Generator
 def add_adapters(trunk: nn.Module, settings: ModelConfig, rng: np.random.Generator) -> None:
     """Add adapters to the linear layers of `trunk` named in settings.lora_target_modules and freeze everything else.
 
-    A is drawn from U(-1/sqrt(in), 1/sqrt(in)). This is peft's distribution, but the numbers come from `rng`, so that
-    they depend on the seed of the run alone. Adapters are always float32, since they are trained, even if the frozen
-    weights are not. ValueError for a name that no layer has.
+    A is drawn from U(-1/sqrt(in), 1/sqrt(in)), as in peft, but with `rng`, so that the numbers depend only on the run's
+    seed. Adapters are always float32, even if the frozen weights are not. ValueError for a name that no layer has.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -118,17 +116,17 @@ def add_adapters(trunk: nn.Module, settings: ModelConfig, rng: np.random.Generat
         LoraConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=names, lora_dropout=0.0), trunk
     )
     for _, layer in find_adapters(trunk):
-        # peft would copy the input to the float32 of the adapters. Under autocast, products do not need this copy.
+        # Do not let peft copy the input to float32: under autocast, products do not need it.
         layer.cast_input_dtype_enabled = False
         for projection in (layer.lora_A, layer.lora_B):
-            projection.float()  # peft makes A and B in the type of the frozen weights
+            projection.float()  # peft makes A and B in the dtype of the frozen weights
         weight = layer.lora_A[ADAPTER_NAME].weight
         with torch.no_grad():
             weight.copy_(torch.from_numpy(rng.uniform(-1.0, 1.0, weight.shape) / weight.shape[1] ** 0.5))
 
 
 def _find_target_layers(trunk: nn.Module, target_modules: str | tuple[str, ...]) -> list[str]:
-    """Full names of the linear layers to adapt. `all-linear` means all linear layers of the trunk, without the head."""
+    """Find the full names of the linear layers to adapt. `all-linear` selects all of the trunk, without the head."""
     linear_names = [name for name, module in trunk.named_modules() if isinstance(module, nn.Linear)]
     if not linear_names:
         raise ValueError("This model has no linear layer to adapt: set model.lora_rank=0.")
@@ -147,16 +145,16 @@ def _find_target_layers(trunk: nn.Module, target_modules: str | tuple[str, ...])
 
 
 def find_adapters(network: nn.Module) -> list[tuple[str, Any]]:
-    """Name and module of every layer that has an adapter."""
+    """Find the name and module of every layer with an adapter."""
     return [(name, module) for name, module in network.named_modules() if hasattr(module, "lora_A")]
 
 
 @torch.no_grad()
 def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, weight) for every weight, under its name without adapters: W + (α / r) B A where there is an adapter.
+    """Yield (name, weight) for every weight, under its name without adapters: W + (α / r) B A where adapted.
 
-    The sums are float32. Each is computed when the loop reaches it and is not stored, so that only one is in memory.
-    A weight without an adapter is returned itself, and one in 4 bits as the numbers that these stand for.
+    The sums are float32, and computed one at a time, so that only one is in memory. A weight without an adapter is
+    yielded as it is, and a 4-bit weight dequantized.
     """
     layers = dict(find_adapters(network))
     quantized_layers = {
@@ -174,15 +172,12 @@ def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def iter_hub_weights(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, weight) for every weight, under its name in the hub's files and with adapters merged.
-
-    A tied head is included under its own name.
-    """
+    """Iterate over (name, weight) with the hub's names and adapters merged. A tied head is a separate entry."""
     return ((model.to_hub_name(name), weight) for name, weight in iter_merged_weights(model))
 
 
 def get_base_weights(model: LanguageModel) -> dict[str, Tensor]:
-    """The model's own tensors under the names that `iter_hub_weights` yields; nothing is merged or computed."""
+    """Return the model's unmerged tensors under the names that `iter_hub_weights` yields, without copies."""
     return {
         model.to_hub_name(name.replace(".base_layer.", ".")): weight
         for name, weight in model.state_dict().items()
@@ -191,7 +186,7 @@ def get_base_weights(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def write_adapters(policy: LanguageModel, settings: ModelConfig, folder: Path) -> None:
-    """Write the adapters of `policy` in peft's format, which `peft.PeftModel.from_pretrained(model, folder)` reads."""
+    """Write the adapters of `policy` in peft's format, for `peft.PeftModel.from_pretrained(model, folder)`."""
     from peft import LoraConfig
 
     layers = find_adapters(policy)

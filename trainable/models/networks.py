@@ -1,4 +1,4 @@
-"""Make the networks of a run: policy, critic and reference, with separate weights or as adapters over one base."""
+"""Make the networks of a run: policy, critic and reference, with separate weights or as adapters on one base."""
 
 import math
 from dataclasses import replace
@@ -27,12 +27,12 @@ from trainable.models.lora import add_adapters, make_adapted_policy, make_frozen
 class Networks(NamedTuple):
     """The networks of a run.
 
-    policy: the network that is trained and sampled from. reference: the model before training, or the one at
-    model.reference_path; None if no KL to it is needed. critic: a value model with its own trunk. value_head: a value
-    head on the policy's trunk, instead of a critic. Without GAE, both are None. has_own_reference: whether there is a
-    reference that shares no weights with the other networks. base_fingerprint: identifies the frozen weights under the
-    adapters; None without adapters. reference_fingerprint: identifies the weights at model.reference_path; None if they
-    are not used.
+    policy: the network that is trained and sampled from. reference: the untrained policy or the model at
+    model.reference_path; None if no KL to it is needed. critic: a value model with a separate trunk. value_head: a
+    value head on the policy's trunk, instead of a critic. Without GAE, both are None. has_own_reference: whether a
+    reference exists that shares no weights with the other networks. base_fingerprint: identifies the frozen weights
+    under the adapters; None without adapters. reference_fingerprint: identifies the weights at model.reference_path;
+    None if they are not used.
     """
 
     policy: Policy
@@ -45,15 +45,15 @@ class Networks(NamedTuple):
 
 
 def make_networks(config: RunConfig, device: torch.device, trained_device: torch.device | None = None) -> Networks:
-    """The networks of `config`: from the model at config.model.path, except for a reference of its own.
+    """Make the networks of `config` from config.model.path, or for the reference from model.reference_path if set.
 
-    device: where they are. trained_device: where policy and critic are; None for `device`. Networks that DeepSpeed will
-    shard are made in host memory, since a GPU has room for the shards alone. Without adapters only.
+    device: where they are. trained_device: where policy and critic are, without adapters; None for `device`. Networks
+    that DeepSpeed will shard are made in host memory, because a GPU may have room only for the shards.
 
-    Raises ValueError if a model cannot be used, or if the reference has another vocabulary than the policy.
+    Raises ValueError if a model is unusable, or if the vocabularies of reference and policy differ.
     """
     trained_device, settings = trained_device or device, config.model
-    # The base of adapters is cast or quantized before it is moved, since a GPU may have no room for it in float32.
+    # The base of adapters is cast or quantized before it is moved, because a GPU may lack room for it in float32.
     load_device = torch.device("cpu") if settings.lora_rank else trained_device
     policy = load_policy(settings.path, load_device, make_pass_settings(settings), settings.chat_format)
     model = policy.model
@@ -66,7 +66,7 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
         rng = make_rng(config.seed, "critic")
         if not settings.lora_rank:
             critic = make_critic(policy, rng, trained_device)
-        else:  # adapters of its own, over the same base
+        else:  # separate adapters on the same base
             critic = make_value_model(share_parameters(policy.model.model), rng, device)
             if not config.critic.shared_trunk:
                 add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
@@ -83,10 +83,10 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
 
 
 def _make_reference(config: RunConfig, policy: Policy, device: torch.device) -> tuple[LanguageModel | None, str | None]:
-    """The frozen reference, and the fingerprint of its weights if it is a model of its own, otherwise None.
+    """Make the frozen reference; also return the fingerprint of model.reference_path, or None if it is not set.
 
     The reference is the untrained policy or the model at model.reference_path; None if no KL is needed. policy: the
-    untrained policy; with LoRA the base under its adapters, which stays as it is and needs no copy.
+    untrained policy; with LoRA the frozen base under its adapters, which needs no copy.
     """
     if not config.needs_reference:
         return None, None
@@ -100,7 +100,7 @@ def _make_reference(config: RunConfig, policy: Policy, device: torch.device) -> 
 
 
 def _check_own_reference(config: RunConfig, policy: Policy, reference: Policy) -> None:
-    """Raise ValueError if `reference` has other tokens than the policy, or a context that is too short."""
+    """Raise ValueError if the vocabularies of `reference` and policy differ, or if its context is too short."""
     name = f"model.reference_path={config.model.reference_path}"
     shape, policy_shape = reference.model.shape, policy.model.shape
     if reference.tokenizer.get_vocab() != policy.tokenizer.get_vocab():

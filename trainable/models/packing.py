@@ -1,4 +1,4 @@
-"""Pack rows of unequal length into one stream of tokens, so that no padding is computed, and attend over it."""
+"""Pack rows of unequal length into one stream of tokens, to compute no padding, and attend over it."""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 
 class PackedRows(NamedTuple):
-    """Rows of tokens laid end to end, short rows first. Each row ends with its last requested position.
+    """Rows of tokens laid end to end, short rows first. Each row is cut after its last requested position.
 
     source_indices: (N,) flat index into the padded rows (B, T) of each token of the stream. positions: (N,) position of
     each token in its row. output_indices: (n,) indices into the stream of the requested positions. cu_seqlens: (R + 1,)
-    int32, the start of each of R rows, and N. length_groups: (number of rows, length) of consecutive rows of equal
-    length.
+    int32, the start of each of R rows, and N. length_groups: (number of rows, length) of each group of equally long
+    rows.
     """
 
     source_indices: Tensor
@@ -31,8 +31,8 @@ def pack_rows(shape: tuple[int, int], flat_positions: Tensor) -> PackedRows:
     """Pack rows of tokens, padded on the right to `shape` (B, T), into one stream.
 
     flat_positions: (n,) flat indices into B * T of the requested positions. Attention is causal, so a row is cut after
-    its last requested position, and left out if it has none. The stream has at least one token, because all ranks of a
-    run must have a gradient for every weight, even in a pass without a requested position.
+    its last requested position, and left out if it has none. The stream has at least one token, because every rank of a
+    run needs a gradient for every weight, even in a pass without requested positions.
     """
     (rows, width), device = shape, flat_positions.device
     row_of_position, column_of_position = flat_positions // width, flat_positions % width
@@ -41,7 +41,7 @@ def pack_rows(shape: tuple[int, int], flat_positions: Tensor) -> PackedRows:
     )
     if not len(flat_positions):
         row_lengths[0] = 1
-    # Rows of equal length become neighbors, which `attend_by_length` needs.
+    # Make rows of equal length neighbors, as `attend_by_length` requires.
     sorted_lengths, order = row_lengths.sort(stable=True)
     sorted_starts = sorted_lengths.cumsum(0) - sorted_lengths
     sorted_row, positions = (torch.arange(width, device=device) < sorted_lengths[:, None]).nonzero().unbind(1)
@@ -57,9 +57,9 @@ def pack_rows(shape: tuple[int, int], flat_positions: Tensor) -> PackedRows:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tensor:
-    """Causal attention of every row of the stream over itself, (N, heads * D).
+    """Compute causal attention within every row of the stream, (N, heads * D).
 
-    q: (N, heads, D). k, v: (N, kv_heads, D), kv_heads dividing heads.
+    q: (N, heads, D). k, v: (N, kv_heads, D), where kv_heads divides heads.
     """
     if not _can_use_varlen(q):
         return attend_by_length(q, k, v, packed)
@@ -72,16 +72,16 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Ten
 
 
 def _can_use_varlen(q: Tensor) -> bool:
-    """Whether torch has a kernel for rows of unequal length. It exists in half precision, on GPUs from Ampere on."""
+    """Check whether torch has a kernel for rows of unequal length: in half precision, on GPUs from Ampere on."""
     is_half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     return is_half and torch.cuda.get_device_capability(q.device) >= (8, 0) and _import_varlen_attn() is not None
 
 
 @cache
 def _import_varlen_attn() -> Callable[..., Any] | None:
-    """torch's kernel, or None if this version has none.
+    """Import torch's kernel for rows of unequal length; return None if this version has none.
 
-    The kernel is imported on first use, because importing its module takes longer than importing the model.
+    It is imported on first use, because importing its module takes longer than importing the model.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -91,7 +91,7 @@ def _import_varlen_attn() -> Callable[..., Any] | None:
 
 
 def attend_by_length(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tensor:
-    """`causal_attention` with one call per group of equally long rows: views of the stream, without padding."""
+    """Compute `causal_attention` with one call per group of equally long rows, which are views of the stream."""
     sizes = [rows * length for rows, length in packed.length_groups]
     outputs = []
     for group, *qkv in zip(packed.length_groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):

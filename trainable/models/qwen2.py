@@ -1,7 +1,7 @@
-"""Qwen2 in plain torch, with the hub's parameter names, for two uses that a general forward serves badly.
+"""Qwen2 in plain torch, with the hub's parameter names, for two uses that a generic forward handles inefficiently.
 
 `compute_hidden_states` runs whole sequences without padding and finishes the last layer only at trained tokens.
-`extend` grows a key-value cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
+`extend` grows a key-value cache with slots shared by all rows. Both reproduce transformers' Qwen2ForCausalLM.
 """
 
 from typing import cast
@@ -19,8 +19,8 @@ from trainable.models.packing import PackedRows, causal_attention, pack_rows
 from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
 
 MAX_COMPILED_LENGTH = 1024
-"""Tokens of the longest sequence of a compiled pass: its attention has all scores of a sequence in memory. Torch runs
-passes with longer ones."""
+"""Maximum tokens per sequence of a compiled pass, whose attention holds all scores of a sequence in memory. Torch runs
+passes with longer sequences."""
 
 
 class RMSNorm(nn.Module):
@@ -32,15 +32,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` (..., size) over its root mean square, times the gain."""
+        """Divide `x` (..., size) by its root mean square and multiply by the gain."""
         output = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # Several matrix products read this output. Autocast would cast it for each of them, so it is cast once here.
+        # Several matrix products read this output, and autocast would cast it for each of them. Cast it once instead.
         device_type = x.device.type
         return output.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else output
 
 
 def compute_rotary_halves(positions: int, shape: Qwen2Shape) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines (positions, head_dim / 2) for compiled code: the two halves of a head have the same angles."""
+    """Compute cosines and sines (positions, head_dim / 2) for compiled code; both halves of a head share the angles."""
     cos, sin = (table[:, : shape.head_dim // 2].numpy() for table in compute_rotary(torch.arange(positions), shape))
     return np.ascontiguousarray(cos), np.ascontiguousarray(sin)
 
@@ -67,26 +67,26 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
 
     def project_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `(..., heads, D)`, keys and values `(..., kv_heads, D)` of `x` (..., hidden)."""
+        """Project `x` (..., hidden) to queries `(..., heads, D)`, and keys and values `(..., kv_heads, D)`."""
         size = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = self.q_proj(x).view(size), self.k_proj(x).view(size), self.v_proj(x).view(size)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `(B, heads, T, D)`, keys and values `(B, kv_heads, T, D)` of `x` (B, T, hidden)."""
+        """Project `x` (B, T, hidden) to queries `(B, heads, T, D)`, and keys and values `(B, kv_heads, T, D)`."""
         q, k, v = self.project_heads(x, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend_cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
-        """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills. bias: (B, 1 or q, used + q)."""
+        """Write `x` (B, q, hidden) to the next q slots of the cache and attend over it. bias: (B, 1 or q, used + q)."""
         batch, new_tokens, _ = x.shape
         q, k, v = self.project(x, cos, sin)
         keys, values = cache.write(layer, k, v)
         groups = self.heads // self.kv_heads
-        # Queries of the heads that share a key head become rows of one product, so that no key is copied.
+        # The queries of heads that share a key head become rows of one product, so that keys need no copy.
         folded_queries = q.reshape(batch, self.kv_heads, groups * new_tokens, self.head_dim)
-        if q.dtype in (torch.float16, torch.bfloat16):  # the products below would round scores; fused ones do not
+        if q.dtype in (torch.float16, torch.bfloat16):  # the products below would round the scores
             return self._attend_fused(folded_queries, keys, values, bias)
         scores = folded_queries @ keys.transpose(-1, -2) * self.head_dim**-0.5
         scores = scores.view(batch, self.kv_heads, groups, new_tokens, -1) + bias[:, None, None]
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         return attention_output.transpose(1, 2).reshape(batch, new_tokens, -1)
 
     def attend_tree(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
-        """Attention of `x` (B, q, hidden) over the cache, which is not changed, and itself. bias: (B, q, used + q)."""
+        """Attend from `x` (B, q, hidden) to itself and the cache, which is only read. bias: (B, q, used + q)."""
         batch, new_tokens, _ = x.shape
         q, k, v = self.project(x, cos, sin)
         keys = torch.cat((cache.keys[layer][:, :, : cache.used_slots], k), dim=2)
@@ -106,9 +106,9 @@ class Attention(nn.Module):
         )
 
     def _attend_fused(self, folded_queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        """Attention of queries folded as in `attend_cached` under `bias` (B, q, slots): `(B, q, hidden)`."""
+        """Attend with queries folded as in `attend_cached` under `bias` (B, q, slots); return `(B, q, hidden)`."""
         batch, new_tokens, _ = bias.shape
-        # In the dtype of the queries before it is repeated: in bfloat16, the larger copy is never made in float32.
+        # Cast before repeating, so that in half precision the larger copy is never float32.
         mask = bias.to(folded_queries.dtype).repeat(1, self.heads // self.kv_heads, 1)[:, None]
         attention_output = F.scaled_dot_product_attention(folded_queries, keys, values, attn_mask=mask)
         return (
@@ -128,7 +128,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """down(silu(gate(x)) * up(x)), `(..., hidden)`."""
+        """Compute down(silu(gate(x)) * up(x)), `(..., hidden)`."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -143,9 +143,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward_packed(self, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows, is_last: bool) -> Tensor:
-        """The block over the rows of a stream `x` (N, hidden).
+        """Run the block over the rows of a stream `x` (N, hidden).
 
-        If `is_last`, it is finished only at the requested positions, since no later block attends to the others.
+        If `is_last`, finish only the requested positions, since no later block attends to the others.
         """
         attention_output = causal_attention(*self.self_attn.project_heads(self.input_layernorm(x), cos, sin), packed)
         if is_last:
@@ -156,7 +156,7 @@ class Layer(nn.Module):
         return self.finish(x, attention_output)
 
     def list_weights(self) -> list[Tensor]:
-        """The weights of the block in the order of `kernels.layer.LayerWeights`. ValueError if there are adapters."""
+        """List the block's weights in the order of `kernels.layer.LayerWeights`. ValueError if there are adapters."""
         attention, mlp = self.self_attn, self.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         linear_layers = (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
@@ -177,16 +177,16 @@ class Layer(nn.Module):
         ]
 
     def finish(self, x: Tensor, attention_output: Tensor) -> Tensor:
-        """The block after its attention: output projection, residuals and feed-forward, at any subset of positions."""
+        """Run the block after its attention (output projection, residuals, feed-forward) at any subset of positions."""
         x = x + self.self_attn.o_proj(attention_output)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class TokenEmbedding(nn.Embedding):
-    """An embedding that a model on the meta device makes at once."""
+    """An embedding that is made instantly on the meta device."""
 
     def reset_parameters(self) -> None:
-        """Draw random weights, except on the meta device: there it would import torch's compiler, for no numbers."""
+        """Draw random weights, except on the meta device, where this would only import torch's compiler."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -212,21 +212,20 @@ class Qwen2Trunk(Trunk):
     def _run_layer(
         self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows, is_last: bool
     ) -> Tensor:
-        """`layer.forward_packed`, with gradient checkpointing if blocks are recomputed and gradients are on."""
+        """Run `layer.forward_packed`, with gradient checkpointing if it is on and gradients are needed."""
         if not (self.pass_settings.recompute and torch.is_grad_enabled()):
             return layer.forward_packed(x, cos, sin, packed, is_last)
-        # Blocks draw no random numbers, so the generator's state need not be saved.
+        # Blocks are deterministic, so the generator's state need not be saved.
         return checkpoint(
             layer.forward_packed, x, cos, sin, packed, is_last, use_reentrant=False, preserve_rng_state=False
         )
 
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Hidden states at chosen positions of whole sequences.
+        """Compute hidden states (N, hidden) at chosen positions of whole sequences.
 
         tokens: (B, T) from position 0 on, padded on the right with any token. flat_positions: (N,) flat indices into
-        B * T, none of them padding. Returns (N, hidden). Tokens after the last chosen position of a row are not
-        computed, and the last block is finished only at `flat_positions`. Neither changes a number, because attention
-        is causal.
+        B * T, none of them padding. Tokens after the last chosen position of a row are skipped, and the last block is
+        finished only at `flat_positions`. Since attention is causal, this does not change the results.
         """
         packed = pack_rows((tokens.shape[0], tokens.shape[1]), flat_positions)
         if self.pass_settings.compiled and packed.length_groups[-1][1] <= MAX_COMPILED_LENGTH:
@@ -241,7 +240,7 @@ class Qwen2Trunk(Trunk):
             return self.norm(x)
 
     def _run_compiled(self, tokens: Tensor, packed: PackedRows) -> Tensor:
-        """The residual stream after all blocks at the requested positions of a pass, in compiled code."""
+        """Run all blocks in compiled code and return the residual stream at the requested positions."""
         from trainable.kernels.layer import LayerInputs, run_stream_layer
 
         shape, settings = self.shape, self.pass_settings
@@ -255,7 +254,7 @@ class Qwen2Trunk(Trunk):
                 f"Compiled passes cannot run this model: {obstacle}. Use torch with --set model.compiled_passes=false."
             )
         cosines, sines = compute_rotary_halves(packed.length_groups[-1][1], shape)
-        # Queries in the order of the stream; the requested order is restored at the end.
+        # Queries are in stream order; the requested order is restored at the end.
         query_indices, order = packed.output_indices.sort()
         positions, starts = packed.positions.numpy(), packed.cu_seqlens.numpy().astype(np.int64)
         inputs = LayerInputs(
@@ -292,24 +291,24 @@ class Qwen2Trunk(Trunk):
                 attention_output = layer.self_attn.attend_cached(
                     layer.input_layernorm(x), cos, sin, cache, layer_index, bias
                 )
-                if layer_index == last_layer:  # only the last token predicts one that is not known yet
+                if layer_index == last_layer:  # only the last token predicts an unknown token
                     x, attention_output = x[:, -1], attention_output[:, -1]
                 x = layer.finish(x, attention_output)
             cache.used_slots += tokens.shape[1]
             return self.norm(x)
 
     def _get_angles(self, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of `positions`, from a table in the cache that is recomputed when the cache has grown."""
+        """Look up cosines and sines of `positions` in the cache's table, recomputed when the cache has grown."""
         slots = cache.bias.shape[1]
         if cache.angles is None or len(cache.angles[0]) < slots:
-            # Each token of a row has a slot, so positions are below the number of slots, and the table has all of them.
+            # Every token has a slot, so positions are smaller than the number of slots.
             cache.angles = compute_rotary(torch.arange(slots, device=positions.device), self.shape)
         return cache.angles[0][positions], cache.angles[1][positions]
 
     def forward_tree(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
     ) -> Tensor:
-        """Hidden states of a tree after every row (see `trainable.models.interface.Trunk.forward_tree`)."""
+        """Score a tree of tokens after every row (see `trainable.models.interface.Trunk.forward_tree`)."""
         rows = len(lengths)
         bias = cache.make_tree_bias(tree_mask, rows)
         cos, sin = compute_rotary(lengths[:, None] + depths, self.shape)

@@ -1,4 +1,4 @@
-"""Sizes of a Qwen2 model, from its config.json, and its rotary position embedding."""
+"""Sizes of a Qwen2 model, read from its config.json, and its rotary position embedding."""
 
 import json
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ class Qwen2Shape:
 
     @property
     def block_weights(self) -> tuple[int, int]:
-        """Weights that one block multiplies a token with, before and after its attention (see `interface.HubShape`)."""
+        """Weights per block that multiply a token, before and after the attention (see `interface.HubShape`)."""
         hidden, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
         return hidden * (hidden + 2 * kv), hidden * (hidden + 3 * self.intermediate_size)
 
     @staticmethod
     def read(folder: Path) -> "Qwen2Shape":
-        """The shape of the model in `folder`, which must be one that `is_plain_qwen2` accepts."""
+        """Read the shape of the model in `folder`, which must pass `is_plain_qwen2`."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         # transformers 5 writes rope_parameters; earlier versions wrote rope_theta.
         rope, eos = config.get("rope_parameters") or {}, config["eos_token_id"]
@@ -62,7 +62,7 @@ class Qwen2Shape:
 
 
 def compute_rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `(*positions.shape, head_dim)` of the rotary embedding."""
+    """Compute the cosines and sines `(*positions.shape, head_dim)` of the rotary embedding."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
     angles = positions[..., None].float() * (1.0 / shape.rope_theta**exponents)
     angles = torch.cat((angles, angles), dim=-1)

@@ -1,4 +1,4 @@
-"""Sampling from the tiny Qwen2 policies in compiled code, with the numbers of the torch sampler up to rounding."""
+"""Sampling from the tiny Qwen2 policies in compiled code. Equals the torch sampler up to rounding."""
 
 from collections.abc import Sequence
 
@@ -30,14 +30,14 @@ from trainable.rollout.sampler import (
 )
 
 FIRST_REPLIES = 4
-"""Replies of full length for which a cache has room at first."""
+"""Initial size of a cache, in replies of full length."""
 
 
 class CompiledSampler:
-    """Samples from a model that it shares with the trainer. ValueError for a model that the compiled code cannot run.
+    """Samples from the trainer's own model. Raises ValueError if compiled code cannot run the model.
 
-    The weights are read when a conversation starts; they must not change before it ends. longest_conversation: tokens
-    for which the largest cache so far has room.
+    Weights are read when a conversation starts and must not change before it ends. longest_conversation: slots per row
+    of the largest cache so far.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -60,7 +60,7 @@ class CompiledSampler:
 
 
 def _find_obstacle(model: LanguageModel) -> str:
-    """Why compiled code cannot sample from `model`; empty if it can."""
+    """Find out why compiled code cannot sample from `model`; return an empty text if it can."""
     if not isinstance(model, Qwen2):
         return "it is not a plain Qwen2"
     if model.lm_head.weight.device.type != "cpu" or model.model.pass_settings.dtype != torch.float32:
@@ -70,7 +70,7 @@ def _find_obstacle(model: LanguageModel) -> str:
 
 
 class CompiledConversation(Conversation):
-    """Rows in lock-step, each with its own number of tokens in the cache.
+    """Samples rows in lock-step, each with its own number of tokens in the cache.
 
     lengths: (R,) tokens of each row in the cache. pending_tokens: (R,) the last token of each row's reply, which no
     pass has read yet; -1 before the first reply.
@@ -91,24 +91,24 @@ class CompiledConversation(Conversation):
         self.row_rngs = rng.spawn(num_rows)
         self.pending_tokens = np.full(num_rows, -1)
         longest = max(map(len, prompts))
-        # A cache that grows is copied, which took a fifth of the time of a validation: as large as was ever needed, and
-        # in a sampler's first conversation large enough for a few turns.
+        # Growing copies the cache, which took a fifth of a validation's time. So start with the largest size so far, or
+        # in a sampler's first conversation with room for a few turns.
         slots = max(longest + FIRST_REPLIES * params.max_new_tokens, sampler.longest_conversation)
-        # Prompts are read once for their group.
+        # Each prompt is read once for its group.
         prompt_slots = slots if group_size == 1 else longest
         self.cache, self.scratch = self._make_cache(len(prompts), prompt_slots), make_scratch(self.shape, prompt_slots)
         self.lengths = np.zeros(len(prompts), dtype=np.int64)
         hidden = self._append_tokens(np.arange(len(prompts)), prompts)
-        # The cache had one row per prompt up to here; now each is repeated for its group.
+        # So far, the cache has one row per prompt. Repeat each for its group.
         self.lengths, self.hidden = self.lengths.repeat(group_size), hidden.repeat(group_size, axis=0)
         if group_size > 1:
             self._grow_cache(slots, group_size)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`)."""
+        """Append new tokens to `rows` and sample their replies (see `Conversation.sample_replies`)."""
         live_rows = np.asarray(rows, dtype=np.int64)
         pending_tokens = self.pending_tokens[live_rows].tolist()
-        # Not in the first turn, in which the cache has the prompts and nothing was sampled.
+        # In the first turn nothing has been sampled yet, and the cache already contains the prompts.
         if pending_tokens[0] >= 0:
             chunks = [[pending, *chunk] for pending, chunk in zip(pending_tokens, new_tokens, strict=True)]
             hidden = self._append_tokens(live_rows, chunks)
@@ -117,14 +117,14 @@ class CompiledConversation(Conversation):
         return self._sample_turn(live_rows, hidden)
 
     def _sample_turn(self, rows: Integers, hidden: Floats) -> list[SampledReply]:
-        """Sample a reply of each row, whose last token has the hidden state `hidden` (B, hidden).
+        """Sample the reply of each row from the hidden state `hidden` (B, hidden) of its last token.
 
         Raises NonFiniteError if logits were not finite.
         """
         steps, temperature = self.params.max_new_tokens, self.params.temperature
         self._reserve_slots(int(self.lengths[rows].max()) + steps)
         uniforms = np.empty((len(rows), steps), dtype=np.float32)
-        # Each row draws from its own generator, so that its tokens do not depend on which other rows are live.
+        # Each row has its own generator, so that its tokens do not depend on which other rows are live.
         for row, row_uniforms in zip(rows.tolist(), uniforms, strict=True):
             self.row_rngs[row].random(dtype=np.float32, out=row_uniforms)
         token_ids = np.zeros(uniforms.shape, dtype=np.int64)
@@ -156,7 +156,7 @@ class CompiledConversation(Conversation):
         ]
 
     def _append_tokens(self, rows: Integers, chunks: Sequence[Sequence[int]]) -> Floats:
-        """Append a chunk of tokens to each of the rows; return the last tokens' hidden states (B, hidden)."""
+        """Append a chunk of tokens to each row; return the last tokens' hidden states (B, hidden)."""
         counts = np.array([len(chunk) for chunk in chunks])
         self._reserve_slots(int((self.lengths[rows] + counts).max()))
         token_ids = np.concatenate([np.asarray(chunk, dtype=np.int64) for chunk in chunks])
@@ -168,7 +168,7 @@ class CompiledConversation(Conversation):
         ends = counts.cumsum()
         is_last = np.zeros(len(token_ids), dtype=bool)
         is_last[ends - 1] = True
-        # The first token of a chunk comes after the tokens of its row.
+        # A chunk starts after the existing tokens of its row.
         positions = np.arange(len(token_ids)) + np.repeat(self.lengths[rows] - (ends - counts), counts)
         hidden = np.empty((len(rows), self.shape.hidden_size), dtype=np.float32)
         extend(
@@ -185,7 +185,7 @@ class CompiledConversation(Conversation):
         return hidden
 
     def _make_cache(self, rows: int, slots: int) -> DecoderCache:
-        """A cache with at least `slots` slots per row."""
+        """Make a cache with at least `slots` slots per row."""
         shape, slots = self.shape, round_up(slots, VECTOR)
         size = (shape.num_hidden_layers, rows, shape.num_key_value_heads)
         cosines, sines = compute_rotary_halves(slots, shape)
@@ -197,14 +197,14 @@ class CompiledConversation(Conversation):
         )
 
     def _reserve_slots(self, slots: int) -> None:
-        """Grow the cache, if necessary, to at least `slots` slots."""
+        """Grow the cache if it has fewer than `slots` slots."""
         old_slots = len(self.cache.cosines)
         if slots > old_slots:
-            # It grows by at least half, so that a growing conversation copies the cache only a few times.
+            # Grow by at least half, so that the cache of a growing conversation is copied only a few times.
             self._grow_cache(max(slots, old_slots + old_slots // 2))
 
     def _grow_cache(self, slots: int, copies: int = 1) -> None:
-        """Replace the cache by one with `slots` slots, in which each row stands `copies` times."""
+        """Replace the cache by one with `slots` slots and each row repeated `copies` times."""
         old, (_, rows, _, _, old_slots) = self.cache, self.cache.keys.shape
         self.cache, self.scratch = self._make_cache(rows * copies, slots), make_scratch(self.shape, slots)
         self.sampler.longest_conversation = max(self.sampler.longest_conversation, slots)
@@ -213,11 +213,11 @@ class CompiledConversation(Conversation):
 
 
 def pack_weights(model: Qwen2) -> DecoderWeights:
-    """A copy of a model's weights in the layout of `DecoderWeights`."""
+    """Copy a model's weights into the layout of `DecoderWeights`."""
     weights = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
 
     def stack(*names: str) -> Floats:
-        """One array over layers; weights of several names are joined along their outputs."""
+        """Stack weights over layers. Several weights per layer are concatenated along their outputs."""
         layers = [
             np.concatenate([weights[f"model.layers.{layer}.{name}"] for name in names])
             for layer in range(model.shape.num_hidden_layers)
@@ -240,12 +240,12 @@ def pack_weights(model: Qwen2) -> DecoderWeights:
 
 
 def make_scratch(shape: Qwen2Shape, slots: int) -> DecoderScratch:
-    """Memory for passes of a model over rows of at most `slots` tokens."""
+    """Allocate memory for passes over rows of at most `slots` tokens."""
 
     def make_rows(size: int) -> Floats:
         return np.zeros((BLOCK_TOKENS, size), dtype=np.float32)
 
-    # As many scores as the cache has slots, and one more.
+    # One more score than the cache has slots.
     longest = round_up(max(slots, shape.vocab_size, shape.intermediate_size), VECTOR) + VECTOR
     return DecoderScratch(
         residual=make_rows(shape.hidden_size),

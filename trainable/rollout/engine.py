@@ -1,10 +1,10 @@
-"""Sampling engines of a trainer: torch or compiled code, on the trainer's weights, or vLLM, which has its own copy.
+"""Sampling engines of a trainer: torch or compiled code with the trainer's weights, or vLLM with its own copy.
 
-An engine with its own copy has the weights of the trainer only after a sync, so two checks guard it. After each sync,
-engine and trainer compute log-probs of a fixed prompt: a run whose engine has other weights ends here. After each
-rollout, the trainer recomputes the log-probs of all sampled tokens, unless rollout.recompute_logprobs is off; training
-uses these, and their mismatch with the engine's is measured. It ends no run: rounding alone makes it grow when a policy
-loses its way, and those are the runs that a study is about.
+A copy has the trainer's weights only after a sync, so there are two checks. After each sync, engine and trainer compute
+log-probs of a fixed prompt, and the run ends if they differ. After each rollout, unless rollout.recompute_logprobs is
+off, the trainer recomputes the log-probs of all sampled tokens, trains with these, and reports their mismatch with the
+engine's. This mismatch never ends a run: rounding alone makes it grow when a policy collapses, and such runs are what
+a study is about.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,74 +37,72 @@ if TYPE_CHECKING:
     from trainable.rollout.vllm_sampler import VllmSampler  # it needs an optional package
 
 STARTING_UTILIZATION = 0.01
-"""Fraction of a GPU that vLLM checks to be free when it starts with a KV cache of a given size.
-
-It measures nothing else with it then. The memory plan has already checked that a run fits.
-"""
+"""Fraction of a GPU that must be free when vLLM starts with a KV cache of a given size. vLLM does not use it otherwise,
+and the memory plan has already checked that a run fits."""
 
 GatherWeights = Callable[[], AbstractContextManager[None]]
-"""Returns a context in which the trainer's weights can be read (see `Backend.gather_weights`)."""
+"""Returns a context in which the trainer's weights are readable (see `Backend.gather_weights`)."""
 
 
 class Engine:
-    """The interface between a trainer and the engine that samples for it; this one samples with the trainer's weights.
+    """Samples with the trainer's weights, and defines the interface of all engines.
 
     It has nothing to sync, recompute or compare. `SyncedEngine` has its own copy of the weights.
 
-    sampler: may be used within `wake_up`. gather_weights: makes the trainer's weights readable.
+    sampler: use it only within `wake_up`. gather_weights: makes the trainer's weights readable.
     """
 
     synced_step = 0
-    """The step of the last `sync_weights`; 0 before it. The noise of rollout.weight_noise depends on it."""
+    """The step of the last `sync_weights`; 0 before. Seeds the noise of rollout.weight_noise."""
     prompt_mismatch: float | None = None
-    """Mean absolute difference of log-probs on the fixed prompt after the last sync, in nats; None without any sync."""
+    """Mean absolute difference of log-probs on the fixed prompt after the last sync, in nats; None before."""
 
     def __init__(self, sampler: Sampler, gather_weights: GatherWeights) -> None:
         self.sampler, self.gather_weights = sampler, gather_weights
 
     def sleep(self) -> None:
-        """Free memory for an update, if the engine has any of its own."""
+        """Free the engine's own memory, if any, for an update."""
 
     def wake_up(self) -> AbstractContextManager[None]:
-        """Make the engine ready to sample, which is possible within the returned context. All ranks enter it."""
+        """Return a context in which the engine can sample. All ranks must enter it."""
         return self.gather_weights()
 
     def sync_weights(self, step: int) -> None:
-        """Copy the trainer's weights, which have changed at `step`, unless the engine reads them anyway.
+        """Copy the trainer's weights, which changed at `step`, to the engine if it has its own copy.
 
         Raises EngineMismatchError if log-probs then differ by more than rollout.logprob_tolerance.
         """
         self.synced_step = step
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
-        """`episodes`, sampled at `temperature`, with log-probs and entropies of the trainer's model."""
-        return list(episodes)  # a pass of the trainer would give the same numbers
+        """Recompute log-probs and entropies of `episodes`, sampled at `temperature`, with the trainer's model."""
+        return list(episodes)  # the trainer's pass would give the same numbers
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
-        """Mismatch between engine and trainer over all sampled tokens; None if the trainer has not recomputed them.
+        """Measure the mismatch of engine and trainer over all sampled tokens; None if nothing was recomputed.
 
         Raises NonFiniteError if a log-prob is not finite.
         """
         return None
 
     def close(self) -> None:
-        """End the engine and free its memory, if it has any of its own."""
+        """Shut down the engine and free its own memory, if any."""
 
 
 class SyncedSampler(Sampler, Protocol):
     """A sampler with its own copy of the policy's weights (see `trainable.rollout.vllm_sampler.VllmSampler`)."""
 
     is_sleeping: bool
-    """Whether its weights are discarded, until `update_weights`."""
+    """Whether its weights have been discarded until the next `update_weights`."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all weights, which come under their names on the hub; wakes the sampler."""
+        """Copy all weights, given by their hub names; wake the sampler."""
 
     def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1, under the sampler's weights."""
+        """Compute log-probs (T - 1,) of each row's tokens after the first, at temperature 1, with this copy."""
 
     def sleep(self) -> None:
-        """Discard the weights to free device memory, if the sampler can."""
+        """Discard the weights to free device memory, if supported."""
 
     def close(self) -> None:
         """Free all memory."""
@@ -113,8 +111,8 @@ class SyncedSampler(Sampler, Protocol):
 class CopySampler:
     """Samples from `copy`, which has the policy's weights only after `update_weights`.
 
-    With it, an engine that computes other log-probs than the trainer can be studied on any machine. copy: the policy's
-    model, loaded again. sampler: a sampler of `copy.model`.
+    It allows studying engines whose log-probs differ from the trainer's on any machine. copy: the policy's model,
+    loaded again. sampler: a sampler of `copy.model`.
     """
 
     def __init__(self, copy: Policy, sampler: Sampler) -> None:
@@ -131,29 +129,29 @@ class CopySampler:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the policy's weights.
 
-        weights: every tensor under its name on the hub. Raises KeyError for an unknown name.
+        weights: all tensors by their hub names. Raises KeyError for an unknown name.
         """
         own_weights = {self.model.to_hub_name(name): weight for name, weight in self.model.state_dict().items()}
         for name, weight in weights:
             own_weights[name].copy_(weight)
 
     def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1."""
+        """Compute log-probs (T - 1,) of each row's tokens after the first, at temperature 1."""
         device = self.model.model.embed_tokens.weight.device
         return [compute_row_logprobs(self.model, torch.tensor([ids], device=device)).cpu().numpy() for ids in token_ids]
 
     def sleep(self) -> None:
-        """Do nothing: the copy stays where it is."""
+        """Do nothing: the copy stays in memory."""
 
     def close(self) -> None:
-        """Do nothing: there is no engine to end."""
+        """Do nothing: there is no engine to shut down."""
 
 
 class SyncedEngine(Engine):
-    """Samples with a sampler that has its own copy of the weights, in the process of the trainer.
+    """Samples in the trainer's process with a sampler that has its own copy of the weights.
 
-    sampler: has the weights of the untrained policy at first. device: that of trainer and sampler. prompt: token ids of
-    the fixed prompt, whose log-probs are compared after each weight sync.
+    sampler: starts with the untrained policy's weights. device: of trainer and sampler. prompt: token ids of the fixed
+    prompt whose log-probs are compared after each sync.
     """
 
     sampler: SyncedSampler
@@ -169,29 +167,29 @@ class SyncedEngine(Engine):
     ) -> None:
         super().__init__(sampler, gather_weights)
         self.config, self.model, self.device, self.prompt = config, policy.model, device, prompt
-        if config.rollout.weight_noise:  # until the first sync, the sampler would have exact weights
+        if config.rollout.weight_noise:  # before the first sync, the sampler has weights without noise
             self.sync_weights(step=0)
 
     def sleep(self) -> None:
-        """Free the device memory, if rollout.free_cache_engine is set."""
+        """Free device memory if rollout.free_cache_engine is set."""
         self.sampler.sleep()
 
     def wake_up(self) -> AbstractContextManager[None]:
-        """Give the engine the weights that it had when it went to sleep, unless it is awake.
+        """Wake the engine if it sleeps, with the weights that it had before.
 
-        These are still the trainer's, because every change is followed by a sync, which wakes the engine.
+        They still equal the trainer's, because every change is followed by a sync, which wakes the engine.
         """
         if self.sampler.is_sleeping:
             self.sync_weights(self.synced_step)
         return nullcontext()
 
     def sync_weights(self, step: int) -> None:
-        """Copy all weights, and compare the log-probs of the fixed prompt (see `Engine.sync_weights`)."""
+        """Copy all weights and compare the log-probs of the fixed prompt (see `Engine.sync_weights`)."""
         self.synced_step = step
         weights, noise = iter_hub_weights(self.model), self.config.rollout.weight_noise
         if noise:
             weights = iter_noisy_weights(self.model, noise, make_rng(self.config.seed, "engine_noise", step))
-        # Outside of the context, stage 3 has only a shard of the weights on each rank.
+        # Outside of this context, ranks have only shards of the weights in stage 3.
         with self.gather_weights():
             self.sampler.update_weights(weights)
             trainer_logprobs = compute_row_logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
@@ -200,7 +198,7 @@ class SyncedEngine(Engine):
         check_mismatch(self.prompt_mismatch, self.config.rollout.logprob_tolerance, step)
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
-        """Recompute log-probs with the trainer, and keep the engine's beside them (see `Engine.recompute_logprobs`)."""
+        """Recompute log-probs with the trainer and keep the engine's, too (see `Engine.recompute_logprobs`)."""
         micro_batch_size = self.config.rollout.log_prob_micro_batch_size_per_gpu
         with self.gather_weights():
             return recompute_logprobs(self.model, episodes, temperature, micro_batch_size, self.device)
@@ -216,13 +214,13 @@ class SyncedEngine(Engine):
         return _compare(torch.from_numpy(trainer_logprobs), torch.from_numpy(engine_logprobs), step)
 
     def close(self) -> None:
-        """End the sampler and free its memory."""
+        """Shut down the sampler and free its memory."""
         self.sampler.close()
 
 
 @torch.no_grad()
 def compute_row_logprobs(model: LanguageModel, tokens: Tensor) -> Tensor:
-    """Log-probs (T - 1,) of `tokens` (1, T) at temperature 1; the first token has none, since nothing precedes it."""
+    """Compute log-probs (T - 1,) of `tokens` (1, T) after the first, at temperature 1."""
     flat_positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     logprobs: Tensor = model.lm_head(
         model.model.compute_hidden_states(tokens, flat_positions),
@@ -232,26 +230,26 @@ def compute_row_logprobs(model: LanguageModel, tokens: Tensor) -> Tensor:
 
 
 def iter_noisy_weights(model: LanguageModel, noise: float, rng: np.random.Generator) -> Iterator[tuple[str, Tensor]]:
-    """The weights of `iter_hub_weights`, every entry multiplied by 1 + noise * e with e from a standard normal.
+    """Yield the weights of `iter_hub_weights` with every entry multiplied by 1 + noise * e, e standard normal.
 
-    This is how the rounding of an engine errs: relative to the size of an entry. A weight with two names, such as that
-    of a tied head, gets the same noise under both.
+    Like an engine's rounding errors, the noise is relative to each entry. A weight with two names, such as a tied head,
+    gets the same noise under both.
     """
     seed = int(rng.integers(2**62))  # fits a signed 64-bit integer
     base_weights, numbers = get_base_weights(model), dict[int, int]()
     for name, weight in iter_hub_weights(model):
-        # Numbered by the model's own tensor: a sum with an adapter is freed, and the next one may have its address.
+        # Identified by the model's own tensor: merged weights are freed, and their addresses may be reused.
         number = numbers.setdefault(base_weights[name].data_ptr(), len(numbers))
         draws = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed ^ number))
         yield name, weight * (1 + noise * draws.to(weight.device))
 
 
 def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, context_length: int) -> "VllmSampler":
-    """Start vLLM. ValueError if vLLM is missing, or if the names of the model's tensors do not match."""
+    """Start vLLM. Raise ValueError if vLLM is missing or the names of the model's tensors do not match."""
     from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler, read_weight_shapes
 
-    # This check takes a moment. Without it, vLLM would start, and only the first weight sync would fail. The head may
-    # be missing in the files: a model with tied embeddings stores their weight once.
+    # This check is quick. Without it, vLLM would start, and only the first sync would fail. A tied head may be missing
+    # in the files.
     unknown_names = get_base_weights(policy.model).keys() - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
     if unknown_names:
         raise ValueError(
@@ -260,8 +258,8 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
             f"name. Sample in torch with --set rollout.name=torch."
         )
     rollout = config.rollout
-    # rollout.gpu_memory_utilization is a fraction of the trial's share of a GPU, and vLLM's setting is a fraction of
-    # the full GPU. A trial with several GPUs has one engine per GPU; 0 GPUs is a CPU, which has no such share.
+    # rollout.gpu_memory_utilization is a fraction of the trial's share of a GPU, but vLLM's setting is a fraction of
+    # the full GPU. A trial with several GPUs has one engine per GPU. 0 GPUs means a CPU, which is not shared this way.
     gpu_fraction = min(1.0, config.trainer.n_gpus_per_node or 1.0)
     has_fraction = rollout.gpu_memory_utilization is not None
     return VllmSampler(
@@ -280,9 +278,9 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
 
 
 def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -> int:
-    """Bytes of the KV cache: those that the settings give, or what the conversations of a training step need.
+    """Compute the bytes of the KV cache, from rollout.kv_cache_gib or for the conversations of a training step.
 
-    At least one conversation of `context_length` tokens: with less, vLLM does not start.
+    They suffice for at least one conversation of `context_length` tokens, without which vLLM does not start.
     """
     dtype_bytes, ranks = getattr(torch, config.model.dtype).itemsize, max(1, int(config.trainer.n_gpus_per_node))
     cache_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, ranks)
@@ -292,7 +290,7 @@ def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -
 
 
 def _compare(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: int) -> LogprobMismatch:
-    """The mismatch of log-probs (N,) of the same tokens. NonFiniteError if one is not finite."""
+    """Measure the mismatch of log-probs (N,) of the same tokens. Raise NonFiniteError if one is not finite."""
     check_logprobs(trainer_logprobs, engine_logprobs, step)
     return measure_mismatch(trainer_logprobs, engine_logprobs)
 
@@ -305,10 +303,10 @@ def make_engine(
     context_length: int,
     gather_weights: GatherWeights,
 ) -> Engine:
-    """Make the engine that rollout.name selects, which samples from its own weights if it is vLLM or has noise.
+    """Make the engine that rollout.name selects. With vLLM or weight noise, it has its own copy of the weights.
 
-    context_length: maximum number of tokens in a conversation. For the other arguments see `SyncedEngine`. Raises
-    ValueError if vLLM cannot be used.
+    context_length: maximum tokens per conversation. For the other arguments see `SyncedEngine`. Raises ValueError if
+    vLLM cannot be used.
     """
     if config.rollout.uses_vllm:
         reserved_bytes = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
@@ -325,9 +323,9 @@ def make_engine(
 
 
 def make_evaluation_engine(config: RunConfig, policy: Policy, engine: Engine, gather_weights: GatherWeights) -> Engine:
-    """The engine of validations and tests: `engine`, unless it is a copy with noise, which is not what is evaluated.
+    """Make the engine for validations and tests: `engine` itself, or one without the noise of rollout.weight_noise.
 
-    vLLM also evaluates with noise, since a run has no room for a second engine.
+    vLLM evaluates with noise, too, because a run has no room for a second engine.
     """
     if config.rollout.weight_noise and not config.rollout.uses_vllm:
         return Engine(_make_local_sampler(config, policy), gather_weights)
@@ -335,7 +333,7 @@ def make_evaluation_engine(config: RunConfig, policy: Policy, engine: Engine, ga
 
 
 def _make_local_sampler(config: RunConfig, policy: Policy) -> Sampler:
-    """The sampler of this package that rollout.name selects."""
+    """Make the sampler that rollout.name selects, compiled or torch."""
     if config.rollout.uses_compiled_sampler:
         from trainable.rollout.compiled_sampler import CompiledSampler
 
@@ -347,7 +345,7 @@ def _make_local_sampler(config: RunConfig, policy: Policy) -> Sampler:
 def recompute_logprobs(
     model: LanguageModel, episodes: Sequence[Episode], temperature: float, micro_batch_size: int, device: torch.device
 ) -> list[Episode]:
-    """`episodes` with log-probs and entropies of `model`; those of the engine move to `engine_logprobs`.
+    """Recompute log-probs and entropies of `episodes` with `model`; move the engine's log-probs to `engine_logprobs`.
 
     A pass has at most as many tokens as `micro_batch_size` rows of the longest episode.
     """
@@ -369,7 +367,7 @@ def recompute_logprobs(
                 chunk_elements=CHUNK_ELEMENTS,
             ),
         )
-        # The statistics are a flat list over sampled tokens: put them at their places, which `index` selects rows of.
+        # Scatter the statistics, flat over sampled tokens, to their places in the rows `index`.
         for output, values in ((logprobs, token_stats.logprobs), (entropies, token_stats.entropies)):
             padded_values = torch.zeros(micro_batch.mask.shape, device=device)
             padded_values[micro_batch.mask] = values.float()

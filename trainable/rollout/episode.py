@@ -1,4 +1,4 @@
-"""Episodes: the results of rollouts, with a mask of the tokens that were sampled."""
+"""Episodes: the results of rollouts, with a mask of sampled tokens."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -13,28 +13,28 @@ class StopReason(StrEnum):
 
     SUCCESS = "success"  # the level ended with success
     FAILURE = "failure"  # the level ended without success, such as in a hole
-    OUT_OF_ACTIONS = "out of actions"  # the level has not ended after all actions that an episode may have
-    OUT_OF_TURNS = "out of turns"  # the level has not ended after all turns, with actions left
+    OUT_OF_ACTIONS = "out of actions"  # the level did not end within the maximum number of actions
+    OUT_OF_TURNS = "out of turns"  # the level did not end within the maximum number of turns
     MALFORMED = "malformed"  # no reply of any turn contained a valid action
-    OUT_OF_CONTEXT = "out of context"  # another turn, with a reply of full length, might not fit into the context
+    OUT_OF_CONTEXT = "out of context"  # another turn, with a reply of full length, might exceed the context
 
 
 class Episode(NamedTuple):
     """One rollout of one level. T is the number of tokens in the conversation.
 
-    level_seed: seed that generates the level. group: number of the level among those that were rolled out together.
+    level_seed: seed of the level. group: index of the level among the levels that were rolled out together.
     tokens: (T,) int64, in the order in which the model saw or sampled them.
-    mask: (T,) bool, True if the token was sampled.
+    mask: (T,) bool, True for sampled tokens.
     logprobs, entropies: (T,) float32, of the sampling distribution at each sampled token, in nats; 0 elsewhere.
     turns: (T,) int64, number of the turn, from 0.
     turn_rewards: sum of rewards and format penalty of each turn. turn_actions: names of the executed actions of each
-    turn. turn_validity: whether the answer of each turn was valid; an empty one is not. stop_reason: how the episode
-    ended. texts: the reply of each turn.
-    children: in a game of trees, the episodes of the rollouts that this one asked. parent_turn: of a child, the turn of
-    its root that asked it. answer: in a game of trees, the final answer, None without one. evidence: the passages that
-    a perfect answer of the root quotes.
-    engine_logprobs: (T,), like `logprobs`: the log-probs that the engine reported, if the trainer has recomputed
-    `logprobs` since; otherwise None.
+    turn. turn_validity: whether the answer of each turn was valid; empty answers are invalid. stop_reason: how the
+    episode ended. texts: the reply of each turn.
+    children: in a game of trees, the episodes of the rollouts that this one asked. parent_turn: of a child, the turn in
+    which its root asked it. answer: in a game of trees, the final answer, if any. evidence: the passages that a perfect
+    answer of the root quotes.
+    engine_logprobs: (T,), the log-probs reported by the engine if the trainer has recomputed `logprobs`, otherwise
+    None.
     """
 
     level_seed: int
@@ -62,7 +62,7 @@ class Episode(NamedTuple):
 
     @property
     def score(self) -> float:
-        """Sum of the rewards of all turns, including penalties."""
+        """Sum of all turn rewards, including penalties."""
         return float(sum(self.turn_rewards))
 
     @property
@@ -87,9 +87,9 @@ class Episode(NamedTuple):
 
 
 def list_rollouts(episodes: Sequence[Episode]) -> list[Episode]:
-    """The episodes, each followed by its children, as rollouts on their own: none of them has children any more.
+    """Flatten trees: list each episode followed by its children, all as rollouts without children.
 
-    What takes episodes, such as a batch, takes these as one row each, and in this order.
+    Batches and others that take episodes have one row per rollout, in this order.
     """
     return [
         rollout
@@ -99,7 +99,7 @@ def list_rollouts(episodes: Sequence[Episode]) -> list[Episode]:
 
 
 def replace_rollouts(episodes: Sequence[Episode], rollouts: Sequence[Episode]) -> list[Episode]:
-    """The episodes with others in place of themselves and of their children, in the order of `list_rollouts`."""
+    """Rebuild the trees of `episodes` from `rollouts`, which replace them in the order of `list_rollouts`."""
     replacements = iter(rollouts)
     return [
         next(replacements)._replace(children=tuple(next(replacements) for _ in episode.children))

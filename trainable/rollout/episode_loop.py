@@ -1,4 +1,4 @@
-"""The episode loop: a model plays P levels, G episodes of each, and the episodes whose replies are finished go on."""
+"""The episode loop: a model plays G episodes on each of P levels, and each continues when its reply is finished."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class EpisodeLimits:
     """Limits of an episode.
 
     max_turn, max_actions_per_turn, format_penalty: as in `EnvConfig`. max_actions: `EnvConfig.max_actions_per_traj`.
-    context_length: maximum number of tokens in a conversation.
+    context_length: maximum tokens per conversation.
     """
 
     max_turn: int
@@ -34,8 +34,8 @@ class EpisodeLimits:
 class _EpisodeState:
     """An episode in progress.
 
-    rewards, turn_actions, turn_validity: one entry per turn. Rewards are those of the game, without the format penalty,
-    which the model is not shown.
+    rewards, turn_actions, turn_validity: one entry per turn. Rewards are the game's, without the format penalty, which
+    the model does not see.
     """
 
     level: Level
@@ -67,17 +67,16 @@ def roll_out_episodes(
     luck: np.ndarray,
     compute_rewards: RewardFunction | None = None,
 ) -> list[Episode]:
-    """Play every level `group_size` times; the episodes of a level are consecutive.
+    """Play every level `group_size` times. The episodes of a level are consecutive.
 
-    An episode's next turn begins when its reply is finished, whether or not those of others are; samplers that compute
-    all rows together finish all replies at the same time. Neither changes a draw, since each episode has its own random
-    numbers.
+    An episode's next turn begins when its reply is finished, without waiting for other episodes. (Samplers that compute
+    all rows together finish all replies at the same time.) This does not change any draw, since each episode has its
+    own random numbers.
 
-    The reward of a turn is the environment's, plus the format penalty if the turn is invalid. An episode ends when the
-    environment says so, when it has no actions or turns left, or when its next turn, with a reply of full length, could
-    exceed the context. All random numbers of the sampler come from `rng`, and those of the environment are `luck`, see
-    `draw_luck`. With `compute_rewards`, the rewards of an episode are those of this function instead of the game's;
-    the prompts still show those of the game, since the function reads finished episodes.
+    The reward of a turn is the environment's, plus the format penalty if the turn is invalid. An episode ends when its
+    level ends, when it has no actions or turns left, or when its next turn, with a reply of full length, could exceed
+    the context. The sampler's random numbers come from `rng`, the environment's are `luck` (see `draw_luck`).
+    `compute_rewards` replaces the game's rewards when an episode is finished; prompts still show the game's.
     """
     starts = environment.start(levels)
     states = [
@@ -93,7 +92,7 @@ def roll_out_episodes(
         state.transcript.append_prompt(prompts[state.group])
     conversation = sampler.start_conversation(prompts, group_size, params, rng)
     turns, num_waiting = conversation.take_turns(), len(states)
-    # No new tokens yet: the conversation already has the prompts.
+    # Without new tokens, since the conversation already has the prompts.
     turns.submit(range(len(states)), [[] for _ in states])
     turn = 1
     while num_waiting:
@@ -101,9 +100,9 @@ def roll_out_episodes(
         finished = turns.collect()
         rows, replies = [row for row, _ in finished], [reply for _, reply in finished]
         row_turns = [states[row].transcript.num_turns for row in rows]
-        turn = max(turn, min(max(row_turns) + 2, limits.max_turn))  # the next one of the furthest episode
+        turn = max(turn, min(max(row_turns) + 2, limits.max_turn))  # the next turn of the furthest episode
         _apply_replies(environment, [states[row] for row in rows], replies, codec, limits, luck[rows, row_turns])
-        # An observation after the last turn would get no reply.
+        # There is no observation after the last turn.
         live_rows = [row for row in rows if _is_live(states[row], limits)]
         next_rows, new_tokens = _append_observations(states, live_rows, template, codec, limits, params)
         if next_rows:
@@ -113,10 +112,10 @@ def roll_out_episodes(
 
 
 def draw_luck(rng: np.random.Generator, num_episodes: int, limits: EpisodeLimits) -> np.ndarray:
-    """The random numbers of the environment for all episodes: float64 (episodes, turns, actions per turn), from [0, 1).
+    """Draw the environment's random numbers for all episodes: float64 (episodes, turns, actions per turn), in [0, 1).
 
-    The numbers of an episode depend on its index only, and not on how many episodes there are. Both limits may be far
-    above what an episode can reach: each turn has a token, and a turn has no more actions than an episode.
+    An episode's numbers depend only on its index, not on the number of episodes. Limits far above what an episode can
+    reach are reduced: each turn has at least one token, and a turn has at most as many actions as an episode.
     """
     turns = min(limits.max_turn, limits.context_length)
     return rng.random((num_episodes, turns, min(limits.max_actions_per_turn, limits.max_actions)))
@@ -130,10 +129,7 @@ def _apply_replies(
     limits: EpisodeLimits,
     luck: np.ndarray,
 ) -> None:
-    """Parse the replies, execute their actions, and record the outcomes in `states`.
-
-    Valid actions of an invalid reply are executed, too.
-    """
+    """Parse replies, execute their valid actions (also of invalid replies), and record the outcomes in `states`."""
     texts = codec.decode([reply.token_ids for reply in replies])
     parsed_replies = [parse_reply(text, limits.max_actions_per_turn, environment.read_action) for text in texts]
     rewards = _play_turn(environment, states, parsed_replies, limits, luck)
@@ -150,7 +146,7 @@ def _play_turn(
     limits: EpisodeLimits,
     luck: np.ndarray,
 ) -> np.ndarray:
-    """Execute the actions of the replies in all episodes at once; return the summed reward (B,) of each episode."""
+    """Execute the replies' actions in all episodes at once; return the reward (B,) of each episode's turn."""
     # A reply may have more actions than the episode has left.
     actions = [
         reply.actions[: limits.max_actions - state.actions] for state, reply in zip(states, replies, strict=True)
@@ -159,7 +155,7 @@ def _play_turn(
     for row, state in enumerate(states):
         state.state = outcome.states[row]
         state.done, state.success = bool(outcome.done[row]), bool(outcome.success[row])
-        # What is not executed comes last: the actions after the end of the level.
+        # Unexecuted actions come last, after the end of the level.
         state.turn_actions.append(actions[row][: int(outcome.action_counts[row])])
     return outcome.rewards
 
@@ -176,7 +172,7 @@ def _append_observations(
     limits: EpisodeLimits,
     params: SamplingParams,
 ) -> tuple[list[int], list[list[int]]]:
-    """Append the observations of the next turn; return the rows that continue, and their new tokens.
+    """Append the observations of the next turn; return the continuing rows and their new tokens.
 
     A row ends if its next turn, with a reply of full length, could exceed the context.
     """
@@ -186,14 +182,13 @@ def _append_observations(
         actions_left, last_reward = limits.max_actions - state.actions, float(state.rewards[-1])
         is_invalid = not state.turn_validity[-1]
         text = template.format_next_turn(
-            # Turns are counted from 0 here, and from 1 in the text of an observation.
+            # Observations count turns from 1.
             Observation(state.transcript.num_turns + 1, state.state, actions_left, last_reward, is_invalid)
         )
         texts.append(text if state.transcript.is_closed else template.end_marker + text)
     next_rows, new_tokens = [], []
     for row, ids in zip(live_rows, codec.encode(texts), strict=True):
         state = states[row]
-        # Otherwise the conversation ends with the last reply.
         if state.transcript.append_prompt_if_it_fits(ids, params.max_new_tokens, limits.context_length):
             next_rows.append(row)
             new_tokens.append(ids)
@@ -203,7 +198,7 @@ def _append_observations(
 
 
 def _find_stop_reason(state: _EpisodeState, limits: EpisodeLimits) -> StopReason:
-    if state.done:  # first, since the last allowed action may be the one that ends the level
+    if state.done:  # checked first, since the last allowed action may end the level
         return StopReason.SUCCESS if state.success else StopReason.FAILURE
     if state.out_of_context:
         return StopReason.OUT_OF_CONTEXT
@@ -215,7 +210,7 @@ def _find_stop_reason(state: _EpisodeState, limits: EpisodeLimits) -> StopReason
 def _compute_turn_rewards(
     state: _EpisodeState, limits: EpisodeLimits, compute_rewards: RewardFunction | None
 ) -> tuple[float, ...]:
-    """The rewards of the turns, with the format penalty. ValueError unless `compute_rewards` returns one for each."""
+    """Compute all turn rewards, with format penalties. ValueError unless `compute_rewards` gives one per turn."""
     rewards: Sequence[float] = state.rewards
     if compute_rewards is not None:
         columns = (state.transcript.texts, state.turn_actions, map(float, state.rewards), state.turn_validity)

@@ -1,22 +1,22 @@
-"""Size of the KV cache that the conversations of a run need. Plans read this module, so it does not import torch."""
+"""Size of the KV cache for a run's conversations. Does not import torch, since plans use this module."""
 
 from typing import Protocol
 
 from trainable.config.run_config import RunConfig
 
 BLOCK_TOKENS = 16
-"""Tokens of a block of vLLM's cache on a GPU: a conversation takes whole blocks."""
+"""Tokens per block of vLLM's cache on a GPU. A conversation takes whole blocks."""
 
 TURN_TOKENS = {"full": 320, "compact": 16}
 """Maximum tokens of the game's messages per turn, by prompt style.
 
-full: the published limit of 3600 tokens per conversation leaves (3600 - 5 x 400) / 5 for each of 5 turns with replies
-of 400. compact: at least the longest prompt of the laptop preset and at most 1.5 times as long, which a test checks.
+full: the published limit of 3600 tokens per conversation leaves (3600 - 5 x 400) / 5 per turn, for 5 turns with
+replies of 400. compact: 1 to 1.5 times the longest prompt of the laptop preset, which a test checks.
 """
 
 
 class AttentionShape(Protocol):
-    """The sizes of a model that determine its keys and values."""
+    """The sizes of a model that determine the size of its keys and values."""
 
     @property
     def num_hidden_layers(self) -> int:
@@ -24,7 +24,7 @@ class AttentionShape(Protocol):
 
     @property
     def num_key_value_heads(self) -> int:
-        """Heads of keys and of values per block."""
+        """Key (and value) heads per block."""
 
     @property
     def head_dim(self) -> int:
@@ -32,9 +32,9 @@ class AttentionShape(Protocol):
 
 
 def compute_max_tokens(config: RunConfig) -> int:
-    """Maximum tokens of a conversation: all turns with replies of full length, but at most max_model_len.
+    """Compute the maximum tokens of a conversation: all turns with replies of full length, up to max_model_len.
 
-    In a game of trees it is max_model_len, since code may print as much as it likes.
+    For a game of trees, it is max_model_len, since the output of code is unbounded.
     """
     if config.env.kind.has_trees and config.rollout.max_model_len:
         return config.rollout.max_model_len
@@ -43,19 +43,19 @@ def compute_max_tokens(config: RunConfig) -> int:
 
 
 def compute_token_kv_bytes(shape: AttentionShape, dtype_bytes: int) -> int:
-    """Bytes of the keys and values of one token in all blocks, with `dtype_bytes` bytes per number."""
+    """Compute the bytes of one token's keys and values in all blocks, with `dtype_bytes` bytes per number."""
     return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype_bytes
 
 
 def compute_conversation_kv_bytes(shape: AttentionShape, dtype_bytes: int, tokens: int) -> int:
-    """Bytes of the blocks of a conversation of `tokens` tokens."""
+    """Compute the bytes of a conversation of `tokens` tokens, in whole cache blocks."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * compute_token_kv_bytes(shape, dtype_bytes)
 
 
 def compute_step_kv_bytes(shape: AttentionShape, config: RunConfig, dtype_bytes: int, ranks: int) -> int:
-    """Bytes of the cache with which a rank can sample all of its conversations of a training step at once.
+    """Compute the bytes of a cache in which a rank can sample all of its conversations of a training step at once.
 
-    A validation may have more conversations. vLLM then lets some of them wait, which changes no number.
+    A validation may have more conversations. vLLM then lets some of them wait, which does not change results.
     """
     env = config.env
     conversations = -(-env.env_groups * env.group_size * env.max_conversations_per_rollout // ranks)

@@ -1,9 +1,8 @@
 """Mismatch between the log-probs of the sampling engine and of the trainer, for the same sampled tokens.
 
-An engine with outdated weights, another temperature or other rounding has other log-probs than the trainer. Columns
-report the mismatch of every step over the sampled tokens. A run ends if the mean mismatch on a fixed prompt, right
-after the weights were synced, is above the tolerance. Importance weights can correct a mismatch that is only due to
-rounding.
+Outdated weights, another temperature or different rounding make an engine's log-probs differ from the trainer's.
+Columns report the mismatch over the sampled tokens of every step. A run ends if the mean mismatch on a fixed prompt,
+right after a sync, is above the tolerance. Importance weights can correct a mismatch that is only due to rounding.
 """
 
 import math
@@ -16,15 +15,15 @@ from trainable.runs.failures import NonFiniteError
 
 
 class EngineMismatchError(ArithmeticError):
-    """On the fixed prompt the engine's log-probs differ from the trainer's: it has other weights, so no retry helps."""
+    """The engine's log-probs of the fixed prompt differ from the trainer's: its weights differ, so no retry helps."""
 
 
 class LogprobMismatch(NamedTuple):
-    """Mismatch over N sampled tokens, with d = log-prob of the trainer minus log-prob of the engine.
+    """Mismatch over N sampled tokens, with d = trainer's log-prob minus engine's log-prob.
 
     mean_abs, max_abs: mean and maximum of |d|, in nats. kl: KL(engine || trainer) in nats per token, estimated as the
-    mean of exp(d) - 1 - d (k3, Schulman 2020: never negative). ess_fraction: effective sample size of the weights
-    w = exp(d), as a fraction of N: (sum w)^2 / (N sum w^2), in (0, 1] (Kish 1965); 1 if all weights are equal.
+    mean of exp(d) - 1 - d (k3, Schulman 2020), which is never negative. ess_fraction: effective sample size of the
+    weights w = exp(d), as a fraction of N: (sum w)^2 / (N sum w^2), in (0, 1] (Kish 1965); 1 if all weights are equal.
     """
 
     mean_abs: float
@@ -36,24 +35,24 @@ class LogprobMismatch(NamedTuple):
 def measure_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> LogprobMismatch:
     """Compare log-probs (N,) of the same N >= 1 sampled tokens, at the same temperature.
 
-    If a log-prob is not finite, `mean_abs` is not finite either, and `check_mismatch` rejects it. Raises ValueError if
-    there are no tokens.
+    If a log-prob is not finite, neither is `mean_abs`, which `check_mismatch` rejects. Raises ValueError without
+    tokens.
     """
     difference = trainer_logprobs.double() - engine_logprobs.double()
     if not len(difference):
         raise ValueError("There are no sampled tokens to compare: give at least one episode with a reply.")
-    # Without the maximum, exp could overflow. A common factor does not change the effective sample size.
+    # Subtract the maximum to prevent overflow. A common factor does not change the effective sample size.
     weights = (difference - difference.max()).exp()
     return LogprobMismatch(
         mean_abs=float(difference.abs().mean()),
         max_abs=float(difference.abs().max()),
-        kl=float((torch.expm1(difference) - difference).mean()),  # KL(engine || trainer): the engine sampled the tokens
+        kl=float((torch.expm1(difference) - difference).mean()),  # KL(engine || trainer): tokens are the engine's
         ess_fraction=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
     )
 
 
 def check_logprobs(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: int) -> None:
-    """Raise NonFiniteError if log-probs of the same tokens are not finite: this is no mismatch of two engines."""
+    """Raise NonFiniteError if log-probs are not finite, since this is not a mismatch."""
     log_probs = {"trainer": trainer_logprobs, "engine": engine_logprobs}
     names = [name for name, values in log_probs.items() if not bool(torch.isfinite(values).all())]
     if names:

@@ -1,4 +1,4 @@
-"""How a run's game is played: in turns with an environment, or by a player of its own."""
+"""Players of a run's game: turn by turn with an environment, or as the game itself defines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from trainable.rollout.sampler import Sampler, SamplingParams
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """What is to be played, and with which chance."""
+    """What to play, and with which random numbers."""
 
     levels: Sequence[Any]
     """At least one."""
@@ -29,29 +29,29 @@ class RolloutRequest:
     sampler: Sampler
     params: SamplingParams
     rng: np.random.Generator
-    """All random numbers of the sampler come from its children, one per episode."""
+    """Spawns one generator per episode for the sampler."""
     luck_rng: np.random.Generator
-    """All random numbers of the environment."""
+    """Generates the environment's random numbers."""
     first_episode: int = 0
-    """Number of the first of these episodes among those that all ranks play together."""
+    """Index of the first of these episodes among the episodes of all ranks."""
     num_episodes: int | None = None
-    """Of all ranks; None for those of this one."""
+    """Number of episodes of all ranks; None if these are all."""
 
 
 class Player(Protocol):
     """Plays levels with a sampler."""
 
     def encode_first_turn(self, level: Any) -> list[int]:
-        """The tokens of the conversation up to the first reply."""
+        """Encode the conversation up to the first reply."""
 
     def check_first_turns(self, levels: Sequence[Any], response_length: int) -> None:
         """Raise ValueError if the first prompt of a level and a reply of full length do not fit into the context.
 
-        Later turns need no such check: an episode ends if its next turn might not fit.
+        Later turns need no check: an episode ends if its next turn might not fit.
         """
 
     def roll_out(self, request: RolloutRequest) -> list[Episode]:
-        """Play what is asked for; the episodes of a level are consecutive, and numbered from group 0."""
+        """Play the requested episodes. The episodes of a level are consecutive, and groups are numbered from 0."""
 
 
 def check_length(prompt_tokens: int, response_length: int, context_length: int) -> None:
@@ -67,7 +67,7 @@ def check_length(prompt_tokens: int, response_length: int, context_length: int) 
 
 @dataclass(frozen=True)
 class TurnPlayer:
-    """Plays a game of turns. compute_rewards: replaces the rewards of the game; None for those of the game."""
+    """Plays a turn-based game. compute_rewards: replaces the game's rewards, if not None."""
 
     environment: Environment[Any]
     template: PromptTemplate
@@ -88,7 +88,7 @@ class TurnPlayer:
             self.template.format_first_turn(Observation(turn=1, state=state, actions_left=self.limits.max_actions))
             for state in self.environment.start(levels)
         ]
-        # Many levels of a small game look the same.
+        # Many levels of a small game look the same, so each text is encoded once.
         distinct_texts = list(dict.fromkeys(texts))
         tokens_by_text = dict(zip(distinct_texts, self.codec.encode(distinct_texts), strict=True))
         return [tokens_by_text[text] for text in texts]
@@ -113,7 +113,7 @@ class TurnPlayer:
 
 
 def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length: int) -> Player:
-    """The player of the game that env.name selects. context_length: tokens of a conversation."""
+    """Make the player of the game that env.name selects. context_length: maximum tokens of a conversation."""
     env, style = config.env, config.model.prompt_style
     if env.kind.player:
         player: Player = resolve_name(env.kind.player)(config, policy, codec, context_length)

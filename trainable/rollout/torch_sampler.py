@@ -1,4 +1,4 @@
-"""Sampling in plain torch, with one prefill of the prompt per group and a KV cache that is kept across turns."""
+"""Sampling in plain torch, with one prefill per group and a KV cache that is kept across turns."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from trainable.rollout.sampler import (
 )
 
 COMPACT_FRACTION = 0.5
-"""Live rows are moved together when fewer than this fraction is left. Moving them copies the cache; at a half, the
-number of copies per turn is at most the base-2 logarithm of the number of rows."""
+"""Live rows are moved together when fewer than this fraction of rows is live. This copies the cache: with one half, at
+most log2(rows) times per turn."""
 
 
 class TorchSampler:
-    """Samples from a model that it shares with the trainer, so there are no weights to sync."""
+    """Samples from the trainer's own model, so that no weights need syncing."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -35,9 +35,9 @@ class TorchSampler:
 
 
 class _TurnBuffers(NamedTuple):
-    """A turn in progress: (rows, steps) each, except `lengths` (rows,); rows are in the order of the cache.
+    """Buffers of the current turn: (rows, steps) each, except `lengths` (rows,). Rows are in cache order.
 
-    uniforms: the random numbers that choose the tokens. lengths: sampled tokens of each row so far.
+    uniforms: the random numbers that select tokens. lengths: number of sampled tokens of each row so far.
     """
 
     uniforms: Tensor
@@ -48,10 +48,10 @@ class _TurnBuffers(NamedTuple):
 
 
 class TorchConversation(Conversation):
-    """Rows in lock-step in one cache. Live rows come first, so that passes can leave out the finished ones.
+    """Samples rows in lock-step with one cache. Live rows come first, so that passes can skip the finished ones.
 
-    A place is an index into the cache. `rows` has the row of the conversation at each place, and `pending_tokens` the
-    last token of the reply there, which no pass has read yet (None before the first reply).
+    A place is an index into the cache. `rows` maps each place to a row of the conversation, and `pending_tokens` to the
+    last token of its reply, which no pass has read yet (None before the first reply).
     """
 
     def __init__(
@@ -68,34 +68,34 @@ class TorchConversation(Conversation):
         self.rows = list(range(len(prompts) * group_size))
         self.pending_tokens: list[int | None] = [None] * len(self.rows)
         longest = max(len(prompt) for prompt in prompts)
-        # A guess at the length of a few turns: the cache grows when it is full.
+        # Room for a few turns; the cache grows when it is full.
         self.cache = model.model.make_cache(len(prompts), longest + 4 * params.max_new_tokens)
         self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
         with torch.inference_mode():
             self.hidden = self._extend(prompts)
-            # The cache had one row per prompt up to here; now each is repeated for its group.
+            # So far, the cache has one row per prompt. Repeat each for its group.
             self._select_places(torch.arange(len(prompts), device=self.device).repeat_interleave(group_size))
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`)."""
+        """Append new tokens to `rows` and sample their replies (see `Conversation.sample_replies`)."""
         tokens_by_row = dict(zip(rows, new_tokens, strict=True))
         with torch.inference_mode():
-            # Not in the first turn, in which the cache has the prompts and nothing was sampled.
+            # In the first turn nothing has been sampled yet, and the cache already contains the prompts.
             if any(last is not None for last in self.pending_tokens):
                 self._reorder([place for place, row in enumerate(self.rows) if row in tokens_by_row])
-                # Finished rows got padding while others were sampled; without it, attention has less to compute.
+                # Remove the padding that finished rows got while others were sampled, so that attention computes less.
                 self.cache.pack()
-                # By now every row has a pending token; the check for None is for the type checker.
+                # Here every row has a pending token; the check for None is for the type checker.
                 chunks = [
                     [*([] if pending is None else [pending]), *tokens_by_row[row]]
                     for row, pending in zip(self.rows, self.pending_tokens, strict=True)
                 ]
                 self.hidden = self._extend(chunks)
             replies = self._sample_turn()
-        return [replies[row] for row in rows]  # rows in the cache may be in another order, from compacting
+        return [replies[row] for row in rows]  # compacting may have reordered the rows of the cache
 
     def _select_places(self, places: Tensor) -> None:
-        """Make place i of the cache, the lengths and the hidden states a copy of the present place `places[i]`."""
+        """Index the rows of the cache, the lengths and the hidden states by `places`."""
         self.cache.select_rows(places)
         self.hidden, self.lengths = self.hidden[places], self.lengths[places]
 
@@ -107,14 +107,14 @@ class TorchConversation(Conversation):
 
     def _extend(self, chunks: Sequence[Sequence[int]]) -> Tensor:
         """Append a chunk of tokens to each place of the cache; return the last tokens' hidden states (rows, hidden)."""
-        # Right-aligned, so that the last column has the last token of every chunk, whatever the chunk's length.
+        # Right-aligned, so that the last column has the last token of every chunk.
         widest = max(len(chunk) for chunk in chunks)
         tokens = torch.zeros((len(chunks), widest), dtype=torch.long)
         for row, chunk in enumerate(chunks):
             tokens[row, widest - len(chunk) :] = torch.tensor(chunk, dtype=torch.long)
         counts = torch.tensor([len(chunk) for chunk in chunks], device=self.device)
         steps = torch.arange(widest, device=self.device) - (widest - counts[:, None])
-        # `steps` is negative on the padding at the left. The mask excludes it, so any valid position will do there.
+        # `steps` is negative on the left padding, which is masked, so any valid position will do.
         hidden = self.model.model.extend(
             tokens.to(self.device), (self.lengths[:, None] + steps).clamp_min(0), steps >= 0, self.cache
         )
@@ -122,10 +122,10 @@ class TorchConversation(Conversation):
         return hidden
 
     def _sample_turn(self) -> dict[int, SampledReply]:
-        """Draw tokens in lock-step until every row has its stop token or its maximum length; return replies by row."""
+        """Sample in lock-step until every row has a stop token or the maximum length; return replies by row."""
         buffers, live_mask = self._make_buffers(), torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         for step in range(self.params.max_new_tokens):
-            active_count = len(live_mask)  # all live rows are at places 0 ... active_count - 1
+            active_count = len(live_mask)  # live rows are among the first `active_count` places
             samples = sample_tokens(
                 self.model.lm_head(self.hidden[:active_count]),
                 self.params.temperature,
@@ -147,9 +147,9 @@ class TorchConversation(Conversation):
         return self._collect_replies(buffers)
 
     def _make_buffers(self) -> _TurnBuffers:
-        """Make the buffers of a turn, and draw all of its random numbers."""
+        """Make the buffers of a turn and draw its random numbers."""
         rows, steps = len(self.rows), self.params.max_new_tokens
-        # Each row draws from its own generator, so that its tokens do not depend on which other rows are live.
+        # Each row has its own generator, so that its tokens do not depend on which other rows are live.
         uniforms = np.stack([self.row_rngs[row].random(steps, dtype=np.float32) for row in self.rows])
         float_buffers = torch.zeros((2, rows, steps), device=self.device)
         return _TurnBuffers(
@@ -163,15 +163,15 @@ class TorchConversation(Conversation):
     def _compact_rows(
         self, buffers: _TurnBuffers, tokens: Tensor, live_mask: Tensor
     ) -> tuple[_TurnBuffers, Tensor, Tensor]:
-        """Move the live rows to the first places; return the buffers in the new order, tokens and mask cut to them."""
-        # `live_mask` covers the first places only; rows behind them have finished earlier.
+        """Move the live rows to the first places; return reordered buffers, and tokens and mask of the live rows."""
+        # `live_mask` covers only the first places; the rows behind them have finished earlier.
         finished_mask = torch.cat((~live_mask, live_mask.new_ones(len(self.rows) - len(live_mask))))
         places = torch.argsort(finished_mask, stable=True)
         self._reorder(places.tolist())
         return _TurnBuffers(*(buffer[places] for buffer in buffers)), tokens[live_mask], live_mask[live_mask]
 
     def _append_tokens(self, tokens: Tensor, live_mask: Tensor) -> None:
-        """Append one token to each row at the first places; finished rows among them get padding."""
+        """Append one token to each of the first rows. Finished rows among them get padding."""
         active_count = len(live_mask)
         self.hidden[:active_count] = self.model.model.extend(
             tokens[:, None], self.lengths[:active_count, None], live_mask[:, None], self.cache
@@ -179,7 +179,7 @@ class TorchConversation(Conversation):
         self.lengths[:active_count] += live_mask
 
     def _collect_replies(self, buffers: _TurnBuffers) -> dict[int, SampledReply]:
-        """Cut the buffers to the reply of each row; its last token is pending, since no pass has read it.
+        """Cut each row's reply out of the buffers; its last token is pending, since no pass has read it.
 
         Raises NonFiniteError if logits were not finite.
         """
@@ -202,8 +202,8 @@ class TorchConversation(Conversation):
 def sample_tokens(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
-    logits: (B, V). uniforms: (B,) in [0, 1). Returns tokens (B,), and their log-probs and the entropies (B,) of the
-    distribution at `temperature`. At temperature 0 the most likely token is taken, with log-probs and entropies at
+    logits: (B, V). uniforms: (B,) in [0, 1). Returns tokens, their log-probs and the entropies, each (B,), of the
+    distribution at `temperature`. At temperature 0, takes the most likely token, with log-probs and entropies at
     temperature 1.
     """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
@@ -211,13 +211,12 @@ def sample_tokens(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
-        # In float64: a sum over a large vocabulary accumulates rounding errors.
+        # In float64, because sums over a large vocabulary accumulate rounding errors.
         cdf = probs.double().cumsum(-1)
-        # The last entry may differ from 1 by rounding. The uniforms are scaled by it, so that no draw falls beyond the
-        # distribution. The entry of a token of probability 0 equals the entry before it; with right=True, a draw that
-        # equals both passes that token.
+        # The last entry may differ from 1 by rounding. The uniforms are scaled by it, so that every draw is within the
+        # distribution. With right=True, tokens of probability 0, whose entry equals the one before, are never drawn.
         tokens = torch.searchsorted(cdf, (uniforms.double() * cdf[:, -1])[:, None], right=True).squeeze(-1)
         tokens = tokens.clamp_max(logits.shape[-1] - 1)  # NaN sorts behind all entries; `_collect_replies` reports it
-    # The floor replaces a log-prob of -inf, whose product with the probability 0 would be NaN.
+    # Clamped, because the product of a log-prob of -inf and the probability 0 would be NaN.
     entropies = -(probs * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1), entropies

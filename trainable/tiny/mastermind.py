@@ -1,4 +1,4 @@
-"""Demonstrations and vocabulary of mastermind-tiny: the first code of a fixed order that is still possible."""
+"""Demonstrations and vocabulary of mastermind-tiny: guess the first code, in a fixed order, that is still possible."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,20 +12,19 @@ from trainable.tiny.tokenizer import Vocabulary
 POSITIONS, NUM_COLORS = 3, 4
 _CODES = list_codes(POSITIONS, NUM_COLORS)
 CODES = tuple(_CODES[number] for number in np.random.Generator(np.random.PCG64(0)).permutation(len(_CODES)))
-"""All codes, in the order in which they are guessed. It finds 94 % of the codes within four guesses, and all in five.
+"""All codes in guessing order. It finds 94 % of the codes within four guesses, and all within five.
 
-A random guess among the possible codes would do as well, but a tiny policy does not learn it: what it would have to
-imitate is mostly noise.
+Random guesses among the possible codes would do as well, but a tiny policy would not learn them: they are mostly noise.
 """
 
 
 def format_answer(exact: int, misplaced: int) -> str:
-    """The two counts after a guess, as the compact prompt shows them."""
+    """Format the two counts after a guess as in the compact prompt."""
     return f" {exact}{misplaced}"
 
 
 def make_vocabulary() -> Vocabulary:
-    """Each code is a piece, and so is each answer: a policy of two layers can then add up what the answers exclude.
+    """Make the pieces. Codes and answers are single pieces, so that two layers suffice to combine the answers.
 
     A thought repeats all guesses with their answers, then plans the next guess.
     """
@@ -42,12 +41,12 @@ def make_vocabulary() -> Vocabulary:
 
 @cache
 def find_possible_codes(history: tuple[tuple[str, tuple[int, int]], ...]) -> tuple[str, ...]:
-    """The codes that fit all answers, in the order of CODES."""
+    """Find the codes that fit all answers, in the order of CODES."""
     return tuple(code for code in CODES if all(compare_codes(code, guess) == answer for guess, answer in history))
 
 
 def start_plans(state: GuessState) -> MakePlan:
-    """Plans for one code, which only the answers reveal."""
+    """Prepare plans for one code, which use only the answers."""
 
     def make_plan(states: Sequence[GuessState], has_detour: bool, rng: np.random.Generator) -> Plan:
         history = tuple(
@@ -55,7 +54,7 @@ def start_plans(state: GuessState) -> MakePlan:
         )
         possible_codes = find_possible_codes(history)
         guess = possible_codes[0]
-        if has_detour and history:  # the last guess again, as if there had been no answer
+        if has_detour and history:  # repeat the last guess, ignoring its answer
             guess = history[-1][0]
         recap = "".join(f"{earlier}{format_answer(*answer)} " for earlier, answer in history)
         return Plan(recap + guess, [guess])

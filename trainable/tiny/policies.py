@@ -45,7 +45,7 @@ MASTERMIND_TINY = TinyPolicy(
     demonstrator=mastermind.DEMONSTRATOR,
     recipe=Recipe(
         stages=(
-            # Careless from the start, so that it learns to plan after any guesses, and not only after its own.
+            # Careless from the start, to learn to plan after any guesses and not only after its own.
             Stage(60_000, 3e-3, 2e-4, Habits(careless=0.5)),
             Stage(5_000, 1e-3, 1e-4, Habits(detour=0.5, careless=0.2, unfinished=0.1)),
         )
@@ -56,7 +56,7 @@ MASTERMIND_TINY = TinyPolicy(
 TURN_POLICIES: Mapping[str, TinyPolicy] = MappingProxyType(
     {"sokoban-tiny": SOKOBAN_TINY, "frozenlake-tiny": FROZENLAKE_TINY, "mastermind-tiny": MASTERMIND_TINY}
 )
-"""Those of games of turns."""
+"""The policies for turn-based games."""
 POLICIES: Mapping[str, PolicyRecipe] = MappingProxyType(
     {**TURN_POLICIES, "papers-tiny": resolve_name("sandboxes.trees.recipe:PAPERS_TINY")}
 )

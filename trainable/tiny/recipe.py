@@ -1,7 +1,7 @@
 """Train a tiny policy on a solver's demonstrations: first clean ones, then ones with bad habits that PPO can fix.
 
 The first stage teaches the game. The second stage teaches the policy to make bad plans (visible in greedy play) and to
-be careless at times (visible only in sampled play), so that the shipped policy knows more than it shows.
+be careless at times (visible only in sampled play), so that the shipped policy can do better than it does.
 """
 
 import json
@@ -45,7 +45,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The numbers on which the shipped weights depend. The page of a policy in docs/ says how they were chosen."""
+    """The numbers that determine the shipped weights. A policy's page in docs/ explains how they were chosen."""
 
     seed: int = 0
     batch: int = 32
@@ -54,17 +54,17 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRecipe(ABC):
-    """What the weights and the tokenizer of a tiny policy are made of."""
+    """Defines the weights and the tokenizer of a tiny policy."""
 
     source: LevelSource[Any]
-    """The levels of its game."""
+    """The levels of the game."""
     limits: TurnLimits
-    """Those of its demonstrations, which are the defaults of its game."""
+    """Limits of demonstrations, which are the game's defaults."""
     recipe: Recipe
     response_length: int
-    """Tokens that a reply needs."""
+    """Maximum tokens of a reply."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """Others that its game needs of a run."""
+    """Further run settings that the game needs."""
 
     @property
     @abstractmethod
@@ -72,11 +72,11 @@ class PolicyRecipe(ABC):
         """The pieces of the tokenizer, in the order of their ids. The shipped weights depend on this order."""
 
     def build_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the pieces."""
+        """Build the tokenizer of the pieces."""
         return build_tokenizer(self.pieces)
 
     def make_shape(self) -> Qwen2Shape:
-        """Sizes of the model. Its head size is 32, the smallest that vLLM supports."""
+        """Return the sizes of the model. Its head size, 32, is the smallest that vLLM supports."""
         pieces = self.pieces
         return Qwen2Shape(
             vocab_size=len(pieces),
@@ -96,12 +96,12 @@ class PolicyRecipe(ABC):
     def make_dialogues(
         self, levels: Sequence[Any], habits: Habits, rng: np.random.Generator, luck_rng: np.random.Generator
     ) -> Iterator[list[Segment]]:
-        """One demonstration per level, with the bad habits."""
+        """Yield one demonstration per level, with bad habits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyPolicy(PolicyRecipe):
-    """A tiny policy of one game of turns."""
+    """A tiny policy for one turn-based game."""
 
     source: Environment[Any]
     vocabulary: Vocabulary
@@ -115,7 +115,7 @@ class TinyPolicy(PolicyRecipe):
     def make_dialogues(
         self, levels: Sequence[Any], habits: Habits, rng: np.random.Generator, luck_rng: np.random.Generator
     ) -> Iterator[list[Segment]]:
-        """One demonstration per level, with the bad habits, on a random symmetric twin of the level."""
+        """Yield one demonstration per level, with bad habits, on a random symmetric twin of the level."""
         template = make_prompt_template(self.source, "compact", self.limits.actions)
         for level in levels:
             (state,) = self.source.start([level])
@@ -124,13 +124,13 @@ class TinyPolicy(PolicyRecipe):
 
 
 STAGE_LEVEL_STRIDE = 10_000_000
-"""Distance between the first level seeds of two stages. A stage has far fewer levels, so stages share no seed."""
+"""Distance between the first level seeds of two stages: far more than a stage's levels, so stages share no seed."""
 
 
 def make_model(folder: Path, policy: PolicyRecipe, log: Callable[[str], None], n_stages: int | None = None) -> None:
-    """Run the recipe of a policy, and write weights, config, tokenizer and provenance to `folder`.
+    """Run the recipe of a policy and write weights, config, tokenizer and recipe to `folder`.
 
-    n_stages: number of stages to run, from the first; None for all. The first stage alone makes the policy's teacher.
+    n_stages: number of first stages to run; None for all. The first stage alone makes the policy's teacher.
     """
     torch.set_num_threads(1)
     recipe = replace(policy.recipe, stages=policy.recipe.stages[:n_stages])
@@ -148,7 +148,7 @@ def make_model(folder: Path, policy: PolicyRecipe, log: Callable[[str], None], n
 
 
 def make_initial_model(shape: Qwen2Shape, seed: int) -> Qwen2:
-    """Random normal weights: standard deviation 0.02 for the embedding, 0.5 / sqrt(inputs) for matrices; biases 0."""
+    """Initialize normal weights (std 0.02 for the embedding, 0.5 / sqrt(inputs) for matrices) and biases of 0."""
     model = Qwen2(shape)
     generator = torch.Generator().manual_seed(int(make_rng(seed, "weights").integers(2**62)))
     for name, weight in model.named_parameters():
@@ -162,7 +162,7 @@ def make_initial_model(shape: Qwen2Shape, seed: int) -> Qwen2:
 
 @dataclass(frozen=True)
 class Example:
-    """A dialogue as tokens (T,), and a mask (T,) of the tokens that the model is trained to predict."""
+    """A dialogue as tokens (T,), and a mask (T,) of the trained tokens."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -171,7 +171,7 @@ class Example:
 def make_examples(
     policy: PolicyRecipe, stage: Stage, first_index: int, rng: np.random.Generator, luck_rng: np.random.Generator
 ) -> list[Example]:
-    """The stage's dialogues on demonstration levels from `first_index` on, each level once, as tokens."""
+    """Tokenize the stage's dialogues, one per demonstration level from `first_index` on."""
     tokenizer, examples = policy.build_tokenizer(), []
     levels = make_demonstration_levels(policy.source, stage.dialogues, first_index)
     for segments in policy.make_dialogues(levels, stage.habits, rng, luck_rng):
@@ -182,7 +182,7 @@ def make_examples(
 
 
 def train(model: Qwen2, examples: Sequence[Example], stage: Stage, batch_size: int, rng: np.random.Generator) -> float:
-    """Train for one epoch over the examples. Return the mean loss of the last tenth of the steps, in nats per token."""
+    """Train for one epoch; return the mean loss of the last tenth of the steps, in nats per token."""
     steps = len(examples) // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01)
     losses: list[float] = []
@@ -202,9 +202,9 @@ def train(model: Qwen2, examples: Sequence[Example], stage: Stage, batch_size: i
 def _iter_batches(
     examples: Sequence[Example], batch_size: int, rng: np.random.Generator
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens (B, T), the flat positions (N,) that predict a trained token, and those tokens (N,)."""
+    """Yield tokens (B, T), the flat positions (N,) that predict trained tokens, and the trained tokens (N,)."""
     order = rng.permutation(len(examples))
-    # A last, smaller batch is dropped, as in the number of steps that `train` computes.
+    # The last, smaller batch is dropped, consistently with the number of steps in `train`.
     for start in range(0, len(order) - batch_size + 1, batch_size):
         batch_examples = [examples[index] for index in order[start : start + batch_size]]
         longest = max(len(example.tokens) for example in batch_examples)
@@ -216,7 +216,7 @@ def _iter_batches(
         rows, columns = np.nonzero(loss_mask)
         yield (
             torch.from_numpy(tokens),
-            torch.from_numpy(rows * longest + columns - 1),  # a token is predicted at the position before it
+            torch.from_numpy(rows * longest + columns - 1),  # a token is predicted from the position before it
             torch.from_numpy(tokens[rows, columns]),
         )
 

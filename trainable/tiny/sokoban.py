@@ -12,10 +12,10 @@ from trainable.tiny.dialogues import Demonstrator, MakePlan, Plan, turn_board
 from trainable.tiny.tokenizer import Vocabulary, format_place
 
 PLAN_LETTERS: dict[Action, str] = {action: name[0] for action, name in ACTION_NAMES.items()}
-"""How a thought writes a plan, one letter per action."""
+"""Letters of a plan in a thought, one per action."""
 
 ACTIONS_SHOWN = 10
-"""The rewards of up to this many actions have pieces of their own: the default of env.max_actions_per_traj."""
+"""Rewards of up to this many actions are single pieces: the default of env.max_actions_per_traj."""
 
 _TILES_BY_SYMBOL = {
     "P": (Tile.PLAYER, Tile.PLAYER_ON_TARGET),
@@ -25,13 +25,13 @@ _TILES_BY_SYMBOL = {
 
 
 def _can_neighbor(first: str, second: str) -> bool:
-    """Whether a one-box level can contain both: at most one player, one box and one target."""
+    """Check whether a level with one player, one box and one target can contain both symbols."""
     contents = {"O": "target", "√": "target box", "X": "box", "P": "player", "S": "player target"}
     return not set(contents.get(first, "").split()) & set(contents.get(second, "").split())
 
 
 def make_vocabulary() -> Vocabulary:
-    """Two neighboring cells are one piece; thoughts have the positions of player, box and target, then a plan."""
+    """Make the pieces: pairs of neighboring cells, and for thoughts the positions of player, box, target, and plans."""
     cells = [SYMBOLS[tile] for tile in Tile]
     pairs = [a + b for a, b in itertools.product(cells, cells) if _can_neighbor(a, b)]
     inner_range = range(1, 5)  # rows and columns of a 6x6 level without its walls
@@ -45,7 +45,7 @@ def make_vocabulary() -> Vocabulary:
 
 
 def start_plans(cells: Cells) -> MakePlan:
-    """Plans for one level, whose distances are computed once."""
+    """Prepare plans for one level, whose distances are computed once."""
     table = compute_distance_table(cells)
 
     def make_plan(states: Sequence[Cells], has_detour: bool, rng: np.random.Generator) -> Plan:
@@ -66,10 +66,10 @@ DEMONSTRATOR = Demonstrator(start_plans, turn_board, tuple(ACTION_NAMES.values()
 def _plan_actions(
     player: int, box: int, cols: int, table: Distances, rng: np.random.Generator, has_detour: bool
 ) -> list[Action]:
-    """A shortest plan with random tie-breaking, after a detour if `has_detour` and a detour exists.
+    """Plan a shortest solution with random tie-breaking, after a detour if `has_detour` and one exists.
 
-    A detour is a legal move that leaves the level solvable but brings it no nearer to its solution. The table alone
-    decides which moves are legal: cells with a distance of 0 or more can be entered.
+    A detour is a legal move that leaves the level solvable but brings it no nearer to its solution. The table defines
+    which moves are legal: cells with a distance of 0 or more can be entered.
     """
     plan: list[Action] = []
     while (distance := int(table[player, box])) > 0:
@@ -91,5 +91,5 @@ def _move(player: int, box: int, action: Action, cols: int) -> tuple[int, int]:
 
 
 def _is_candidate(next_distance: int, distance: int, is_detour: bool) -> bool:
-    """Whether a move is on a shortest path; for a detour, off it, with the level unsolved and still solvable."""
+    """Check whether a move is on a shortest path, or for a detour, off it with the level unsolved but solvable."""
     return next_distance > 0 and next_distance != distance - 1 if is_detour else next_distance == distance - 1

@@ -1,8 +1,8 @@
 """Tokenizers of the tiny policies: a few hundred pieces of the compact prompt's text, in the hub's file format.
 
-Each fixed part of the template is one token, and so are the pieces of a game, such as two neighboring cells of a board.
-The longest matching piece is used. Every symbol of a state or a reply is also a piece by itself, so decoding restores
-any text of the prompts and replies exactly.
+Each fixed part of the template is one token, and so is each piece of a game, such as two neighboring cells of a board.
+The longest matching piece is used. Every symbol of states and replies is also a separate piece, so that decoding
+restores prompts and replies exactly.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ UNKNOWN = "<|unknown|>"
 
 
 class Vocabulary(NamedTuple):
-    """The pieces of a game: of its states, thoughts and actions, and the rewards that a next turn may show."""
+    """The pieces of a game's states, thoughts and actions, and the rewards that a prompt may show."""
 
     rewards: tuple[float, ...]
     state_pieces: tuple[str, ...]
@@ -35,14 +35,14 @@ class Vocabulary(NamedTuple):
 
 
 def format_place(symbol: str, row: int, col: int) -> str:
-    """How a thought writes a position: "P32 " is the player at row 3, column 2."""
+    """Format a position for a thought: "P32 " is the player at row 3, column 2."""
     return f"{symbol}{row}{col} "
 
 
 def list_pieces(title: str, vocabulary: Vocabulary, limits: TurnLimits) -> list[str]:
-    """All pieces, in the order of their ids. The shipped weights depend on this order.
+    """List all pieces in the order of their ids. The shipped weights depend on this order.
 
-    title: the system message of the game. limits: turns and actions left have a piece for each number up to these.
+    title: the system message of the game. limits: each number of turns and of actions left up to these has a piece.
     """
     turn_end = CHATML.reply_prefix + START_OF_THOUGHT
     return list(
@@ -81,11 +81,11 @@ def list_pieces(title: str, vocabulary: Vocabulary, limits: TurnLimits) -> list[
 
 
 def build_tokenizer(pieces: list[str]) -> Tokenizer:
-    """The tokenizer of `list_pieces` in the format of Hugging Face's fast tokenizers."""
+    """Build a fast Hugging Face tokenizer from the pieces of `list_pieces`."""
     tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
-    # Added tokens are matched leftmost and longest, before any rule of the model type. Otherwise transformers would
-    # apply byte-pair rules, which it gives to every Qwen2 model whatever class the files name, and split these pieces.
+    # Added tokens are matched leftmost and longest, before any rules of the model type. Otherwise transformers would
+    # split pieces by the byte-pair rules that it applies to every Qwen2 model, whatever class the files name.
     special_pieces = [END_OF_MESSAGE, PAD, UNKNOWN]
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces if piece not in special_pieces])
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special_pieces])
@@ -93,7 +93,7 @@ def build_tokenizer(pieces: list[str]) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, pieces: list[str]) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which AutoTokenizer reads."""
+    """Write tokenizer.json and tokenizer_config.json for AutoTokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(

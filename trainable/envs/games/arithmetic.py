@@ -1,4 +1,4 @@
-"""Parse and compute arithmetic expressions with a small grammar; nothing of the text is evaluated as a program.
+"""Parse and compute arithmetic expressions with a small grammar, without `eval`.
 
 expression = term { ("+" | "-") term }
 term       = factor { ("*" | "/") factor }
@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 MAX_LENGTH = 200
-"""Characters of an expression. A longer text is no expression, so that parsing is quick and nesting is bounded."""
+"""Maximum number of characters of an expression, which bounds parsing time and nesting."""
 
 _TEXT = re.compile(r"(?:\s*(?:[0-9]{1,9}(?![0-9])|[-+*/()]))*\s*")
 _TOKEN = re.compile(r"[0-9]+|[-+*/()]")
@@ -20,8 +20,8 @@ _TOKEN = re.compile(r"[0-9]+|[-+*/()]")
 class Expression(NamedTuple):
     """A parsed expression.
 
-    text: its tokens without blanks. numbers: its numbers, in the order of the text. value: the exact result; None for a
-    division by zero.
+    text: its tokens without blanks. numbers: in the order of the text. value: the exact result; None after a division
+    by zero.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Expression(NamedTuple):
 
 
 def parse_expression(text: str) -> Expression | None:
-    """Parse a text as an expression; None if it is none.
+    """Parse a text as an expression; return None if it is not one.
 
     Example:
         >>> parse_expression("(1 + 2) * 3").value
@@ -49,11 +49,11 @@ def parse_expression(text: str) -> Expression | None:
 
 
 class _SyntaxError(Exception):
-    """The tokens are no expression."""
+    """The tokens are not an expression."""
 
 
 class _Parser:
-    """Reads tokens from left to right, and computes while it reads. None stands for a result that does not exist."""
+    """Read tokens from left to right and compute on the fly. None stands for the result of a division by zero."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens, self.position = tokens, 0

@@ -16,12 +16,12 @@ from trainable.envs.level_sets import find_test_levels
 
 REWARD_TARGET = 1.0
 REWARD_NUMBERS = 0.1
-"""For an expression of exactly the given numbers with another result."""
+"""For an expression of exactly the given numbers that misses the target."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A level: the seed that it was made from, the target, and the numbers."""
+    """A level: its seed, target and numbers."""
 
     seed: int
     target: int
@@ -29,7 +29,7 @@ class Problem:
 
     @property
     def key(self) -> bytes:
-        """The target and the sorted numbers: their order changes nothing."""
+        """The target and the sorted numbers, since the order of numbers does not matter."""
         return repr((self.target, sorted(self.numbers))).encode()
 
 
@@ -42,10 +42,10 @@ class ProblemState(NamedTuple):
 
 @dataclass(frozen=True)
 class Countdown:
-    """Countdown with `count` numbers from 1 to `max_number`; every problem can be solved with + and - alone.
+    """Countdown with `count` numbers from 1 to `max_number`. Every problem can be solved with + and - alone.
 
-    The reward is 1 for an expression with the target as its result that uses each number once, 0.1 for another
-    expression of exactly these numbers, and 0 for anything else. The first expression ends the episode.
+    The reward is 1 for an expression that uses each number once and gives the target, 0.1 for one that uses each number
+    once and gives another result, and 0 otherwise. The first expression ends the episode.
     """
 
     count: int = 4
@@ -56,20 +56,20 @@ class Countdown:
 
     @property
     def has_held_out_levels(self) -> bool:
-        """A few small numbers give too few problems for separate sets."""
+        """Whether there are enough problems for separate sets. A few small numbers give too few."""
         return _find_test_levels(self.count, self.max_number) is not None
 
     def make_levels(self, seeds: Sequence[int]) -> list[Problem]:
-        """Random numbers for each seed, and a random positive result of + and - between them as the target."""
+        """Draw random numbers for each seed, with a random positive result of + and - between them as the target."""
         return [_draw_problem(int(seed), self.count, self.max_number) for seed in seeds]
 
     def make_test_levels(self, count: int) -> list[Problem]:
-        """The first `count` test problems: all different and in no published set, if there are enough."""
+        """Make the first `count` test problems, all different and in no published set if there are enough."""
         levels = _find_test_levels(self.count, self.max_number)
         return self.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count]
 
     def start(self, levels: Sequence[Problem]) -> list[ProblemState]:
-        """The problem, which no action changes."""
+        """Return each problem as a state. Actions do not change it."""
         return [ProblemState(level.target, level.numbers) for level in levels]
 
     def step(
@@ -87,12 +87,12 @@ class Countdown:
         return TurnOutcome(list(states), rewards, counts, done, done & (rewards == REWARD_TARGET))
 
     def read_action(self, word: str) -> str | None:
-        """An expression without its blanks; None for anything that is not arithmetic."""
+        """Parse an expression and remove its blanks; return None if it is not arithmetic."""
         expression = parse_expression(word)
         return None if expression is None else expression.text
 
     def format_instructions(self, max_actions: int) -> str:
-        """The rules, and what an answer looks like."""
+        """Write the rules and an example of an answer."""
         return (
             "You are a helpful assistant. You are solving Countdown: write an arithmetic expression whose result is "
             "the target. Use each of the given numbers exactly once, and only +, -, *, / and parentheses. Your answer "
@@ -101,15 +101,15 @@ class Countdown:
         )
 
     def format_state(self, state: ProblemState, style: PromptStyle) -> str:
-        """The target and the numbers."""
+        """Format the target and the numbers."""
         return f"Target: {state.target}, nums: {list(state.numbers)}"
 
     def compute_chance(self, levels: Sequence[Problem], limits: TurnLimits) -> None:
-        """Unknown: there is no uniform distribution over expressions."""
+        """Return None: there is no uniform distribution over expressions."""
         return
 
     def compute_best(self, levels: Sequence[Problem], limits: TurnLimits) -> npt.NDArray[np.float64]:
-        """1: every problem has a solution."""
+        """Return 1 for each problem, since all have solutions."""
         return np.ones(len(levels))
 
 
@@ -125,7 +125,7 @@ def _draw_problem(seed: int, count: int, max_number: int) -> Problem:
     while True:
         numbers = rng.integers(1, max_number + 1, size=count)
         signs = np.where(rng.random(count) < 0.5, -1, 1)
-        # Parentheses and the order of the numbers allow any signs but those that are all negative.
+        # With parentheses and any order of the numbers, all signs are possible except all negative.
         target = int(numbers @ signs)
         if target > 0:
             return Problem(seed, target, tuple(numbers.tolist()))

@@ -1,8 +1,7 @@
-"""FrozenLake: walk over slippery ice to the goal without falling into a hole; the maps and rules of RAGEN.
+"""FrozenLake: walk over slippery ice to the goal without falling into a hole, with the maps and rules of RAGEN.
 
-The random numbers of slips differ from the published ones: there, all rollouts of a group also share the slips, since
-the stream belongs to the environment's seed. Here each episode has slips of its own, so the spread of rewards within a
-group includes them.
+Slips differ from the published ones. There, they depend on the environment's seed, so all rollouts of a group share
+them. Here each episode draws its slips separately, so they contribute to the spread of rewards within a group.
 """
 
 import itertools
@@ -24,10 +23,10 @@ Tiles = npt.NDArray[np.int8]
 
 FROZEN, HOLE, START, GOAL = range(4)
 ACTION_NAMES = ("Left", "Down", "Right", "Up")
-"""The actions in the order of Gymnasium. A slip goes to one of the two neighbors of an action in this circle."""
+"""The actions in Gymnasium's order. A slip turns an action into one of its two neighbors in this circle."""
 
 MAX_FOLLOWED_SEQUENCES = 100_000
-"""`compute_best` gives up above this number of sequences x cells, which takes seconds for 512 levels."""
+"""`compute_best` returns None above this number of sequences x cells, which takes seconds for 512 levels."""
 
 _STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _NAMES_BY_WORD = {name.lower(): name for name in ACTION_NAMES}
@@ -36,19 +35,19 @@ _MEANINGS = {"P": "player", "_": "empty", "O": "hole", "G": "goal", "X": "player
 
 @dataclass(frozen=True, eq=False)
 class Lake:
-    """A level: the seed that it was made from, and its map, int8 (N, N), read-only, with one START and one GOAL."""
+    """A level: its seed, and its map, int8 (N, N), read-only, with one START and one GOAL."""
 
     seed: int
     tiles: Tiles
 
     @property
     def key(self) -> bytes:
-        """The map up to the eight symmetries of the square: the smallest of the eight maps' bytes."""
+        """The map up to the eight symmetries of the square: the smallest bytes of the eight maps."""
         return min(np.rot90(side, turns).tobytes() for side in (self.tiles, self.tiles.T) for turns in range(4))
 
 
 class LakeState(NamedTuple):
-    """A map, int8 (N, N), and the flat cell on which the player stands."""
+    """A map, int8 (N, N), and the flat cell of the player."""
 
     tiles: Tiles
     player: int
@@ -61,9 +60,9 @@ class FrozenLake:
     size: int = 4
     """Side of the map."""
     p: float = 0.9
-    """Probability that a tile is frozen; it is a hole otherwise."""
+    """Probability that a tile is frozen rather than a hole."""
     success_rate: float = 0.8
-    """Probability of moving in the intended direction; each perpendicular direction has half of the rest."""
+    """Probability of moving in the intended direction. The two perpendicular directions share the rest equally."""
     observation_format: str = "grid_coord"
     """How the full style shows a map: grid, coord or grid_coord."""
     name = "frozenlake"
@@ -72,26 +71,26 @@ class FrozenLake:
 
     @property
     def has_held_out_levels(self) -> bool:
-        """Small maps, and maps with hardly any hole, are too few for separate sets."""
+        """Whether there are enough maps for separate sets. Small maps, or maps with hardly any holes, are too few."""
         return _find_test_levels(self.size, self.p) is not None
 
     def make_levels(self, seeds: Sequence[int]) -> list[Lake]:
-        """The published map of each seed."""
+        """Generate the published map of each seed."""
         return [Lake(int(seed), _generate_tiles(int(seed), self.size, self.p)) for seed in seeds]
 
     def make_test_levels(self, count: int) -> list[Lake]:
-        """The first `count` test maps: all different up to symmetry and in no published set, if there are enough."""
+        """Make the first `count` test maps, different up to symmetry and in no published set if there are enough."""
         levels = _find_test_levels(self.size, self.p)
         return self.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count]
 
     def start(self, levels: Sequence[Lake]) -> list[LakeState]:
-        """The player stands on the start."""
+        """Put the player on the start of each map."""
         return [LakeState(level.tiles, int((level.tiles == START).argmax())) for level in levels]
 
     def step(
         self, states: Sequence[LakeState], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
     ) -> TurnOutcome:
-        """Walk; the random number of an action says whether it slips, and to which side (see `_find_slips`)."""
+        """Move each player. An action's random number decides if it slips, and to which side (see `_find_slips`)."""
         moves = make_moves(self.size)
         tiles = np.stack([state.tiles.reshape(-1) for state in states])
         players, rows = np.array([state.player for state in states]), np.arange(len(states))
@@ -114,11 +113,11 @@ class FrozenLake:
         return TurnOutcome(next_states, rewards, action_counts, done, success)
 
     def read_action(self, word: str) -> str | None:
-        """The action of a word in any case: left, down, right or up."""
+        """Parse left, down, right or up, in any case."""
         return _NAMES_BY_WORD.get(word.lower())
 
     def format_instructions(self, max_actions: int) -> str:
-        """The rules, the symbols of a map, and the actions."""
+        """Describe the rules, the symbols of a map, and the actions."""
         legend = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in _MEANINGS.items())
         slip = (
             "The ice is slippery: a move may go to the left or to the right of the direction that you choose. "
@@ -133,7 +132,7 @@ class FrozenLake:
         )
 
     def format_state(self, state: LakeState, style: PromptStyle) -> str:
-        """The map with the player; the compact style shows the grid alone."""
+        """Render the map with the player. The compact style shows only the grid."""
         flat_tiles = state.tiles.reshape(-1).tolist()
         player_label = {HOLE: "Player in hole", GOAL: "Player on goal"}.get(flat_tiles[state.player], "Player")
         cells_by_label = {
@@ -146,7 +145,7 @@ class FrozenLake:
         return format_board(_render_grid(state), state.tiles.shape, cells_by_label, observation_format)
 
     def compute_chance(self, levels: Sequence[Lake], limits: TurnLimits) -> npt.NDArray[np.float64]:
-        """The probability that uniformly random actions reach the goal, exact: all walks are followed."""
+        """Compute the exact probability that uniformly random actions reach the goal, by following all walks."""
         tiles, players = self._stack(levels)
         values = (tiles == GOAL).astype(np.float64)
         for _ in range(limits.reachable_actions):
@@ -154,10 +153,10 @@ class FrozenLake:
         return values[np.arange(len(levels)), players]
 
     def compute_best(self, levels: Sequence[Lake], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """The success of the best policy, by value iteration over turns.
+        """Compute the success of the best policy, by value iteration over turns.
 
         values[t, a] is the largest probability of success with t turns and a actions left. The actions of a turn are
-        chosen together, so a turn is the best of all their sequences. None if there are too many of these.
+        chosen together, so a turn maximizes over all sequences. Return None if there are too many sequences.
         """
         longest_turn = min(limits.actions_per_turn, limits.actions)
         sequences = limits.turns * limits.actions * len(ACTION_NAMES) ** longest_turn
@@ -180,12 +179,12 @@ class FrozenLake:
         return values[limits.turns, limits.actions][np.arange(len(levels)), players]
 
     def _stack(self, levels: Sequence[Lake]) -> tuple[Tiles, npt.NDArray[np.intp]]:
-        """The flat maps (B, N * N) of levels, and the flat cells of their starts."""
+        """Return the flat maps (B, N * N) and the flat cells of their starts."""
         tiles = np.stack([level.tiles.reshape(-1) for level in levels])
         return tiles, (tiles == START).argmax(axis=1)
 
     def _expect(self, values: npt.NDArray[np.float64], tiles: Tiles, action: int) -> npt.NDArray[np.float64]:
-        """The expected value (B, N * N) after an action from each cell; goals and holes keep their value."""
+        """Compute the expected value (B, N * N) after an action in each cell. Goals and holes keep their value."""
         moves = make_moves(self.size)
         slip = (1 - self.success_rate) / 2
         expected = sum(
@@ -196,15 +195,15 @@ class FrozenLake:
 
 
 def _find_slips(luck: npt.NDArray[np.float64], success_rate: float) -> npt.NDArray[np.int64]:
-    """For each random number, how far the direction turns: -1, 0 or 1, in Gymnasium's order of outcomes."""
+    """Map random numbers to turns of the direction, -1, 0 or 1, in Gymnasium's order of outcomes."""
     slip = (1 - success_rate) / 2
     return np.searchsorted(np.array([slip, slip + success_rate]), luck, side="right") - 1
 
 
 def compute_distances(tiles: Tiles) -> list[int]:
-    """The fewest moves (N * N entries) from each cell to the goal that enter no hole, without slips.
+    """Compute the fewest moves (N * N entries) from each cell to the goal around all holes, without slips.
 
-    A cell without such a path, or with a hole, has N * N, which is more than any path has.
+    Holes, and cells without a path, get N * N, which is longer than any path.
     """
     flat_tiles, neighbors = tiles.reshape(-1).tolist(), make_moves(len(tiles)).tolist()
     distances = [len(flat_tiles)] * len(flat_tiles)
@@ -224,7 +223,7 @@ def compute_distances(tiles: Tiles) -> list[int]:
 
 @lru_cache(maxsize=8)
 def make_moves(size: int) -> npt.NDArray[np.intp]:
-    """The flat cell (N * N, 4) that a move from each cell in each direction leads to; moves off the map stay."""
+    """List the flat cell (N * N, 4) that each move leads to from each cell. Moves off the map stay in place."""
     rows, cols = np.divmod(np.arange(size * size), size)
     return np.stack(
         [np.clip(rows + down, 0, size - 1) * size + np.clip(cols + right, 0, size - 1) for down, right in _STEPS],
@@ -233,10 +232,10 @@ def make_moves(size: int) -> npt.NDArray[np.intp]:
 
 
 def _generate_tiles(seed: int, size: int, p: float) -> Tiles:
-    """Draw maps until start and goal differ and a path without holes joins them; the draws are the published ones."""
+    """Draw maps, with the published random numbers, until a path around the holes joins start and goal."""
     rng = np.random.Generator(np.random.PCG64(seed))
     while True:
-        # Gymnasium draws letters. A choice of two numbers draws the same.
+        # Gymnasium draws letters; a choice between two numbers uses the same random numbers.
         tiles = rng.choice(2, (size, size), p=[p, 1 - p]).astype(np.int8)
         start, goal = (tuple(rng.integers(size, size=2)) for _ in range(2))
         if start == goal:

@@ -1,4 +1,4 @@
-"""Make the environment that env.name selects."""
+"""Make the environment selected by env.name."""
 
 from functools import lru_cache
 from pkgutil import resolve_name
@@ -16,9 +16,9 @@ MAX_FOLLOWED_ACTIONS = 100
 
 
 def make_environment(env: EnvConfig) -> Environment[Any]:
-    """The environment that `env` selects, with the settings of its game.
+    """Make the environment that `env` selects, with its game's settings.
 
-    A game of the user is an object, or a class or function without arguments that makes one.
+    Your own game is an object, or a class or function without arguments that makes one.
     """
     environment: Environment[Any]
     if env.kind.environment:
@@ -32,7 +32,7 @@ def make_environment(env: EnvConfig) -> Environment[Any]:
 
 
 def make_level_source(env: EnvConfig) -> LevelSource[Any]:
-    """The levels of the game that `env` selects. Raises ValueError if they are those of a file that does not fit."""
+    """Make the level source of the game that `env` selects. Raise ValueError if its file of levels is unusable."""
     if env.kind.level_source:
         source: LevelSource[Any] = resolve_name(env.kind.level_source)(getattr(env, env.name))
         return source
@@ -40,21 +40,21 @@ def make_level_source(env: EnvConfig) -> LevelSource[Any]:
 
 
 def make_reward_function(env: EnvConfig) -> RewardFunction | None:
-    """The function that replaces the rewards of the game, if `env` selects one; None for the rewards of the game."""
+    """Return your own reward function if `env` selects one, or None to keep the game's rewards."""
     return None if env.reward == GAME_REWARD else get_part(env.reward)
 
 
 def get_turn_limits(env: EnvConfig) -> TurnLimits:
-    """The limits of an episode under `env`."""
+    """Return the limits of an episode."""
     return TurnLimits(env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj)
 
 
 def describe_success_range(env: EnvConfig) -> str:
-    """A sentence about the validation levels: how often random actions succeed, and the best policy, where known.
+    """Describe in a sentence how often random actions and the best policy solve the validation levels, where known.
 
-    At most 512 levels are looked at, and nothing is known of very long episodes: a plan should take a second.
+    To keep plans fast, only the first 512 levels are examined, and nothing is computed for very long episodes.
     """
-    # The plans of a suite are of the same levels. What is the user's own may change between two calls.
+    # The plans of a suite share their levels. Your own games and files may change between two calls.
     is_own = env.name not in GAMES or (env.kind.has_trees and env.papers.file is not None)
     return _compute_success_range(env) if is_own else _compute_known_success_range(env)
 

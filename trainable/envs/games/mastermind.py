@@ -1,6 +1,6 @@
-"""Mastermind: find a secret code by guesses, each of which is answered with two counts.
+"""Mastermind: find a secret code by guesses, each answered with two counts.
 
-Only the answer to the last guess is shown. A policy has to remember its own turns, which are in its conversation.
+A prompt shows only the answer to the last guess. Earlier ones are in the conversation.
 """
 
 import itertools
@@ -19,37 +19,37 @@ from trainable.config.setting_types import PromptStyle
 from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits, TurnOutcome
 
 COLORS = "ABCDEFGH"
-"""The letters of the colors; a game uses the first ones."""
+"""The letters of the colors. A game uses the first ones."""
 
 MAX_ENUMERATED_CODES = 128
 """Largest number of codes for which `compute_best` searches the best decision tree."""
 
 NO_GUESS = "no guess"
-"""What the prompt of the first turn shows."""
+"""Shown in the prompt of the first turn."""
 
 
 @dataclass(frozen=True, eq=False)
 class Secret:
-    """A level: the seed that it was made from, and its code, such as ABA."""
+    """A level: its seed, and its code, such as ABA."""
 
     seed: int
     code: str
 
     @property
     def key(self) -> bytes:
-        """The code itself: no code is the twin of another one."""
+        """The code itself, since codes have no symmetries."""
         return self.code.encode()
 
 
 class GuessState(NamedTuple):
-    """The code of an episode, and its last guess; empty before the first."""
+    """The code of an episode and its last guess, which is empty at first."""
 
     code: str
     last_guess: str = ""
 
 
 def compare_codes(code: str, guess: str) -> tuple[int, int]:
-    """How many letters of a guess are at the right place, and how many others are in the code at another place.
+    """Count the letters of a guess at the right place, and the others that the code has at another place.
 
     Example:
         >>> compare_codes("AAB", "ABA")
@@ -60,9 +60,9 @@ def compare_codes(code: str, guess: str) -> tuple[int, int]:
 
 
 def compute_consistent_share(level: Secret, guesses: Sequence[str]) -> float:
-    """Share of the guesses after the first that could be the code after all answers before them; NaN without any.
+    """Compute the share of guesses, from the second on, that are consistent with all earlier answers; NaN without any.
 
-    A policy that ignores the answers has a small share. One that uses them all has a share of 1.
+    The share is small for a policy that ignores the answers, and 1 for one that uses them all.
     """
     answers = [(guess, compare_codes(level.code, guess)) for guess in guesses]
     is_consistent = [
@@ -76,7 +76,7 @@ def compute_consistent_share(level: Secret, guesses: Sequence[str]) -> float:
 class Mastermind:
     """Mastermind with `positions` letters out of `colors` letters.
 
-    The reward is 1 for the code, and 0 for any other guess. There are so few codes that training and test share them.
+    The reward is 1 for the code and 0 for any other guess. Training and test share the codes, since there are so few.
     """
 
     positions: int = 3
@@ -87,21 +87,21 @@ class Mastermind:
     measures: ClassVar[Mapping[str, Measure]] = MappingProxyType({"consistent_guesses": compute_consistent_share})
 
     def make_levels(self, seeds: Sequence[int]) -> list[Secret]:
-        """A uniformly random code for each seed."""
+        """Draw a uniformly random code for each seed."""
         return [Secret(int(seed), self._draw_code(int(seed))) for seed in seeds]
 
     def make_test_levels(self, count: int) -> list[Secret]:
-        """The codes of the first `count` test seeds."""
+        """Make the codes of the first `count` test seeds."""
         return self.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count))
 
     def start(self, levels: Sequence[Secret]) -> list[GuessState]:
-        """Nothing is known of the code."""
+        """Return a state without a guess for each code."""
         return [GuessState(level.code) for level in levels]
 
     def step(
         self, states: Sequence[GuessState], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
     ) -> TurnOutcome:
-        """Make the guesses of each turn, until one of them is the code."""
+        """Make the guesses of each turn until one is the code."""
         counts = [
             names.index(state.code) + 1 if state.code in names else len(names)
             for state, names in zip(states, actions, strict=True)
@@ -114,12 +114,12 @@ class Mastermind:
         return TurnOutcome(next_states, success.astype(np.float64), np.array(counts, dtype=np.int64), success, success)
 
     def read_action(self, word: str) -> str | None:
-        """A guess: as many letters as the code has, in any case, with or without blanks between them."""
+        """Parse a guess: as many letters as the code has, in any case, with or without blanks between them."""
         guess = "".join(word.upper().split())
         return guess if len(guess) == self.positions and set(guess) <= set(COLORS[: self.colors]) else None
 
     def format_instructions(self, max_actions: int) -> str:
-        """The rules, and what an answer looks like."""
+        """Write the rules and an example of an answer."""
         letters = COLORS[: self.colors]
         example = "".join(itertools.islice(itertools.cycle(letters), self.positions))
         return (
@@ -132,7 +132,7 @@ class Mastermind:
         )
 
     def format_state(self, state: GuessState, style: PromptStyle) -> str:
-        """The last guess and its two counts; the compact style has the counts as bare numbers."""
+        """Format the last guess and its two counts, as bare numbers in the compact style."""
         if not state.last_guess:
             return NO_GUESS
         exact, misplaced = compare_codes(state.code, state.last_guess)
@@ -141,14 +141,14 @@ class Mastermind:
         return f"{state.last_guess}: {exact} exact, {misplaced} misplaced"
 
     def compute_chance(self, levels: Sequence[Secret], limits: TurnLimits) -> npt.NDArray[np.float64]:
-        """The probability that one of the uniformly random guesses is the code: 1 - (1 - 1 / codes) ^ guesses."""
+        """Compute the probability that one of the random guesses is the code: 1 - (1 - 1 / codes) ^ guesses."""
         miss = 1 - 1 / self.colors**self.positions
         return np.full(len(levels), 1 - miss**limits.reachable_actions)
 
     def compute_best(self, levels: Sequence[Secret], limits: TurnLimits) -> npt.NDArray[np.float64] | None:
-        """The share of all codes that the best decision tree finds, for every level, since it cannot know the code.
+        """Compute the share of all codes that the best decision tree finds. It is the same for every level.
 
-        None for more than 128 codes, or if a turn may have several guesses: those are made without an answer between.
+        Return None for more than 128 codes, or if a turn may have several guesses, which get no answers in between.
         """
         if self.colors**self.positions > MAX_ENUMERATED_CODES or limits.actions_per_turn > 1:
             return None
@@ -162,13 +162,13 @@ class Mastermind:
 
 
 def list_codes(positions: int, colors: int) -> list[str]:
-    """All codes, in alphabetical order."""
+    """List all codes in alphabetical order."""
     return ["".join(letters) for letters in itertools.product(COLORS[:colors], repeat=positions)]
 
 
 @cache
 def _count_found(candidates: frozenset[str], positions: int, colors: int, guesses: int) -> int:
-    """How many of the candidates the best strategy finds with that many guesses; any code may be guessed."""
+    """Count the candidates that the best strategy finds with that many guesses, which may be any codes."""
     if guesses == 0 or not candidates:
         return 0
     if guesses == 1:
@@ -176,12 +176,11 @@ def _count_found(candidates: frozenset[str], positions: int, colors: int, guesse
     if len(candidates) <= 2:
         return len(candidates)
     best = 0
-    # Candidates first: one of them is more often the best guess, and the search ends at the first that finds all.
+    # Candidates come first, being the best guesses more often: the search ends at the first guess that finds all.
     for guess in sorted(list_codes(positions, colors), key=lambda code: (code not in candidates, code)):
         classes: dict[tuple[int, int], set[str]] = {}
         for code in candidates:
             classes.setdefault(compare_codes(code, guess), set()).add(code)
-        # A class has at most one candidate per remaining guess and answer, which bounds what this guess can find.
         found_count = int(guess in candidates)
         for answer, members in classes.items():
             if answer[0] < positions:

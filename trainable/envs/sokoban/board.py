@@ -18,8 +18,8 @@ REWARD_SOLVED = 10.0
 class Tile(IntEnum):
     """The content of one cell of a board.
 
-    The published code writes 5 for every player and keeps the targets in a second array. Here a player on a target
-    has a separate code, so that one array is the whole board.
+    The published code uses 5 for every player and keeps targets in a second array. Here a player on a target has a
+    separate code, so that one array holds the whole board.
     """
 
     WALL = 0
@@ -32,9 +32,9 @@ class Tile(IntEnum):
 
 
 class Action(IntEnum):
-    """An action. The codes 1 to 4 are the published ones, and all four can push a box.
+    """An action, with the published codes 1 to 4. All four can push a box.
 
-    NONE is an addition. It changes nothing and has reward 0, so that finished boards can stay in a batch.
+    NONE is added here: it changes nothing and has reward 0, so that finished boards can stay in a batch.
     """
 
     NONE = 0
@@ -55,10 +55,10 @@ DIRECTIONS: dict[Action, tuple[int, int]] = {
 class Outcome(NamedTuple):
     """The result of one action on each of B boards.
 
-    cells: int8 (B, R, C), the boards afterwards, a new array.
+    cells: int8 (B, R, C), a new array of the boards afterwards.
     rewards: float64 (B,).
-    moved: bool (B,), True where the player's position changed.
-    solved: bool (B,), True where every box stands on a target afterwards.
+    moved: bool (B,), True where the player has moved.
+    solved: bool (B,), True where every box is on a target afterwards.
     """
 
     cells: Cells
@@ -70,13 +70,13 @@ class Outcome(NamedTuple):
 def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
     """Execute one action on each board.
 
-    The player moves one cell if that cell is free, or if it has a box and the cell behind the box is free; the box then
-    moves along. Floor and empty targets are free. Any other action leaves the board unchanged.
+    The player moves to the next cell if it is free (floor or an empty target), or pushes the box there if the cell
+    behind the box is free. Any other action leaves the board unchanged.
 
     reward = -0.1  +1 if a box came onto a target  -1 if one left a target  +10 if all targets are covered,
     and 0 for Action.NONE. A blocked action costs -0.1. A box that was on a target before the action earns nothing
-    (in the published code it earns +1 on the first action). On a solved board every further action earns the +10
-    again, as published, so the caller must end the episode at `solved`.
+    (in the published code it earns +1 on the first action). As published, every further action on a solved board earns
+    +10 again, so the caller must end the episode at `solved`.
 
     cells: int8 (B, R, C), each board with a border of walls, one player, and as many boxes as targets
         (see `check_board`; the border is not checked here).
@@ -96,18 +96,18 @@ def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
     if player.size != batch:
         raise ValueError(f"{player.size} players on {batch} boards; each board has exactly one: pass boards of `Level`")
     path = player[:, None] + _make_offsets(cols).take(actions, axis=0)
-    # The three cells of a path become one number, which indexes the tables of all possible results. A path leaves the
-    # array only behind a border wall. Wrapping then reads and writes another wall.
+    # The three cells of a path are encoded as one number, the index into the tables of results. A path leaves the array
+    # only behind a border wall; wrapping then reads and writes another wall.
     code = flat.take(path, mode="wrap") @ _CODE_WEIGHTS
     flat.put(path, _TABLES.tiles.take(code, axis=0), mode="wrap")
     solved = is_solved(next_cells)
     rewards = _TABLES.rewards.take(code)
-    rewards += REWARD_SOLVED * (solved & (actions != _NONE))  # depends on the whole board, so no table has it
+    rewards += REWARD_SOLVED * (solved & (actions != _NONE))  # not in the tables: depends on the whole board
     return Outcome(next_cells, rewards, _TABLES.moved.take(code), solved)
 
 
 def is_solved(cells: Cells) -> npt.NDArray[np.bool_]:
-    """Whether every box is on a target, for each board.
+    """Check for each board whether every box is on a target.
 
     cells: int8 (B, R, C). Returns bool (B,). A board without boxes counts as solved.
     """
@@ -117,9 +117,9 @@ def is_solved(cells: Cells) -> npt.NDArray[np.bool_]:
 
 
 def check_board(cells: Cells) -> None:
-    """Raise ValueError unless `step` can play the board `cells` (R, C).
+    """Raise ValueError if `step` cannot play the board `cells` (R, C).
 
-    It needs a border of walls, exactly one player, and as many boxes as targets.
+    A board needs a border of walls, exactly one player, and as many boxes as targets.
     """
     if cells.ndim != 2 or min(cells.shape) < 3:
         raise ValueError(f"board of shape {cells.shape}: must have two axes of at least 3 cells each")
@@ -136,7 +136,7 @@ def check_board(cells: Cells) -> None:
 
 @lru_cache(maxsize=16)
 def _make_offsets(cols: int) -> npt.NDArray[np.intp]:
-    """Flat offsets (action, 3) from the player to its own cell, to the cell ahead, and to the cell behind that one."""
+    """Return flat offsets (action, 3) from the player to its own cell, the cell ahead, and the cell behind that."""
     ahead = np.zeros(len(Action), dtype=np.intp)
     for action, (row_step, col_step) in DIRECTIONS.items():
         ahead[action] = row_step * cols + col_step
@@ -146,7 +146,7 @@ def _make_offsets(cols: int) -> npt.NDArray[np.intp]:
 
 
 class _Tables(NamedTuple):
-    """Results for each triple of tile codes (player's cell, cell ahead, cell behind that one).
+    """Results for each triple of tile codes (player's cell, cell ahead, cell behind that).
 
     The index of a triple is triple @ _CODE_WEIGHTS.
     """
@@ -157,13 +157,13 @@ class _Tables(NamedTuple):
 
 
 def _build_tables() -> _Tables:
-    # Each row starts as the triple itself, which is the result of a blocked action.
+    # A blocked action leaves the triple as it is, so each row starts as the triple itself.
     triples = np.indices((len(Tile),) * 3, dtype=np.int8).reshape(3, -1).T.copy()
     rewards = np.full(len(triples), REWARD_ACTION)
     moved = np.zeros(len(triples), dtype=np.bool_)
     for row, (player, ahead, behind) in enumerate(triples.tolist()):
         if ahead >= Tile.PLAYER:
-            rewards[row] = 0.0  # the cell ahead is the player's own cell, which happens only for Action.NONE
+            rewards[row] = 0.0  # Action.NONE: the cell ahead is the player's own
         elif player >= Tile.PLAYER and (behind if ahead in BOXES else ahead) in (Tile.FLOOR, Tile.TARGET):
             triples[row] = _advance(player, ahead, behind)
             rewards[row] += _BOX_REWARDS.get((ahead, behind), 0.0)
@@ -179,7 +179,7 @@ def _advance(player: int, ahead: int, behind: int) -> tuple[int, int, int]:
     return vacated_tile, entered_tile, behind
 
 
-# Plain integers: to compare an int8 array with an IntEnum member, numpy first widens the array, which is slow.
+# Plain integers, because comparing an int8 array with an IntEnum member makes numpy widen the array first (slow).
 _NONE = int(Action.NONE)
 _LAST_ACTION = int(max(Action))
 _BOX = int(Tile.BOX)

@@ -26,7 +26,7 @@ SYMBOLS: dict[int, str] = {
     Tile.PLAYER_ON_TARGET: "S",
 }
 
-# A target is listed even if a box or the player is on it, so such a cell appears in two lines.
+# A target under a box or the player is listed as a target, too, so its cell appears in two lines.
 _COORDINATE_LINES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("Targets", TARGETS),
     ("Boxes", (int(Tile.BOX),)),
@@ -36,7 +36,7 @@ _COORDINATE_LINES: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 
 ACTION_NAMES: dict[Action, str] = {action: action.name.capitalize() for action in Action if action != Action.NONE}
-"""How replies write the actions."""
+"""Names of the actions in replies."""
 
 _ACTIONS_BY_NAME = {name: action for action, name in ACTION_NAMES.items()}
 _NAMES_BY_WORD = {name.lower(): name for name in ACTION_NAMES.values()}
@@ -47,7 +47,7 @@ _MEANINGS = {tile: tile.name.lower().replace("_", " ") for tile in Tile} | {Tile
 class Sokoban:
     """Sokoban on 6x6 boards with one box, as published (`CoordSokoban`). A state is a board, int8 (R, C).
 
-    observation_format: how the full style shows a board, see `format_board`.
+    observation_format: how the full style shows a board (see `format_board`).
     """
 
     observation_format: str = "grid_coord"
@@ -57,21 +57,21 @@ class Sokoban:
     measures: ClassVar[Mapping[str, Measure]] = MappingProxyType({})
 
     def make_levels(self, seeds: Sequence[int]) -> list[SokobanLevel]:
-        """The published level of each seed."""
+        """Generate the published level of each seed."""
         return generate_levels(seeds)
 
     def make_test_levels(self, count: int) -> list[SokobanLevel]:
-        """The first `count` of the 512 shipped test levels."""
+        """Make the first `count` of the 512 shipped test levels."""
         return make_test_levels(count)
 
     def start(self, levels: Sequence[SokobanLevel]) -> list[Cells]:
-        """The start boards."""
+        """Return the start boards."""
         return [level.cells for level in levels]
 
     def step(
         self, states: Sequence[Cells], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
     ) -> TurnOutcome:
-        """Execute the actions on all boards at once: one call of `board.step` executes one action on every board."""
+        """Execute the actions with one call of `board.step` per action, for all boards at once."""
         codes = np.zeros((len(states), max(map(len, actions), default=0)), dtype=np.int64)
         for row, names in enumerate(actions):
             codes[row, : len(names)] = [_ACTIONS_BY_NAME[name] for name in names]  # the rest stays 0: Action.NONE
@@ -80,7 +80,7 @@ class Sokoban:
         rewards = np.zeros(len(states))
         action_counts = np.zeros(len(states), dtype=np.int64)
         for column in codes.T:
-            # Actions after the solution are ignored: `board.step` would pay the bonus for a solved board again.
+            # Actions after the solution are ignored, because `board.step` would pay the bonus for a solved board again.
             executed_codes = np.where(solved, Action.NONE, column)
             outcome = step(cells, executed_codes)
             cells = outcome.cells
@@ -90,11 +90,11 @@ class Sokoban:
         return TurnOutcome(list(cells), rewards, action_counts, done=solved, success=solved)
 
     def read_action(self, word: str) -> str | None:
-        """The action of a word in any case: up, down, left or right."""
+        """Parse up, down, left or right, in any case."""
         return _NAMES_BY_WORD.get(word.lower())
 
     def format_instructions(self, max_actions: int) -> str:
-        """The rules, the symbols of a board, and the actions."""
+        """Describe the rules, the symbols of a board, and the actions."""
         legend = ", ".join(f"{SYMBOLS[tile]}: {meaning}" for tile, meaning in _MEANINGS.items())
         action_rules = format_action_rules(tuple(ACTION_NAMES.values()), max_actions)
         return (
@@ -107,11 +107,11 @@ class Sokoban:
         )
 
     def format_state(self, state: Cells, style: PromptStyle) -> str:
-        """The board; the compact style leaves out the outer wall, which every level has."""
+        """Render the board. The compact style omits the outer wall, which every level has."""
         return render(state[1:-1, 1:-1], "grid") if style == "compact" else render(state, self.observation_format)
 
     def compute_chance(self, levels: Sequence[SokobanLevel], limits: TurnLimits) -> npt.NDArray[np.float64]:
-        """The probability that uniformly random actions solve a level, exact: all random walks are followed."""
+        """Compute the exact probability that uniformly random actions solve each level, by following all walks."""
         boards = np.stack([level.cells for level in levels])
         if {level.cells.shape for level in levels} != {boards.shape[1:]}:
             raise ValueError("levels of different sizes: pass levels of one size")
@@ -137,7 +137,7 @@ class Sokoban:
         return chance
 
     def compute_best(self, levels: Sequence[SokobanLevel], limits: TurnLimits) -> npt.NDArray[np.float64]:
-        """1 for levels with a solution that the limits allow, otherwise 0."""
+        """Return 1 for each level that can be solved within the limits, 0 otherwise."""
         distances = [int(compute_distance_table(level.cells)[find_places(level.cells)]) for level in levels]
         return np.array([float(0 <= distance <= limits.reachable_actions) for distance in distances])
 
@@ -149,7 +149,7 @@ def render(cells: Cells, observation_format: str) -> str:
     """
     symbols = cells.tobytes().decode("latin-1").translate(SYMBOLS)  # each cell is the character of its code
     grid = "\n".join([symbols[start : start + cells.shape[1]] for start in range(0, cells.size, cells.shape[1])])
-    if observation_format == "grid":  # that of every compact prompt, whose boards need no coordinates
+    if observation_format == "grid":  # skips the coordinates, which every compact prompt leaves out
         return grid
     codes = cells.reshape(-1).tolist()
     cells_by_label = {
@@ -159,10 +159,10 @@ def render(cells: Cells, observation_format: str) -> str:
 
 
 def _make_transitions(boards: Cells) -> npt.NDArray[np.intp]:
-    """The next state (B, 4, S) of each board, action and state; the last state is `solved`, which is never left.
+    """Compute the next state (B, 4, S) of each board, action and state. The last state is `solved`, which is final.
 
-    boards: int8 (B, R, C) with one box. A state is player * R*C + box over flat cells, also where a board cannot be in
-    it; those are never reached.
+    boards: int8 (B, R, C) with one box. A state is player * R*C + box over flat cells. Impossible states are included,
+    but never reached.
     """
     batch, rows, cols = boards.shape
     size = rows * cols
@@ -174,7 +174,7 @@ def _make_transitions(boards: Cells) -> npt.NDArray[np.intp]:
     tables = []
     for row_step, col_step in DIRECTIONS.values():
         offset = row_step * cols + col_step
-        # Wrapping at the border reads another wall, as in `board.step`.
+        # Wrapping at the border reads another wall (see `board.step`).
         ahead, behind = (player + offset) % size, (player + 2 * offset) % size
         pushes = ahead == box
         blocked = is_wall[:, ahead] | (pushes & is_wall[:, behind])  # (B, S)

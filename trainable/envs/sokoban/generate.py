@@ -1,7 +1,4 @@
-"""Generate levels from seeds, as the published generator does: the same level for each seed.
-
-This implementation computes on integers and bit masks instead of arrays.
-"""
+"""Generate from each seed the same level as the published generator, with integers and bit masks instead of arrays."""
 
 import hashlib
 import random
@@ -17,9 +14,9 @@ from trainable.envs.sokoban.board import Cells, Tile
 
 MAX_SEED = 2**32 - 1
 MAX_FALLBACKS = 100
-"""Derived seeds that are tried if a seed gives no level. The bound ends the search for settings that never give one."""
+"""Derived seeds to try if a seed gives no level. Bounds the search for settings that never give one."""
 
-_MIN_FLOOR = 3  # cells for the player, for the box on its target, and for the box after it is pulled
+_MIN_FLOOR = 3  # cells: the player, the box on its target, and the box after a pull
 _WALK_DIRECTIONS = ((1, 0), (0, 1), (-1, 0), (0, -1))
 _PULL_DIRECTIONS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 _STAMPS = (
@@ -34,7 +31,7 @@ _BACKTRACK = -1  # marks, on the stack of the search, that all successors of a s
 
 @dataclass(frozen=True, eq=False)
 class SokobanLevel:
-    """A start board and the seed that it was requested with. Levels compare by identity: compare `cells` or `key`.
+    """A start board and its seed. Levels compare by identity: compare `cells` or `key` instead.
 
     seed: the requested seed, even if the level was made from a derived one (see `compute_fallback_seed`).
     cells: int8 (R, C), read-only.
@@ -45,7 +42,7 @@ class SokobanLevel:
 
     @property
     def key(self) -> bytes:
-        """The level up to the eight symmetries of the square: the smallest of the eight boards' bytes."""
+        """The level up to the eight symmetries of the square: the smallest bytes of the eight boards."""
         rows, cols = self.cells.shape
         boards: list[bytes] = [board.tobytes() for board in self.cells.reshape(-1)[_make_symmetries(rows, cols)]]
         return min(boards)
@@ -62,30 +59,29 @@ def generate_levels(
 ) -> list[SokobanLevel]:
     """Generate the published level of each seed.
 
-    1. Carve: a walk of `num_steps` steps, which turns with probability `p_change_directions`, stamps one of five
-       3x3 shapes of floor at each step.
-    2. Place the player, then a target with the box on it, on random floor.
+    1. Carve: walk `num_steps` steps, turning with probability `p_change_directions`, and stamp one of five 3x3 shapes
+       of floor at each step.
+    2. Place the player, then a target with the box on it, on random floor cells.
     3. Pull: search depth-first (up, down, left, right; `search_depth` states deep) and keep the first state with the
        largest Manhattan distance between box and target. If it is 0, start again at 1, up to `tries` times in total.
-    4. With probability 0.5 (0.8 if that distance is 1) walk the player 1 to 3 steps away.
+    4. With probability 0.5 (0.8 if that distance is 1), walk the player 1 to 3 steps away.
 
-    A seed that carves fewer than 3 cells of floor, or whose tries all fail, is replaced by its
-    `compute_fallback_seed(seed)`.
+    If a seed carves fewer than 3 cells of floor, or all tries fail, `compute_fallback_seed(seed)` replaces the seed.
 
-    seeds: 0 to 2**32 - 1. rows, cols: 4 to 20, the border included: on larger boards the published search stops after
-    300,000 states, a limit that is not implemented here.
-    Source: published code; its two random streams (Python's and NumPy's legacy one) are local here.
+    seeds: 0 to 2**32 - 1. rows, cols: 4 to 20, the border included. (On larger boards the published search stops after
+    300,000 states, which is not implemented here.)
+    Source: published code. Its two random streams (Python's and NumPy's legacy one) are local here.
     Raises ValueError for a seed out of range, or if 100 derived seeds give no level.
     """
     settings = _Settings(rows, cols, num_steps, p_change_directions, tries, search_depth)
-    numpy_rng = np.random.RandomState(0)  # reseeded for each level, which is faster than a new one
+    numpy_rng = np.random.RandomState(0)  # reseeded for each level, which is faster than making a new one
     return [SokobanLevel(int(seed), _generate_board(int(seed), numpy_rng, settings)) for seed in seeds]
 
 
 def compute_fallback_seed(seed: int) -> int:
-    """The replacement of a seed that gives no level: the first 4 bytes (big-endian) of SHA-256 of its decimal digits.
+    """Replace a seed that gives no level by the first 4 bytes (big-endian) of the SHA-256 of its decimal digits.
 
-    The published code uses Python's `hash` of the same string, which differs between processes.
+    The published code uses Python's `hash` of this string, which differs between processes.
     """
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
 
@@ -116,7 +112,7 @@ def _generate_board(seed: int, numpy_rng: np.random.RandomState, settings: _Sett
 
 
 def _try_generate(python_rng: random.Random, numpy_rng: np.random.RandomState, settings: _Settings) -> Cells | None:
-    """Carve, place and pull until the box is away from its target; None if the seed gives no level."""
+    """Carve, place and pull until the box is off its target; return None if the seed gives no level."""
     grid = _make_grid(settings.rows, settings.cols)
     for _ in range(settings.tries):
         floor_mask = _carve(python_rng, settings, grid)
@@ -135,9 +131,9 @@ def _try_generate(python_rng: random.Random, numpy_rng: np.random.RandomState, s
 
 
 def _carve(python_rng: random.Random, settings: _Settings, grid: "_Grid") -> int:
-    """Walk at random and stamp floor. Return a bit mask of the inner cells that became floor.
+    """Walk at random and stamp floor; return a bit mask of the inner cells that became floor.
 
-    The order of the random draws is part of the published generator, so it must not change.
+    The order of the random draws must stay as published.
     """
     height, width = settings.rows - 2, settings.cols - 2
     row_step, col_step = python_rng.choice(_WALK_DIRECTIONS)
@@ -155,7 +151,7 @@ def _carve(python_rng: random.Random, settings: _Settings, grid: "_Grid") -> int
 
 
 def _pull(grid: "_Grid", floor: list[int], player: int, target: int, search_depth: int) -> tuple[int, int, int]:
-    """Pull the box backwards from its target. Return (score, box, player) of the first state with the best score."""
+    """Pull the box backwards from its target; return (score, box, player) of the first state with the best score."""
     walls = bytearray(b"\x01" * grid.size)
     for cell in floor:
         walls[cell] = 0
@@ -167,11 +163,11 @@ def _pull(grid: "_Grid", floor: list[int], player: int, target: int, search_dept
 
 
 def _search(start: int, closed: bytearray, pulls: tuple[tuple[int, ...], ...], search_depth: int) -> list[int]:
-    """The states in the order in which a recursive depth-first search enters them.
+    """List the states in the order in which a recursive depth-first search enters them.
 
     start: index of a state into `closed` and `pulls`.
-    closed: one byte per state, 1 where the player would be in a wall; visited states are set to 1.
-    pulls: for each state `_BACKTRACK`, then its successors in reverse order, since the stack pops the last one first.
+    closed: one byte per state, 1 where the player would be in a wall. Visited states are set to 1.
+    pulls: for each state, `_BACKTRACK` and then its successors in reverse order, because a stack pops the last first.
     """
     visited_states: list[int] = []
     stack = [start]
@@ -191,11 +187,11 @@ def _search(start: int, closed: bytearray, pulls: tuple[tuple[int, ...], ...], s
 def _walk_player(
     python_rng: random.Random, grid: "_Grid", free_cells: set[int], player: int, probability: float
 ) -> int:
-    """With `probability`, walk the player 1 to 3 steps over free cells, never to a cell where the player was."""
+    """With `probability`, walk the player 1 to 3 steps over free cells, without visiting a cell twice."""
     if python_rng.random() > probability:
         return player
     free_cells = free_cells - {player}
-    for _ in range(3):  # this number and the 0.5 below are the published ones
+    for _ in range(3):  # the 3 and the 0.5 below are as published
         next_cells = [cell for cell in grid.neighbors[player] if cell in free_cells]
         if not next_cells:
             break
@@ -218,10 +214,10 @@ def _make_board(grid: "_Grid", floor: list[int], player: int, box: int, target: 
 
 
 class _Grid(NamedTuple):
-    """Look-up tables of one board size. Cells are the inner ones, numbered row by row.
+    """Look-up tables of one board size. Only inner cells are numbered, row by row.
 
     A state of the backward search is (moved * size + box) * size + player. `moved` is 1 once the box has been pulled:
-    the published search distinguishes such a state from that of a box that was never pulled, even on the same cell.
+    the published search keeps such states apart even when the box is back on its first cell.
     """
 
     rows: int
@@ -261,13 +257,13 @@ def _make_grid(rows: int, cols: int) -> _Grid:
 
 
 def _make_pull_table(steps: tuple[tuple[int | None, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Successors of each state on a board without inner walls, in the form that `_search` describes."""
+    """List the successors of each state on a board without inner walls, in the format of `_search`."""
     size = len(steps)
     table: list[tuple[int, ...]] = []
     for moved in range(2):
         for box in range(size):
             for player, neighbors in enumerate(steps):
-                # The opposite neighbor of each direction: a box there can be pulled along.
+                # The opposite neighbor in each direction: a box there is pulled along.
                 behind = (neighbors[1], neighbors[0], neighbors[3], neighbors[2])
                 successors = [
                     (size + player) * size + ahead if back == box else (moved * size + box) * size + ahead
@@ -280,8 +276,8 @@ def _make_pull_table(steps: tuple[tuple[int | None, ...], ...]) -> tuple[tuple[i
 
 @lru_cache(maxsize=64)
 def _compute_scores(rows: int, cols: int, target: int) -> bytes:
-    """The score of each state: the Manhattan distance of box and target."""
-    # The published score is 0 where the player covers the target. With one box this changes no level: the search
+    """Compute the score of each state: the Manhattan distance of box and target."""
+    # The published score is 0 where the player covers the target. With one box, this makes no difference: the search
     # reaches such a state from one with the same score (the player walked) or a higher one (the box came closer).
     grid = _make_grid(rows, cols)
     row, col = grid.coordinates[target]
@@ -291,7 +287,7 @@ def _compute_scores(rows: int, cols: int, target: int) -> bytes:
 
 @lru_cache(maxsize=8)
 def _make_symmetries(rows: int, cols: int) -> npt.NDArray[np.intp]:
-    """Flat indices (8, R*C) of the four rotations of the board, then of its mirror image."""
+    """Return flat indices (8, R*C) of the four rotations of a board, then of its mirror image."""
     index = np.arange(rows * cols).reshape(rows, cols)
     turned_indices = [np.rot90(side, turns).reshape(-1) for side in (index, index.T) for turns in range(4)]
     return np.array(turned_indices)

@@ -1,6 +1,6 @@
-"""The test levels of Sokoban, from a shipped file of seeds, so that runs need no search.
+"""The test levels of Sokoban. Their seeds are shipped as a file, so that runs need no search.
 
-Run as a module, this prints the file of test seeds; with --write it writes the file.
+Run as a module to print the file of test seeds, or with --write to write it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How far one-box levels are from their solutions."""
+"""Distances of one-box levels from their solutions."""
 
 from functools import lru_cache
 
@@ -11,14 +11,14 @@ Distances = npt.NDArray[np.int16]
 
 
 def compute_distance_table(cells: Cells) -> Distances:
-    """The fewest actions that solve a one-box level, for every position of player and box.
+    """Compute the fewest actions that solve a one-box level from every position of player and box.
 
     distance(player, box) is 0 where the box is on the target, and otherwise 1 + the smallest distance after one action.
-    It is -1 where no actions solve the level, or where player or box cannot be.
+    It is -1 where the level cannot be solved, or where player or box cannot be.
 
     cells: int8 (R, C), a board with one box. Only its walls and its target matter.
     Returns int16 (R*C, R*C), indexed by flat cells [player, box].
-    Raises ValueError for a board that cannot be played, or that does not have exactly one box.
+    Raises ValueError for a board that cannot be played or does not have exactly one box.
     """
     check_board(cells)
     flat = cells.reshape(-1)
@@ -26,7 +26,7 @@ def compute_distance_table(cells: Cells) -> Distances:
     if len(targets) != 1:
         raise ValueError(f"{len(targets)} boxes on the board; a distance table needs exactly one")
     rows, cols = cells.shape
-    # Player and box are never in the border of walls, so the search numbers only the inner cells.
+    # Player and box are never in the border of walls, so only inner cells are numbered.
     inner = np.arange(rows * cols).reshape(rows, cols)[1:-1, 1:-1].reshape(-1)
     target = int(np.searchsorted(inner, next(iter(targets))))
     distances_by_box = _compute_distances((flat[inner] == Tile.WALL).tobytes(), target, _list_predecessors(rows, cols))
@@ -36,20 +36,20 @@ def compute_distance_table(cells: Cells) -> Distances:
 
 
 def find_places(cells: Cells) -> tuple[int, int]:
-    """The flat cells of the player and of the box, which index a distance table; the board has one box."""
+    """Find the flat cells of the player and of the only box, the indices into a distance table."""
     (player,) = _find_cells(cells, PLAYERS)
     (box,) = _find_cells(cells, BOXES)
     return player, box
 
 
 def _compute_distances(walls: bytes, target: int, predecessors: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Search breadth-first backwards from all solved states, so that one search gives the distance of every state.
+    """Compute the distance of every state with one breadth-first search backwards from all solved states.
 
     walls: one byte per inner cell, 1 for a wall. target: an inner cell.
     Returns the distance of each state box * size + player, or -1.
     """
     size = len(walls)
-    closed = bytearray(walls * size)  # states with the player in a wall are closed from the start
+    closed = bytearray(walls * size)  # closes states with the player in a wall
     frontier = [target * size + player for player in range(size) if player != target and not walls[player]]
     distances = [-1] * size**2
     distance = 0
@@ -67,7 +67,7 @@ def _compute_distances(walls: bytes, target: int, predecessors: tuple[tuple[int,
 
 @lru_cache(maxsize=8)  # depends only on the size of the board, and a study uses one size
 def _list_predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
-    """For each state (box * size + player, over inner cells), the states one action earlier, ignoring walls."""
+    """List the states one action before each state (box * size + player, over inner cells), ignoring walls."""
     places = [(row, col) for row in range(1, rows - 1) for col in range(1, cols - 1)]
     cell_at = {place: cell for cell, place in enumerate(places)}
     size = len(places)
