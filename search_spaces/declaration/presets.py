@@ -41,7 +41,7 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
 )
 
 # A learning rate at which training without protection may collapse. The preset was accepted with runs in torch.
-# Compiled code rounds otherwise, and in it no rate that was tried passes the rule (LOG.md, "Stress in compiled code").
+# Compiled code rounds otherwise, and in it no rate that was tried passes the rule (FINDINGS.md).
 _STRESS_CHANGES = {"actor.lr": 2e-3, "rollout.name": "torch", "model.compiled_passes": False}
 
 # The published configuration of LoRA.
