@@ -18,6 +18,8 @@ from tests.test_architecture import PACKAGES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
+FINDINGS = ROOT / "FINDINGS.md"
+LAB_BOOK = sorted((ROOT / "docs" / "log").glob("*.md"))
 SLOW_PREFIXES = (
     "python -m trainable.tiny",
     "python benchmarks/",
@@ -240,11 +242,44 @@ def test_architecture_page_has_the_docstring_of_every_folder() -> None:
 
 
 def test_links_between_the_documents_resolve() -> None:
-    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "LOG.md", ROOT / "CHANGELOG.md"]
+    pages = [*PAGES, *LAB_BOOK, FINDINGS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     for page in pages:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def list_anchors(page: Path) -> set[str]:
+    """List the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_finding_has_a_basis_a_command_and_an_entry() -> None:
+    """The last link or links of a line are headings of the lab book."""
+    rows = [
+        line.strip("| ").split(" | ") for line in FINDINGS.read_text(encoding="utf-8").splitlines() if "<br>" in line
+    ]
+    assert len(rows) >= 62
+    for claim, evidence in rows:
+        *basis_and_command, entries = evidence.split("<br>")
+        assert basis_and_command[0], claim
+        assert len(basis_and_command) == 1 or re.search("`|same|above|not recorded", basis_and_command[1]), claim
+        assert re.fullmatch(r"(\[[^]]+\]\(docs/log/[\d-]+\.md#[\w-]+\)(, )?)+", entries), claim
+
+
+def test_links_into_the_lab_book_name_entries() -> None:
+    pages = [*PAGES, *LAB_BOOK, FINDINGS, ROOT / "CHANGELOG.md"]
+    anchors = {page: list_anchors(page) for page in LAB_BOOK}
+    links = 0
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for target, anchor in re.findall(r"\]\(((?:[\w./-]*log/)?\d{4}-\d\d-\d\d\.md|)#([^)\s]+)\)", text):
+            path = (page.parent / target).resolve() if target else page
+            if path in anchors:
+                links += 1
+                assert anchor in anchors[path], f"{page.name} links to {target}#{anchor}"
+    assert links >= 62
 
 
 def test_index_names_every_page() -> None:
@@ -254,4 +289,4 @@ def test_index_names_every_page() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120

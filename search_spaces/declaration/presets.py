@@ -41,7 +41,7 @@ _LAPTOP_SETTINGS: Settings = MappingProxyType(
 )
 
 # A learning rate at which unprotected training may collapse. The preset was accepted with runs in torch. Compiled code
-# rounds differently, and no rate tried there passes the rule (LOG.md, "Stress in compiled code").
+# rounds differently, and no rate tried there passes the rule (FINDINGS.md).
 _STRESS_CHANGES = {"actor.lr": 2e-3, "rollout.name": "torch", "model.compiled_passes": False}
 
 # The published configuration of LoRA.

@@ -328,7 +328,7 @@ def clear_metric_windows(trial: Any) -> None:
     """Drop Tune's sliding windows over the metrics of a trial that has ended.
 
     Tune keeps the last values of every metric of every trial. For ended trials they are useless, and take half of the
-    driver's memory per trial (LOG.md, "Memory of ended trials"). The means, minima and maxima computed from them stay.
+    driver's memory per trial (FINDINGS.md). The means, minima and maxima computed from them stay.
     """
     trial.run_metadata.metric_n_steps.clear()
     trial.run_metadata.invalidate_cache()
