@@ -15,7 +15,7 @@ probability of .8 under the recorded noise, and the share of simulated reports t
 of studies without a difference in which a test rejects at any look, with a look after every seed from 2 to 30: the
 sequential test, and a plain t test.
 Run: python benchmarks/verdict_errors.py; python benchmarks/verdict_errors.py --reports 400; with --tables it writes the
-tables of docs/sweep_report.md.
+tables of benchmarks/verdict_errors.md.
 """
 
 import json
@@ -182,7 +182,7 @@ def simulate_looks(generator: np.random.Generator, num_studies: int) -> dict[str
     return {"sequential": float(sequential.any(1).mean()), "plain_t": float(plain.any(1).mean())}
 
 
-TABLES = Path(__file__).parents[1] / "docs" / "sweep_report.md"
+TABLES = Path(__file__).with_suffix(".md")
 
 
 def format_tables(cells: list[dict[str, Any]]) -> tuple[str, str]:
@@ -228,7 +228,7 @@ def main() -> None:
     """Simulate all cells and print them."""
     parser = make_parser(__doc__)
     parser.add_argument("--reports", type=parse_count, default=4000, help="studies per number")
-    parser.add_argument("--tables", action="store_true", help="write the tables of docs/sweep_report.md")
+    parser.add_argument("--tables", action="store_true", help="write the tables of verdict_errors.md")
     parser.add_argument("--seeds", type=parse_count, nargs="+", default=[1, 2, 3, 5, 10], help="seeds per arm")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
     options = parser.parse_args()

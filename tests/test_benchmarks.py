@@ -345,3 +345,23 @@ def test_a_check_without_its_packages_is_skipped_and_a_failure_is_a_line(monkeyp
     wrong_line = gpu_checks.run_check("versions", gpu_checks.CHECKS["versions"], ["--model"], "cpu")
     assert wrong_line["status"] == "failed"
     assert "expected one argument" in wrong_line["reason"]
+
+
+def test_the_sweep_report_repeats_cells_of_the_simulated_studies() -> None:
+    """The short table of docs/sweep_report.md has numbers of the long ones in benchmarks/verdict_errors.md."""
+    full = (FOLDER / "verdict_errors.md").read_text(encoding="utf-8")
+    errors, powers = (read_rows(part) for part in full.split("<!-- end of errors -->")[:2])
+    names = {"0.015, baseline 0.075": "baseline 5 times as noisy"}
+    page = (FOLDER.parent / "docs" / "sweep_report.md").read_text(encoding="utf-8")
+    rows = read_rows(page.split("### How often a verdict is wrong")[1].split("###")[0])
+    assert len(rows) == 6
+    for name, cells in list(rows.items())[1:]:
+        error_row, power_row = (table[names.get(name, name)] for table in (errors, powers))
+        assert cells[:2] == error_row[2].split(" / "), name
+        assert cells[2:] == [cell.partition(" (")[0] for cell in power_row[2:]], name
+
+
+def read_rows(text: str) -> dict[str, list[str]]:
+    """Read the rows of a table in Markdown by the text of their first cell."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in rows}
