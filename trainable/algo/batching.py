@@ -96,7 +96,7 @@ def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
         generator: CPU generator that draws the duplicates.
 
     Returns:
-        int64: 0 … n − 1 in order, then the duplicates. Up to n duplicates are distinct, and more repeat the sequences as
+        int64: 0 … n − 1 in order, then the duplicates. Up to n duplicates are distinct, and more repeat sequences as
         evenly as possible.
 
     Example:

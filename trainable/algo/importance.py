@@ -10,9 +10,9 @@ from torch import Tensor
 class ImportanceCorrection(NamedTuple):
     """How to weight the loss of tokens that the engine has sampled.
 
-    cap: the largest weight, at least 1. floor: with a mask, the smallest weight, or None. is_sequence: whether a token's
-    weight is the product of the ratios of all sampled tokens in its episode, instead of the token's ratio. is_mask:
-    whether weights outside of floor and cap become 0. Otherwise, weights above the cap become the cap.
+    cap: the largest weight, at least 1. floor: with a mask, the smallest weight, or None. is_sequence: whether the
+    weight of a token is the product of the ratios of all sampled tokens in its episode, instead of the token's ratio.
+    is_mask: whether weights outside of floor and cap become 0. Otherwise, weights above the cap become the cap.
 
     Truncated tokens (TIS): Yao et al. 2025. Masked tokens with a floor (IcePop): Ling team 2025, with 0.5 and 5. Masked
     sequences: Liu et al. 2025, "When speed kills stability".
