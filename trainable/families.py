@@ -1,7 +1,7 @@
-"""A family of studies: everything that is said of one kind of run, as one object, and the list of all families.
+"""Families of studies. A family declares everything about one kind of run in one object.
 
-What needs torch, pandas or Ray is named as "module:NAME" and imported where it is used (`pkgutil.resolve_name`), so
-that a plan, a report and a run each import only their own part.
+Objects that need torch, pandas or Ray are named as "module:NAME" and imported on use (`pkgutil.resolve_name`), so that
+plans, reports and runs import only what they need.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,18 +27,18 @@ FAMILIES: Mapping[str, str] = {
     "vector_rewards": "sandboxes.vector_rewards.study:VECTOR_REWARDS",
     "pedagogy": "sandboxes.pedagogy.study:PEDAGOGY",
 }
-"""Name of a family in study.json -> where its `Family` is declared."""
+"""Maps the name of a family in study.json to its `Family`."""
 
 
 @cache
 def get_family(name: str) -> "Family":
-    """The family of this name, a key of `FAMILIES`. Raises KeyError for another."""
+    """Import the family of this name, a key of `FAMILIES`. Raises KeyError for other names."""
     family: Family = resolve_name(FAMILIES[name])
     return family
 
 
 def list_families() -> list["Family"]:
-    """All families."""
+    """Import all families."""
     return [get_family(name) for name in FAMILIES]
 
 
@@ -51,12 +51,11 @@ class Preset:
     n_seeds: int
     """Default number of seeds per arm."""
     variant_of: str = ""
-    """Another preset, of which it is a variant: the studies then have the axis values and the settings that they have
-    under that preset. Empty if it is none."""
+    """The preset of which this is a variant, or empty. Studies have the same axis values and settings under both."""
     uses_gpus: bool = False
     """Whether its runs are meant for GPUs."""
     small_gpu_settings: Settings = field(default_factory=dict)
-    """Further settings for GPUs on which the runs do not fit without them. They change results."""
+    """Further settings for GPUs on which runs would not fit otherwise. They change results."""
 
 
 class DisplayColumn(NamedTuple):
@@ -69,7 +68,7 @@ class DisplayColumn(NamedTuple):
     format_spec: str
     """Format of the numbers, as in Python's `format`."""
     fallback_column: str = ""
-    """The column to show until this one has a value; empty if there is none."""
+    """The column to show until this one has a value, or empty."""
 
 
 class OutcomeColumn(NamedTuple):
@@ -77,20 +76,20 @@ class OutcomeColumn(NamedTuple):
 
     column: str
     margin: float | None = None
-    """The difference within which two arms count as equal; None for that of its unit."""
+    """The difference within which two arms count as equal, or None for the default of its unit."""
     contrast: str = ""
-    """Why declared contrasts are estimated in it, for the report; empty: they are not."""
+    """Why declared contrasts are estimated in this column, for the report. Empty if they are not."""
     is_common: bool = False
-    """Whether every study of the family has it; otherwise some runs have no value."""
+    """Whether every study of the family has it. Otherwise, some runs have no value."""
     is_compared: bool = True
     """Whether arms are compared by it, or only the pairs of declared contrasts."""
 
 
 class Remark(NamedTuple):
-    """A remark about a configuration with which a run has nothing to learn, or cannot learn it."""
+    """A remark about configurations with which a run has nothing to learn, or cannot learn."""
 
     applies: Callable[[Any], bool]
-    """Function of a configuration of the family's class that returns whether the remark holds."""
+    """Called with a configuration of the family's class. Returns whether the remark applies."""
     sentence: str
     """What happens and why. Settings in braces, such as {c.actor.lr}, are filled in."""
 
@@ -107,65 +106,64 @@ class Family:
     """The tune.Trainable for these configurations, as "module:CLASS"."""
     presets: Mapping[str, Preset]
     make_template_values: Callable[[Any], dict[str, str]]
-    """Function of a configuration that returns the values that name templates may use."""
+    """Called with a configuration. Returns the values that name templates may use."""
 
-    # What a run writes, and how it is read.
+    # Outputs of a run, and how they are read.
     step_columns: tuple[Column, ...]
     """Measurements in each row."""
     trial_columns: tuple[Column, ...]
     """Columns of `trials`, in order, in addition to names, axis and settings."""
     outcomes: tuple[OutcomeColumn, ...]
-    """The first is the primary outcome, which gives the verdicts; the others support it and are adjusted together."""
+    """The first is the primary outcome, which decides verdicts. The others support it and are adjusted together."""
     is_higher_better: bool
-    """Whether a larger primary outcome is a better one."""
+    """Whether larger values of the primary outcome are better."""
     summarize: str
-    """Function, as "module:NAME", that computes `steps_done` and the trial columns that no file contains. Its arguments
-    are the rows of a run, sorted by step, and the step up to which the run keeps its last values (None: the step of its
+    """Function, as "module:NAME", that computes `steps_done` and the trial columns that no file contains. Called with
+    the rows of a run, sorted by step, and the step up to which the run keeps its last values (None: the step of its
     last row)."""
     report: str
     """The `analysis.report.pages.Page` of a study, as "module:NAME"."""
     get_environment: Callable[[Mapping[str, Any]], str]
-    """Function of the settings of study.json that returns what the policy acts in."""
+    """Called with the settings of study.json. Returns the name of the environment in which the policy acts."""
     progress_columns: tuple[DisplayColumn, ...]
-    """Columns of the progress table. The first is the primary metric, which `status` shows too."""
+    """Columns of the progress table. The first is the primary metric, which `status` shows, too."""
     log_columns: tuple[DisplayColumn, ...]
-    """Columns of the line that each step writes to the log of its run. Standard output gets some of these lines when it
-    is not a terminal."""
+    """Columns of the line that each step writes to the log of its run. Some of these lines also go to standard output,
+    if it is not a terminal."""
     description: str = ""
-    """What the report of toy studies says of the family, as "module:NAME"."""
+    """Description of the family for the report of toy studies, as "module:NAME"."""
     own_prefixes: tuple[str, ...] = ()
-    """How columns may begin that are no `step_columns`, the measures of a game of the user."""
+    """Prefixes of columns that are not in `step_columns`: the measures of plug-in games."""
 
-    # What a run needs.
+    # Requirements of a run.
     get_model_path: Callable[[Any], str | None] = lambda config: None
-    """Function of a configuration that returns the path or hub id of the model that a run loads and trains, or None if
-    the run builds its own model."""
+    """Called with a configuration. Returns the path or hub id of the model that a run loads and trains, or None if the
+    run builds its model."""
     estimate_bytes: Callable[[Any, int], tuple[int, int]] | None = None
-    """Function of the configuration and of the parameter count of the loaded model that returns two sizes in bytes:
-    that of a checkpoint, and that of a row together with everything derived from the row. None if the shape of the
-    model determines both."""
+    """Called with a configuration and the parameter count of the loaded model. Returns the bytes of a checkpoint, and
+    the bytes of a row with everything derived from it. None if the shape of the model determines both."""
     estimate_step_seconds: Callable[[Any], float | None] | None = None
-    """Function of the configuration that returns the seconds of a training step of one run on a core, evaluations
-    included, as measured; None for a task that was not. None if the model determines it."""
+    """Called with a configuration. Returns the measured seconds of a training step of one run on one core, including
+    evaluations, or None for a task that was not measured. None if the model determines it."""
     has_batched_seeds: bool = False
     """Whether one trial trains all seeds of an arm together, each as a separate run."""
 
-    # What can be typed.
+    # Names that can be typed.
     name_suffix: str = ""
     """Template that is appended to the names of a study and of its runs if the study has no published names."""
     games: Mapping[str, Game] = field(default_factory=dict)
-    """The games that --env selects, by name; empty if the runs play none."""
+    """The games that --env selects, by name. Empty if runs play no games."""
     search_space: tuple[Dimension, ...] = ()
-    """What `search` changes unless it is told otherwise; empty if that always has to be typed."""
+    """The default space of `search`, or empty if it must always be typed."""
     part_checks: Mapping[str, str] = field(default_factory=dict)
-    """By setting that names a part of the user, the function that tries the part, as "module:NAME". Those of the
-    settings of a language model are in `trainable.part_checks`."""
+    """For each setting that names a plug-in, the function that tries it, as "module:NAME". For the settings of a
+    language model, see `trainable.part_checks`."""
     remarks: str = ""
-    """The remarks about its configurations, a tuple of `Remark` as "module:NAME"; empty if there are none."""
+    """A tuple of `Remark` about configurations, as "module:NAME", or empty."""
 
     def __post_init__(self) -> None:
         if self.estimate_bytes is None and not self.is_fine_tuning:
-            # The sizes of a language model follow from its config.json; those of any other model only the family knows.
+            # The sizes of a language model follow from its config.json. For other models, only the family knows them.
             raise ValueError(
                 f"The family {self.name} sets no `estimate_bytes`. Only a family whose config_class is RunConfig may "
                 "leave it out: set estimate_bytes=FUNCTION."
@@ -173,12 +171,12 @@ class Family:
 
     @property
     def is_fine_tuning(self) -> bool:
-        """Whether the runs fine-tune the language model of `get_model_path`, on GPUs if there are any: their rows are
+        """Whether the runs fine-tune the language model of `get_model_path`, on GPUs if there are any. Their rows are
         training steps with symptoms, stop rules and gradient analyses."""
         return issubclass(self.config_class, RunConfig)
 
     def make_game_settings(self, game: str, preset: str) -> dict[str, object]:
-        """The settings that come with a game under a preset. Raise KeyError for a game that does not exist."""
+        """Collect the settings that a game changes under a preset. Raise KeyError if the game does not exist."""
         presets = self.games[game].presets
         name = preset if preset in presets else self.presets[preset].variant_of
         return {"env.name": game, **self.games[game].settings, **presets.get(name, {})}
@@ -195,7 +193,7 @@ class Family:
 
     @property
     def primary_metric(self) -> str:
-        """The column of rows that says how good a run is."""
+        """The column of rows that measures how good a run is."""
         return self.progress_columns[0].column
 
     @property
@@ -205,20 +203,20 @@ class Family:
 
     @property
     def secondary_columns(self) -> tuple[str, ...]:
-        """The trial columns that are compared in addition, all of them adjusted together."""
+        """The other trial columns that are compared, adjusted together."""
         return tuple(outcome.column for outcome in self.outcomes[1:] if outcome.is_compared)
 
     @property
     def margins(self) -> dict[str, float]:
-        """By outcome, the difference within which two arms count as equal, where the family sets one."""
+        """For each outcome with a margin, the difference within which two arms count as equal."""
         return {outcome.column: outcome.margin for outcome in self.outcomes if outcome.margin is not None}
 
     @property
     def contrasted_columns(self) -> dict[str, str]:
-        """The trial columns of which declared contrasts are estimated, each with the reason."""
+        """The trial columns for which declared contrasts are estimated, with the reason."""
         return {outcome.column: outcome.contrast for outcome in self.outcomes if outcome.contrast}
 
     @property
     def common_columns(self) -> tuple[str, ...]:
-        """Those that every study has."""
+        """The outcome columns that every study has."""
         return tuple(outcome.column for outcome in self.outcomes if outcome.is_common)

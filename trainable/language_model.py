@@ -1,4 +1,4 @@
-"""The runs that fine-tune a language model with PPO: their trainer, stop rules and columns."""
+"""Runs that fine-tune a language model with PPO: their trainer, stop rules and columns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from trainable.runs.training import StepResult, TrainerFamily, do_nothing
 
 @dataclass(frozen=True)
 class SingleRunTrainer:
-    """Adapts a PPO trainer, which trains one run, to the `Trainer` protocol, which trains one run per seed."""
+    """Adapts a PPO trainer, which trains a single run, to the `Trainer` protocol, which trains one run per seed."""
 
     trainer: PPOTrainer | DistributedTrainer
     seeds: tuple[int]
@@ -29,22 +29,22 @@ class SingleRunTrainer:
         return self.trainer.step_index
 
     def step(self, before_update: Callable[[], None] = do_nothing) -> StepResult:
-        """Train one step; return its row, and the lines of its evaluations and gradient analysis."""
+        """Train one step. Return its row, and the lines of its evaluations and gradient analysis."""
         record, evaluations, gradients, trained_episodes = self.trainer.step(before_update)
         lines = {**_make_lines(evaluations, trained_episodes), GRADIENTS_FILE: gradients}
         return StepResult({self.seeds[0]: {"step": self.step_index, **record.to_row()}}, {self.seeds[0]: lines})
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
-        """The last `row`, completed with the final evaluation, and the lines of that evaluation."""
+        """Evaluate at the end of the run. Return the last `row` with the results, and the lines of the evaluation."""
         final_evaluation, evaluations = self.trainer.evaluate_final()
         return final_evaluation.add_to_row(row), _make_lines(evaluations)
 
     def get_state(self, seed: int) -> TrainerState:
-        """The full state of the trainer, which is that of the only run."""
+        """Return the full state of the trainer, which has a single run."""
         return TrainerState(*self.trainer.get_state())
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
-        """Continue from the state of the only run."""
+        """Continue from the state of the single run."""
         (state,) = states
         self.trainer.load_state(state.tensors, state.values)
 
@@ -54,9 +54,9 @@ class SingleRunTrainer:
 
 
 def _make_lines(evaluations: Sequence[Evaluation], trained_episodes: Sequence[RecordedEpisode] = ()) -> LinesByFile:
-    """The lines of the evaluations, of the episodes that they recorded, and of those that were trained on."""
+    """Make the lines of evaluations, of the episodes that they recorded, and of trained episodes."""
     episodes = [*trained_episodes, *(episode for evaluation in evaluations for episode in evaluation.episodes)]
-    # Readers take a line of an earlier step for the sign of a run that was restored.
+    # In order, since readers take a line of an earlier step as a sign that the run was restored.
     episodes.sort(key=lambda episode: episode.step)
     return {
         LEVELS_FILE: [evaluation.to_line() for evaluation in evaluations],
@@ -65,7 +65,7 @@ def _make_lines(evaluations: Sequence[Evaluation], trained_episodes: Sequence[Re
 
 
 def _make_ppo_trainer(config: RunConfig, seeds: Sequence[int]) -> SingleRunTrainer:
-    """Make the trainer of one run; only update rules train several seeds side by side."""
+    """Make the trainer of one run. Only update rules train several seeds together."""
     (seed,) = seeds
     return SingleRunTrainer(make_trainer(apply_overrides(config, {"seed": seed}), DIAGNOSTICS), (seed,))
 

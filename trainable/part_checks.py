@@ -1,4 +1,4 @@
-"""Try the parts of a user on a small example before a study starts, so that mistakes are found in the first second."""
+"""Try plug-ins on a small example before a study starts, so that mistakes are found within a second."""
 
 import math
 import re
@@ -28,18 +28,18 @@ from trainable.runs.stop_rules import evaluate_own_rules
 MAX_MEASURE_LENGTH = 60
 
 _SEEDS = (1, 2, 3)
-"""Seeds of the levels of the example."""
+"""Seeds of the levels in the example."""
 
 
 class PartTrial:
-    """Calls a part, and turns its errors into an `OwnPartError` that says which setting, which part and which line."""
+    """Calls a plug-in, and turns its errors into an `OwnPartError` that names the setting, the plug-in and the line."""
 
     def __init__(self, setting: str, value: str, file: PartFile) -> None:
         self.setting, self.value, self.file = setting, value, file
         self.name = value.partition("#")[0].rpartition(":")[2]
 
     def fail(self, problem: str) -> OwnPartError:
-        """The error to raise for a problem, which is a clause such as "step() returned None"."""
+        """Make the error to raise for a problem, given as a clause such as "step() returned None"."""
         name = self.value.partition("#")[0]
         page = "docs/add_an_environment.md" if self.setting == "env.name" else "docs/add_a_part.md"
         return OwnPartError(
@@ -48,14 +48,14 @@ class PartTrial:
         )
 
     def call(self, signature: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a call. signature: how the call is shown, such as `loss(logprobs, old_logprobs)`."""
+        """Call a function of the plug-in. signature: how to show the call, such as `loss(logprobs, old_logprobs)`."""
         try:
             return function(*arguments)
         except (Exception, SystemExit) as error:
             raise self.fail(f"{signature} raised {describe_error(error, self.file.path)}") from None
 
     def check_tensor(self, signature: str, tensor: Any, shape: tuple[int, ...], is_mask: bool = False) -> None:
-        """Raise unless `tensor` is one of this shape: of booleans if `is_mask`, otherwise of finite numbers."""
+        """Raise unless `tensor` is a tensor of this shape, of booleans if `is_mask`, otherwise of finite numbers."""
         kind = "bools" if is_mask else "numbers"
         wanted = f"and a tensor {list(shape)} of {kind} is needed"
         if not isinstance(tensor, Tensor):
@@ -68,13 +68,13 @@ class PartTrial:
 
 
 def check_part(config: BaseRunConfig, setting: str) -> None:
-    """Try the part that a setting of `config` names. Raise OwnPartError that says what is wrong with it.
+    """Try the plug-in that a setting of `config` names. Raise OwnPartError, with the problem, if it fails.
 
     setting: a key of `list_parts(config)`.
     """
     value = list_parts(config)[setting].format()
     file = get_part_file(value)
-    setting = re.sub(r"\.\d+$", "", setting)  # of an entry of a list, the list
+    setting = re.sub(r"\.\d+$", "", setting)  # the list, if it is an entry of a list
     trial = PartTrial(setting, value, file)
     part = get_part(value)
     if not callable(part) and setting != "env.name":
@@ -106,7 +106,7 @@ def _check_policy_loss(trial: PartTrial, loss: Any, config: RunConfig) -> None:
     trial.check_tensor(signature, token_loss, (count,))
     if not token_loss.requires_grad:
         raise trial.fail(f"{signature} returned a loss without a gradient with respect to logprobs")
-    # A pass of a run on several GPUs may have no token.
+    # With several GPUs, a pass may have no tokens.
     empty = trial.call(f"{trial.name}() without tokens", loss, logprobs[:0], logprobs[:0].detach(), advantages[:0])
     trial.check_tensor(f"{trial.name}() without tokens", empty, (0,))
 
@@ -210,7 +210,7 @@ def _check_game(trial: PartTrial, part: Any, config: RunConfig) -> None:
 
 
 def _check_levels(trial: PartTrial, environment: Environment[Any]) -> Sequence[Level]:
-    """Three levels, made by the environment."""
+    """Check the levels that the environment makes, and return three of them."""
     levels: Sequence[Level] = trial.call("make_levels(seeds)", environment.make_levels, _SEEDS)
     test_levels = trial.call("make_test_levels(2)", environment.make_test_levels, 2)
     for name, made, count in (("make_levels", levels, len(_SEEDS)), ("make_test_levels", test_levels, 2)):
@@ -232,7 +232,7 @@ def _check_levels(trial: PartTrial, environment: Environment[Any]) -> Sequence[L
 def _check_texts(
     trial: PartTrial, environment: Environment[Any], levels: Sequence[Level], config: RunConfig
 ) -> tuple[str, ...]:
-    """The actions of the example in the instructions."""
+    """Check the texts of the game, and return the actions in the example of its instructions."""
     max_actions = config.env.max_actions_per_traj
     instructions = trial.call(f"format_instructions({max_actions})", environment.format_instructions, max_actions)
     states = trial.call("start(levels)", environment.start, levels)
@@ -259,13 +259,13 @@ def _check_texts(
 
 
 def _list_example_words(instructions: str) -> list[str]:
-    """The words of the answers in the instructions of a game."""
+    """List the words of the example answers in the instructions of a game."""
     examples = re.findall(r"<answer>(.*?)</answer>", instructions, re.DOTALL)
     return [word.strip() for example in examples for word in example.split(ACTION_SEPARATOR)]
 
 
 def _check_words(trial: PartTrial, title: str, texts: Sequence[str], config: RunConfig) -> None:
-    """Raise if a shipped policy cannot read title and states or write the actions: its tokenizer has few words."""
+    """Raise if the few words of a shipped policy's tokenizer do not cover the title, the states and the actions."""
     shipped_model = SHIPPED_MODELS.get(config.model.path)
     if shipped_model is None:
         return
@@ -276,7 +276,7 @@ def _check_words(trial: PartTrial, title: str, texts: Sequence[str], config: Run
     def is_known(text: str) -> bool:
         return bool(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text)
 
-    # The title is the whole system message, of which the tokenizer has exactly one.
+    # The title is the entire system message, of which the tokenizer knows exactly one.
     if not is_known(CHATML.system_prefix + title + CHATML.end_marker):
         known_title = make_environment(EnvConfig(name=shipped_model.game)).title
         raise trial.fail(
@@ -299,11 +299,10 @@ _MAX_SHOWN_WORDS = 8
 
 
 def describe_first_replies(config: RunConfig) -> str:
-    """What the first replies of an untrained shipped policy are in a game of the user, as a sentence.
+    """Describe in a sentence the first replies of an untrained shipped policy in a plug-in game.
 
-    The tokenizer of such a policy has words that it never answers with, whatever `read_action` accepts. Empty where a
-    trainer of these settings cannot be made on a CPU. An error of the game is named and not raised: that of a run
-    follows.
+    Such a policy never answers with some of its words, whatever `read_action` accepts. Empty if these settings cannot
+    run on a CPU. An error of the game is described and not raised, since the run will raise it.
     """
     overrides = {
         "env.env_groups": _FIRST_REPLIES,
@@ -313,7 +312,7 @@ def describe_first_replies(config: RunConfig) -> str:
         "trainer.total_training_steps": 1,
         "trainer.device": "cpu",
         "trainer.n_gpus_per_node": 0,
-        # What is compiled first would take longer than the replies.
+        # Compiling would take longer than the replies.
         "rollout.name": "torch",
         "model.compiled_passes": False,
     }
@@ -349,7 +348,7 @@ def _check_steps(
     actions: tuple[str, ...],
     config: RunConfig,
 ) -> None:
-    """A turn without an action, and one with each action of the example."""
+    """Check a turn without an action, and a turn with each action of the example."""
     luck = np.full((len(levels), config.env.max_actions_per_turn), 0.5)
     for names in ((), *((action,) for action in dict.fromkeys(actions))):
         states = environment.start(levels)

@@ -1,4 +1,4 @@
-"""The Trainables, which Ray Tune constructs, steps, saves, restores and resets: one class per family of runs."""
+"""The Trainables that Ray Tune constructs, steps, saves, restores and resets, with one class per family of runs."""
 
 import gc
 import os
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from trainable.runs.training import StepReport, TrainerFamily, TrainingLoop
 
 RUN_KEY, SEED_KEY = "run", "seed"
-"""The keys of a configuration that are not settings of a family's config class."""
+"""The keys of a configuration that are not settings."""
 _RUN_OPTIONS = ("study", "family", "arm", "stop_rules", "code", "runs", "interrupts", "storage", "checkpoints")
 POINTER_FILE, PICKLE_FILE = "runs.json", "_dict_checkpoint.pkl"
-"""In a checkpoint of a study, whose runs have folders of their own: these, by seed. And what Ray unpickles."""
+"""POINTER_FILE names the runs in a checkpoint of a study, by seed. PICKLE_FILE is what Ray would unpickle."""
 
 
 @contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
-    """Keep the garbage collector off, such as during imports, and from looking at the objects of new modules later.
+    """Pause the garbage collector, such as during imports, and exempt the objects of new modules from it afterwards.
 
-    These stay as long as the process. To look through them takes about a seventh of the time of the imports.
+    They live as long as the process, and scanning them would take about a seventh of the time of the imports.
     """
     was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -59,33 +59,32 @@ def _pause_garbage_collection() -> Iterator[None]:
 
 
 class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
-    """A run of PPO: settings in, rows out, checkpoints in Tune's hands.
+    """A PPO run as a Trainable: it takes settings, reports rows, and lets Tune manage its checkpoints.
 
-    Every key of the configuration is a setting, dotted ("actor.lr"), nested, or as published, and two more are
-    accepted. `seed` is the seed, to which Tune's Repeater adds the number of the repetition; a list of seeds trains
-    these side by side, which only update rules and their companions can. `run` says what the run belongs to, a mapping
-    whose keys may all be left out:
+    All keys of the configuration are settings, dotted ("actor.lr"), nested, or as published, except two. `seed` is the
+    seed, to which Tune's Repeater adds the number of the repetition. A list of seeds trains these together, which only
+    update rules and their companions can. `run` is a mapping with these optional keys:
 
         study, family, arm: names, for the columns of the rows and for `analysis.load`.
-        stop_rules: names of the rules that the run applies before it writes a row; the final evaluation then belongs
-            to that row. Without them, a Stopper may end the trial (`tune_study.rules`).
-        code: the texts of the files of the user whose parts the settings name, by file name.
-        runs: run_id and seed of each run, and if these are not in the trial's own folder, run_dir and checkpoint_dir.
-        interrupts: paths of files. Once one of them exists, the step under way is the last one.
-        storage: URI of the folder for checkpoints of `trainer.save_freq`; they stay on the node without it.
+        stop_rules: names of the rules that the run applies before it writes a row, so that this row includes the final
+            evaluation. Without them, a Stopper may end the trial (`tune_study.rules`).
+        code: the texts of the files of plug-ins that the settings name, by file name.
+        runs: run_id and seed of each run, and run_dir and checkpoint_dir if they are not in the trial's folder.
+        interrupts: paths of files. Once one of them exists, training stops after the current step.
+        storage: URI of the folder for checkpoints of `trainer.save_freq`. Without it, they stay on the node.
         checkpoints: URIs of checkpoints of an earlier experiment, newest first, from which the run continues.
 
-    A result has the columns of the run's row. A column that a step has not measured keeps its last value (before the
-    first one: that of `base_<column>`, else NaN), since schedulers and searchers compare every result; `carried` names
-    these columns. `note` has events since the last result. `saved` says whether a checkpoint of this step is on the
-    run's disk, and `finished` whether the run has ended by itself; `done` is True also if Tune ends the trial. With a
-    list of seeds, a result has the means over the runs, `rows` by run_id, and `failed`: the reason of each run that
-    failed while others could continue.
+    A result has the columns of the run's row. Since schedulers and searchers compare every result, columns that a step
+    has not measured keep their last value (or `base_<column>` before the first, or else NaN). `carried` names these
+    columns. `note` has events since the last result. `saved` is whether a checkpoint of this step is on the run's disk,
+    and `finished` whether the run has ended by itself. `done` is also True if Tune ends the trial. With a list of
+    seeds, a result has the means over the runs, `rows` by run_id, and `failed` with the reason of each run that failed
+    while others could continue.
 
-    A failure that another attempt would meet again is a result, with `failure`, `failure_class`, `failure_trace` and
-    `done`. Any other failure is raised as a RunFailedError, and `max_failures` decides.
+    A failure that would occur again is a result, with `failure`, `failure_class`, `failure_trace` and `done`. Any other
+    failure is raised as a RunFailedError, and `max_failures` decides.
 
-    A run continues by itself from the newest complete checkpoint in its folder. `save_checkpoint` copies that folder,
+    A run continues by itself from the newest complete checkpoint in its folder. `save_checkpoint` copies this folder,
     with hard links where the disk allows them, and `load_checkpoint` replaces it. No pickle is written or read.
 
     Example::
@@ -99,14 +98,14 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     """
 
     family: str = "trainable.language_model:TRAINER"
-    """ "module:NAME" of the TrainerFamily; imported in the process of the run, because it needs torch."""
+    """ "module:NAME" of the TrainerFamily, imported in the process of the run because it needs torch."""
     config_class: type[BaseRunConfig] = RunConfig
 
     training: "TrainingLoop | None" = None
 
     @classmethod
     def make_config(cls, config: Mapping[str, Any]) -> BaseRunConfig:
-        """The checked settings of a configuration. Raise ConfigError for one that cannot be trained."""
+        """Parse and check the settings of a configuration. Raise ConfigError if it cannot be trained."""
         options = config.get(RUN_KEY, {})
         if unknown := [key for key in options if key not in _RUN_OPTIONS]:
             raise ConfigError(f"`{RUN_KEY}` has no key `{unknown[0]}`: choose from {', '.join(_RUN_OPTIONS)}.")
@@ -118,10 +117,10 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        """A CPU and a share of a GPU, or a bundle per GPU on one node, as trainer.n_gpus_per_node says.
+        """Request a CPU and a share of a GPU, or a bundle per GPU on one node, according to trainer.n_gpus_per_node.
 
-        Tune calls it before anything starts, so a setting that cannot be trained is refused here. The Trainable and the
-        first rank are in the first bundle.
+        Tune calls this before anything starts, so settings that cannot be trained are rejected here. The Trainable and
+        the first rank are in the first bundle.
         """
         n_gpus = getattr(cls.make_config(config).trainer, "n_gpus_per_node", 0.0)
         return tune.PlacementGroupFactory([dict(bundle) for bundle in make_bundles(n_gpus)], strategy="STRICT_PACK")
@@ -129,7 +128,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     def setup(self, config: dict[str, Any]) -> None:
         """Store the configuration, and mark this process and its children as belonging to the run.
 
-        Runs begin in the first step, because Ray passes on an error in `setup` as text only, without its kind.
+        Runs begin in the first step, because Ray passes errors in `setup` on as text, without their kind.
         """
         self._configuration, self._options = config, dict(config.get(RUN_KEY, {}))
         self._runs = self._list_runs()
@@ -141,7 +140,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             take_gpus(ray.get_gpu_ids(), os.environ)
 
     def _list_runs(self) -> list[dict[str, Any]]:
-        """run_id, seed, run_dir and checkpoint_dir of each run."""
+        """List run_id, seed, run_dir and checkpoint_dir of each run."""
         seed = self._configuration.get(SEED_KEY, 0)
         self._has_seed_list = isinstance(seed, list | tuple)
         if not self._has_seed_list:
@@ -168,7 +167,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         ]
 
     def step(self) -> dict[str, Any]:
-        """Train to the next rows. They are on disk before they are reported. Raises RunFailedError."""
+        """Train to the next rows, which are on disk before they are reported. Raises RunFailedError."""
         try:
             report = self.begin().step()
             self._upload_saved_checkpoints()
@@ -177,29 +176,28 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
                 return self._make_failure_result(Failure(NON_FINITE, words, is_retried=False))
             return self._make_result(report)
         except Exception as error:
-            # Read from disk, since the error may have come before the runs were loaded.
+            # Read from disk, since the error may have occurred before the runs were loaded.
             has_rows = any(read_rows(Path(run["run_dir"]) / METRICS_FILE) for run in self._runs)
             failure = classify_failure(error, has_rows)
         if failure.is_retried:
-            # Without the cause: a RunFailedError consists of text and flags, so that it can be sent to the driver. The
-            # traceback of the cause is part of it, as text.
+            # Without the cause, since only text and flags can be sent to the driver. The traceback is included as text.
             raise RunFailedError(failure)
         return self._make_failure_result(failure)
 
     def begin(self) -> "TrainingLoop":
-        """Lock the runs and continue them from their newest checkpoints; later calls return the same loop."""
+        """Lock the runs and continue them from their newest checkpoints. Later calls return the same loop."""
         if self.training is not None:
             return self.training
-        # An earlier process of this trial may have died on this node, and its children may still occupy a GPU.
+        # An earlier process of this trial may have died on this node, while its children still occupy a GPU.
         terminate_orphans(Path(self._runs[0]["run_dir"]))
         settings = self.make_config(self._configuration)
-        # Imported here because Ray's driver imports this module, too, and should not have to load torch.
+        # Imported here, because Ray's driver imports this module, too, and should not load torch.
         with _pause_garbage_collection():
             from trainable.runs.training import TrainingLoop
 
             family: TrainerFamily = resolve_name(self.family)
         self.training, notes = None, list[str]()
-        # Those of an earlier experiment, newest first. The first of them that can be used is continued.
+        # Continue the first usable checkpoint of an earlier experiment, newest first.
         for uri in () if self._is_restored else self._options.get("checkpoints", ()):
             try:
                 with tune.Checkpoint(uri).as_directory() as folder:
@@ -220,7 +218,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         return self.training
 
     def _make_result(self, report: "StepReport") -> dict[str, Any]:
-        """Make the result that Tune records. Its `training_iteration` counts the steps of the runs, across restarts."""
+        """Make the result that Tune records. Its `training_iteration` counts steps of the runs across restarts."""
         self._last_rows |= report.rows
         rows = [row for run_id, row in self._last_rows.items() if run_id not in report.failures]
         row = _average_rows(rows) if self._has_seed_list else next(iter(report.rows.values()), {})
@@ -239,11 +237,11 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         return result
 
     def _complete_row(self, row: Mapping[str, Any], failure: Failure | None = None) -> dict[str, Any]:
-        """A row with a value in each column so far: Tune's files take the columns of the first result."""
+        """Fill a row so that each column so far has a value: Tune's files only have the columns of the first result."""
         words = ("", "", "") if failure is None else (failure.message, failure.kind, failure.trace)
         result = carry_values(row, self._last_values)
         if not (self._options.get("stop_rules") or result.get("stop_rule")):
-            result.pop("stop_rule", None)  # its presence would say that the run applies the rules itself
+            result.pop("stop_rule", None)  # its presence would mean that the run applies the rules itself
         return {**result, **dict(zip(("failure", "failure_class", "failure_trace"), words, strict=True))}
 
     def _make_failure_result(self, failure: Failure) -> dict[str, Any]:
@@ -270,9 +268,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write what is needed to continue on any node: the lines and the newest state of each run, by seed.
 
-        The runs of a study on this machine have folders of their own, which the checkpoint names.
+        For runs of a study on this machine, the checkpoint only names their folders.
         """
-        if not self._has_failed:  # of a failed run, the states before the failure stay
+        if not self._has_failed:  # a failed run keeps the states before the failure
             self.begin().write_states()
         if self._has_study_folder:
             write_object(Path(checkpoint_dir, POINTER_FILE), {str(run["seed"]): run["run_id"] for run in self._runs})
@@ -281,13 +279,13 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             for run in self.training.runs.values():
                 run.copy_to(Path(checkpoint_dir, str(run.seed)))
             return
-        for entry in self._runs:  # a run that failed before it began keeps what was there
+        for entry in self._runs:  # a run that failed before it began keeps its earlier files
             source = Path(entry["run_dir"])
             if source.is_dir():
                 copy_run_files(source, Path(checkpoint_dir, str(entry["seed"])), list_states(source), links=True)
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Continue from a checkpoint, also from one of a trial with other settings (population-based training)."""
+        """Continue from a checkpoint, possibly of a trial with other settings (population-based training)."""
         if self._has_study_folder and Path(checkpoint_dir, POINTER_FILE).exists():
             return  # the runs continue in their own folders
         self.cleanup()
@@ -295,9 +293,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         self._is_restored = True
 
     def _copy_runs(self, checkpoint_dir: Path, *, allows_other_seeds: bool) -> None:
-        """Replace the lines and states of the runs by those of a checkpoint; CheckpointError if they are of others."""
+        """Replace the lines and states of the runs from a checkpoint. Raise CheckpointError if it is of other runs."""
         folders = _find_run_folders(checkpoint_dir)
-        # A checkpoint of several seeds may be continued by some of them.
+        # Some of the seeds of a checkpoint may continue.
         if all(run["seed"] in folders for run in self._runs):
             sources = [folders[run["seed"]] for run in self._runs]
         elif allows_other_seeds and len(folders) == len(self._runs):
@@ -306,11 +304,11 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             seeds = ", ".join(str(run["seed"]) for run in self._runs)
             raise CheckpointError(f"{checkpoint_dir} has no runs of the seeds {seeds}.")
         for run, source in zip(self._runs, sources, strict=True):
-            # Copies, no links: Tune may write into the files of its checkpoint again.
+            # Without links, since Tune may write into the files of its checkpoint again.
             copy_run_files(source, Path(run["run_dir"]), list_states(source), links=False)
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Restore as Tune does, which would unpickle a file of this name; no checkpoint of ours has one."""
+        """Restore like Tune, but refuse a checkpoint with PICKLE_FILE, which Tune would unpickle. Ours have none."""
         checkpoint = getattr(checkpoint_path, "checkpoint", checkpoint_path)
         if isinstance(checkpoint, str):
             checkpoint = tune.Checkpoint(checkpoint)
@@ -320,12 +318,11 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
     @classmethod
     def from_checkpoint(cls, checkpoint: tune.Checkpoint, **settings: object) -> "PPOTrainer":
-        """The trainer of a checkpoint, to sample, evaluate or probe with; `trainer.close()` frees its engine.
+        """Load the trainer of a checkpoint, to sample, evaluate or probe. `trainer.close()` frees its engine.
 
-        settings: settings to change, such as **{"trainer.device": "cpu"}. For the toy families, the result is the
-        trainer of all seeds. Raises CheckpointError if the checkpoint has no state of the same step for each run, if
-        one is damaged, or if its settings name a file, a folder, an address or a variable that `settings` does not
-        repeat.
+        settings: settings to change, such as **{"trainer.device": "cpu"}. For toy families, the result is the trainer
+        of all seeds. Raises CheckpointError if the runs of the checkpoint have no state of the same step, if a state is
+        damaged, or if settings name a file, a folder, an address or a variable that `settings` does not repeat.
         """
         from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint
         from trainable.runs.run import TrainerState
@@ -346,10 +343,10 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         _check_outside_values(configs[0], changes)
         trainer = family.make_trainer(apply_overrides(configs[0], changes), [config.seed for config in configs])
         trainer.load_states(states)
-        return cast("PPOTrainer", getattr(trainer, "trainer", trainer))  # a run of PPO is not one of several seeds
+        return cast("PPOTrainer", getattr(trainer, "trainer", trainer))  # unwrap the trainer of a PPO run
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Close these runs, and prepare the process for those of `new_config`, for which everything is built anew."""
+        """Close these runs, and prepare the process for the runs of `new_config`, which build everything anew."""
         self.cleanup()
         self.setup(new_config)
         return True  # tells Ray that the process can be used again
@@ -362,7 +359,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
 
 def _find_run_folders(checkpoint_dir: Path) -> dict[int, Path]:
-    """The folders of the runs in a checkpoint, by seed. Raise UnsafePathError if one lies behind a symbolic link."""
+    """Find the folders of the runs in a checkpoint, by seed. Raise UnsafePathError if one is behind a symbolic link."""
     root, pointer = checkpoint_dir, checkpoint_dir / POINTER_FILE
     if pointer.exists():
         # Tune writes a checkpoint of a study to <study>/<trial>/checkpoint_<N>.
@@ -376,7 +373,7 @@ def _find_run_folders(checkpoint_dir: Path) -> dict[int, Path]:
 
 
 def _check_outside_values(config: BaseRunConfig, changes: Mapping[str, object]) -> None:
-    """Raise CheckpointError if the settings of a checkpoint name something outside that was not typed again."""
+    """Raise CheckpointError if settings of a checkpoint name something outside of it that `changes` do not repeat."""
     values = flatten_settings(config.model_dump(mode="json"))
     defaults = flatten_settings(type(config).model_validate({}).model_dump(mode="json"))
     models = list_outside_settings(type(config), "model")
@@ -390,7 +387,7 @@ def _check_outside_values(config: BaseRunConfig, changes: Mapping[str, object]) 
 
 
 def _average_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of each numeric column over the rows that have it."""
+    """Average each numeric column over the rows that have it."""
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():

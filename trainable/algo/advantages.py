@@ -1,7 +1,7 @@
 """Advantages of trained tokens: GAE (plain and bi-level) with a critic, and group baselines without one.
 
-Shapes: B sequences, T tokens. `mask` is True where a token is trained. All other tokens (observations, padding) are
-skipped in time, as if they did not exist. Every result is a constant (no gradient) and 0 where `mask` is False.
+Shapes: B sequences, T tokens. `mask` is True at trained tokens. All other tokens (observations, padding) are skipped in
+time, as if they did not exist. Every result is a constant (no gradient) and 0 where `mask` is False.
 """
 
 from typing import NamedTuple
@@ -54,11 +54,11 @@ def conserve_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> AdvantagesReturns:
-    """Generalized advantage estimation over the trained tokens of each sequence.
+    """Estimate generalized advantages over the trained tokens of each sequence.
 
         δ_t = r_t + γ V_{t+1} − V_t,    A_t = Σ_{l>=0} (γλ)^l δ_{t+l},    return_t = A_t + V_t
 
-    where t counts trained tokens only and V after the last one is 0 (the episode has ended).
+    where t counts trained tokens only, and V is 0 after the last one (the episode has ended).
 
     Args:
         rewards: (B, T); `conserve_rewards` moves a reward on an untrained token, so that none is lost.
@@ -92,7 +92,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def bi_level_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, turn_ids: Tensor, gamma: float, lam: float, high_level_gamma: float
 ) -> AdvantagesReturns:
-    """GAE over turns, then GAE over the tokens of each turn towards the return of that turn.
+    """Apply GAE over turns, then over the tokens of each turn, towards the return of the turn.
 
     Let e_k be the last trained token of turn k and r_k the sum of the rewards on its trained tokens.
 
@@ -119,8 +119,8 @@ def bi_level_gae(
         >>> bi_level_gae(rewards, values, mask, turn_ids, gamma=1.0, lam=1.0, high_level_gamma=0.5).advantages.tolist()
         [[0.5, 0.5, 1.0]]
 
-    Source: published code (`compute_bi_level_gae_advantage_return`), which takes every position with a non-zero reward
-    for the end of a turn, so that a turn with reward 0 is merged with the next one. Explicit turn ids avoid that.
+    Source: published code (`compute_bi_level_gae_advantage_return`), in which turns end at non-zero rewards, so a turn
+    with reward 0 is merged with the next one. Explicit turn ids avoid that.
     Degenerate: a row without a trained token is zero; one turn per row is `gae`, one token per turn is `gae` at γ_H.
     """
     order = _order_trained_first(mask)
@@ -140,24 +140,24 @@ def bi_level_gae(
 
 
 def _order_trained_first(mask: Tensor) -> Tensor:
-    """Order (B, T) of the positions of each row: the trained ones in time, then the others."""
+    """Order the positions of each row, (B, T): first the trained ones, then the others, each in time."""
     return torch.argsort(~mask, dim=1, stable=True)
 
 
 def _shift_left(x: Tensor) -> Tensor:
-    """x_{t+1}, and zero (False) after the last position."""
+    """Compute x_{t+1}, with zero (False) after the last position."""
     return F.pad(x[:, 1:], (0, 1))
 
 
 def _compute_gae(rewards: Tensor, values: Tensor, is_continued: Tensor, gamma: float, lam: float) -> Tensor:
-    """A_t = r_t + γ c_t V_{t+1} − V_t + γλ c_t A_{t+1}; c = `is_continued` (B, T) is True where t+1 continues t."""
+    """Compute A_t = r_t + γ c_t V_{t+1} − V_t + γλ c_t A_{t+1}, with c = `is_continued` True where t+1 continues t."""
     continuation = is_continued.to(values.dtype)
     deltas = rewards + gamma * continuation * _shift_left(values) - values
     return _compute_discounted_sums(deltas, gamma * lam * continuation)
 
 
 def _compute_discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
-    """y_t = x_t + d_t y_{t+1} along time, for x and discount d of shape (B, T).
+    """Compute y_t = x_t + d_t y_{t+1} along time, for x and discount d of shape (B, T).
 
     Each pass doubles the number of steps that y_t has summed, so log2(T) passes replace a loop over T.
     """
@@ -194,11 +194,11 @@ class _GroupStats(NamedTuple):
 
 
 def _compute_group_stats(scores: Tensor, group_ids: Tensor, correction: int = 1) -> _GroupStats:
-    """Compare scores (B,) with those of their group; the std's divisor is G − `correction`."""
+    """Compare scores (B,) within each group. The divisor of the variance is G − `correction`."""
     _, group_index = torch.unique(group_ids, return_inverse=True)
     size = torch.bincount(group_index)  # (P,)
-    # In float32, the mean of equal scores can differ from them by a rounding error. The std is then as tiny, and the
-    # division by it would turn the error into an advantage.
+    # In float32, the mean of equal scores can be off by a rounding error, which dividing by the equally tiny std would
+    # turn into an advantage.
     scores64 = scores.double()
     group_sums = scores64.new_zeros(len(size))
     centered = scores64 - (group_sums.index_add(0, group_index, scores64) / size)[group_index]
@@ -222,7 +222,7 @@ def grpo(
     std_floor: float = STD_FLOOR,
     min_std: float = 0.0,
 ) -> Tensor:
-    """Group-relative advantage, one number per sequence, on each of its trained tokens (B, T).
+    """Compute group-relative advantages, one per sequence, on each of its trained tokens (B, T).
 
         A_i = (R_i − mean_g R) / (std_g R + std_floor)        without `norm_by_std`: A_i = R_i − mean_g R
         where std_g R <= min_std: 0
@@ -234,10 +234,10 @@ def grpo(
         norm_by_std: divide by the group's standard deviation; False is Dr. GRPO.
         correction: the divisor of the variance is G − correction.
         std_floor: added to the standard deviation, so that the division is safe.
-        min_std: a standard deviation up to this one counts as rounding error, and the group gets no advantage.
+        min_std: a standard deviation up to this value counts as rounding error, and the group gets no advantage.
 
-    The defaults are those for language models (verl 0.6.1 `compute_grpo_outcome_advantage`). The published sandbox of
-    update rules uses correction 0, std_floor 1e-8 and min_std 1e-8.
+    The defaults suit language models (verl 0.6.1 `compute_grpo_outcome_advantage`). The published sandbox of update
+    rules uses correction 0, std_floor 1e-8 and min_std 1e-8.
 
     Example:
         >>> scores, group_ids = torch.tensor([2.0, 0.0]), torch.tensor([7, 7])
@@ -248,8 +248,8 @@ def grpo(
         [[0.7071, 0.7071], [-0.7071, 0.0]]
 
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; Liu et al. 2025, arXiv:2503.20783 (Dr. GRPO).
-    Degenerate: a group of one, or of equal scores, has advantage 0. In the published code the advantage of a group of
-    one is its raw score.
+    Degenerate: a group of one, or of equal scores, has advantage 0. The published code gives a group of one its raw
+    score.
     """
     stats = _compute_group_stats(scores, group_ids, correction)
     if not norm_by_std:
@@ -262,25 +262,25 @@ def grpo(
 def group_skill(
     scores: Tensor, group_ids: Tensor, mask: Tensor, *, factor_dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Standardized score of a rollout in its group, on each of its trained tokens (B, T).
+    """Standardize the scores of each group, on each trained token (B, T).
 
         z_i = (R_i − mean_g R) / std_g R        where std_g R ≤ 1e-6: z_i = R_i − mean_g R
 
-    The std has the divisor G, unlike that of `grpo` by default, and nothing is added to it.
+    Unlike in `grpo` by default, the std has the divisor G, and nothing is added to it.
 
     Args:
         scores: (B,) score R of each sequence.
         group_ids: (B,) int, equal for the rollouts of one prompt.
         mask: (B, T) bool.
-        factor_dtype: type of the factor that turns the divisor G − 1 into G. float32 for language models, whose z is
-            rounded to float32 anyway; float64 in the sandbox of update rules, where tests compare with loops to 1e-9.
+        factor_dtype: dtype of the factor that turns the divisor G − 1 into G: float32 for language models, whose z is
+            rounded to float32 anyway, or float64 in the sandbox of update rules, whose tests require 1e-9.
 
     Example:
         >>> scores, group_ids, mask = torch.tensor([3.0, 1.0]), torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.bool)
         >>> group_skill(scores, group_ids, mask).double().round(decimals=4).tolist()  # mean 2, std 1
         [[1.0], [-1.0]]
 
-    Source: target policy optimization (jeankaddour/tpo), as the published sandbox of update rules has it.
+    Source: target policy optimization (jeankaddour/tpo), as in the published sandbox of update rules.
     Degenerate: a group of one, or of equal scores, has skill 0.
     """
     stats = _compute_group_stats(scores, group_ids)
@@ -291,7 +291,7 @@ def group_skill(
 
 @torch.no_grad()
 def rloo(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
-    """REINFORCE leave-one-out: the baseline of a rollout is the mean of the others in its group, (B, T).
+    """Compute REINFORCE leave-one-out advantages (B, T): a rollout's baseline is the mean of the rest of its group.
 
         A_i = R_i − mean_{j≠i} R_j = G / (G − 1) · (R_i − mean_g R)
 
@@ -306,7 +306,7 @@ def rloo(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
         [[1.5], [-1.5], [0.0]]
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
-    Degenerate: a group of one has no other rollout and advantage 0.
+    Degenerate: a group of one has advantage 0.
     """
     stats = _compute_group_stats(scores, group_ids)
     return _broadcast_to_tokens(stats.centered * stats.size / (stats.size - 1).clamp(min=1), mask, scores.dtype)
@@ -314,7 +314,7 @@ def rloo(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted return from each trained token on, whitened over the batch, (B, T).
+    """Compute the discounted return from each trained token on, whitened over the batch, (B, T).
 
         G_t = Σ_{l>=0} γ^l r_{t+l},    A = whiten(G)
 
@@ -340,7 +340,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 @torch.no_grad()
 def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
-    """Score minus the group's mean, on each trained token, whitened over the batch, (B, T).
+    """Subtract the group's mean from each score, and whiten over all trained tokens of the batch, (B, T).
 
         A = whiten(R_i − mean_g R)
 
@@ -357,7 +357,7 @@ def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor
         [[-0.7071], [0.7071]]
 
     Source: Hu 2025, arXiv:2501.03262 (the variant with a group baseline).
-    Degenerate: a group of one enters the whitening with 0; if every group has equal scores, all advantages are 0.
+    Degenerate: a group of one enters the whitening with 0. If every group has equal scores, all advantages are 0.
     """
     centered = _compute_group_stats(scores, group_ids).centered
     return masked_whiten(_broadcast_to_tokens(centered, mask, scores.dtype), mask)

@@ -1,16 +1,16 @@
-"""Order and number of the sequences of an update, as index tensors. Shape: B sequences."""
+"""Order, split and duplicate the sequences of an update, as index tensors. Shape: B sequences."""
 
 import torch
 from torch import Tensor
 
 
 def order_length_stratified(lengths: Tensor) -> Tensor:
-    """Order (B,) of the sequences, from short to long and back to short, so that neighbors have similar lengths.
+    """Order the sequences from short to long and back to short, so that neighbors have similar lengths.
 
         sort by (length, index); then ranks 0, 2, 4, … upwards followed by ranks …, 5, 3, 1 downwards
 
     Args:
-        lengths: (B,) tokens of each sequence of one device.
+        lengths: (B,) tokens of each sequence on one device.
 
     Returns:
         (B,) int64, a permutation.
@@ -27,22 +27,22 @@ def order_length_stratified(lengths: Tensor) -> Tensor:
 
 
 def order_by_group(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """Order (B,) of the sequences in which each group is contiguous and groups of similar length are neighbors.
+    """Order the sequences so that each group is contiguous and groups of similar length are neighbors.
 
-        the groups in `order_length_stratified` of their tokens; a group's sequences in order of their index
+        groups ordered by `order_length_stratified` of their tokens; the sequences of a group by index
 
     Args:
         lengths: (B,) tokens of each sequence.
         group_ids: (B,) int, equal for the rollouts of one prompt.
 
     Returns:
-        (B,) int64, a permutation. Where every group has G sequences, slices of k G sequences are k complete groups.
+        (B,) int64, a permutation. If every group has G sequences, slices of k G sequences are k complete groups.
 
     Example:
         >>> order_by_group(torch.tensor([4, 1, 4, 1]), group_ids=torch.tensor([7, 3, 7, 3])).tolist()
         [1, 3, 0, 2]
 
-    Source: definition.  Degenerate: groups of one give `order_length_stratified`, if their ids ascend.
+    Source: definition.  Degenerate: for groups of one with ascending ids, equal to `order_length_stratified`.
     """
     # Groups may have been filtered out, so ids have gaps: number the groups that are left.
     _, group_index = torch.unique(group_ids, return_inverse=True)
@@ -58,8 +58,8 @@ def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = Fals
 
     Args:
         lengths: (B,) tokens of each sequence, on the CPU.
-        max_tokens: tokens of a pass; a sequence that is longer is a pass by itself.
-        needs_padding: the model pads, so every sequence of a pass counts as much as the longest one.
+        max_tokens: maximum tokens of a pass. A longer sequence is a pass by itself.
+        needs_padding: whether the model pads, so that each sequence counts as much as the longest in its pass.
 
     Returns:
         int64 indices of each pass, short sequences first; every sequence is in exactly one pass.
@@ -69,7 +69,7 @@ def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = Fals
         >>> [indices.tolist() for indices in passes]  # 2 + 3 tokens, 5 tokens, 9 tokens
         [[1, 2], [0], [3]]
 
-    Source: definition.  Degenerate: no sequences give no pass.
+    Source: definition.  Degenerate: no sequences give no passes.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, such as 16384.")
@@ -78,7 +78,7 @@ def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = Fals
     pass_tokens = 0  # of the current pass, with the sequence under consideration
     for length in sorted_lengths.values.tolist():
         if sizes:
-            # Lengths ascend, so the newest sequence is the one that all others are padded to.
+            # Lengths ascend, so all others are padded to the newest sequence.
             pass_tokens = (sizes[-1] + 1) * length if needs_padding else pass_tokens + length
         if not sizes or pass_tokens > max_tokens:
             sizes.append(0)
@@ -88,16 +88,16 @@ def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = Fals
 
 
 def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
-    """Indices (n',) of n sequences followed by random duplicates; n' is n rounded up to a multiple of `multiple`.
+    """Pad the indices of n sequences with random duplicates up to a multiple of `multiple`.
 
     Args:
         n: number of sequences.
-        multiple: n' is divisible by this number.
+        multiple: the number of indices becomes divisible by this.
         generator: CPU generator that draws the duplicates.
 
     Returns:
-        int64: 0 … n − 1 in order, then the duplicates. They are distinct while fewer than n are needed; beyond that
-        each sequence is repeated as evenly as possible.
+        int64: 0 … n − 1 in order, then the duplicates. Up to n duplicates are distinct, and more repeat sequences as
+        evenly as possible.
 
     Example:
         >>> indices = adjust_copy(3, 4, torch.Generator().manual_seed(0))
@@ -105,14 +105,14 @@ def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
         ([0, 1, 2], 4)
 
     Source: published code (RAGEN `adjust_batch`, mode copy, which cannot draw more than n).
-    Degenerate: nothing is added for n = 0, or for n divisible already.
+    Degenerate: nothing is added if n is 0 or already divisible.
     """
     if n < 0 or multiple < 1:
         raise ValueError(f"n is {n} and multiple is {multiple}; n must be at least 0 and multiple at least 1.")
     target_count = -(-n // multiple) * multiple  # rounded up
     indices = torch.arange(n)
     while len(indices) < target_count:
-        # A permutation repeats no sequence before every other one has been drawn.
+        # With a permutation, no sequence is repeated before all others have been drawn.
         duplicates = torch.randperm(n, generator=generator)
         indices = torch.cat([indices, duplicates[: target_count - len(indices)]])
     return indices

@@ -1,7 +1,7 @@
-"""Filters of prompt groups: a score for each group, and a rule that decides by score which groups a step keeps.
+"""Filters of prompt groups: score each group, and select by score which groups a step keeps.
 
-Shapes: P prompts (groups), G rollouts per group. Each rule is one function of the candidates' scores. `select_groups`
-is the published pipeline around the rules: it converts scores to float32, removes zero scores if asked, and applies a
+Shapes: P prompts (groups), G rollouts per group. Each rule is a function of the candidates' scores. `select_groups` is
+the published pipeline around the rules: it converts scores to float32, optionally removes zero scores, and applies a
 rule.
 """
 
@@ -17,19 +17,19 @@ from torch import Tensor
 ZERO_SCORE = 1e-10
 """A score whose absolute value is at most this counts as 0."""
 MIN_P_SLACK = 1e-10
-"""Slack of `min_p`: of its thresholds, in units of the score, and of the ratio where it is a divisor."""
+"""Slack of `min_p`: added to or subtracted from its thresholds, and added to the ratio when dividing by it."""
 
 
 @dataclass(frozen=True)
 class TopP:
-    """Keep the best groups that together reach a fraction `mass` of the total score; 1 keeps every candidate."""
+    """Keep the best groups that together reach a fraction `mass` of the total score. 1 keeps every candidate."""
 
     mass: float
     """Fraction of the total score to reach, in (0, 1]."""
     prob_mode: str = "softmax"
     """`softmax`: a group's fraction of the total is softmax(score). `linear`: it is score / Σ score."""
     eps: float = 0.01
-    """Linear mode only: subtracted from the score to reach, so that a batch of near-zero scores is rejected."""
+    """Linear mode only: subtracted from the score to reach, which rejects a batch of near-zero scores."""
 
     def __post_init__(self) -> None:
         _require(0 < self.mass <= 1, "top_p mass", self.mass, "above 0 and at most 1, such as 0.9; 1 keeps all groups")
@@ -39,7 +39,7 @@ class TopP:
 
 @dataclass(frozen=True)
 class TopK:
-    """Keep a fraction of all groups, counted before zero scores are dropped; at least one."""
+    """Keep a fraction of all groups, counted before zero scores are dropped, but at least one group."""
 
     fraction: float
     """Fraction of the groups, in (0, 1]."""
@@ -52,7 +52,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class TopKAbs:
-    """Keep a number of groups; all candidates if there are fewer."""
+    """Keep a number of groups, or all candidates if there are fewer."""
 
     count: int
     """Groups to keep, at least 1."""
@@ -63,7 +63,7 @@ class TopKAbs:
 
 @dataclass(frozen=True)
 class MinP:
-    """Keep the groups whose score is within a factor `ratio` of the best one."""
+    """Keep the groups whose score is within a factor `ratio` of the best score."""
 
     ratio: float
     """Fraction of the best score, in [0, 1]; 1 keeps only ties with the best."""
@@ -74,10 +74,10 @@ class MinP:
 
 @dataclass(frozen=True)
 class OwnRule:
-    """Keep the groups that a function of the user selects."""
+    """Keep the groups that a plug-in selects."""
 
     function: Callable[[Tensor, float, bool], Tensor]
-    """Function of the candidates' scores (n,), of `value`, and of whether to prefer high scores; returns (n,) bool."""
+    """Called with the candidates' scores (n,), `value`, and whether to prefer high scores. Returns (n,) bool."""
     value: float
     """The value of the setting rollout_filter_value."""
 
@@ -97,7 +97,7 @@ def _parse_count(value: float) -> int:
 
 
 def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: float = 0.01) -> Rule:
-    """Turn the name of a strategy and its value into a rule, which has only the settings that apply to it.
+    """Make a rule from the name of a strategy and its value.
 
         top_p → TopP(mass)    top_k, top_f → TopK(fraction)    top_k_abs → TopKAbs(count)    min_p → MinP(ratio)
 
@@ -115,7 +115,7 @@ def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: flo
 
     Source: published code (RAGEN `rollout_filter`). A count must be a whole number; the published code truncates it.
     """
-    # Functions, since making a rule checks the value, whose range depends on the strategy.
+    # Functions, since constructing a rule checks the value, whose range depends on the strategy.
     rules: dict[str, Callable[[], Rule]] = {
         "top_p": lambda: TopP(value, prob_mode, eps),
         "top_k": lambda: TopK(value),
@@ -130,12 +130,12 @@ def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: flo
 def compute_group_scores(
     metric: str, rewards: Tensor, entropies: Tensor | None = None, lengths: Tensor | None = None
 ) -> Tensor:
-    """Score (P,) float32 of each group, by which groups are ranked.
+    """Compute the score by which each group is ranked, (P,) float32.
 
         reward_variance, reward_std     std_i R (divisor G − 1)     reward  mean_i R     reward_sum  Σ_i R
         entropy_variance, entropy_std   std_i H (divisor G − 1)     entropy mean_i H     length      mean_i length
 
-    Despite its published name, `reward_variance` is a standard deviation: it scales as the rewards do.
+    Despite its published name, `reward_variance` is a standard deviation: it scales with the rewards.
 
     Args:
         metric: a name above.
@@ -153,7 +153,7 @@ def compute_group_scores(
     Source: published code (RAGEN `rollout_filter`).
     Degenerate: the standard deviation of a group of one is 0 (published: NaN).
     """
-    # For each metric, the values that it reads and their statistic over the rollouts of a group.
+    # For each metric, the values that it reads and their statistic over a group's rollouts.
     statistics: dict[str, tuple[Tensor | None, Callable[[Tensor], Tensor]]] = {
         "reward_variance": (rewards, _std),
         "reward_std": (rewards, _std),
@@ -182,7 +182,7 @@ def _mean(x: Tensor) -> Tensor:
 
 
 def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero: bool = True) -> Tensor:
-    """Groups to keep, (P,) bool: drop zero scores if asked, then apply `rule` to the remaining candidates.
+    """Select the groups to keep, (P,) bool: optionally drop zero scores, then apply `rule` to the rest.
 
     Args:
         scores: (P,) score of each group; used as float32.
@@ -197,9 +197,9 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
         >>> select_groups(scores, TopP(1.0), include_zero=False).tolist()
         [False, True, True]
 
-    Source: published code (RAGEN `rollout_filter`). Ties go to the lower index. Sums run over the sorted scores, so a
-    permutation of the groups permutes the answer.
-    Degenerate: nothing is kept where no candidate is left.
+    Source: published code (RAGEN `rollout_filter`). Ties go to the lower index. Scores are summed in sorted order, so
+    permuting the groups permutes the result.
+    Degenerate: without candidates, nothing is kept.
     """
     scores = scores.float()
     if not torch.isfinite(scores).all():
@@ -212,9 +212,9 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
 
 
 def _apply_rule(rule: Rule, scores: Tensor, largest: bool, num_groups: int) -> Tensor:
-    """Candidates that `rule` keeps, bool, shape of `scores`; num_groups: groups before zero scores were dropped."""
+    """Select the candidates that `rule` keeps. num_groups: number of groups before zero scores were dropped."""
     match rule:
-        # Mass 1 keeps every candidate by definition; linear mode would drop scores that are not positive.
+        # By definition, mass 1 keeps every candidate. Linear mode would drop scores that are not positive.
         case TopP(mass=1):
             return torch.ones_like(scores, dtype=torch.bool)
         case TopP(prob_mode="softmax"):
@@ -233,12 +233,12 @@ def _apply_rule(rule: Rule, scores: Tensor, largest: bool, num_groups: int) -> T
 
 
 def top_p_softmax(scores: Tensor, mass: float, largest: bool = True) -> Tensor:
-    """Keep the shortest ranked prefix whose softmax probabilities reach `mass`, (P,) bool; at least one group.
+    """Keep the shortest ranked prefix whose softmax probabilities sum to `mass` or more, (P,) bool.
 
         p = softmax(s) (softmax(−s) for the smallest),  k = min{k : p_(1) + … + p_(k) >= mass}
 
-    The scale of the scores matters: nearly equal scores keep about mass · P groups, while scores that differ by several
-    units keep only the few best.
+    The scale of the scores matters: if they are nearly equal, about mass · P groups are kept, and if they differ by
+    several units, only the few best.
 
     Args:
         scores: (P,) float32, P >= 1.
@@ -255,7 +255,7 @@ def top_p_softmax(scores: Tensor, mass: float, largest: bool = True) -> Tensor:
     """
     sorted_scores, order = torch.sort(scores, descending=largest, stable=True)
     probabilities = torch.softmax(sorted_scores if largest else -sorted_scores, dim=0)
-    # Index of the first sum that reaches the mass: the group with this index is kept, too.
+    # Index of the first sum that reaches the mass. The group at this index is kept, too.
     cutoff = int(torch.searchsorted(probabilities.cumsum(dim=0), mass))
     return _make_prefix_mask(order, cutoff + 1)
 
@@ -275,23 +275,23 @@ def top_p_linear(scores: Tensor, mass: float, eps: float, largest: bool = True) 
         >>> top_p_linear(torch.tensor([1.0, 2.0, 5.0]), mass=0.75, eps=0.0).tolist()  # 5 + 2 reach 6
         [False, True, True]
 
-    Degenerate: nothing is kept where the target is not positive (near-zero scores: the batch is rejected) or is not
+    Degenerate: nothing is kept if the target is not positive (near-zero scores: the batch is rejected), or if it is not
     reached before the first score that is not positive.
     """
     sorted_scores, order = torch.sort(scores, descending=largest, stable=True)
     target = mass * sorted_scores.sum() - eps
-    # prefix_sums[k] is the sum of the k best: added in float64 and compared in float32, as in the published loop.
+    # prefix_sums[k] is the sum of the k best, added in float64 and compared in float32 as in the published loop.
     prefix_sums = F.pad(sorted_scores.double().cumsum(dim=0), (1, 0)).float()
     is_reached = prefix_sums >= target
-    # argmax of a mask is its first True, or 0 without any. As published, nothing is kept if the prefix has a score that
-    # is not positive.
+    # The argmax of a mask is its first True, or 0 if there is none. As published, nothing is kept if the prefix has a
+    # score that is not positive.
     count = int(is_reached.int().argmax())
     is_possible = bool(is_reached.any()) and bool((sorted_scores[:count] > 0).all())
     return _make_prefix_mask(order, count if is_possible else 0)
 
 
 def top_k(scores: Tensor, count: int, largest: bool = True) -> Tensor:
-    """Keep the `count` best scores, (P,) bool; at least one and at most all.
+    """Keep the `count` best scores, but at least one, (P,) bool.
 
     Args:
         scores: (P,) float32, P >= 1.
@@ -312,15 +312,15 @@ def min_p(scores: Tensor, ratio: float, largest: bool = True) -> Tensor:
         largest: s >= ratio · max s − 1e-10        smallest: s <= min s / (ratio + 1e-10) + 1e-10
 
     Args:
-        scores: (P,) float32, P >= 1. In float32 a ratio of 1 keeps the minimum itself; in float64 it would not.
+        scores: (P,) float32, P >= 1. In float64, a ratio of 1 might not keep the minimum itself.
         ratio: in [0, 1].
-        largest: compare with the highest score; False compares with the lowest.
+        largest: compare with the highest score instead of the lowest.
 
     Example:
         >>> min_p(torch.tensor([1.0, 2.0, 4.0]), ratio=0.5).tolist()
         [False, True, True]
 
-    Degenerate: with negative scores nothing may be kept, as ratio · max is above max.
+    Degenerate: with negative scores nothing may be kept, since ratio · max exceeds max.
     """
     if largest:
         return scores >= scores.max() * ratio - MIN_P_SLACK
@@ -328,14 +328,14 @@ def min_p(scores: Tensor, ratio: float, largest: bool = True) -> Tensor:
 
 
 def _make_prefix_mask(order: Tensor, count: int) -> Tensor:
-    """True for the first `count` entries of `order` (P,)."""
+    """Make a mask (P,) of the first `count` indices in `order`."""
     is_kept = torch.zeros_like(order, dtype=torch.bool)
     is_kept[order[:count]] = True
     return is_kept
 
 
 def compute_filter_loss_scale(mode: str, num_kept: int, num_groups: int) -> float:
-    """Factor on the advantages of the groups that a filter kept.
+    """Compute the factor on the advantages of the groups that a filter kept.
 
         none: 1        linear: num_kept / num_groups        sqrt: sqrt(num_kept / num_groups)
 
@@ -348,7 +348,7 @@ def compute_filter_loss_scale(mode: str, num_kept: int, num_groups: int) -> floa
         >>> compute_filter_loss_scale("sqrt", num_kept=1, num_groups=4)
         0.5
 
-    Source: published code (RAGEN `filter_loss_scaling`).  Degenerate: nothing kept gives 0, except for `none`.
+    Source: published code (RAGEN `filter_loss_scaling`).  Degenerate: 0 if nothing is kept, except for `none`.
     """
     _require(num_groups >= 1, "number of groups before the filter", num_groups, "at least 1")
     _require(

@@ -1,18 +1,18 @@
 """Estimate how much of a gradient is signal: unbiased squared norm, noise and components, from folds of the prompts.
 
 Groups of rollouts are assigned to buckets by their reward spread. The norm of a sampled gradient is biased upwards,
-E|G|² = |E G|² + noise, so a bucket without any signal still shows a gradient. A bucket is therefore split into folds by
-prompt. Prompts are independent, so in products between different folds the noise averages out. Whitened advantages
-couple prompts weakly, through one mean and std over the batch; the estimates treat these two as fixed.
+E|G|² = |E G|² + noise, so even a bucket without signal shows a gradient. Each bucket is therefore split into folds by
+prompt. Prompts are independent, so noise averages out in products between different folds. Whitened advantages couple
+prompts weakly, through one mean and std over the batch, which the estimates treat as fixed.
 
 Shapes: K folds, C components (task, entropy, KL). x_{k,c} is the mean gradient of component c in fold k, and the
-bucket's mean gradient is G_c = Σ_k w_k x_{k,c} with w_k = n_k / Σ n. n_k, the `counts`, is what fold k adds to the
-divisor of the mean: its trained tokens (token-mean) or its sequences. Without counts all w_k are 1 / K; that is
+bucket's mean gradient is G_c = Σ_k w_k x_{k,c} with w_k = n_k / Σ n. n_k, the `counts`, is the contribution of fold k
+to the divisor of the mean: its trained tokens (token-mean) or its sequences. Without counts, all w_k are 1 / K. This is
 right for equal folds, and for x_{k,c} = K · (fold k's sum of weighted gradients), where the divisor is a constant.
 
-All estimates are computed from the Gram matrix gram[k, c, l, d] = <x_{k,c}, x_{l,d}>, (K, C, K, C) in float64, so the
-gradients themselves are needed only one block of parameters at a time. `gram[:, c, :, c]` is the (K, K) matrix of one
-component, `gram.sum(dim=(1, 3))` that of the update, which is the sum of the components.
+All estimates are computed from the Gram matrix gram[k, c, l, d] = <x_{k,c}, x_{l,d}>, (K, C, K, C) in float64, so only
+one block of parameters at a time needs its gradients. `gram[:, c, :, c]` is the (K, K) matrix of one component, and
+`gram.sum(dim=(1, 3))` the matrix of the update, which is the sum of the components.
 """
 
 import math
@@ -24,31 +24,31 @@ from torch import Tensor
 
 NAN = float("nan")
 ROUNDING_TOLERANCE = 1e-12
-"""A difference of squares counts as rounding error if it is a smaller fraction of the squares than this. Gradients are
-float32, with relative errors of 6e-8, whose square is 4e-15."""
+"""Differences of squares below this fraction of the squares count as rounding errors. Gradients are float32, with
+relative errors of 6e-8, whose square is 4e-15."""
 CHUNK_ENTRIES = 2**24
-"""Entries that are sketched at once; their random numbers and float64 copies take a few hundred megabytes."""
+"""Entries to sketch at once. Their random numbers and float64 copies take a few hundred megabytes."""
 FIXED_EDGES = (1.0, 2.0, 3.0, 4.0, 5.0)
-"""Of buckets by reward spread, in units of the reward; published (RAGEN)."""
+"""Edges of buckets by reward spread, in units of the reward. Published (RAGEN)."""
 
 
 def assign_quantile_buckets(scores: Tensor, max_buckets: int = 6) -> Tensor:
-    """Bucket (P,) of each group, equally many groups per bucket from the smallest score up; the last takes the rest.
+    """Assign equally many groups to each bucket, in ascending order of score. The last bucket takes the rest.
 
         n = min(max_buckets, P),  size = floor(P / n),  bucket of rank r = min(floor(r / size), n − 1)
 
     Args:
         scores: (P,) score of each group, such as its reward std; equal scores rank by index.
-        max_buckets: number of buckets at most.
+        max_buckets: maximum number of buckets.
 
     Returns:
-        (P,) int64 from 0.
+        (P,) int64 bucket of each group, from 0.
 
     Example:
         >>> assign_quantile_buckets(torch.tensor([0.3, 0.1, 0.2, 0.4]), max_buckets=2).tolist()
         [1, 0, 0, 1]
 
-    Source: published code (RAGEN `split_into_buckets`, mode quantile).  Degenerate: no group gives an empty result.
+    Source: published code (RAGEN `split_into_buckets`, mode quantile).  Degenerate: no groups give an empty result.
     """
     if max_buckets < 1:
         raise ValueError(f"max_buckets is {max_buckets}; it must be at least 1, such as 6.")
@@ -57,24 +57,24 @@ def assign_quantile_buckets(scores: Tensor, max_buckets: int = 6) -> Tensor:
     # The inverse of the sorting permutation.
     ranks = torch.empty(num_groups, dtype=torch.long)
     ranks[torch.sort(scores, stable=True).indices] = torch.arange(num_groups)
-    # Each max() is for a batch without groups, where a division or a clamp would fail.
+    # The max() calls are for batches without groups, where the division or clamp would fail.
     return (ranks // max(1, num_groups // max(1, num_buckets))).clamp(max=max(0, num_buckets - 1))
 
 
 def assign_fixed_buckets(scores: Tensor) -> Tensor:
-    """Bucket (P,) of each group between the `FIXED_EDGES`: [−∞, 1), [1, 2), …, [5, ∞).
+    """Assign each group to a bucket between the `FIXED_EDGES`: [−∞, 1), [1, 2), …, [5, ∞).
 
     Args:
         scores: (P,) score of each group.
 
     Returns:
-        (P,) int64 from 0; a bucket may be empty.
+        (P,) int64 bucket of each group, from 0. Buckets may be empty.
 
     Example:
         >>> assign_fixed_buckets(torch.tensor([0.5, 1.0, 7.0])).tolist()
         [0, 1, 5]
 
-    Source: published code (RAGEN `split_into_buckets`, mode fixed_rv).  Degenerate: no group gives an empty result.
+    Source: published code (RAGEN `split_into_buckets`, mode fixed_rv).  Degenerate: no groups give an empty result.
     """
     return torch.bucketize(scores, torch.tensor(FIXED_EDGES, dtype=scores.dtype), right=True)
 
@@ -85,8 +85,8 @@ def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -
         K = min(num_folds, P);   each fold has floor(P / K) or ceil(P / K) of the P groups
 
     Args:
-        group_ids: (P,) or (B,) group of each entry; P is the number of distinct ones.
-        num_folds: number of folds at most, at least 1.
+        group_ids: (P,) or (B,) group of each entry; P is the number of distinct groups.
+        num_folds: maximum number of folds, at least 1.
         generator: CPU generator that draws the order of the groups.
 
     Returns:
@@ -100,18 +100,18 @@ def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -
         >>> folds[0] == folds[1], sorted(set(folds))
         (True, [0, 1])
 
-    Source: definition.  Degenerate: no entry gives an empty result.
+    Source: definition.  Degenerate: no entries give an empty result.
     """
     if num_folds < 1:
         raise ValueError(f"num_folds is {num_folds}; it must be at least 1, and at least 3 for an interval.")
-    # A permutation dealt out in turn: random, but with fold sizes that differ by at most one.
+    # Deal a permutation out in turn: random, but with fold sizes that differ by at most one.
     groups, group_index = torch.unique(group_ids, return_inverse=True)
     order = torch.randperm(len(groups), generator=generator).to(group_index.device)
     return order[group_index] % max(1, min(num_folds, len(groups)))
 
 
 def compute_fold_gram(blocks: Iterable[Tensor]) -> Tensor:
-    """Gram matrix (K, C, K, C) of the fold gradients in float64, summed over blocks of parameters.
+    """Compute the Gram matrix (K, C, K, C) of the fold gradients in float64, summed over blocks of parameters.
 
         gram[k, c, l, d] = Σ_blocks <x_{k,c}, x_{l,d}>
 
@@ -125,7 +125,7 @@ def compute_fold_gram(blocks: Iterable[Tensor]) -> Tensor:
         >>> compute_fold_gram([torch.tensor([[[1.0, 0.0]], [[1.0, 2.0]]])])[:, 0, :, 0].tolist()
         [[1.0, 1.0], [1.0, 5.0]]
 
-    Source: definition.  Degenerate: gradients that are not finite give products that are not finite.
+    Source: definition.  Degenerate: non-finite gradients give non-finite products.
     """
     products = []
     for block in blocks:
@@ -135,21 +135,21 @@ def compute_fold_gram(blocks: Iterable[Tensor]) -> Tensor:
 
 
 def count_sketch(tensors: Iterable[Tensor], size: int, seed: int) -> Tensor:
-    """The CountSketch S x, (size,) in float64, of the vector x that `tensors` form together.
+    """Compute the CountSketch S x, (size,) in float64, of the concatenation x of `tensors`.
 
-    A random projection of vectors with billions of entries to thousands of entries, which nearly keeps inner products.
-    Each entry of x is added to one random entry of the sketch, with a random sign.
+    A random projection from billions of entries to thousands, which nearly preserves inner products. Each entry of x is
+    added to a random entry of the sketch, with a random sign.
 
         E <S x, S y> = <x, y>
         Var <S x, S y> = (|x|² |y|² + <x, y>² − 2 Σ x_i² y_i²) / size  <=  2 |x|² |y|² / size
 
-    S is linear and depends only on `seed`, `size` and the shapes of the tensors, so the sketch of a sum is the sum of
-    the sketches. Vectors that are to be compared need the same three and the same device.
+    S is linear, so the sketch of a sum is the sum of the sketches, and depends only on `seed`, `size` and the shapes of
+    the tensors. Compare only sketches for which these three and the device are equal.
 
     Args:
         tensors: at least one tensor of any shape and float type, all on one device.
         size: entries of the sketch, at least 1.
-        seed: of the draws, which are repeated in each call instead of being stored.
+        seed: seed of the draws, which each call repeats instead of storing them.
 
     Example:
         For a single entry the inner product is exact.
@@ -159,7 +159,7 @@ def count_sketch(tensors: Iterable[Tensor], size: int, seed: int) -> Tensor:
         6.0
 
     Source: Charikar, Chen and Farach-Colton 2002; the variance: Weinberger et al. 2009, arXiv:0902.2206, lemma 2.
-    Degenerate: entries that are not finite give sketches that are not finite.
+    Degenerate: non-finite entries give non-finite sketches.
     """
     sketch: Tensor | None = None
     generator = torch.Generator()
@@ -168,7 +168,7 @@ def count_sketch(tensors: Iterable[Tensor], size: int, seed: int) -> Tensor:
             sketch = torch.zeros(size, dtype=torch.float64, device=tensor.device)
             generator = torch.Generator(tensor.device).manual_seed(seed)
         for chunk in tensor.detach().flatten().split(CHUNK_ENTRIES):
-            # One draw gives both: the last bit is the sign, the others are the slot.
+            # One draw gives both: the last bit is the sign, and the others are the slot.
             slots_and_signs = torch.randint(2 * size, chunk.shape, generator=generator, device=chunk.device)
             sketch.index_add_(0, slots_and_signs >> 1, torch.where(slots_and_signs & 1 == 1, chunk, -chunk).double())
     if sketch is None:
@@ -177,16 +177,16 @@ def count_sketch(tensors: Iterable[Tensor], size: int, seed: int) -> Tensor:
 
 
 class GradientSignal(NamedTuple):
-    """A mean gradient split into signal and noise. Units: those of the squared gradient; the last three have none."""
+    """A mean gradient split into signal and noise, in units of the squared gradient. The ratio has no unit."""
 
     norm: float
-    """|G|, the norm of the mean gradient: biased upwards, |G|² = signal + noise."""
+    """|G|, the norm of the mean gradient, in units of the gradient. Biased upwards: |G|² = signal + noise."""
     signal: float
-    """Unbiased estimate of |E G|²; negative where noise alone would give more."""
+    """Unbiased estimate of |E G|², negative if noise alone would give a larger |G|²."""
     noise: float
     """Unbiased estimate of E|G − E G|², the summed variance of the mean gradient's entries, >= 0."""
     snr: float
-    """signal / noise, at least −1."""
+    """signal / noise, at least −1, with the bounds of its interval."""
     low: float
     high: float
 
@@ -194,26 +194,26 @@ class GradientSignal(NamedTuple):
 def estimate_gradient_signal(
     gram: Tensor, counts: Tensor | None = None, confidence_level: float = 0.95
 ) -> GradientSignal:
-    """Signal, noise and their ratio for one mean gradient, with a delete-one-fold jackknife interval of the ratio.
+    """Estimate signal, noise and their ratio for a mean gradient, with a delete-one-fold jackknife interval.
 
         noise  = Σ_k w_k |x_k − G|² / (K − 1)
         signal = |G|² − noise                           with w = 1/K: mean of <x_k, x_l> over k ≠ l
         snr    = signal / noise
-        snr_k  = signal_k / ((1 − w_k) noise_k)         without fold k; its noise scaled to that of all folds
+        snr_k  = signal_k / ((1 − w_k) noise_k)         without fold k; noise scaled to the mean of all folds
         interval: snr ± t_{K−1} sqrt((K − 1)/K · Σ_k (snr_k − mean snr_k)²)
 
-    With equal folds, signal is the mean of <g_A, g_B> and noise that of |g_A − g_B|²/4 over all splits into halves.
-    Both are unbiased for independent folds with one mean and variance proportional to 1 / n_k. The ratio is not:
+    With equal folds, signal and noise are the means of <g_A, g_B> and |g_A − g_B|²/4 over all splits into halves. Both
+    are unbiased if folds are independent, with equal means and variances proportional to 1 / n_k. The ratio is biased:
     1 + snr is too large by a factor of about ν / (ν − 2), where ν is K − 1 times the number of directions with noise.
-    The interval is approximate, and centered on the ratio without a correction for this bias.
+    The interval is approximate, and centered on the ratio without correcting this bias.
 
     Args:
         gram: (K, K) products of the fold gradients.
-        counts: (K,) above 0, what each fold adds to the divisor of the mean; None for equal folds.
+        counts: (K,) above 0, the contribution of each fold to the divisor of the mean; None for equal folds.
         confidence_level: of the interval, in (0, 1).
 
     Raises:
-        ValueError: the shapes do not fit, or a count is not above 0.
+        ValueError: if the shapes do not match, or a count is not above 0.
 
     Example:
         Folds x_0 = (1, 0) and x_1 = (1, 2) have mean (1, 1), so |G|² = 2, and differ from it by (0, ∓1).
@@ -224,13 +224,13 @@ def estimate_gradient_signal(
 
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1 (two batch sizes) in its K-fold form; jackknife:
     Efron and Stein 1981.
-    Degenerate: K = 1 gives the norm and NaN for the rest. Noise of at most 1e-12 of the mean |x_k|² is rounding and
-    becomes 0: the ratio and its interval are then NaN. The interval is NaN for K < 3, and where the folds have no noise
-    once one of them is left out.
+    Degenerate: K = 1 gives the norm, and NaN for the rest. Noise of at most 1e-12 of the mean |x_k|² is set to 0 as
+    rounding error, and the ratio and its interval become NaN. The interval is also NaN for K < 3, or if leaving out a
+    fold leaves no noise.
     """
     if gram.dim() != 2 or len(gram) != gram.shape[1]:
         raise ValueError(f"gram has shape {tuple(gram.shape)}; it must be (K, K), such as gram[:, c, :, c].")
-    # The helpers take rows of fold weights: one row with all folds here, one row per left-out fold in the jackknife.
+    # The helpers take rows of fold weights: here one row with all folds, in the jackknife one row per left-out fold.
     products, weights = gram.double(), _compute_fold_weights(counts, len(gram), gram)
     squared_norm, noise = _estimate_norm_and_noise(products, weights[None])
     snr = _divide_by_noise(squared_norm - noise, noise).item()
@@ -246,7 +246,7 @@ def estimate_gradient_signal(
 
 
 def compute_component_cosines(gram: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Cosine (C, C) between the mean gradients of the components.
+    """Compute the cosines (C, C) between the mean gradients of the components.
 
         cos_{c,d} = <G_c, G_d> / (|G_c| |G_d|)
 
@@ -262,7 +262,7 @@ def compute_component_cosines(gram: Tensor, counts: Tensor | None = None) -> Ten
         [[1.0, 0.6], [0.6, 1.0]]
 
     Source: definition.
-    Degenerate: NaN with a mean gradient of zero, that is with |G_c|² at most 1e-12 of the mean |x_{k,c}|².
+    Degenerate: NaN for a mean gradient of zero, that is with |G_c|² at most 1e-12 of the mean |x_{k,c}|².
     """
     weights, mean_products = _compute_fold_weights(counts, len(gram), gram), _compute_mean_products(gram, counts)
     mean_squares = torch.einsum("k,kckc->c", weights, gram.double())
@@ -272,13 +272,13 @@ def compute_component_cosines(gram: Tensor, counts: Tensor | None = None) -> Ten
 
 
 def compute_update_fractions(gram: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Signed fraction (C,) of each component in the update as it was sampled; the fractions sum to 1.
+    """Compute the signed fraction (C,) of each component in the sampled update. The fractions sum to 1.
 
         fraction_c = <G_c, G> / |G|²,   G = Σ_c G_c
 
-    A component with a fraction below 0 pulls against the update; one above 1 is partly undone by the others. |G|²
-    includes the noise, so the noisiest component has the largest fraction. `estimate_signal_fractions` has the
-    fractions of the expected update.
+    A component with a fraction below 0 pulls against the update, and one above 1 is partly undone by the others. |G|²
+    includes noise, so noisier components have larger fractions. For the expected update, see
+    `estimate_signal_fractions`.
 
     Args:
         gram: (K, C, K, C) from `compute_fold_gram`.
@@ -290,7 +290,7 @@ def compute_update_fractions(gram: Tensor, counts: Tensor | None = None) -> Tens
         >>> compute_update_fractions(compute_fold_gram([torch.tensor([[[1.0, 0.0], [3.0, 4.0]]])])).tolist()
         [0.125, 0.875]
 
-    Source: definition.  Degenerate: NaN where the components cancel, |G|² at most 1e-12 of Σ_c |G_c|².
+    Source: definition.  Degenerate: NaN if the components cancel, with |G|² at most 1e-12 of Σ_c |G_c|².
     """
     mean_products = _compute_mean_products(gram, counts)
     squared_norm = mean_products.sum()
@@ -303,9 +303,9 @@ class SignalFractions(NamedTuple):
     """Contribution of each component to the expected update, (C,) each, float64. `products` has the unit of |G|²."""
 
     products: Tensor
-    """Unbiased estimates of <E G_c, E G>, which sum to the signal of G; negative where noise alone would give more."""
+    """Unbiased estimates of <E G_c, E G>, which sum to the signal of G. Negative if noise alone would give more."""
     fraction: Tensor
-    """products / their sum; the fractions sum to 1."""
+    """products / their sum, with the bounds of the interval. The fractions sum to 1."""
     low: Tensor
     high: Tensor
 
@@ -313,7 +313,7 @@ class SignalFractions(NamedTuple):
 def estimate_signal_fractions(
     gram: Tensor, counts: Tensor | None = None, confidence_level: float = 0.95
 ) -> SignalFractions:
-    """Signed fraction of each component in the expected update, with a delete-one-fold jackknife interval.
+    """Estimate the signed fraction of each component in the expected update, with a delete-one-fold jackknife interval.
 
         noise_c    = Σ_k w_k <x_{k,c} − G_c, x_k − G> / (K − 1),   x_k = Σ_c x_{k,c},   G = Σ_c G_c
         product_c  = <G_c, G> − noise_c              with w = 1/K: mean of <x_{k,c}, x_l> over k ≠ l
@@ -322,8 +322,8 @@ def estimate_signal_fractions(
 
     where the index k means without fold k.
 
-    Numerator and denominator are unbiased, as in `estimate_gradient_signal`. Their ratio is not, and is meaningful only
-    where the denominator, the signal of the update, is well above its own error.
+    Numerator and denominator are unbiased, as in `estimate_gradient_signal`. Their ratio is biased, and is meaningful
+    only if the denominator, the signal of the update, is well above its standard error.
 
     Args:
         gram: (K, C, K, C) from `compute_fold_gram`.
@@ -342,27 +342,27 @@ def estimate_signal_fractions(
         ([2.0, 1.0], [0.6667, 0.3333])
 
     Source: definition, with the products of `estimate_gradient_signal`; jackknife: Efron and Stein 1981.
-    Degenerate: an update has no signal where the sum of the products is at most 1e-12 of its terms. Fractions are NaN
-    where there is no signal, or none once a fold is left out: they would be ratios of noise. K = 2 gives no interval,
+    Degenerate: an update has no signal if the sum of the products is at most 1e-12 of its terms. Fractions are NaN if
+    there is no signal, or none without one of the folds: they would be ratios of noise. K = 2 gives no interval, and
     K = 1 gives NaN throughout.
     """
     weights = _compute_fold_weights(counts, len(gram), gram)
     products = gram.double().sum(dim=3)  # (K, C, K): <x_{k,c}, x_l>
     estimates, fractions = _estimate_products(products, weights[None])
-    # Without one of two folds a single one is left, which has no products of different folds.
+    # Leaving out one of two folds leaves a single one, without products of different folds.
     if len(weights) < 3:
         return SignalFractions(
             estimates[0], fractions[0], *torch.full((2, len(fractions[0])), NAN, dtype=torch.float64)
         )
     _, jackknife_fractions = _estimate_products(products, _make_jackknife_weights(weights))
     half_width = _t_quantile(confidence_level, len(weights) - 1) * _jackknife_variance(jackknife_fractions).sqrt()
-    # No signal without one of the folds: then the fractions of all folds are not reported either.
+    # If leaving out a fold leaves no signal, the fractions of all folds are not reported, either.
     center = torch.where(half_width.isnan(), NAN, fractions[0])
     return SignalFractions(estimates[0], center, low=center - half_width, high=center + half_width)
 
 
 class PublishedNorm(NamedTuple):
-    """The published gradient norm of a bucket, and that norm divided by its sequences and by its trained tokens."""
+    """The published gradient norm of a bucket, also divided by its sequences and by its trained tokens."""
 
     norm: float
     per_sample: float
@@ -372,7 +372,7 @@ class PublishedNorm(NamedTuple):
 def compute_published_norm(
     norms: Tensor, sequences: Tensor, tokens: int, mini_batch_size: int, micro_batch_size: int
 ) -> PublishedNorm:
-    """Mean over a bucket's M mini-batches of the gradient's norm; a short mini-batch is divided as if it were full.
+    """Average the gradient norm over a bucket's M mini-batches, dividing a short mini-batch as if it were full.
 
         norm = (1/M) Σ_m |g_m| · ceil(n_m / micro) / (mini / micro)
         per_sample = norm / Σ n_m,   per_token = norm / tokens
@@ -395,10 +395,10 @@ def compute_published_norm(
         [2.0, 0.3333, 0.05]
 
     Source: published code (RAGEN gradient analysis: verl's division by the configured number of accumulation steps).
-    Degenerate: NaN without a mini-batch; per_token is NaN without a trained token.
+    Degenerate: NaN without mini-batches; per_token is NaN without trained tokens.
     """
-    # `compute_loss_weights` divides by the number of micro-batches that there are (rounded up); the published code
-    # divides by the number in a full mini-batch.
+    # `compute_loss_weights` divides by the actual number of micro-batches (rounded up), and the published code by the
+    # number in a full mini-batch.
     full_micro_batches = mini_batch_size // micro_batch_size
     micro_batches = (sequences + micro_batch_size - 1) // micro_batch_size
     norm = (norms.double() * micro_batches / full_micro_batches).mean().item()
@@ -407,7 +407,7 @@ def compute_published_norm(
 
 
 def _compute_fold_weights(counts: Tensor | None, num_folds: int, reference: Tensor) -> Tensor:
-    """Weight (K,) of each fold in the mean, float64, on the device of `reference`."""
+    """Compute the weight of each fold in the mean, (K,) float64, on the device of `reference`."""
     if counts is None:
         return torch.full((num_folds,), 1 / num_folds, dtype=torch.float64, device=reference.device)
     if counts.shape != (num_folds,) or not bool((counts > 0).all()):
@@ -420,13 +420,13 @@ def _compute_fold_weights(counts: Tensor | None, num_folds: int, reference: Tens
 
 
 def _compute_mean_products(gram: Tensor, counts: Tensor | None) -> Tensor:
-    """<G_c, G_d>, (C, C)."""
+    """Compute <G_c, G_d>, (C, C)."""
     weights = _compute_fold_weights(counts, len(gram), gram)
     return torch.einsum("k,kcld,l->cd", weights, gram.double(), weights)
 
 
 def _estimate_norm_and_noise(gram: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """|G|² and the noise of G, both (R,), for each row of `weights` (R, K); a weight of 0 leaves the fold out."""
+    """Estimate |G|² and the noise of G, (R,) each, for each row of `weights` (R, K), where 0 leaves a fold out."""
     # |G|² can only be negative by rounding, and the caller takes its square root.
     squared_norm = ((weights @ gram) * weights).sum(dim=1).clamp(min=0)
     mean_square = weights @ gram.diagonal()
@@ -437,46 +437,46 @@ def _estimate_norm_and_noise(gram: Tensor, weights: Tensor) -> tuple[Tensor, Ten
 
 
 def _divide_by_noise(signal: Tensor, noise: Tensor) -> Tensor:
-    """Divide signal by noise; NaN instead of infinity where there is no noise."""
+    """Divide signal by noise. Return NaN instead of infinity if there is no noise."""
     return signal / torch.where(noise > 0, noise, NAN)
 
 
 def _compute_half_width(gram: Tensor, weights: Tensor, confidence_level: float) -> float:
-    """Half of the jackknife interval's width; NaN with fewer than 3 folds, or if leaving one out leaves no noise."""
+    """Compute half the width of the jackknife interval: NaN for K < 3, or if leaving out a fold leaves no noise."""
     num_folds = len(weights)
     if num_folds < 3:
         return NAN
     squared_norm, noise = _estimate_norm_and_noise(gram, _make_jackknife_weights(weights))
-    # 1 − w_k scales the noise of the mean without fold k to that of the mean of all folds.
+    # 1 − w_k scales the noise of the mean without fold k to the mean of all folds.
     ratios = _divide_by_noise(squared_norm - noise, (1 - weights) * noise)
     return _t_quantile(confidence_level, num_folds - 1) * math.sqrt(_jackknife_variance(ratios).item())
 
 
 def _make_jackknife_weights(weights: Tensor) -> Tensor:
-    """Weights (K, K) of the folds in the mean: row k leaves out fold k."""
+    """Compute the weights (K, K) of the folds in means of which the k-th leaves out fold k."""
     weights_left = weights * (1 - torch.eye(len(weights), dtype=torch.float64, device=weights.device))
     return weights_left / weights_left.sum(dim=1, keepdim=True)
 
 
 def _jackknife_variance(values: Tensor) -> Tensor:
-    """Variance of a statistic, (...), from its values (K, ...) with one fold left out each."""
+    """Estimate the variance (...) of a statistic from its values (K, ...) with one fold left out each."""
     return (len(values) - 1) / len(values) * (values - values.mean(dim=0)).square().sum(dim=0)
 
 
 def _estimate_products(products: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`SignalFractions.products` and `.fraction`, (R, C) each, for each row of `weights` (R, K); products (K, C, K)."""
+    """Estimate `SignalFractions.products` and `.fraction`, (R, C) each, for each row of `weights` (R, K)."""
     mean_products = torch.einsum("rk,kcl,rl->rc", weights, products, weights)
     fold_products = torch.einsum("rk,kck->rc", weights, products)
     num_folds = (weights > 0).sum(dim=1, keepdim=True)
     estimates = torch.where(num_folds > 1, mean_products - (fold_products - mean_products) / (num_folds - 1), NAN)
-    # NaN where the terms of the total cancel: a fraction of it would be a ratio of rounding errors.
+    # NaN if the terms of the total cancel: a fraction of it would be a ratio of rounding errors.
     total = estimates.sum(dim=1, keepdim=True)
     terms = mean_products.abs().sum(dim=1, keepdim=True)
     return estimates, estimates / torch.where(total > ROUNDING_TOLERANCE * terms, total, NAN)
 
 
 def _t_quantile(confidence_level: float, df: int) -> float:
-    """The t >= 0 with P(|T| <= t) = `confidence_level` for Student's T with `df` degrees of freedom, by bisection."""
+    """Find t >= 0 with P(|T| <= t) = `confidence_level` by bisection, for Student's T with `df` degrees of freedom."""
     # The angle θ = atan(t / sqrt(df)) is bounded, unlike t; 60 halvings exhaust the digits of a double.
     low, high = 0.0, math.pi / 2
     for _ in range(60):
@@ -486,7 +486,7 @@ def _t_quantile(confidence_level: float, df: int) -> float:
 
 
 def _t_probability(angle: float, df: int) -> float:
-    """P(|T| <= sqrt(df) tan(angle)). Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4."""
+    """Compute P(|T| <= sqrt(df) tan(angle)). Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4."""
     parity = df % 2
     term, series = math.cos(angle) if parity else 1.0, 0.0
     for step in range(1, df // 2 + 1):

@@ -1,4 +1,4 @@
-"""Importance weights for tokens that were sampled from another distribution than the trainer's."""
+"""Importance weights for tokens that were not sampled from the trainer's distribution."""
 
 import math
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class ImportanceCorrection(NamedTuple):
-    """How the loss of tokens that the engine has sampled is weighted.
+    """How to weight the loss of tokens that the engine has sampled.
 
-    cap: the largest weight, at least 1. floor: the smallest weight of a mask; None for none. is_sequence: whether the
-    weight of a token is the product of the ratios of all sampled tokens of its episode, instead of its own ratio.
-    is_mask: whether a weight outside of floor and cap is 0; otherwise one above the cap is the cap.
+    cap: the largest weight, at least 1. floor: with a mask, the smallest weight, or None. is_sequence: whether the
+    weight of a token is the product of the ratios of all sampled tokens in its episode, instead of the token's ratio.
+    is_mask: whether weights outside of floor and cap become 0. Otherwise, weights above the cap become the cap.
 
     Truncated tokens (TIS): Yao et al. 2025. Masked tokens with a floor (IcePop): Ling team 2025, with 0.5 and 5. Masked
     sequences: Liu et al. 2025, "When speed kills stability".
@@ -27,18 +27,17 @@ class ImportanceCorrection(NamedTuple):
 def compute_importance_weights(
     trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, correction: ImportanceCorrection
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights from the engine's to the trainer's distribution, without gradient.
+    """Compute importance weights from the engine's to the trainer's distribution, without gradient.
 
     Args:
-        trainer_logprobs: (B, T) log-probs of the tokens.
+        trainer_logprobs: (B, T) the trainer's log-probs of the tokens.
         engine_logprobs: (B, T) the engine's.
         mask: (B, T) True where a token was sampled.
         correction: how ratios become weights.
 
     Returns:
-        (B, T) weights, and (B, T) where a weight is not the ratio: truncated or masked. Without truncation and mask, a
-        loss that is multiplied by the weights has the expectation that it would have under the trainer's distribution:
-        E_engine[w f] = E_trainer[f] (Ionides 2008).
+        (B, T) weights, and (B, T) bool, True where a ratio was truncated or masked. Without truncation and masks,
+        weighted losses have the expectation of the trainer's distribution: E_engine[w f] = E_trainer[f] (Ionides 2008).
 
     Example:
         >>> trainer, engine = torch.tensor([[0.2, 0.9]]).log(), torch.tensor([[0.1, 0.3]]).log()
@@ -53,7 +52,7 @@ def compute_importance_weights(
     if correction.is_sequence:
         log_ratio = log_ratio.double().sum(1, keepdim=True).expand(mask.shape)
     is_outside = log_ratio > math.log(correction.cap)
-    # Truncated before exp, which cannot overflow then.
+    # Truncated before exp, so that it cannot overflow.
     weights = log_ratio.clamp_max(math.log(correction.cap)).exp().to(trainer_logprobs.dtype)
     if correction.is_mask:
         if correction.floor:  # a floor of 0 masks nothing

@@ -1,4 +1,7 @@
-"""KL in the reward instead of in the loss, and the controller of its coefficient. Shapes: B sequences, T tokens."""
+"""A KL penalty in the reward instead of the loss, and the controller of its coefficient.
+
+Shapes: B sequences, T tokens.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,7 +18,7 @@ MAX_RELATIVE_ERROR = 0.2  # bound of the error in one update, Ziegler et al. 201
 def apply_kl_penalty(
     rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str, kl_coef: float
 ) -> Tensor:
-    """Token rewards minus the KL penalty on trained tokens, (B, T), a constant.
+    """Subtract the KL penalty from the rewards of trained tokens, (B, T), without gradient.
 
         r'_t = r_t − β KL_t on trained tokens,   r'_t = r_t elsewhere
 
@@ -33,7 +36,7 @@ def apply_kl_penalty(
         >>> apply_kl_penalty(torch.tensor([[0.0, 1.0]]), logprobs, ref_logprobs, mask, kind="k1", kl_coef=0.5).tolist()
         [[-0.5, 1.0]]
 
-    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2 (with k1).  Degenerate: β = 0 gives the rewards.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2 (with k1).  Degenerate: β = 0 changes nothing.
     """
     penalty = kl_coef * estimate_kl(logprobs, ref_logprobs, kind)
     return rewards - torch.where(mask, penalty, 0)
@@ -41,22 +44,22 @@ def apply_kl_penalty(
 
 @dataclass(frozen=True)
 class AdaptiveKLController:
-    """KL coefficient that steers the measured KL towards a target; without a horizon it is fixed.
+    """A KL coefficient that steers the measured KL towards a target. Without a horizon, it is fixed.
 
         error = clamp(KL / target − 1, ±0.2),   β ← β (1 + error · n / horizon)
 
     Example:
-        A KL of twice the target gives the largest error, 0.2; half a horizon later β has grown by 10 %.
+        A KL of twice the target gives the largest error, 0.2. Half a horizon later, β has grown by 10 %.
 
         >>> controller = AdaptiveKLController(coef=0.1, target=0.1, horizon=100)
         >>> round(controller.update(current_kl=0.2, n_steps=50).coef, 6)
         0.11
 
-    Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2; the horizon comes from their code.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2; the horizon is from their code.
     """
 
     coef: float
-    """β, reward per nat; at least 0. 0 stays 0."""
+    """β >= 0, reward per nat. 0 stays 0."""
     target: float = 0.1
     """Target KL in nats, reduced in the same way as the measured KL."""
     horizon: float | None = None
@@ -71,7 +74,7 @@ class AdaptiveKLController:
             raise ValueError(f"KL horizon is {self.horizon}; it must be above 0, or None for a fixed coefficient.")
 
     def update(self, current_kl: float, n_steps: int) -> "AdaptiveKLController":
-        """Return the controller after `n_steps` sequences whose KL was `current_kl` nats; this one is unchanged."""
+        """Return a new controller, updated for `n_steps` sequences with a KL of `current_kl` nats."""
         if self.horizon is None:
             return self
         error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)

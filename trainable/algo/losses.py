@@ -1,7 +1,7 @@
-"""Losses as elementwise functions: policy, value, KL estimators; and the statistics of logits that they need.
+"""Elementwise losses of policy and critic, KL estimators, and the statistics of logits that they need.
 
-Every function maps tensors of one shape, flat (N,) over trained tokens or (B, T), to a tensor of that shape. The caller
-reduces: `(compute_loss_weights(mask, mode) * loss).sum()`. Shapes: N tokens, V vocabulary entries.
+Every loss maps tensors of one shape, flat (N,) over trained tokens or (B, T), to a tensor of this shape. The caller
+reduces it: `(compute_loss_weights(mask, mode) * loss).sum()`. Shapes: N tokens, V vocabulary entries.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from trainable.algo.names import KL_KINDS
 
-# Both limits are in nats and from the published code (verl 0.6.1).
+# Both limits are in nats, from the published code (verl 0.6.1).
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to ± this, so that a ratio cannot overflow and a single token cannot dominate their mean."""
+"""Log-ratios are clamped to ± this, so that ratios cannot overflow and no single token dominates their mean."""
 K3_LIMIT = 10.0
-"""The value of k3 is clamped to ± this, since it is exponential in the log-ratio."""
+"""k3 is clamped to ± this, since it is exponential in the log-ratio."""
 
 
 def compute_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Log-ratio of the policy to the policy that started the update, of each token, in nats, within ±20.
+    """Compute the log-ratio of the policy to the policy at the start of the update, per token, in nats, within ±20.
 
         x = clamp(logπ − logπ_old, ±20)
 
@@ -29,26 +29,26 @@ def compute_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
     Args:
         logprobs: log π of the sampled tokens, nats; the gradient flows through it.
-        old_logprobs: log π of the policy that started the update.
+        old_logprobs: log π of the policy at the start of the update.
 
     Example:
         >>> compute_log_ratio(torch.tensor([-1.0, -51.0, -1.0]), torch.tensor([-1.5, -1.0, -51.0])).tolist()
         [0.5, -20.0, 20.0]
 
     Source: published code (verl 0.6.1 `compute_policy_loss`).
-    Degenerate: beyond ±20 the gradient is 0; NaN stays NaN.
+    Degenerate: beyond ±20 the gradient is 0. NaN stays NaN.
     """
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 class PolicyLoss(NamedTuple):
-    """Policy loss of each token, and the quantities that its diagnostics need; all of one shape."""
+    """Policy loss of each token, and the quantities that its diagnostics need, all of one shape."""
 
     loss: Tensor
     ratio: Tensor
     """π(a|s) / π_old(a|s), without gradient."""
     clipped: Tensor
-    """bool: whether the clipped term is the larger one. Its token mean is `pg_clipfrac`."""
+    """bool: whether the clipped term is larger. Its token mean is `pg_clipfrac`."""
     clipped_lower: Tensor
     """bool: whether the bound of the dual clip applies. Its token mean is `pg_clipfrac_lower`."""
 
@@ -56,21 +56,21 @@ class PolicyLoss(NamedTuple):
 def ppo_clip_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_c: float
 ) -> PolicyLoss:
-    """Clipped surrogate loss of PPO with asymmetric and dual clip, of each token.
+    """Compute PPO's clipped surrogate loss per token, with asymmetric and dual clip.
 
         ρ  = exp(clamp(logπ − logπ_old, ±20))
         L₁ = −A ρ,   L₂ = −A clamp(ρ, 1 − ε_low, 1 + ε_high),   L = max(L₁, L₂);   where A < 0: L = min(L, −c A)
 
     Args:
         logprobs: log π of the sampled tokens, nats; the gradient flows through it.
-        old_logprobs: log π of the policy that started the update.
+        old_logprobs: log π of the policy at the start of the update.
         advantages: A.
         clip_low: ε_low, in [0, 1).
         clip_high: ε_high, >= 0.
         clip_c: c > 1, the largest loss of a token with a negative advantage, in units of |A|.
 
     Example:
-        Ratios 1.5 (clipped to 1.2), 0.5 (not clipped, as A > 0) and 5 (stopped by the dual clip at c = 3).
+        Ratios 1.5 (clipped to 1.2), 0.5 (not clipped, since A > 0) and 5 (bounded by the dual clip at c = 3).
 
         >>> logprobs, advantages = torch.tensor([1.5, 0.5, 5.0]).log(), torch.tensor([1.0, 1.0, -1.0])
         >>> result = ppo_clip_loss(logprobs, torch.zeros(3), advantages, clip_low=0.2, clip_high=0.2, clip_c=3.0)
@@ -81,7 +81,7 @@ def ppo_clip_loss(
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; asymmetric clip: Yu et al. 2025, arXiv:2503.14476 (DAPO);
     dual clip: Ye et al. 2020, arXiv:1912.09729; the clamp at 20 nats: published code (verl 0.6.1).
-    Degenerate: at ρ = 1 the gradient is that of REINFORCE, −A ∇logπ; A = 0 gives 0.
+    Degenerate: at ρ = 1 the gradient is −A ∇logπ, as in REINFORCE. A = 0 gives 0.
     """
     if not (0 <= clip_low < 1 and clip_high >= 0 and clip_c > 1):
         raise ValueError(
@@ -92,7 +92,7 @@ def ppo_clip_loss(
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     pessimistic_loss = torch.maximum(unclipped_loss, clipped_loss)
-    # With a negative advantage, this maximum grows with the ratio without a bound: the dual clip sets one.
+    # With a negative advantage, this maximum grows with the ratio without bound. The dual clip bounds it.
     dual_clip_bound = -clip_c * advantages
     is_negative = advantages < 0
     loss = torch.where(is_negative, torch.minimum(pessimistic_loss, dual_clip_bound), pessimistic_loss)
@@ -102,14 +102,14 @@ def ppo_clip_loss(
 
 
 class ValueLoss(NamedTuple):
-    """Value loss of each token, and whether the clipped error was the larger one (bool); its mean is `vf_clipfrac`."""
+    """Value loss of each token, and whether the clipped error was larger (bool), whose mean is `vf_clipfrac`."""
 
     loss: Tensor
     clipped: Tensor
 
 
 def value_clip_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> ValueLoss:
-    """Clipped squared error of the critic, of each token.
+    """Compute the critic's clipped squared error per token.
 
         V_clip = clamp(V, V_old ± ε),   L = ½ max((V − R)², (V_clip − R)²)
 
@@ -128,7 +128,7 @@ def value_clip_loss(values: Tensor, old_values: Tensor, returns: Tensor, clipran
         ([1.125, 0.5], [True, False])
 
     Source: published code (PPO implementations since OpenAI baselines; verl 0.6.1 `compute_value_loss`).
-    Degenerate: where clipping makes the error larger the gradient is 0, elsewhere it is V − R.
+    Degenerate: the gradient is 0 where clipping makes the error larger, and V − R elsewhere.
     """
     if not cliprange > 0:
         raise ValueError(f"cliprange_value is {cliprange}; it must be above 0, such as 0.5.")
@@ -149,28 +149,28 @@ KL_FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": _k3,
     "abs": torch.abs,
 }
-"""The formulas of `estimate_kl` in d; `names.KL_KINDS` has the names that settings use."""
+"""The formulas of `estimate_kl` in d. `names.KL_KINDS` maps the names of settings to them."""
 
 
 def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float = K3_LIMIT) -> Tensor:
-    """Estimate of KL(π‖π_ref) from tokens sampled from π, of each token, in nats.
+    """Estimate KL(π‖π_ref) per token, from tokens sampled from π, in nats.
 
         d = logπ − logπ_ref
         kl, k1 = d        abs = |d|        mse, k2 = d²/2        low_var_kl, k3 = exp(−d) + d − 1
         any of them with a `+`: its value, with the gradient of k2
 
-    Used as a loss on samples of π, only the gradient matters, and each estimator has a different one:
+    In a loss on samples of π, only the gradient matters, which differs between the estimators:
 
         E ∇k1 = 0        E ∇k2 = ∇KL(π‖π_ref)        E ∇k3 = ∇KL(π_ref‖π)        E ∇abs = E sign(d) ∇logπ
 
-    so k1 as a loss does not keep π near π_ref at all, although E k1 = E k3 = KL(π‖π_ref).
+    so k1 as a loss does not keep π near π_ref, although E k1 = E k3 = KL(π‖π_ref).
 
     Args:
         logprobs: log π of the sampled tokens, nats.
         ref_logprobs: log π_ref of the same tokens.
         kind: a name above.
-        limit: k3 is clamped to ± this, nats. 10 as published for language models (verl 0.6.1 `kl_penalty`); infinite
-            in the published sandbox of update rules.
+        limit: k3 is clamped to ± this, nats. 10 as published for language models (verl 0.6.1 `kl_penalty`), infinite in
+            the published sandbox of update rules.
 
     Example:
         >>> logprobs, ref_logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -2.0])
@@ -179,9 +179,9 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float 
         >>> estimate_kl(logprobs, ref_logprobs, "k3").double().round(decimals=4).tolist()  # 1/e + 1 − 1
         [0.3679, 0.0]
 
-    Source: Schulman 2020, "Approximating KL divergence"; −d of k3 is clamped to ±20, as in both published codes.
-    The gradients are proved by enumeration in the tests.
-    Degenerate: at π = π_ref every value is 0; the gradient of k2 and k3 is 0, that of k1 is ∇logπ.
+    Source: Schulman 2020, "Approximating KL divergence". −d of k3 is clamped to ±20, as in both published codes. Tests
+    verify the gradients by enumeration.
+    Degenerate: at π = π_ref every value is 0. The gradients of k2 and k3 are 0, and k1 has ∇logπ.
     """
     base_kind = kind.removesuffix("+")
     if base_kind not in KL_KINDS:
@@ -202,7 +202,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float 
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """KL(π‖π_ref) of each row (N,), in nats: the exact sum over the vocabulary.
+    """Compute KL(π‖π_ref) of each row (N,), in nats, as the exact sum over the vocabulary.
 
         KL = Σ_v π_v (logπ_v − logπ_ref,v)
 
@@ -222,7 +222,7 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy of the softmax of each row (N,), in nats.
+    """Compute the entropy of the softmax of each row (N,), in nats.
 
         H = −Σ_v π_v logπ_v = logsumexp(z) − Σ_v π_v z_v
 
@@ -240,7 +240,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
 
 def logprobs_from_logits(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probability of one token in each row (N,), in nats.
+    """Compute the log-probability of one token in each row (N,), in nats.
 
         log π(a) = z_a − logsumexp(z)
 
@@ -253,7 +253,7 @@ def logprobs_from_logits(logits: Tensor, tokens: Tensor) -> Tensor:
         >>> logprobs_from_logits(logits, torch.tensor([1])).exp().double().round(decimals=4).tolist()
         [0.75]
 
-    Source: definition.  Degenerate: no row gives an empty result.
+    Source: definition.  Degenerate: no rows give an empty result.
     """
     return -F.cross_entropy(_upcast(logits), tokens, reduction="none")
 
@@ -263,5 +263,5 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _upcast(x: Tensor) -> Tensor:
-    """`x` in float32, or in its own type if that is more precise: sums over a vocabulary need the digits."""
+    """Convert `x` to float32 unless its dtype is more precise, since sums over a vocabulary need the digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,12 +1,12 @@
 """The collapse diagnostics: how much a policy's thoughts depend on the prompt, computed from cross log-probs.
 
 Shapes: N thoughts (rows), M prompts (columns). L is (N, M): entry (i, j) is the log-prob of thought i after prompt j,
-in nats, summed over the |z_i| tokens of the thought. ℓ = L / |z|. `own_columns` has, for each thought, the column of
-the prompt that it followed when it was sampled.
+in nats, summed over the |z_i| tokens of the thought. ℓ = L / |z|. `own_columns` is the column of the prompt after which
+each thought was sampled.
 
-Metrics are returned as a dict under their published names. The published code takes the mixture over prompts of the
-length-normalized scores ℓ. The paper takes the mixture of L and divides by the length afterwards; its metrics have
-names that end in `_paper`. Both are estimates on the prompts of the batch, all of which count as equally likely.
+Metrics are returned as a dict under their published names. The published code computes the mixture over prompts from
+the length-normalized scores ℓ. The paper computes it from L and divides by the length afterwards; its metrics end in
+`_paper`. Both estimates take the prompts of the batch as equally likely.
 """
 
 import math
@@ -18,18 +18,18 @@ from torch import Tensor
 
 # All three from the published code (RAGEN `collapse_metrics`).
 STD_EPS = 1e-3
-"""Added to the std in a z-score, in nats, so that thoughts with equal scores give no division by 0."""
+"""Added to the std in a z-score, in nats, to avoid a division by 0 if all thoughts have equal scores."""
 EMA_DECAY = 0.9
 """Weight of the previous steps in the moving average of the std."""
 TOP_K = (2, 4, 8)
-"""The k of the retrieval metrics, in addition to 1."""
+"""The values of k in the retrieval metrics, in addition to 1."""
 
-# For each normalization, by the suffix of its std and z-score columns: the column of its mutual information.
+# Maps each normalization, by the suffix of its std and z-score columns, to the column of its mutual information.
 _INFORMATION_NAMES = {"": "mi_estimate", "_seq": "mi_seq_estimate", "_paper": "mi_estimate_paper"}
 
 
 class MixtureScores(NamedTuple):
-    """Log-probs (N,) of each thought: after its own prompt, and under the mixture of all prompts."""
+    """Log-probs (N,) of each thought after its own prompt, and under the mixture of all prompts."""
 
     matched_logprobs: Tensor
     marginal_logprobs: Tensor
@@ -46,12 +46,12 @@ class MixtureScores(NamedTuple):
 
     @property
     def zscore(self) -> float:
-        """The information in units of that standard deviation."""
+        """The information in units of the standard deviation of the marginal."""
         return self.information / (self.std + STD_EPS)
 
 
 def compute_mixture_scores(scores: Tensor, own_columns: Tensor) -> MixtureScores:
-    """Score of each thought after its own prompt, and the log of its mean likelihood over all prompts.
+    """Score each thought after its own prompt, and by the log of its mean likelihood over all prompts.
 
         matched_i = s_i,own(i)        marginal_i = log (1/M) Σ_j exp s_ij = logsumexp_j s_ij − log M
 
@@ -60,7 +60,7 @@ def compute_mixture_scores(scores: Tensor, own_columns: Tensor) -> MixtureScores
         own_columns: (N,) int64, column of each row's own prompt.
 
     Returns:
-        matched and marginal, (N,) each. matched − marginal is at most log M, and reaches it where every other prompt
+        matched and marginal, (N,) each. matched − marginal is at most log M, which it reaches if every other prompt
         makes the thought impossible.
 
     Example:
@@ -72,14 +72,14 @@ def compute_mixture_scores(scores: Tensor, own_columns: Tensor) -> MixtureScores
         [0.3, 0.3]
 
     Source: published code (RAGEN `collapse_metrics`).
-    Degenerate: equal columns give matched = marginal; with one column both are the score.
+    Degenerate: equal columns, or a single one, give matched = marginal.
     """
     matched_logprobs = scores.gather(1, own_columns[:, None]).squeeze(1)
     return MixtureScores(matched_logprobs, scores.logsumexp(dim=1) - math.log(scores.shape[1]))
 
 
 def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_columns: Tensor) -> dict[str, float]:
-    """Mutual information of prompts and thoughts, entropies of thoughts with and without the prompt, and z-scores.
+    """Compute the mutual information of prompts and thoughts, thought entropies with and without prompt, and z-scores.
 
         published   m_i = ℓ_i,own        g_i = logsumexp_j ℓ_ij − log M
         sequence    m_i = L_i,own        g_i = logsumexp_j L_ij − log M
@@ -87,7 +87,7 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
 
         I(X; Z) = mean (m − g)    H(Z|X) = −mean m    H(Z) = −mean g    z-score = mean (m − g) / (std g + 1e-3)
 
-    H(Z) = I + H(Z|X) holds by construction and validates nothing. The published estimate is never below the paper's.
+    H(Z) = I + H(Z|X) holds by construction and is no check. The published estimate is never below the paper's.
 
     Args:
         logprob_sums: (N, M) log-probs L.
@@ -99,14 +99,14 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
         `marginal_log_prob_mean`, `conditional_entropy_est`, `reasoning_entropy_est`, `conditional_entropy_seq_est`,
         `reasoning_entropy_seq_est`, `marginal_std`, `marginal_std_seq`, `mi_zscore`, `mi_zscore_seq`; and
         `mi_estimate_paper`, `mi_upper_bound_paper` (mean log M / |z|), `marginal_log_prob_mean_paper`,
-        `reasoning_entropy_est_paper`, `marginal_std_paper`, `mi_zscore_paper`. The paper's matched term is the
-        published one. Nats per token, except `_seq`: nats per thought. std is the population's (divisor N).
+        `reasoning_entropy_est_paper`, `marginal_std_paper`, `mi_zscore_paper`. The matched term is the same for both.
+        In nats per token, except `_seq` in nats per thought. Standard deviations have the divisor N.
 
     Raises:
-        ValueError: fewer than 2 prompts, no thought, or scores that are not finite.
+        ValueError: with fewer than 2 prompts, no thoughts, or scores that are not finite.
 
     Example:
-        Two thoughts of one token: the information is (log 5/3 + log 4/3) / 2, of at most log 2.
+        Two thoughts of one token: the information is (log 5/3 + log 4/3) / 2, and at most log 2.
 
         >>> logprob_sums, lengths = torch.tensor([[0.5, 0.1], [0.2, 0.4]]).log(), torch.tensor([1, 1])
         >>> metrics = compute_information_metrics(logprob_sums, lengths, own_columns=torch.tensor([0, 1]))
@@ -114,10 +114,10 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
         (0.3993, 0.6931)
 
     Source: published code (RAGEN `collapse_metrics`); RAGEN-2, arXiv 2604.06268, for the paper's.
-    Degenerate: one thought, or thoughts equally likely under the mixture, have std 0 and a z-score of I / 1e-3.
+    Degenerate: a single thought, or thoughts equally likely under the mixture, have std 0 and a z-score of I / 1e-3.
     """
     _check_scores(logprob_sums, own_columns)
-    # Sums of log-probs over hundreds of tokens are large, and the information is a small difference of them.
+    # float64, since log-probs summed over hundreds of tokens are large, and the information is a small difference.
     logprob_sums64, lengths64, log_m = logprob_sums.double(), lengths.double(), math.log(logprob_sums.shape[1])
     per_token, per_sequence = (
         compute_mixture_scores(logprob_sums64 / lengths64[:, None], own_columns),
@@ -153,17 +153,17 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
 def smooth_zscores(
     metrics: Mapping[str, float], averages: Mapping[str, float] | None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """One step of the moving average of the marginals' std, and the z-scores computed with it.
+    """Update the moving average of the marginals' std, and compute z-scores with it.
 
         std_1 = first std        std_t = 0.9 std_t−1 + 0.1 std        z = I / (std_t + 1e-3)
 
     Args:
         metrics: result of `compute_information_metrics` at this step.
-        averages: second result of the previous step, for the same kind of sample; None at the first step.
+        averages: second result at the previous step, for the same kind of sample; None at the first step.
 
     Returns:
-        `marginal_std_ema`, `mi_zscore_ema`, each also with `_seq` and `_paper`; and the next averages, plain numbers
-        that a checkpoint can store.
+        `marginal_std_ema` and `mi_zscore_ema`, each also with `_seq` and `_paper`, and the next averages as plain
+        numbers, which a checkpoint can store.
 
     Example:
         >>> stds = {"marginal_std": 1.0, "marginal_std_seq": 1.0, "marginal_std_paper": 1.0}
@@ -185,7 +185,7 @@ def smooth_zscores(
 
 
 def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes: Tensor) -> dict[str, float]:
-    """How often a thought is most likely after its own prompt, or its own prompt is among the best k.
+    """Measure how often a thought's own prompt is the one that makes it likeliest, or among the best k.
 
         accuracy@k = fraction of rows with a column of the row's own class among the k best
         chance = mean_i (columns of the class of own(i)) / M        chance@k = min(1, k · chance)
@@ -193,13 +193,13 @@ def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes
     Args:
         logprob_sums: (N, M) log-probs; dividing a row by its length changes nothing.
         own_columns: (N,) int64, column of each row's own prompt.
-        classes: (M,) int64 from 0; columns of identical prompts share a class, and either is right.
+        classes: (M,) int64 from 0. Columns of identical prompts share a class, and any of them is right.
 
     Returns:
         `retrieval_accuracy`, `retrieval_chance_level`, `retrieval_above_chance`, and each with `@2`, `@4`, `@8`.
 
     Raises:
-        ValueError: fewer than 2 prompts, no thought, or scores that are not finite.
+        ValueError: with fewer than 2 prompts, no thoughts, or scores that are not finite.
 
     Example:
         Both thoughts are most likely after the first prompt, which only the first one followed.
@@ -211,10 +211,10 @@ def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes
 
     Source: published code (RAGEN `collapse_metrics`). Equal scores rank by column; the published code leaves their
     order undefined.
-    Degenerate: k beyond M counts all columns; chance@k is an upper bound where classes have several columns.
+    Degenerate: k above M counts all columns. chance@k is an upper bound if classes have several columns.
     """
     _check_scores(logprob_sums, own_columns)
-    # (N, M) in the order of each row's ranking: True where the column is one of the row's own class.
+    # (N, M), with the columns ranked for each row: True for columns of the row's own class.
     is_correct = classes[_rank_columns(logprob_sums)] == classes[own_columns][:, None]
     chance_at_one = float(torch.bincount(classes)[classes[own_columns]].double().mean()) / len(classes)
     metrics = {}
@@ -229,12 +229,12 @@ def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes
 def compute_shuffled_accuracy(
     logprob_sums: Tensor, own_columns: Tensor, classes: Tensor, generator: torch.Generator, num_shuffles: int = 100
 ) -> float:
-    """Retrieval accuracy with the prompts shuffled among the thoughts: the control, which must be at chance.
+    """Compute the retrieval accuracy with prompts shuffled among the thoughts, a control that must be at chance.
 
         mean over permutations π of the fraction of rows whose best column is of the class of own(π(i))
 
     The expectation of the shuffled accuracy is Σ_c (fraction of rows retrieved as c) · (fraction of rows that are c).
-    That is the chance level where every column has equally many rows and no twin, and close to it otherwise.
+    It is the chance level if every column has equally many rows and no twin, and close to it otherwise.
 
     Args:
         logprob_sums, own_columns, classes: as for `compute_retrieval_metrics`.
@@ -242,16 +242,16 @@ def compute_shuffled_accuracy(
         num_shuffles: number of permutations, at least 1.
 
     Raises:
-        ValueError: fewer than 2 prompts, no thought, or scores that are not finite.
+        ValueError: with fewer than 2 prompts, no thoughts, or scores that are not finite.
 
     Example:
-        Every permutation gives the first prompt to one of the two thoughts, and both are retrieved as the first.
+        Every permutation gives the first prompt to one of the two thoughts, and both thoughts retrieve this prompt.
 
         >>> logprob_sums, columns = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]]), torch.arange(2)
         >>> compute_shuffled_accuracy(logprob_sums, columns, columns, torch.Generator().manual_seed(0))
         0.5
 
-    Degenerate: a single thought always keeps its prompt, and gives its own accuracy.
+    Degenerate: a single thought always keeps its prompt, so the result is its accuracy.
     """
     _check_scores(logprob_sums, own_columns)
     retrieved_classes, true_classes = classes[_rank_columns(logprob_sums)[:, 0]], classes[own_columns]
@@ -263,7 +263,7 @@ def compute_shuffled_accuracy(
 
 
 def _rank_columns(logprob_sums: Tensor) -> Tensor:
-    """Columns (N, M) of each row, likeliest first."""
+    """Rank the columns of each row, (N, M), likeliest first."""
     return torch.sort(logprob_sums, dim=1, descending=True, stable=True).indices
 
 

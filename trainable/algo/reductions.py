@@ -1,7 +1,7 @@
-"""Every reduction of per-token numbers to one number: masked mean, whitening, and loss aggregation as weights.
+"""Reductions of per-token numbers: masked mean, whitening, and loss aggregation as weights.
 
-A loss aggregation is linear in the loss. It is therefore a weight for each token, and the loss to minimize is
-`(weights * loss).sum()`. Shapes: B sequences, T tokens. `mask` is True where a token is trained.
+Loss aggregations are linear in the loss, so each is a weight per token, and the loss to minimize is
+`(weights * loss).sum()`. Shapes: B sequences, T tokens. `mask` is True at trained tokens.
 """
 
 import torch
@@ -13,7 +13,7 @@ VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance, so that equal val
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
-    """Token mean of `x` over the positions where `mask` is True: a scalar, or the means over the dimensions `dim`.
+    """Average `x` over the positions where `mask` is True: over all of them, or over the dimensions `dim`.
 
         mean = Σ m x / Σ m
 
@@ -25,13 +25,13 @@ def masked_mean(x: Tensor, mask: Tensor, dim: tuple[int, ...] | None = None) -> 
         >>> masked_mean(torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False])).item()
         2.0
 
-    Degenerate: an empty mask gives 0 with zero gradient. Values of `x` outside the mask, NaN included, are not read.
+    Degenerate: an empty mask gives 0 with zero gradient. Values of `x` outside the mask are ignored, even NaN.
     """
     return torch.where(mask, x, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Center and scale `x` over all masked positions at once; 0 where `mask` is False.
+    """Center and scale `x` over all positions where `mask` is True. The result is 0 elsewhere.
 
         y = (x − mean) / sqrt(var + 1e-8),   var = Σ m (x − mean)² / (Σ m − 1)
 
@@ -45,9 +45,9 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
         [-0.7071, 0.7071, 0.0]
 
     Source: published code (verl 0.6.1 `masked_whiten`).
-    Degenerate: one trained token gives its centered value 0 and none gives zeros, where the published code raises.
+    Degenerate: zeros with one trained token or none, where the published code raises.
     """
-    # In float32, the mean of many similar numbers has a rounding error, which a division by a small std would magnify.
+    # In float32, the mean of many similar numbers has a rounding error, which dividing by a small std would magnify.
     x64 = x.double()
     centered = torch.where(mask, x64 - masked_mean(x64, mask), 0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
@@ -57,7 +57,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 def compute_loss_weights(
     mask: Tensor, mode: str, micro_batch_size: int | None = None, padded_length: int | None = None
 ) -> Tensor:
-    """Weight (B, T) of each token such that `(weights * loss).sum()` is the aggregation `mode` of the loss.
+    """Compute weights (B, T) such that `(weights * loss).sum()` is the aggregation `mode` of the loss.
 
         token-mean               Σ m L / Σ m of each micro-batch, averaged    PPO (verl 0.6.1), TRL's bnpo
         token-mean-global        Σ m L / Σ m                                  DAPO (newer verl's token-mean, TRL's dapo)
@@ -65,15 +65,15 @@ def compute_loss_weights(
         seq-mean-token-mean      mean over sequences of Σ_t m L / Σ_t m       GRPO
         seq-mean-token-sum-norm  Σ m L / padded_length                        a sum over sequences, not a mean
 
-    With `micro_batch_size`, every micro-batch of that many consecutive sequences is aggregated by itself and the
-    results are averaged: token-mean is then a mean of micro-batch means, and depends on the size of a micro-batch.
-    token-mean-global takes all tokens together, whatever the size is.
+    With `micro_batch_size`, each micro-batch of that many consecutive sequences is aggregated separately, and the
+    results are averaged: token-mean is then a mean of micro-batch means, and depends on the micro-batch size.
+    token-mean-global always aggregates all tokens together.
 
     Args:
         mask: (B, T) bool, the trained tokens.
         mode: one of `LOSS_AGG_MODES`.
         micro_batch_size: sequences in a micro-batch; None aggregates all B at once.
-        padded_length: divisor of seq-mean-token-sum-norm, in tokens; None is T.
+        padded_length: divisor of seq-mean-token-sum-norm, in tokens; None means T.
 
     Example:
         >>> mask = torch.tensor([[True, True], [True, False]])
@@ -88,11 +88,10 @@ def compute_loss_weights(
 
     Source: published code (verl 0.6.1 `agg_loss`, and its division by the number of accumulation steps);
     token-mean-global is `agg_loss` of later versions with `batch_num_tokens`.
-    The last micro-batch may be short: it counts as much as a full one, as in a mean over ceil(B / micro_batch_size)
-    micro-batches. The published divisor is the configured mini-batch over the micro-batch, the same whenever that
-    divides B, as it does after `adjust_copy`.
-    Degenerate: the two sequence means leave sequences without a trained token out of their mean; a micro-batch
-    without a trained token still counts in the divisor; an empty mask gives zero weights.
+    A short last micro-batch counts as much as a full one: the divisor is ceil(B / micro_batch_size). The published
+    divisor is the configured mini-batch size over the micro-batch size, which is the same for a full mini-batch.
+    Degenerate: the two sequence means exclude sequences without trained tokens, but a micro-batch without trained
+    tokens counts in the divisor. An empty mask gives zero weights.
     """
     if mode not in LOSS_AGG_MODES:
         raise ValueError(f"loss_agg_mode is {mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}.")
@@ -109,7 +108,7 @@ def compute_loss_weights(
 
 
 def _compute_micro_batch_weights(float_mask: Tensor, mode: str, padded_length: int | None) -> Tensor:
-    """Weights (B, T) of one micro-batch; `float_mask` is its mask as 0.0 and 1.0. Clamps avoid divisions by 0."""
+    """Compute the weights (B, T) of one micro-batch from its mask as floats. Clamps avoid divisions by 0."""
     if mode in TOKEN_MEANS:
         return float_mask / float_mask.sum().clamp(min=1)
     if mode == "seq-mean-token-sum-norm":

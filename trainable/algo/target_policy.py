@@ -1,4 +1,4 @@
-"""Target policy optimization: treats the rollouts of a group as one distribution, and moves it towards a better one.
+"""Target policy optimization: treat the rollouts of a group as a distribution, and move it towards a better one.
 
 Shapes: B sequences in P groups.
 """
@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 class TargetPolicyLoss(NamedTuple):
-    """The loss over P groups, a scalar, and quantities without gradient for the update and its diagnostics."""
+    """The scalar loss over P groups, and quantities without gradient for the update and its diagnostics."""
 
     loss: Tensor
     sequence_weights: Tensor
-    """(B,) −∂loss/∂c: the loss −Σ_i weight_i c_i has the same gradient."""
+    """(B,) −∂loss/∂c. The loss −Σ_i weight_i c_i has the same gradient."""
     entropy: Tensor
-    """Mean over groups of the target's entropy, in nats: log G where it is uniform."""
+    """Mean over groups of the target's entropy, in nats: log G if it is uniform."""
     top_prob: Tensor
     """Mean over groups of the target's largest probability."""
 
 
 class GroupDistributions(NamedTuple):
-    """For each rollout (B,): its log-probabilities within its group, in float64, and the index of the group."""
+    """For each rollout (B,), its log-probabilities within its group in float64, and the index of its group."""
 
     log_p: Tensor
     """log p, with gradient."""
@@ -37,15 +37,15 @@ class GroupDistributions(NamedTuple):
 def compute_group_distributions(
     logprobs: Tensor, old_logprobs: Tensor, skills: Tensor, group_ids: Tensor, eta: float
 ) -> GroupDistributions:
-    """Policy and target as distributions over the rollouts of each group, from which `target_policy_loss` is computed.
+    """Compute policy and target as distributions over the rollouts of each group, for `target_policy_loss`.
 
         p = softmax(c),   q = softmax(log softmax(o) + z / η)
 
-    A caller that averages differently takes −Σ_i q_i log p_i of each group.
+    Callers that average differently use −Σ_i q_i log p_i of each group.
 
     Args:
         logprobs: (B,) c, nats; the gradient flows through it.
-        old_logprobs: (B,) o, nats; zeros for a target that does not start from the policy that sampled.
+        old_logprobs: (B,) o, nats; zeros for a target that does not depend on the sampling policy.
         skills: (B,) z.
         group_ids: (B,) int, equal for the rollouts of one prompt, or for the candidates of one choice.
         eta: η > 0.
@@ -58,14 +58,14 @@ def compute_group_distributions(
         >>> result.log_p.exp().round(decimals=4).tolist(), result.log_q.exp().round(decimals=4).tolist()
         ([0.5, 0.5], [0.75, 0.25])
 
-    Source: as for `target_policy_loss`, whose published sandbox also has the variant without the old policy.
+    Source: see `target_policy_loss`. The published sandbox also has the variant without the old policy.
     Degenerate: a group of one has p = q = 1, so no loss and no gradient.
     """
     if not eta > 0:
         raise ValueError(f"tpo_eta is {eta}; it must be above 0, such as 1.0.")
     _, group_index = torch.unique(group_ids, return_inverse=True)
     num_groups = int(group_index.max()) + 1
-    # Log-probs are sums of hundreds of nats, for which float32 has too few digits for the small differences in p − q.
+    # Log-probs are sums of hundreds of nats, so float32 has too few digits for the small differences in p − q.
     log_p = _group_log_softmax(logprobs.double(), group_index, num_groups)
     with torch.no_grad():
         log_q = _group_log_softmax(
@@ -79,20 +79,20 @@ def compute_group_distributions(
 def target_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, skills: Tensor, group_ids: Tensor, eta: float
 ) -> TargetPolicyLoss:
-    """Cross-entropy of the policy, restricted to each group's rollouts, from a target that prefers the skilled ones.
+    """Compute the cross-entropy of the policy, restricted to each group, from a target that prefers skilled rollouts.
 
         p = softmax(c),   q = softmax(log softmax(o) + z / η),   L = mean over groups of −Σ_i q_i log p_i
         ∂L/∂c_i = (p_i − q_i) / P
 
     with softmax over the rollouts of a group. The target q is a constant.
 
-    The sums are over complete sequences, so their differences grow with length: among long rollouts p and q put nearly
-    all of the mass on one rollout, whatever the skills, unless η is small against those differences.
+    Log-probs are sums over sequences, so their differences grow with length: among long rollouts, p and q put nearly
+    all mass on one rollout, whatever the skills, unless η is small compared to these differences.
 
     Args:
         logprobs: (B,) c, sum of log π over the trained tokens of each sequence, nats; the gradient flows through it.
-        old_logprobs: (B,) o, the same under the policy that sampled.
-        skills: (B,) z, such as `advantages.group_skill` before it is put on tokens.
+        old_logprobs: (B,) o, the same under the sampling policy.
+        skills: (B,) z, such as `advantages.group_skill` per sequence.
         group_ids: (B,) int, equal for the rollouts of one prompt. Every group must be complete.
         eta: η > 0; a gain of η in skill multiplies a rollout's probability, relative to others, by e.
 
@@ -103,8 +103,8 @@ def target_policy_loss(
         (0.6931, [0.25, -0.25])
 
     Source: target policy optimization (jeankaddour/tpo), as implemented in the published sandbox of update rules.
-    Degenerate: a group of one has gradient 0; equal skills give q = softmax(o), a pull back to the old policy that is 0
-    where the policy is still the old one.
+    Degenerate: a group of one has gradient 0. Equal skills give q = softmax(o), a pull back to the old policy, which is
+    0 as long as the policy is unchanged.
     """
     log_p, log_q, group_index, num_groups = compute_group_distributions(logprobs, old_logprobs, skills, group_ids, eta)
     with torch.no_grad():
@@ -116,8 +116,8 @@ def target_policy_loss(
 
 
 def _group_log_softmax(x: Tensor, group_index: Tensor, num_groups: int) -> Tensor:
-    """Log softmax of `x` (B,) over the members of each of `num_groups` groups."""
-    # The maximum cancels in the result. Without it, exp could underflow for all members of a group, and log 0 is -inf.
+    """Compute the log-softmax of `x` (B,) over the members of each of `num_groups` groups."""
+    # The maximum cancels in the result. Without it, exp could underflow for all members of a group, giving log 0.
     group_max = x.new_full((num_groups,), -torch.inf).scatter_reduce(0, group_index, x.detach(), "amax")
     shifted_x = x - group_max[group_index]
     return shifted_x - x.new_zeros(num_groups).index_add(0, group_index, shifted_x.exp()).log()[group_index]

@@ -2,9 +2,9 @@
 
 Shapes: N tokens, h hidden channels, V vocabulary entries. If the logits of all N rows are within the bound, they are
 computed at once, and autograd saves what it needs. Otherwise, and for `float32_logits`, rows are processed in chunks,
-and the logits of each chunk are recomputed in the backward pass. Products are computed in the type of the hidden
+and the logits of each chunk are recomputed in the backward pass. Products are computed in the dtype of the hidden
 states, and all statistics of the logits in float32 or better. Logits in half precision are rounded, by up to 0.06 at a
-logit of 16 in bfloat16; `float32_logits` keeps the products of half-precision numbers in float32 instead.
+logit of 16 in bfloat16. `float32_logits` keeps the products of half-precision numbers in float32 instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +17,11 @@ from torch import Tensor
 from trainable.algo.losses import entropy_from_logits, full_kl, logprobs_from_logits
 
 LogitsFunction = Callable[[Tensor, slice], Tensor]
-"""Maps logits (n, V) to one number per row (n,); the slice says which of the N rows these are."""
+"""Maps logits (n, V) to one number per row (n,). The slice selects these n of the N rows."""
 
 
 class TokenStatistics(NamedTuple):
-    """The statistics of each token (N,) that the policy's loss needs, in nats; full_kl is None without a reference."""
+    """The statistics of each token (N,) for the policy's loss, in nats. full_kl is None without a reference."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -29,15 +29,15 @@ class TokenStatistics(NamedTuple):
 
 
 def compute_logits(hidden: Tensor, weight: Tensor, float32_logits: bool = False) -> Tensor:
-    """Logits (..., V) of hidden states (..., h) under the head `weight` (V, h).
+    """Compute the logits (..., V) of hidden states (..., h) with the head `weight` (V, h).
 
         z = W x
 
     Args:
         hidden: (..., h), x.
-        weight: (V, h), W, which is rounded to the type of `hidden` first.
-        float32_logits: whether the sums of products are kept in float32 if `hidden` is in half precision. A backward
-            pass through such logits raises on a GPU; the functions below have one of their own.
+        weight: (V, h), W, first rounded to the dtype of `hidden`.
+        float32_logits: whether to keep the sums of products in float32 if `hidden` is in half precision. On a GPU,
+            autograd cannot differentiate such logits, so the functions below implement their own backward pass.
 
     Example:
         >>> hidden, weight = torch.ones(1, 2, dtype=torch.bfloat16), torch.tensor([[16.0, 0.0625]])
@@ -51,7 +51,7 @@ def compute_logits(hidden: Tensor, weight: Tensor, float32_logits: bool = False)
         return F.linear(hidden, head)
     if not hidden.is_cuda or not hidden.numel():
         return F.linear(hidden.float(), head.float())
-    # Without float32 copies of head and states: tensor cores multiply halves and add up in float32 in any case.
+    # No float32 copies of head and states: tensor cores multiply halves and accumulate in float32 in any case.
     logits = torch.mm(hidden.flatten(0, -2), head.T, out_dtype=torch.float32)
     return logits.unflatten(0, hidden.shape[:-1])
 
@@ -68,7 +68,7 @@ def logprobs_from_hidden(
     chunk_elements: int | None = None,
     float32_logits: bool = False,
 ) -> Tensor:
-    """Log-probability of one token in each row (N,), in nats.
+    """Compute the log-probability of one token in each row (N,), in nats.
 
         z = W x / τ,   log π(a) = z_a − logsumexp(z)
 
@@ -77,7 +77,7 @@ def logprobs_from_hidden(
         weight: (V, h), W of the language-model head.
         tokens: (N,) int64, the token a of each row.
         temperature: τ > 0 of the sampling distribution.
-        chunk_elements: logits in memory at once, at least one row; None for all of them. Changes memory, not values.
+        chunk_elements: maximum logits in memory at once, but at least one row; None for all. Does not change values.
         float32_logits: as for `compute_logits`, with gradients.
 
     Example:
@@ -86,7 +86,7 @@ def logprobs_from_hidden(
         >>> logprobs.exp().double().round(decimals=4).tolist()
         [0.75]
 
-    Source: definition.  Degenerate: no row gives an empty result.
+    Source: definition.  Degenerate: no rows give an empty result.
     """
     head = _Head(weight, temperature, float32_logits)
     (logprobs,) = _apply_to_logits([_make_logprobs_function(tokens)], hidden, head, chunk_elements)
@@ -103,7 +103,7 @@ def compute_token_statistics(
     chunk_elements: int | None = None,
     float32_logits: bool = False,
 ) -> TokenStatistics:
-    """Log-probability, entropy and exact KL of each row (N,) from one product with the head.
+    """Compute log-probability, entropy and exact KL of each row (N,) from one product with the head.
 
         z = W x / τ,   log π(a) = z_a − logsumexp(z),   H = −Σ_v π_v logπ_v,   KL = Σ_v π_v (logπ_v − logπ_ref,v)
 
@@ -118,8 +118,8 @@ def compute_token_statistics(
         >>> result.entropies.double().round(decimals=4).tolist(), result.full_kl  # log 4
         ([1.3863], None)
 
-    Source: definitions.  Degenerate: equal logits give H = log V with zero gradient; π = π_ref gives KL = 0 with zero
-    gradient. Logits must be finite.
+    Source: definitions.  Degenerate: equal logits give H = log V, and π = π_ref gives KL = 0, both with zero gradient.
+    Logits must be finite.
     """
     functions: list[LogitsFunction] = [
         _make_logprobs_function(tokens),
@@ -133,7 +133,7 @@ def compute_token_statistics(
             lambda logits, rows: full_kl(logits, frozen_head.compute_tempered_logits(reference_hidden[rows]))
         )
     logprobs, entropies, *kl = _apply_to_logits(functions, hidden, head, chunk_elements)
-    # Detached here, too: outputs of an autograd function require gradients, whichever of them have any.
+    # Detached again, since all outputs of an autograd function require gradients if any of them does.
     return TokenStatistics(logprobs, entropies if entropy_gradient else entropies.detach(), kl[0] if kl else None)
 
 
@@ -149,7 +149,7 @@ class _Head(NamedTuple):
     float32_logits: bool
 
     def compute_tempered_logits(self, hidden: Tensor) -> Tensor:
-        """Tempered logits (n, V), in float32 or better."""
+        """Compute the logits (n, V) divided by the temperature, in float32 or better."""
         logits = compute_logits(hidden, self.weight, self.float32_logits)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
@@ -157,11 +157,11 @@ class _Head(NamedTuple):
 def _apply_to_logits(
     functions: Sequence[LogitsFunction], hidden: Tensor, head: _Head, chunk_elements: int | None
 ) -> tuple[Tensor, ...]:
-    """Apply each function to the tempered logits, in chunks of rows if these have too many; each result is (N,)."""
+    """Apply each function to the tempered logits, in chunks of rows if there are too many. Each result is (N,)."""
     if chunk_elements is not None and chunk_elements < 1:
         raise ValueError(f"chunk_elements is {chunk_elements}; it must be at least 1 logit, such as {2**27}.")
     chunk_rows = len(hidden) if chunk_elements is None else max(1, chunk_elements // len(head.weight))
-    # Autograd knows no gradient of a product of halves in float32, and `_ChunkedLogits` needs none.
+    # Autograd cannot differentiate a product of halves in float32, but `_ChunkedLogits` does so itself.
     if len(hidden) > chunk_rows or (head.float32_logits and _is_half(hidden) and len(hidden)):
         return _ChunkedLogits.apply(functions, chunk_rows, head, hidden, head.weight)
     logits = head.compute_tempered_logits(hidden)
@@ -173,10 +173,10 @@ def _make_slices(count: int, chunk_rows: int) -> Iterator[slice]:
 
 
 class _ChunkedLogits(torch.autograd.Function):
-    """`_apply_to_logits` over chunks of rows, which recomputes the logits of a chunk in the backward pass.
+    """Implements `_apply_to_logits` in chunks of rows, whose logits are recomputed in the backward pass.
 
-    The head's gradient is accumulated over chunks in the head's own type, float32. Autograd would accumulate it in the
-    type of the product, and in bfloat16 a sum over dozens of chunks loses the digits that each one adds.
+    The head's gradient is accumulated over chunks in the head's dtype, float32. Autograd would accumulate it in the
+    dtype of the product, and bfloat16 loses digits in a sum over dozens of chunks.
     """
 
     @staticmethod
@@ -186,11 +186,11 @@ class _ChunkedLogits(torch.autograd.Function):
         chunk_rows: int,
         head: _Head,
         hidden: Tensor,
-        weight: Tensor,  # that of `head`, as an argument of its own, so that it can have a gradient
+        weight: Tensor,  # `head.weight`, passed separately so that it can have a gradient
     ) -> tuple[Tensor, ...]:
         ctx.functions, ctx.rows, ctx.head = functions, chunk_rows, head
         ctx.save_for_backward(hidden, weight)
-        # An output that no loss uses has the gradient None in `backward`, and costs nothing there.
+        # The gradient of an output that no loss uses is None in `backward`, and costs nothing there.
         ctx.set_materialize_grads(False)
         cast_head = head._replace(weight=weight.to(hidden.dtype))
         outputs: list[list[Tensor]] = [[] for _ in functions]
@@ -212,7 +212,7 @@ class _ChunkedLogits(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[4] else None
         for chunk in _make_slices(len(hidden), ctx.rows) if active_functions else ():
             # Autograd differentiates the functions of the logits. The product with the head is differentiated by hand
-            # below, so that its gradient can be added up in float32.
+            # below, so that its gradient is accumulated in float32.
             logits = head.compute_tempered_logits(hidden[chunk]).requires_grad_()
             with torch.enable_grad():
                 outputs = [function(logits, chunk) for function, _ in active_functions]

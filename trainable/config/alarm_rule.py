@@ -1,4 +1,4 @@
-"""The text of an alarm: a threshold on a column of the rows, such as `reward_std < 0.5 x its first 10 steps`."""
+"""Parse alarms: thresholds on a column of the rows, such as `reward_std < 0.5 x its first 10 steps`."""
 
 import re
 from typing import Annotated, NamedTuple
@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 from trainable.config.setting_types import MAX_FLOAT
 
 BASELINE_STEPS = 10
-"""The first steps of a run, whose mean a relative threshold is a multiple of. Source: the published stop rule."""
+"""Relative thresholds are multiples of the mean over this many first steps. Source: the published stop rule."""
 ALARM_COLUMNS = (
     "reward_std",
     "zero_std_groups",
@@ -41,7 +41,7 @@ class AlarmRule(NamedTuple):
     threshold: float
     """In the unit of the column, or as a multiple of its mean over the first `BASELINE_STEPS` steps."""
     is_relative: bool
-    """Whether it is such a multiple."""
+    """Whether the threshold is such a multiple."""
     is_upper: bool
     """Whether the rule fires above the threshold; otherwise below."""
     window: int
@@ -49,7 +49,7 @@ class AlarmRule(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`reward_std < 0.5 x its first 10 steps, 3 times in a row`, from which `parse_alarm_rule` makes the rule."""
+        """The rule as `parse_alarm_rule` reads it: `reward_std < 0.5 x its first 10 steps, 3 times in a row`."""
         comparison = ">" if self.is_upper else "<"
         unit = f" x its first {BASELINE_STEPS} steps" if self.is_relative else ""
         repeat = "" if self.window == 1 else f", {self.window} times in a row"
@@ -57,7 +57,7 @@ class AlarmRule(NamedTuple):
 
 
 def parse_alarm_rule(text: str) -> AlarmRule:
-    """The rule with this text. The words after `x` may be left out. Raise ValueError for any other text.
+    """Parse the text of a rule. The words after `x` are optional. Raise ValueError if the text is no rule.
 
     Example:
         >>> parse_alarm_rule("reward_std < 0.5 x, 3 times in a row")
@@ -82,7 +82,7 @@ def parse_alarm_rule(text: str) -> AlarmRule:
 
 
 def _normalize(text: str) -> str:
-    """The text in its normal form, so that equal rules have the same hash; empty for no rule."""
+    """Normalize the text of a rule, so that equal rules have the same hash. Empty, none and null become empty."""
     return "" if text.strip().lower() in ("", "none", "null") else parse_alarm_rule(text).text
 
 

@@ -1,4 +1,4 @@
-"""Names of settings: dotted, of the published documents (RAGEN, verl), of other trainers, and short labels."""
+"""Names of settings: dotted names, names in the published documents (RAGEN, verl) and other trainers, short labels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -47,8 +47,8 @@ ALIASES: dict[str, str] = {
     "lora.alpha": "model.lora_alpha",
     "lora.target_modules": "model.lora_target_modules",
     "critic.optim.lr": "critic.lr",
-    # The documents set one size for actor and critic. Here the bare key means the size of the actor; the size of the
-    # critic is critic.ppo_mini_batch_size.
+    # The documents set one size for actor and critic. Here the bare key sets the actor's, and
+    # critic.ppo_mini_batch_size the critic's.
     "ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_ctrl.kl_coef",
     "es_manager.train.env_groups": "env.env_groups",
@@ -84,7 +84,7 @@ SYNONYMS: dict[str, str] = {
     "scale_rewards": "norm_adv_by_std_in_grpo",
     "loss_type": "loss_agg_mode",
 }
-"""Names that other trainers give to settings, with the last part of the name that they have here."""
+"""Maps the names of settings in other trainers to the last part of their name here."""
 
 MISSING_FEATURES: dict[str, str] = {
     "tensor_model_parallel_size": "Tensor parallelism is missing: every GPU of a run has a vLLM of its own, and each "
@@ -105,7 +105,7 @@ MISSING_FEATURES: dict[str, str] = {
     "nnodes": "A run is on one node: nothing places its ranks on several, and they share files of one machine. Leave "
     "it out, and type --gpus-per-exp with at most the GPUs of a node.",
 }
-"""Settings of the published code that are missing here, by the last part of their key, and what to do instead."""
+"""Settings of the published code that do not exist here, by the last part of their key, and what to do instead."""
 
 SHORT_NAMES: dict[str, str] = {
     "actor.lr": "learning rate",
@@ -132,5 +132,5 @@ def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str,
 
 
 def shorten_setting(setting: str) -> str:
-    """The short name of a setting."""
+    """Return the short name of a setting: its label in SHORT_NAMES, or else the last part of its dotted name."""
     return SHORT_NAMES.get(setting, setting.rpartition(".")[2])

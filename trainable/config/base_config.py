@@ -1,4 +1,4 @@
-"""Base classes: of a section of settings, and of the configurations of all study families, with what a driver reads."""
+"""Base classes of sections of settings and of run configurations, with all that a driver reads of any study family."""
 
 import hashlib
 import json
@@ -21,28 +21,28 @@ EXECUTION_SETTINGS = (
     "disk_patience",
     "device",
 )
-"""Settings of the section `trainer` that decide how a run is executed, and not which numbers it computes."""
+"""Settings of the section `trainer` that change how a run is executed, but not the numbers that it computes."""
 
 
 class Section(BaseModel):
-    """A group of settings that cannot be changed and refuses unknown keys."""
+    """An immutable group of settings that rejects unknown keys."""
 
-    # `validate_default`: a default is checked and converted like a value that a user types.
+    # `validate_default`: defaults are checked and converted like values that a user types.
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     @model_validator(mode="after")
     def _check_number_range(self) -> Self:
-        """Refuse numbers that tensors cannot represent: integers beyond 32 bits, and floats that float32 cannot hold.
+        """Reject numbers that tensors cannot represent: integers beyond 32 bits, and floats that float32 cannot hold.
 
-        This covers every setting, so that no field can be forgotten. Thresholds and durations do not enter float32
-        arithmetic, but they do not need other numbers either.
+        All settings are checked, so that none can be forgotten. Thresholds and durations are not used in float32
+        arithmetic, but never need other numbers.
         """
         for name, field in type(self).model_fields.items():
             setting = getattr(self, name)
             for value in setting if isinstance(setting, tuple) else (setting,):
                 if isinstance(value, int) and abs(value) > MAX_INTEGER:
                     raise ValueError(f"{name}={format_value(value)}: must be between -{MAX_INTEGER} and {MAX_INTEGER}")
-                # Written so that NaN is refused as well.
+                # Written so that NaN is rejected, too.
                 if isinstance(value, float) and value and not MIN_FLOAT <= abs(value) <= MAX_FLOAT:
                     raise ValueError(
                         f"{name}={format_value(setting)}: must be a number of float32, in size from {MIN_FLOAT:.2g} to "
@@ -52,14 +52,14 @@ class Section(BaseModel):
 
 
 class ReadCondition(NamedTuple):
-    """When a run reads some of its settings."""
+    """A condition under which a run reads certain settings."""
 
     settings: str
     """A regular expression that matches their dotted names."""
     is_read: Callable[[Any], bool]
-    """Returns whether a configuration reads them. Its argument is of the class of the family."""
+    """Checks whether a configuration reads them. Takes an instance of the family's configuration class."""
     advice: str
-    """What has to be set for that, or why they are not read."""
+    """What to set so that they are read, or why they are not read."""
 
 
 class BaseTrainerConfig(Section):
@@ -67,9 +67,9 @@ class BaseTrainerConfig(Section):
 
     total_training_steps: steps per run. test_freq: steps between two evaluations. save_freq: steps between two saved
     checkpoints, -1 for none. resume_every: steps between two rolling checkpoints. resume_seconds: seconds of training
-    after which there is a rolling checkpoint earlier than that, or None. disk_patience: seconds that a run waits while
-    the disk is full. device: auto, cpu or cuda. n_gpus_per_node: GPUs per trial. ray_num_cpus: CPUs given
-    to Ray. logger: where rows are logged in addition to their files.
+    after which a rolling checkpoint is written early, or None. disk_patience: seconds to wait while the disk is full.
+    device: auto, cpu or cuda. n_gpus_per_node: GPUs per trial. ray_num_cpus: CPUs given to Ray. logger: where rows are
+    logged in addition to their files.
     """
 
     total_training_steps: int
@@ -88,10 +88,10 @@ class BaseRunConfig(Section):
     """All settings of a run.
 
     aliases: for each key of the published documents, the dotted field that it stands for. list_command: the command
-    that lists the settings. unhashed_settings: for each section, the settings that are not part of the hash, which are
-    those of logging, checkpoints and placement. conditions: which settings are read only under which others.
-    first_row_step: the step of a run's first row. It is 1 if rows describe trained steps, and 0 if weights are measured
-    before they are trained.
+    that lists the settings. unhashed_settings: for each section, the settings that the hash leaves out (logging,
+    checkpoints and placement). conditions: which settings are read only if others have certain values.
+    first_row_step: the step of a run's first row: 1 if rows describe trained steps, 0 if the untrained weights are
+    measured, too.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -106,38 +106,38 @@ class BaseRunConfig(Section):
     trainer: BaseTrainerConfig
 
     def get_row_steps(self, step: int) -> range:
-        """The steps of the rows that a run has after `step` training steps."""
+        """Return the steps for which a run has rows after `step` training steps."""
         return range(1, step + 1)
 
     def find_unread_settings(self) -> dict[str, str]:
-        """The settings that this run does not read, by dotted name, with the advice of their condition.
+        """Find the settings that this run does not read: their dotted names, with the advice of their condition.
 
-        Runs that differ in nothing else have the same rows.
+        Runs that differ only in these settings have the same rows.
         """
         unmet_conditions = [condition for condition in self.conditions if not condition.is_read(self)]
         return {
             name: condition.advice
             for name in flatten_settings(self.model_dump())
-            # The first condition decides: the last entry of a name in a dict is the one that stays.
+            # Reversed, so that the first condition that matches a name decides: a dict keeps the last value of a key.
             for condition in reversed(unmet_conditions)
             if re.fullmatch(condition.settings, name)
         }
 
     def is_same_run(self, other: "BaseRunConfig") -> bool:
-        """Whether both configure one run: they differ at most in its number of steps and in its placement.
+        """Check whether both configure the same run: they differ at most in number of steps, logging and placement.
 
-        A row depends on no step after it, so a run that was made longer goes on from the states of the shorter one.
+        Rows do not depend on later steps, so a longer run continues from the checkpoints of the shorter one.
         """
         return self.seed == other.seed and self.compute_run_hash() == other.compute_run_hash()
 
     def compute_run_hash(self) -> str:
-        """The hash of what makes a run that run: `compute_hash` without the number of steps."""
+        """Compute a hash like `compute_hash`, but without the number of steps."""
         settings = self.dump_for_hash()
         del settings["trainer"]["total_training_steps"]
         return _hash_settings(settings)
 
     def dump_for_hash(self) -> dict[str, Any]:
-        """Every setting that can change a result, without the seed."""
+        """Dump every setting that can change a result, except the seed."""
         dumped_settings = self.model_dump(mode="json", exclude={"seed"})
         for section, settings in self.unhashed_settings.items():
             for setting in settings:
@@ -145,15 +145,15 @@ class BaseRunConfig(Section):
         return dumped_settings
 
     def compute_hash(self) -> str:
-        """Twelve hex digits that identify the configuration: a hash of every setting that can change a result.
+        """Hash every setting that can change a result into twelve hex digits, which identify the configuration.
 
-        Neither the seed nor the placement of a run is hashed. Placement changes the order of floating-point sums, and
-        with it the last digits of a row, but a study can be continued on other GPUs than those it was started on.
+        The seed and the placement of a run are left out. Placement changes the order of floating-point sums, and with
+        it the last digits of a row, but a study may continue on other GPUs than it started on.
         """
         return _hash_settings(self.dump_for_hash())
 
 
 def _hash_settings(settings: Mapping[str, Any]) -> str:
-    # Sorted, so that the order in which settings are declared does not matter. Twelve digits are 48 bits: enough to
-    # tell the arms of a study apart, and short enough for tables.
+    # Sorted, so that the order of declaration does not matter. Twelve digits are 48 bits: enough to tell the arms of a
+    # study apart, and short enough for tables.
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

@@ -14,11 +14,10 @@ class AdvantageEstimator:
     """Properties of an advantage estimator.
 
     needs_critic: whether the estimator reads values. has_turn_level: whether it has a form over turns (bi_level_gae).
-    is_skill: whether it computes skills, which the loss of target policy optimization fits. compares_group: whether the
-    advantage of a rollout is relative to the others of its group, so that a group of one has advantage 0.
-    credits_trees: whether it is the one by which trees of rollouts are credited
-    (`trainable.ppo.targets.compute_tree_advantages`). settings: settings of `algorithm` that it reads, and not every
-    other.
+    is_skill: whether it computes skills, which the loss of target policy optimization fits. compares_group: whether a
+    rollout's advantage is relative to the rest of its group, so that a group of one has advantage 0.
+    credits_trees: whether it assigns credit in trees of rollouts (`trainable.ppo.targets.compute_tree_advantages`).
+    settings: settings of `algorithm` that this estimator reads and some others do not.
     """
 
     needs_critic: bool = False
@@ -39,20 +38,20 @@ ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
         "group_skill": AdvantageEstimator(is_skill=True, compares_group=True),
     }
 )
-"""The advantage estimators that exist, by their name in the setting algorithm.adv_estimator.
+"""The available advantage estimators, by their name in the setting algorithm.adv_estimator.
 
-`trainable.ppo.targets` calls the formulas, which are in `trainable.algo.advantages`.
+Their formulas are in `trainable.algo.advantages`, which `trainable.ppo.targets` calls.
 """
 
 OWN_ESTIMATOR = AdvantageEstimator()
-"""What is known of an advantage estimator of the user."""
+"""The assumed properties of a plug-in estimator."""
 
 
 @dataclass(frozen=True)
 class PolicyLossKind:
     """Requirements of a policy loss.
 
-    needs_whole_groups: whether the loss is one over whole groups. Mini-batches then must not split a group, and
+    needs_whole_groups: whether the loss is computed over whole groups. If so, mini-batches must not split a group, and
     rollouts must not be copied to fill mini-batches. needs_pass_before_step: whether a forward pass without gradients
     precedes each optimizer step. settings: settings of `actor` that only this loss reads.
     """
@@ -68,10 +67,10 @@ POLICY_LOSSES: Mapping[str, PolicyLossKind] = MappingProxyType(
         "tpo": PolicyLossKind(needs_whole_groups=True, needs_pass_before_step=True, settings=("tpo_eta",)),
     }
 )
-"""The policy losses that exist, by their name in the setting actor.policy_loss."""
+"""The available policy losses, by their name in the setting actor.policy_loss."""
 
 OWN_LOSS = PolicyLossKind()
-"""What is known of a policy loss of the user: it is one of single tokens."""
+"""The assumed requirements of a plug-in loss, which is computed per token."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ class FilterStrategy:
     """The settings that a filter strategy reads.
 
     counts_groups: whether rollout_filter_value is a whole number of groups instead of a number in (0, 1].
-    takes_any_value: whether it is any positive number. can_keep_all: whether the largest value, 1 or the number of
-    groups, keeps every group. settings: settings of `filter` that only this strategy reads.
+    takes_any_value: whether it may be any positive number. can_keep_all: whether the largest value (1, or the number of
+    groups) keeps every group. settings: settings of `filter` that only this strategy reads.
     """
 
     counts_groups: bool = False
@@ -98,21 +97,21 @@ FILTER_STRATEGIES: Mapping[str, FilterStrategy] = MappingProxyType(
         "min_p": FilterStrategy(can_keep_all=False),
     }
 )
-"""The filter strategies that exist, by their name in the setting filter.rollout_filter_strategy.
+"""The available filter strategies, by their name in the setting filter.rollout_filter_strategy.
 
 `trainable.algo.filters.parse_rule` makes the rule of a strategy.
 """
 
 OWN_FILTER = FilterStrategy(takes_any_value=True, can_keep_all=False)
-"""What is known of a filter of the user."""
+"""The assumed properties of a plug-in filter."""
 
 
 @dataclass(frozen=True)
 class FilterMetric:
     """Properties of a score of groups.
 
-    is_spread: whether it is a standard deviation, which a group of one has not. reads_entropies: whether it is made of
-    the entropies at the sampled tokens.
+    is_spread: whether it is a standard deviation, undefined in a group of one. reads_entropies: whether it is computed
+    from the entropies at the sampled tokens.
     """
 
     is_spread: bool = False
@@ -131,23 +130,22 @@ FILTER_METRICS: Mapping[str, FilterMetric] = MappingProxyType(
         "length": FilterMetric(),
     }
 )
-"""The scores of groups that exist, by their name in the setting filter.rollout_filter_metric.
+"""The available scores of groups, by their name in the setting filter.rollout_filter_metric.
 
 `trainable.algo.filters.compute_group_scores` computes them.
 """
 
 
 EXACT_KL = "full"
-"""The exact KL, over the whole vocabulary."""
+"""Selects the exact KL over the whole vocabulary."""
 
 
 def find_unused_settings(
     choices: Mapping[str, PolicyLossKind] | Mapping[str, FilterStrategy], choice_name: str
 ) -> frozenset[str]:
-    """The settings that no code reads when `choice_name` is chosen, because only other `choices` read them.
+    """Find the settings that have no effect under the choice `choice_name`, because only other `choices` read them.
 
-    Such settings are left out of a run's hash: runs that differ only in them have the same rows. A choice of the user
-    reads none of them.
+    They are left out of a run's hash, since runs that differ only in them have the same rows. A plug-in reads none.
     """
     all_settings = frozenset(setting for choice in choices.values() for setting in choice.settings)
     return all_settings - {*(choices[choice_name].settings if choice_name in choices else ())}

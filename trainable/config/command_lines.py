@@ -1,4 +1,4 @@
-"""Format commands so that a user can paste them into a shell. Every command that is printed or stored is made here."""
+"""Format commands so that a user can paste them into a shell. All printed and stored commands are made here."""
 
 import os
 import shlex
@@ -8,14 +8,14 @@ from pathlib import Path
 INSTALLED_PROGRAM = "tune-study"
 """The command that the installation of the package adds to an environment."""
 PROGRAM = INSTALLED_PROGRAM if Path(sys.argv[0]).name == INSTALLED_PROGRAM else "python -m tune_study"
-"""How this program was typed, and how it is typed in the commands that it prints."""
+"""How the user started this program, which is how the commands that it prints start it, too."""
 
 
 def format_command(*arguments: str | Path, program: str = PROGRAM) -> str:
-    """A command of this program with its arguments quoted for a shell.
+    """Format a command of this program, with its arguments quoted for a shell.
 
-    arguments: a path is given as a Path: a relative one whose name begins with `-` would be read as an option, so it
-    gets a `./` in front. program: how the program itself is typed.
+    arguments: pass paths as Path: one that begins with `-` would be read as an option, so `./` is put in front.
+    program: how the program itself is typed.
     """
     texts = [
         os.path.join(".", argument) if isinstance(argument, Path) and str(argument).startswith("-") else str(argument)
@@ -27,8 +27,8 @@ def format_command(*arguments: str | Path, program: str = PROGRAM) -> str:
 def quote_argument(text: str) -> str:
     """Quote one word of a command for a shell.
 
-    A line break, another control character or a byte that is no UTF-8 is written as an escape sequence in the quotes
-    $'...' of bash and zsh: as such, it would not survive the terminal from which it is copied.
+    Control characters, line breaks and bytes that are not UTF-8 would get lost when a command is copied from a
+    terminal, so they become escape sequences in the $'...' quotes of bash and zsh.
     """
     if text.isprintable():
         return shlex.quote(text)

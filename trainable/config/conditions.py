@@ -1,6 +1,6 @@
-"""The table of the settings of a PPO run that are read only under others. Plans say from it what has no effect.
+"""Conditions under which a PPO run reads certain settings, from which plans report settings without effect.
 
-A setting with a value that makes no difference, such as a threshold that no run of its length reaches, counts as not
+A setting whose value makes no difference, such as a threshold that a run of this length cannot reach, counts as not
 read. Conditions are functions of a RunConfig, whose module imports this one.
 """
 
@@ -15,19 +15,19 @@ from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.games import GAMES
 
 SMALLEST_CLIP = 1e-3
-"""A narrower clip range cuts off rounding: log-probs of equal weights in float32 may differ by 1e-5 between passes."""
+"""Narrower clip ranges clip rounding errors: float32 log-probs of equal weights may differ by 1e-5 between passes."""
 
 
 def derive_conditions(
     selector: str, settings: Mapping[str, Iterable[str]], advice: str = "it needs {0}={1}", others_read: bool = False
 ) -> Iterator[ReadCondition]:
-    """A condition for each setting that some choices of another setting read, and no other choice.
+    """Make a condition for each setting that only some choices of another setting read.
 
     Args:
         selector: the dotted setting that makes the choice.
-        settings: by choice, regular expressions of the settings that it reads, within the section of `selector`.
-        advice: has fields for the selector and for the choices.
-        others_read: whether choices that are not in `settings`, such as a function of the user, may read all of them.
+        settings: for each choice, regular expressions of the settings that it reads, within the section of `selector`.
+        advice: a format string with fields for the selector and for the choices.
+        others_read: whether choices that are not in `settings`, such as plug-ins, may read all of them.
     """
     section, dot, _ = selector.rpartition(".")
     for pattern in dict.fromkeys(pattern for patterns in settings.values() for pattern in patterns):
@@ -41,7 +41,7 @@ def derive_conditions(
 
 
 def _keeps_all_groups(c: Any) -> bool:
-    """Whether the filter keeps every group that has a score, in steps and in gradient analyses."""
+    """Check whether the filter keeps every group that has a score, in steps and in gradient analyses."""
     strategy = c.filter.strategy
     largest = max(c.env.env_groups, c.trainer.gradient_analysis_env_groups or 0) if strategy.counts_groups else 1
     return strategy.can_keep_all and c.filter.rollout_filter_value >= largest
@@ -56,13 +56,13 @@ def _updates_policy(c: Any) -> bool:
 
 
 def _has_one_update(c: Any, settings: Any) -> bool:
-    """Whether a step makes one update with these settings, in which ratios differ from 1 by rounding alone."""
+    """Check whether a step makes a single update with these settings, so that ratios differ from 1 by rounding only."""
     is_one_batch = c.env.kind.has_trees or c.max_batch_size <= settings.ppo_mini_batch_size
     return settings.ppo_epochs == 1 and is_one_batch
 
 
 PPO_CONDITIONS: tuple[ReadCondition, ...] = (
-    # What the choices declare.
+    # Settings of single choices.
     *derive_conditions("actor.policy_loss", {name: kind.settings for name, kind in POLICY_LOSSES.items()}),
     *derive_conditions(
         "filter.rollout_filter_strategy", {name: kind.settings for name, kind in FILTER_STRATEGIES.items()}
@@ -178,7 +178,7 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
     ),
     ReadCondition(
         r"actor\.kl_loss_(coef|type)",
-        # A coefficient of 0 is not read itself, but turns the KL loss off.
+        # A coefficient of 0 counts as read, since it turns the KL loss off.
         lambda c: c.actor.use_kl_loss or c.actor.kl_loss_coef == 0,
         "it needs actor.use_kl_loss=True",
     ),
@@ -221,7 +221,7 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         "a step makes one update, before which no value has moved: set critic.ppo_epochs=2, or a smaller "
         "critic.ppo_mini_batch_size",
     ),
-    # What is never updated.
+    # Networks that are never updated.
     ReadCondition(
         r"actor\.(lr|betas|weight_decay|grad_clip|ppo_epochs)",
         _updates_policy,
@@ -302,7 +302,7 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         lambda c: c.early_stop.empty_stop_steps <= c.trainer.total_training_steps,
         "the rule needs early_stop.empty_stop_steps steps, and the run has fewer",
     ),
-    # Where it runs.
+    # Hardware.
     ReadCondition(
         r"trainer\.(zero_stage|offload_.*)",
         lambda c: c.trainer.uses_deepspeed,

@@ -1,4 +1,4 @@
-"""The games of the package, each registered in one place, and their settings.
+"""Registry of the games of the package, with their settings.
 
 Only the settings of the game that env.name selects are read.
 """
@@ -72,27 +72,27 @@ class PapersConfig(Section):
 
 
 class Game(NamedTuple):
-    """What is said of a game."""
+    """The declaration of a game."""
 
     environment: str = ""
-    """Its `trainable.envs.environment.Environment`, as "module:CLASS", which takes the settings of its section and
-    `reads` by name. Empty for a game of trees, or of the user."""
+    """Its `trainable.envs.environment.Environment`, as "module:CLASS", constructed with the settings of its section
+    and `reads` as keyword arguments. Empty for a game of trees and for a plug-in."""
     section: type[Section] | None = None
-    """The type of its section of `env`; None for a game without settings of its own."""
+    """The type of its section in `env`, or None if it has no section."""
     reads: tuple[str, ...] = ()
-    """Other settings of `env` that it reads, and not every game."""
+    """Shared settings of `env` that this game reads, but not every game."""
     has_trees: bool = False
     """Whether a rollout may ask children, which are trained with it."""
     level_source: str = ""
-    """In a game that is not played in turns, the function of its section that makes its levels, as "module:NAME"."""
+    """If the game is not played in turns: the function that makes its levels from its section, as "module:NAME"."""
     player: str = ""
-    """In such a game, the function that makes its player, as `trainable.rollout.players.make_player` does."""
+    """For such a game, the function that makes its player, like `trainable.rollout.players.make_player`."""
     requirements: str = ""
-    """What it needs of a machine, a `tune_study.placement.resources.GameRequirements` as "module:NAME"."""
+    """What it requires of a machine: a `tune_study.placement.resources.GameRequirements`, as "module:NAME"."""
     settings: Mapping[str, object] = MappingProxyType({})
-    """Dotted settings that come with it, under every preset."""
+    """Dotted settings that the game changes under every preset."""
     presets: Mapping[str, Mapping[str, object]] = MappingProxyType({})
-    """Further settings by preset. A variant of a preset has those of that preset."""
+    """Further settings, by preset. Variants of a preset inherit them."""
 
 
 GAMES: Mapping[str, Game] = MappingProxyType(
@@ -107,7 +107,7 @@ GAMES: Mapping[str, Game] = MappingProxyType(
         "mastermind": Game(
             "trainable.envs.games.mastermind:Mastermind",
             MastermindConfig,
-            # One guess per turn, since each one needs the answer to the one before.
+            # One guess per turn, since each guess needs the answer to the previous one.
             settings={"env.max_turn": 5, "env.max_actions_per_turn": 1, "env.max_actions_per_traj": 5},
             # A thought repeats all guesses so far.
             presets={"laptop": {"model.path": "mastermind-tiny", "rollout.response_length": 32}},
@@ -116,7 +116,7 @@ GAMES: Mapping[str, Game] = MappingProxyType(
             "trainable.envs.games.countdown:Countdown",
             CountdownConfig,
             settings={"env.max_turn": 1, "env.max_actions_per_turn": 1, "env.max_actions_per_traj": 1},
-            # No tiny policy calculates. On a laptop, this is the smallest model of the hub that may.
+            # No tiny policy can calculate. This is the smallest model of the hub that may, and it runs on a laptop.
             presets={
                 "laptop": {
                     "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -127,7 +127,7 @@ GAMES: Mapping[str, Game] = MappingProxyType(
                 }
             },
         ),
-        # A tree has one reward, at its root, so its credit is that of GRPO; thoughts have no tags.
+        # A tree has a single reward, at its root, so GRPO assigns the credit. Thoughts have no tags.
         "papers": Game(
             section=PapersConfig,
             has_trees=True,
@@ -152,6 +152,6 @@ GAMES: Mapping[str, Game] = MappingProxyType(
         ),
     }
 )
-"""The games by name, as env.name and --env select them; the first is the default."""
+"""The games by name, as env.name and --env select them. The first is the default."""
 OWN_GAME = Game()
-"""What is known of a game of the user."""
+"""The declaration of a plug-in game."""

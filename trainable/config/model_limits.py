@@ -1,4 +1,4 @@
-"""Which models our own implementation of Qwen2 runs, which of them compiled code, and which weights fit into 4 bits."""
+"""Limits of models: for our own Qwen2 implementation, for compiled code, and for 4-bit weights."""
 
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
@@ -7,22 +7,22 @@ from typing import Any
 from trainable.config.constants import QWEN2_ARCHITECTURE
 
 MAX_HIDDEN_SIZE = 512
-"""Products of larger models leave the caches of one core, and torch is faster there."""
+"""Matrix products of larger models exceed the caches of one core, and torch is faster for them."""
 
 MAX_MATRIX_SIZE = 4_000_000
-"""Most elements of a weight matrix; each is read again for every few rows."""
+"""Maximum number of elements of a weight matrix, each of which is read again for every few rows."""
 
 FOUR_BIT_BLOCK = 64
-"""Weights in 4 bits that share a scale; the default of bitsandbytes."""
+"""Number of 4-bit weights that share a scale. Default of bitsandbytes."""
 
 MULTIPLE = 4
-"""Sizes of a model must be multiples of this: compiled products take inputs in groups, and these sizes are tested."""
+"""Model sizes must be multiples of this: compiled products take inputs in groups, and only such sizes are tested."""
 
 
 def is_plain_qwen2(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a Qwen2 with full attention, plain positions and silu.
+    """Check whether a config.json describes a Qwen2 model with full attention, unscaled RoPE and SiLU.
 
-    Our own implementation runs these, and transformers all others.
+    Our own implementation runs these models, and transformers runs all others.
     """
     # transformers 5 writes rope_parameters with rope_type; earlier versions wrote rope_scaling, the oldest with type.
     rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
@@ -32,7 +32,7 @@ def is_plain_qwen2(config: Mapping[str, Any]) -> bool:
 
 
 def find_size_obstacle(hidden_size: int, intermediate_size: int, heads: int, vocab_size: int) -> str:
-    """Why compiled code cannot run a Qwen2 model of these sizes; empty if it can.
+    """Explain why compiled code cannot run a Qwen2 model of these sizes. Empty if it can.
 
     Example:
         >>> find_size_obstacle(64, 192, 2, 193)
@@ -54,10 +54,10 @@ def find_size_obstacle(hidden_size: int, intermediate_size: int, heads: int, voc
 
 
 def find_four_bit_obstacle(inputs: Iterable[int]) -> str:
-    """Why layers with these numbers of inputs cannot have their weights in 4 bits here; empty if they can.
+    """Explain why layers with these numbers of inputs cannot have 4-bit weights here. Empty if they can.
 
-    bitsandbytes' kernel for CPUs takes for granted that blocks end with the rows of a weight: it returned wrong numbers
-    for others (0.50.2).
+    bitsandbytes' CPU kernel assumes that no block spans two rows of a weight, and returns wrong numbers otherwise
+    (seen in 0.50.2).
 
     Example:
         >>> find_four_bit_obstacle([64, 96])

@@ -1,7 +1,7 @@
-"""Parts of a run that a user wrote: functions and games in files of their own, which a setting names as FILE.py:NAME.
+"""Plug-ins: your own functions and games, which a setting names as FILE.py:NAME.
 
-A file is executed only if its path was typed. A configuration names its parts with a digest of the file's text,
-FILE.py:NAME#DIGEST, so that runs with a changed file have another hash. The digest is also how a process finds a part:
+A file is executed only if a user typed its path. A configuration names plug-ins with a digest of the file's text,
+FILE.py:NAME#DIGEST, so that runs with a changed file have another hash. Processes look plug-ins up by this digest:
 each process of a run gets the texts, and executes them before it makes anything from the configuration.
 """
 
@@ -21,19 +21,19 @@ from trainable.config.setting_types import format_value
 C = TypeVar("C", bound=BaseRunConfig)
 
 PART_FORM = "FILE.py:NAME"
-"""How a setting names a part, for messages."""
+"""How a setting names a plug-in, for messages."""
 MAX_NAME_LENGTH = 1024
 _MODULE_PREFIX = "own_parts_"
-"""How the names of modules of the user begin."""
+"""Prefix of the module names of plug-in files."""
 _PART_NAME = re.compile(r"(?P<path>[^#:]*\.py):(?P<name>[A-Za-z_]\w*)(?:#(?P<digest>[0-9a-f]{16}))?", re.ASCII)
 
 
 class OwnPartError(ValueError):
-    """A file or a part of a user that cannot be used. The message says why, and what to change."""
+    """Raised if a plug-in or its file cannot be used. The message says why, and what to change."""
 
 
 class PartName(NamedTuple):
-    """The name of a part in a setting: path of the file, variable, and digest of the text, which is empty if typed."""
+    """The name of a plug-in in a setting: path of its file, variable, and digest of the text (empty if not pinned)."""
 
     path: str
     name: str
@@ -41,16 +41,16 @@ class PartName(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """The last part of the path. A configuration contains no other: a file is the same wherever it lies."""
+        """The file's name without its folder. Configurations contain only this, so that files can be moved."""
         return PurePath(self.path).name
 
     def format(self) -> str:
-        """The name as a setting has it."""
+        """Format the name as in a setting."""
         return f"{self.path}:{self.name}#{self.digest}" if self.digest else f"{self.path}:{self.name}"
 
 
 def parse_part_name(value: object) -> PartName | None:
-    """The part that the value of a setting names; None if it names none.
+    """Parse the value of a setting as the name of a plug-in, or return None if it is none.
 
     >>> parse_part_name("parts/clip.py:soft_clip")
     PartName(path='parts/clip.py', name='soft_clip', digest='')
@@ -62,14 +62,14 @@ def parse_part_name(value: object) -> PartName | None:
 
 
 def shorten_part_name(value: str) -> str:
-    """The name of a part without file and digest, for file names; any other value unchanged."""
+    """Drop file and digest from the name of a plug-in, for file names. Return other values unchanged."""
     part = parse_part_name(value)
     return value if part is None else part.name
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Validator of a setting that has one of `names`, or names a part of the user.
+    """Validate a setting that is one of `names` or the name of a plug-in.
 
     The type of such a setting is Annotated[str, AfterValidator(Choice(names))].
     """
@@ -77,7 +77,7 @@ class Choice:
     names: tuple[str, ...]
 
     def __call__(self, value: str) -> str:
-        """`value`, or ValueError with what is allowed."""
+        """Return `value` if it is allowed. Otherwise raise ValueError with what is allowed."""
         if value in self.names or (parse_part_name(value) is not None and len(value) <= MAX_NAME_LENGTH):
             return value
         names = f"{', '.join(map(repr, self.names))} or " if self.names else ""
@@ -85,24 +85,24 @@ class Choice:
 
 
 class PartFile(NamedTuple):
-    """A file with parts. path: as it was typed. text: its content."""
+    """A file with plug-ins. path: as it was typed. text: its content."""
 
     path: str
     text: str
 
     @property
     def name(self) -> str:
-        """The name of the file, without folders."""
+        """The file's name without its folder."""
         return PurePath(self.path).name
 
     @property
     def sha256(self) -> str:
-        """The hash of the text."""
+        """The SHA-256 hash of the text, in hex digits."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
     def digest(self) -> str:
-        """The first 16 hex digits of the hash, which configurations contain."""
+        """The first 16 hex digits of the hash, as they appear in configurations."""
         return self.sha256[:16]
 
 
@@ -116,11 +116,11 @@ class _LoadedFile(NamedTuple):
 _loaded_files: dict[tuple[str, str], _LoadedFile] = {}
 """The files that this process has executed, by name and digest."""
 _newest_digests: dict[str, str] = {}
-"""For each name of a file, the digest of the text that was registered last."""
+"""The digest of the text that was registered last, by file name."""
 
 
 def execute_text(text: str, path: str, module_name: str) -> ModuleType:
-    """Execute the text of a Python file as a module. Raise OwnPartError with the line at which it fails."""
+    """Execute the text of a Python file as a module. Raise OwnPartError, with the line, if it fails."""
     module = ModuleType(module_name)
     module.__file__ = path
     sys.modules[module_name] = module  # dataclasses look their own module up
@@ -139,16 +139,16 @@ def execute_text(text: str, path: str, module_name: str) -> ModuleType:
 
 
 def describe_error(error: BaseException, path: str) -> str:
-    """Class, line and message of an error that a file of the user has raised. path: of that file."""
+    """Describe an error that was raised in the plug-in file `path`: its class, line and message."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     place = f" in line {lines[-1]}" if lines else ""
     return f"{type(error).__name__}{place}: {format_value(str(error), 500)}"
 
 
 def find_place(error: BaseException) -> str:
-    """File and line of the user's code in which an error was raised, or which called what raised it; empty if none did.
+    """Find the innermost line of a plug-in in the traceback of an error, such as "my_loss.py, line 12".
 
-    It is the innermost line of a registered file, such as "my_loss.py, line 12".
+    Empty if no plug-in was involved.
     """
     places = [
         f"{PurePath(frame.f_code.co_filename).name}, line {line}"
@@ -159,7 +159,7 @@ def find_place(error: BaseException) -> str:
 
 
 def register_file(file: PartFile) -> None:
-    """Execute a file, so that this process knows its parts. A text that is known already is not executed again.
+    """Execute a file, so that its plug-ins can be used in this process. Each text is executed only once.
 
     Raises OwnPartError if the file cannot be executed.
     """
@@ -171,16 +171,16 @@ def register_file(file: PartFile) -> None:
 
 
 def find_registered_file(name: str) -> PartFile | None:
-    """The file of this name that was registered last, or None."""
+    """Find the file of this name that was registered last, if any."""
     digest = _newest_digests.get(name)
     return None if digest is None else _loaded_files[name, digest].file
 
 
 def get_part(value: str) -> Any:
-    """The function, class or object that the value of a setting names.
+    """Look up the function, class or object that the value of a setting names.
 
-    Raises OwnPartError if its file was not registered, if the file has no such name, and for a name that the file only
-    imports: its text would not be part of the digest.
+    Raises OwnPartError if its file was not registered, if the file does not define the name, or if it only imports it,
+    since the digest would not cover the imported text.
     """
     part = parse_part_name(value)
     if part is None:
@@ -202,7 +202,7 @@ def get_part(value: str) -> Any:
 
 
 def get_part_file(value: str) -> PartFile:
-    """The registered file of the part that the value of a setting names."""
+    """Find the registered file of the plug-in that the value of a setting names."""
     part = parse_part_name(value)
     if part is None:
         raise OwnPartError(f"{format_value(value)} names no part: type {PART_FORM}.")
@@ -210,7 +210,7 @@ def get_part_file(value: str) -> PartFile:
 
 
 def _find_loaded_file(part: PartName) -> _LoadedFile:
-    """The file of a part; without a digest, the one of its name that was registered last."""
+    """Find the file of a plug-in. Without a digest, use the file of that name that was registered last."""
     digest = part.digest or _newest_digests.get(part.file_name, "")
     loaded_file = _loaded_files.get((part.file_name, digest))
     if loaded_file is None:
@@ -220,7 +220,7 @@ def _find_loaded_file(part: PartName) -> _LoadedFile:
 
 
 def list_parts(config: BaseRunConfig) -> dict[str, PartName]:
-    """The parts of the user in a configuration, by dotted setting; in a list of parts the setting ends in a number."""
+    """List the plug-ins in a configuration by dotted setting, with an index at the end for entries of a list."""
     return dict(_find_parts(config.model_dump(), ""))
 
 
@@ -236,15 +236,15 @@ def _find_parts(value: object, name: str) -> Iterator[tuple[str, PartName]]:
 
 
 def list_part_files(config: BaseRunConfig) -> tuple[PartFile, ...]:
-    """The files whose parts a configuration names, all of which must be registered, without repetition."""
+    """List the files of the plug-ins that a configuration names, each once. All must be registered."""
     files = (_find_loaded_file(part).file for part in list_parts(config).values())
     return tuple({(file.name, file.digest): file for file in files}.values())
 
 
 def pin_parts(config: C) -> C:
-    """The configuration with the digest of the registered file at each part of the user, and without its folder.
+    """Add to each plug-in of a configuration the digest of its registered file, and drop the file's folder.
 
-    Raises OwnPartError for a part whose file was not registered.
+    Raises OwnPartError if a file was not registered.
     """
     if not list_parts(config):
         return config

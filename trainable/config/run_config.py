@@ -1,7 +1,8 @@
-"""The configuration of a PPO run and the only code that overrides its settings; `sections.py` has the settings.
+"""The configuration of a PPO run, and the only code that overrides its settings.
 
-Settings have the names of the published sweeps; `aliases.py` maps each key of those documents to the field here. The
-defaults are the published values (paper scale); `search_spaces/declaration/presets.py` has those of other scales.
+`sections.py` declares the settings, with the names of the published sweeps; `aliases.py` maps the keys of those
+documents to them. Defaults are the published values (paper scale). For other scales, see
+`search_spaces/declaration/presets.py`.
 """
 
 import difflib
@@ -43,17 +44,17 @@ C = TypeVar("C", bound=BaseRunConfig)
 
 
 class ConfigError(ValueError):
-    """An invalid setting. The message says what was given, what is allowed and what to type."""
+    """Raised for an invalid setting. The message says what was given, what is allowed and what to type."""
 
 
 class RunConfig(BaseRunConfig):
-    """The settings of a PPO run: one configuration and one seed are one run."""
+    """The settings of a PPO run, including its seed."""
 
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     conditions: ClassVar[tuple[ReadCondition, ...]] = PPO_CONDITIONS
     unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {
-            # Logging, checkpoints and placement: a study can be continued with other values of these.
+            # Logging, checkpoints and placement: a study can continue with other values.
             "trainer": (
                 *EXECUTION_SETTINGS,
                 "keep_best",
@@ -89,7 +90,7 @@ class RunConfig(BaseRunConfig):
 
     @model_validator(mode="after")
     def _check_shipped_model(self) -> "RunConfig":
-        # The tokenizer of a shipped policy has only the words of the compact prompt of its game.
+        # The tokenizer of a shipped policy knows only the words of its game's compact prompt.
         shipped_model = SHIPPED_MODELS.get(self.model.path)
         if shipped_model is None:
             return self
@@ -98,7 +99,7 @@ class RunConfig(BaseRunConfig):
                 f"model.path={self.model.path} knows the compact prompt only: use the laptop preset, or set "
                 "model.prompt_style=compact"
             )
-        # A game without a model of its own, such as one of the user, plays with the words of another game.
+        # A game for which no model ships, such as a plug-in, may use the words of another game.
         names = [name for name, model in SHIPPED_MODELS.items() if model.game == self.env.name]
         has_model = names or any("model.path" in settings for settings in self.env.kind.presets.values())
         if shipped_model.game != self.env.name and has_model:
@@ -111,7 +112,7 @@ class RunConfig(BaseRunConfig):
 
     @model_validator(mode="after")
     def _check_shipped_reference(self) -> "RunConfig":
-        # The tokens of models of the hub are compared when they are loaded.
+        # For models of the hub, tokens are compared when the models are loaded.
         for path in self.model_paths[1:]:
             reference, policy = SHIPPED_MODELS.get(TEACHERS.get(path, path)), SHIPPED_MODELS.get(self.model.path)
             if reference is not None and policy is not None and reference is not policy:
@@ -129,7 +130,7 @@ class RunConfig(BaseRunConfig):
     def _check_conflicts(self) -> "RunConfig":
         for prefix, conflicts in (
             ("", _find_model_conflicts(self)),
-            # tpo is the only such loss, so the messages name it.
+            # tpo is the only loss over whole groups, so the messages name it.
             ("actor.policy_loss=tpo ", _find_target_policy_conflicts(self)),
             (f"env.name={self.env.name} ", _find_tree_conflicts(self)),
             ("", _find_batch_conflicts(self)),
@@ -173,29 +174,29 @@ class RunConfig(BaseRunConfig):
 
     @property
     def trains_with_reference(self) -> bool:
-        """Whether training steps need log-probs of the reference, for a KL in the loss or in the reward."""
+        """Whether training steps need log-probs of the reference, for a KL term in the loss or the reward."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def measures_val_kl(self) -> bool:
-        """Whether validations measure the KL to the reference. Greedy ones cannot: their tokens are not sampled."""
+        """Whether validations measure the KL to the reference, which is possible only if they sample tokens."""
         return self.trainer.measure_val_kl and self.rollout.val_temperature > 0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the run needs the reference at all: in training steps, or to measure the KL at validations."""
+        """Whether the run needs the reference at all, in training steps or in validations."""
         return self.trains_with_reference or self.measures_val_kl
 
     @property
     def model_paths(self) -> tuple[str, ...]:
-        """The models that the run loads: the one that it fine-tunes, and a reference of its own if it has one."""
+        """The models that the run loads: the one that it fine-tunes, and a different reference if it needs one."""
         if self.model.reference_path is None or not self.needs_reference:
             return (self.model.path,)
         return (self.model.path, self.model.reference_path)
 
     @property
     def training_level_seeds(self) -> range:
-        """The seeds of the levels that the run trains on; `trainable.envs.level_sets` makes the levels."""
+        """The seeds from which `trainable.envs.level_sets` makes the levels that the run trains on."""
         first = self.env.seed_train + MAX_LEVELS * self.seed
         return range(first, first + self.env.env_groups * self.trainer.total_training_steps)
 
@@ -206,41 +207,41 @@ class RunConfig(BaseRunConfig):
 
     @property
     def max_batch_size(self) -> int:
-        """The largest number of sequences in the batch of a step, including copies that fill the last mini-batch."""
+        """Maximum number of sequences in a step's batch, including copies that fill the last mini-batch."""
         multiple = self.compute_batch_multiple(self.env.env_groups)
         return -(-self.episodes_per_step // multiple) * multiple  # rounded up
 
     @property
     def episodes_per_step(self) -> int:
-        """The largest number of sequences in the batch of a step without copies."""
+        """Maximum number of sequences in a step's batch, without copies."""
         return self.env.env_groups * self.env.group_size * self.env.max_conversations_per_rollout
 
     @property
     def copies_per_step(self) -> int:
-        """The number of copies in the batch of a step from which the filter drops no group."""
+        """Number of copies in a step's batch if the filter keeps every group."""
         return self.max_batch_size - self.episodes_per_step
 
     def compute_batch_multiple(self, num_groups: int) -> int:
-        """The number of which the batch size of a step with `num_groups` groups is a multiple; copies fill the rest.
+        """Compute the number to a multiple of which copies fill up the batch of a step with `num_groups` groups.
 
-        As published, it is a multiple of both the mini-batch size and `num_groups`. A loss over whole groups gets no
-        copies, because a copy would change the group that it belongs to; nor do trees, which are one mini-batch.
+        As published, this is the least common multiple of the mini-batch size and `num_groups`. It is 1, for no copies,
+        if the loss is over whole groups, since a copy would change its group, and for trees, which are one mini-batch.
         """
         if self.env.kind.has_trees or self.actor.loss.needs_whole_groups:
             return 1
         return math.lcm(num_groups, self.actor.ppo_mini_batch_size)
 
     def dump_for_hash(self) -> dict[str, Any]:
-        """Every setting that can change a result, without the seed and without settings that this run does not read."""
+        """Dump every setting that can change a result, except the seed and settings that this run does not read."""
         settings = super().dump_for_hash()
         model, rollout, actor = self.model, self.rollout, self.actor
         unread_settings: list[tuple[str, Iterable[str]]] = [
             ("actor", find_unused_settings(POLICY_LOSSES, actor.policy_loss)),
             ("filter", find_unused_settings(FILTER_STRATEGIES, self.filter.rollout_filter_strategy)),
-            # Other games than Sokoban were added later, so their settings are only in the hash of runs that play them.
+            # Games other than Sokoban were added later, so only runs that play them hash their settings.
             ("env", [name for name, game in GAMES.items() if game.section is not None and name != self.env.name]),
         ]
-        # Added after the first release, so they are only in the hash of runs that use them: the others keep theirs.
+        # Settings added after the first release. Only runs that use them hash them, so that other runs keep their hash.
         later_settings = [
             (bool(model.lora_rank), "model", ("lora_rank", "lora_alpha", "lora_target_modules")),
             (model.load_in_4bit, "model", ("load_in_4bit",)),
@@ -271,7 +272,7 @@ class RunConfig(BaseRunConfig):
 
 
 def _find_model_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
-    """For each conflict of the model with its training, whether `config` has it, and the message."""
+    """Check for conflicts between the model and its training: pairs of whether `config` has one, and the message."""
     model, trainer = config.model, config.trainer
     return [
         (
@@ -296,13 +297,13 @@ def _find_model_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
 
 
 def _find_batch_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
-    """For each conflict of the numbers of a step with other settings, whether `config` has it, and the message."""
+    """Check for conflicts of batch sizes and numerics: pairs of whether `config` has one, and the message."""
     kl_ctrl, batch_size, groups = config.algorithm.kl_ctrl, config.max_batch_size, config.env.env_groups
     steps, metric = config.trainer.total_training_steps, config.filter.rollout_filter_metric
     has_adaptive_kl = config.algorithm.use_kl_in_reward and kl_ctrl.type == "adaptive"
     return [
         (
-            # The seeds of a run's training levels are a block of this length (`envs/level_sets.py`).
+            # Each run has a block of this many seeds for its training levels (`envs/level_sets.py`).
             groups * steps > MAX_LEVELS,
             f"env.env_groups={groups} takes {groups * steps} training levels in {steps} steps, and a run has "
             f"{MAX_LEVELS}: set env.env_groups={max(1, MAX_LEVELS // steps)} or fewer, or fewer "
@@ -343,12 +344,12 @@ def _find_batch_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
 
 
 def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
-    """For each conflict with actor.policy_loss=tpo, whether `config` has it and how the message continues."""
+    """Check for conflicts with actor.policy_loss=tpo: pairs of whether `config` has one, and the end of the message."""
     if not config.actor.loss.needs_whole_groups:
         return []
     actor, algorithm, trainer, group_size = config.actor, config.algorithm, config.trainer, config.env.group_size
     mini_batch_size = actor.ppo_mini_batch_size
-    # The size that the message suggests: a mini-batch consists of whole groups and of whole micro-batches.
+    # The mini-batch size that the message suggests: a multiple of the group and of the micro-batch.
     valid_multiple = math.lcm(group_size, actor.ppo_micro_batch_size_per_gpu)
     return [
         (group_size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
@@ -391,7 +392,7 @@ def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
 
 
 def _find_tree_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
-    """For each conflict with trees of rollouts, whether `config` has it and how the message continues."""
+    """Check for conflicts with trees of rollouts: pairs of whether `config` has one, and the end of the message."""
     if not config.env.kind.has_trees:
         return []
     algorithm, detection = config.algorithm, config.collapse_detection
@@ -429,7 +430,7 @@ def _find_tree_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
 
 
 def iter_fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Each setting of a section, in the order of their declaration: its dotted name and its field."""
+    """Iterate over the settings of a section in the order of declaration: pairs of dotted name and field."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from iter_fields(field.annotation, f"{prefix}{name}.")
@@ -439,13 +440,13 @@ def iter_fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
 
 @cache
 def list_field_names(section: type[BaseModel] = RunConfig) -> tuple[str, ...]:
-    """All dotted keys that `apply_overrides` accepts, in the order of their declaration."""
+    """List the dotted names of all settings of a section, in the order of declaration."""
     return tuple(name for name, _ in iter_fields(section))
 
 
 @cache
 def list_outside_settings(section: type[BaseModel], *kinds: OutsideKind) -> tuple[str, ...]:
-    """The dotted settings that name something outside of a study's folder; with `kinds`, those of these kinds alone."""
+    """List the dotted settings that name something outside of a study's folder, of these kinds (of all, if none)."""
     return tuple(
         name
         for name, field in iter_fields(section)
@@ -454,10 +455,10 @@ def list_outside_settings(section: type[BaseModel], *kinds: OutsideKind) -> tupl
 
 
 def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
-    """The dotted field of `config_type` that `key` names; ConfigError with the nearest names if there is none.
+    """Find the dotted field of `config_type` that `key` names, or raise ConfigError with the nearest names.
 
     `key` is a field (`actor.kl_loss_coef`), a key of the published documents (`actor_rollout_ref.actor.kl_loss_coef`),
-    or the last part of a field that only one section has (`kl_loss_coef`), with or without the outermost section
+    or the last part of a field, if it is unambiguous (`kl_loss_coef`), also after the outermost section
     (`env.success_rate` for `env.frozenlake.success_rate`).
     """
     fields, aliases = list_field_names(config_type), config_type.aliases
@@ -491,18 +492,18 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
 
 
 def _find_nearest_keys(key: str, fields: Sequence[str], aliases: Iterable[str]) -> list[str]:
-    """The keys that someone who typed `key` may have meant, the likeliest first.
+    """Find the keys that someone who typed `key` may have meant, the likeliest first.
 
-    These are the fields with the name that other trainers give to `key`, in its section if it has one there. Otherwise
-    spellings are compared.
+    If `key` is a name from other trainers, these are the fields that it stands for, in the section of `key` if it has
+    any. Otherwise, they are the keys with the most similar spelling.
     """
     outermost_section, last_part = key.partition(".")[0], key.rpartition(".")[2]
     synonyms = [name for name in fields if name.rsplit(".", 1)[-1] == SYNONYMS.get(last_part)]
     synonyms_in_section = [name for name in synonyms if name.split(".")[0] == outermost_section]
     if synonyms:
         return synonyms_in_section or synonyms
-    # Two searches: one over the whole key, for a wrong section, and one over its last part, for a misspelled setting in
-    # any section. Last parts are short, so similar ones are more often similar by chance: hence the higher cutoff.
+    # Search by the whole key, for a wrong section, and by its last part, for a misspelled setting in any section. Last
+    # parts are short and more often similar by chance, hence the higher cutoff.
     field_by_suffix = {name.rsplit(".", 1)[-1]: name for name in fields}
     nearest = difflib.get_close_matches(key, [*fields, *aliases], n=3, cutoff=0.5)
     nearest += [
@@ -512,7 +513,7 @@ def _find_nearest_keys(key: str, fields: Sequence[str], aliases: Iterable[str]) 
 
 
 def _parse_list(value: object) -> object:
-    """Text such as `[a, b]` as a list. Anything else is unchanged, because pydantic itself converts text to numbers."""
+    """Parse text such as `[a, b]` as a list. Return other values unchanged, since pydantic converts text to numbers."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:
             return json.loads(value.replace("'", '"'))
@@ -522,15 +523,15 @@ def _parse_list(value: object) -> object:
 
 
 def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
-    """`config` with some settings replaced, validated as a whole. The command line, studies and Python code use this.
+    """Replace some settings of `config` and validate the result as a whole.
 
-    overrides: values by key, where a key is as in `resolve_key` and a value may be text. Raises ConfigError for an
-    unknown key and for bad values; the message has each bad value (the first ten of them) and its bounds.
+    overrides: values by key, where a key is as in `resolve_key` and a value may be text. Raises ConfigError for unknown
+    keys and for invalid values, of which the message names the first ten with their bounds.
 
     >>> apply_overrides(RunConfig(), {"kl_loss_coef": "0.01"}).actor.kl_loss_coef
     0.01
     """
-    # All values are replaced before any is checked: two settings may be valid only together.
+    # Replace all values before checking any, since two settings may be valid only together.
     settings = config.model_dump()
     for key, value in overrides.items():
         *sections, name = resolve_key(key, type(config)).split(".")
@@ -544,7 +545,7 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
         raise ConfigError(format_validation_error(error)) from None
     for key, value in overrides.items():
         name = resolve_key(key, type(config))
-        # Pydantic reads 1_000 as 1000, which may be a slip for 1.000 or for a name.
+        # Pydantic reads 1_000 as 1000, but it may be a typo for 1.000 or for a name.
         setting = flatten_settings(changed_config.model_dump())[name] if re.search(r"\d_\d", str(value)) else ""
         if any(isinstance(entry, int | float) for entry in (setting if isinstance(setting, tuple) else (setting,))):
             raise ConfigError(f"{name}={format_value(value)}: type numbers without `_`, like 1000 or 1e-3.")
@@ -552,12 +553,12 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
 
 
 def format_validation_error(error: ValidationError, max_errors: int = 10) -> str:
-    """One sentence `setting=value: what is allowed.` for each bad value, at most `max_errors` of them."""
+    """Format the first `max_errors` invalid values, each in a sentence `setting=value: what is allowed.`."""
     return " ".join(_format_error_item(item) for item in error.errors()[:max_errors])
 
 
 def _format_error_item(item: Mapping[str, Any]) -> str:
-    """One of pydantic's errors in our form, `section.setting=value: must be ...`."""
+    """Format one of pydantic's errors in our form, `section.setting=value: must be ...`."""
     location = format_value(".".join(str(key) for key in item["loc"]))
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     message = message[0].lower() + message[1:]
@@ -565,7 +566,7 @@ def _format_error_item(item: Mapping[str, Any]) -> str:
         return f"{message}."
     if not isinstance(item["input"], Mapping):
         return f"{location}={format_value(item['input'])}: {message}."
-    # A validator of a section raises `name=value: ...`, which lacks the section. Other errors, such as that of an
-    # unknown key, do not name a setting.
+    # Validators of sections raise `name=value: ...`, without the section. Other errors, such as for unknown keys, name
+    # no setting.
     names_setting = "=" in message.split(" ", 1)[0]
     return f"{location}.{message}." if names_setting else f"{location}: {message}."

@@ -1,6 +1,6 @@
-"""The settings of a PPO run by section, with types, bounds and descriptions. Defaults are the published ones.
+"""The settings of a PPO run by section, with types, bounds and descriptions. Defaults are the published values.
 
-Descriptions are printed by `python -m tune_study settings`.
+`python -m tune_study settings` prints the descriptions.
 """
 
 from typing import Annotated, Literal, Self
@@ -58,7 +58,7 @@ from trainable.config.setting_types import (
 )
 
 GAME_REWARD = "game"
-"""The value of env.reward for the rewards of the game."""
+"""The value of env.reward that selects the rewards of the game."""
 
 GameName = Annotated[str, AfterValidator(Choice(tuple(GAMES)))]
 RewardName = Annotated[str, AfterValidator(Choice((GAME_REWARD,)))]
@@ -158,7 +158,7 @@ class EnvConfig(Section):
 
     @property
     def max_conversations_per_rollout(self) -> int:
-        """A root and all children that it may ask, in a game of trees; otherwise 1."""
+        """In a game of trees, a root and the maximum number of its children; otherwise 1."""
         return 1 + self.papers.max_children if self.kind.has_trees else 1
 
     @property
@@ -228,7 +228,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _check_reply_fits(self) -> Self:
-        # Of a context that the model limits, the plan knows how long it is.
+        # If null, the model limits the context, and the plan checks it.
         if self.max_model_len is not None and self.max_model_len <= self.response_length:
             raise ValueError(
                 f"max_model_len={self.max_model_len}: a conversation has a prompt and a reply of up to "
@@ -239,7 +239,7 @@ class RolloutConfig(Section):
 
     @property
     def uses_vllm(self) -> bool:
-        """Whether vLLM samples, with weights and a KV cache of its own."""
+        """Whether vLLM samples, with its own weights and KV cache."""
         return self.name == "vllm"
 
     @property
@@ -249,17 +249,17 @@ class RolloutConfig(Section):
 
     @property
     def has_own_weights(self) -> bool:
-        """Whether the engine samples from a copy of the trainer's weights: vLLM does, and an engine with noise."""
+        """Whether the engine samples from a copy of the trainer's weights, as vLLM and engines with noise do."""
         return self.uses_vllm or self.weight_noise > 0
 
     @property
     def trains_from_engine_logprobs(self) -> bool:
-        """Whether the log-probs of training episodes are those of the engine where the trainer's would differ."""
+        """Whether training uses log-probs from an engine with its own weights, which may differ from the trainer's."""
         return self.has_own_weights and not self.recompute_logprobs
 
     @property
     def has_entropies(self) -> bool:
-        """Whether training episodes have entropies: vLLM reports none, so they need a pass of the trainer."""
+        """Whether training episodes have entropies. vLLM reports none, so with it the trainer must recompute."""
         return self.recompute_logprobs or not self.uses_vllm
 
 
@@ -299,10 +299,10 @@ class FilterConfig(Section):
 
     @property
     def has_spread_metric(self) -> bool:
-        """Whether the score of a group is a standard deviation, which is 0 in a group of one."""
+        """Whether the score of a group is a standard deviation, 0 in a group of one."""
         return FILTER_METRICS[self.rollout_filter_metric].is_spread
 
-    # These checks concern two settings, so no bound of a single field can express them.
+    # The checks involve two settings, so they cannot be bounds of a field.
     @model_validator(mode="after")
     def _check_filter_value(self) -> "FilterConfig":
         value, strategy = self.rollout_filter_value, self.rollout_filter_strategy
@@ -339,8 +339,8 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _check_step_and_sizes(self) -> "OptimConfig":
-        # AdamW passes this quotient to a kernel of float32, which raises an error for a number that it cannot hold. It
-        # is the largest, and that of the first step: later ones divide by 1 - betas[0] ** step.
+        # AdamW passes this quotient to a float32 kernel, which raises an error if it overflows. The quotient is largest
+        # in the first step, since later steps divide by 1 - betas[0] ** step.
         if self.lr / (1 - self.betas[0]) > MAX_FLOAT:
             raise ValueError(
                 f"lr={self.lr}: must be at most {MAX_FLOAT * (1 - self.betas[0]):.2g}, because AdamW divides it by "
@@ -414,7 +414,7 @@ class ActorConfig(OptimConfig):
 
     @property
     def reads_reference_distribution(self) -> bool:
-        """Whether the loss has the exact KL, which reads the reference's distribution over the whole vocabulary."""
+        """Whether the loss has the exact KL, which needs the reference's distribution over the whole vocabulary."""
         return self.use_kl_loss and self.kl_loss_type == EXACT_KL
 
     @model_validator(mode="after")
@@ -428,14 +428,14 @@ class ActorConfig(OptimConfig):
 
     @property
     def loss(self) -> PolicyLossKind:
-        """The declaration of the selected policy loss, which states what the loss requires of a run."""
+        """The declaration of the selected policy loss, with its requirements."""
         return POLICY_LOSSES.get(self.policy_loss, OWN_LOSS)
 
     @model_validator(mode="after")
     def _disable_zero_kl_loss(self) -> Self:
         if self.kl_loss_coef == 0:
-            # A pydantic model is frozen, so the value is written past it, before anyone else has the instance. Without
-            # a KL loss, the run skips the reference pass, which changes no number.
+            # Written past the frozen pydantic model, before anyone else has the instance. Without a KL loss, the run
+            # skips the reference pass, with the same results.
             self.__dict__["use_kl_loss"] = False
         return self
 
@@ -494,7 +494,7 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> AdvantageEstimator:
-        """The declaration of the selected advantage estimator, which states what the estimator requires of a run."""
+        """The declaration of the selected advantage estimator, with its requirements."""
         return ADVANTAGE_ESTIMATORS.get(self.adv_estimator, OWN_ESTIMATOR)
 
     @model_validator(mode="after")
@@ -602,19 +602,19 @@ class TrainerConfig(BaseTrainerConfig):
     )
 
     def is_gradient_analysis_step(self, step: int) -> bool:
-        """Whether gradients are analyzed at `step`, counted from 1: at step 1 and every N steps after it."""
+        """Check whether gradients are analyzed at `step`, counted from 1: at step 1 and every N steps after it."""
         return self.gradient_analysis_mode and (step - 1) % self.gradient_analysis_every == 0
 
     @property
     def uses_deepspeed(self) -> bool:
-        """Whether DeepSpeed owns the optimizers: always with several GPUs, since torch updates on one device."""
+        """Whether DeepSpeed runs the optimizers, as it always does with several GPUs: torch updates on one device."""
         return self.strategy == "deepspeed" or self.n_gpus_per_node > 1
 
     @model_validator(mode="after")
     def _stop_after_first_analysis(self) -> Self:
         if self.gradient_analysis_mode and self.exit_after_gradient_analysis:
-            # A pydantic model is frozen, so the value is written past it, before anyone else has the instance. The
-            # first analysis is at step 1.
+            # Written past the frozen pydantic model, before anyone else has the instance. The first analysis is at
+            # step 1.
             self.__dict__["total_training_steps"] = 1
         return self
 
@@ -655,7 +655,7 @@ class CollapseDetectionConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """The thresholds and windows of the published stop rules, and an alarm of the user's choice."""
+    """The thresholds and windows of the published stop rules, and an optional alarm."""
 
     variance_baseline_steps: int = Field(
         10, ge=1, description="the first N non-empty steps, whose mean reward std is the baseline"

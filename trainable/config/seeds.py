@@ -1,6 +1,6 @@
-"""Random number generators by purpose. A draw depends on seed, purpose and indices, and never on a global generator.
+"""Random number generators by purpose. A draw depends only on seed, purpose and indices, not on a global generator.
 
-A run that continues from a checkpoint therefore draws the same numbers, and a diagnosis changes no draw of training.
+So a run that continues from a checkpoint draws the same numbers, and diagnostics do not affect training.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ PURPOSES = {
 
 
 def make_rng(seed: int, purpose: str, *indices: int) -> np.random.Generator:
-    """The random generator for one purpose in one run.
+    """Create the random generator for one purpose in one run.
 
     seed: the run's seed. purpose: a key of PURPOSES. indices: numbers such as the step, which distinguish draws with
     the same purpose. Equal arguments give equal streams in any process.

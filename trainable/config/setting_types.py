@@ -23,7 +23,7 @@ Common = Annotated[Setting, _COMMON_MARKER]
 
 
 def is_common(field: FieldInfo) -> bool:
-    """Whether the field was declared `Common`."""
+    """Check whether the field was declared `Common`."""
     return _COMMON_MARKER in field.metadata
 
 
@@ -32,25 +32,25 @@ OutsideKind = Literal["host", "variable", "file", "model"]
 
 @dataclass(frozen=True)
 class Outside:
-    """Marks a setting that names something outside of a study's folder, and says what kind of thing.
+    """Marks a setting that names something outside of a study's folder, with its kind.
 
     host: an address that is contacted. variable: an environment variable. file: a local file or folder. model: a local
-    folder, or a name that is looked up in the local cache of the hub. What somebody else's folder records for such a
-    setting is not used: see `tune_study.folder.origin`.
+    folder, or a name that is looked up in the local cache of the hub. If a study's folder comes from somebody else, its
+    values of such settings are ignored: see `tune_study.folder.origin`.
     """
 
     kind: OutsideKind
 
 
 KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
-"""A KL estimator from sampled tokens, the exact KL, or, with `+`, the value of an estimator with the gradient of k2."""
+"""A KL estimator from sampled tokens, the exact KL, or (with `+`) an estimator's value with the gradient of k2."""
 PromptStyle = Literal["full", "compact"]
-"""full: a prompt in plain language, for any language model. compact: the few words that a shipped tiny policy knows."""
+"""full: a prompt in plain language for any model. compact: only the words that a shipped tiny policy knows."""
 LossAggMode = Literal[LOSS_AGG_MODES]  # type: ignore[valid-type]
 
 
 def require(is_valid: Callable[[Any], object], problem: str) -> AfterValidator:
-    """Validator of a value: ValueError with `problem` unless `is_valid` of it is true."""
+    """Make a validator that raises ValueError with `problem` unless `is_valid` accepts the value."""
 
     def check(value: Setting) -> Setting:
         if not is_valid(value):
@@ -61,7 +61,7 @@ def require(is_valid: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def _check_power_of_two(number: float) -> float:
-    """Return `number`; ValueError unless it is a power of two."""
+    """Return `number`. Raise ValueError unless it is a power of two."""
     if math.frexp(number)[0] != 0.5:
         raise ValueError(f"must be a power of two, such as {2.0 ** round(math.log2(number)):g}")
     return number
@@ -72,43 +72,42 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PowerOfTwo = Annotated[float, Field(ge=1, le=2.0**60), AfterValidator(_check_power_of_two)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Patience = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
-"""Seconds to wait, at most a year: the clocks of the operating system cannot wait much longer."""
+"""Seconds to wait, at most a year, since operating systems cannot wait much longer."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 MAX_INTEGER = 2**31 - 1
 MAX_FLOAT = (2 - 2**-23) * 2.0**127
-"""The largest number of float32, about 3.4e+38."""
+"""The largest float32, about 3.4e+38."""
 MIN_FLOAT = 2.0**-126
-"""The smallest normal number of float32, about 1.2e-38. Smaller ones lose digits; some GPU kernels set them to 0."""
+"""The smallest normal float32, about 1.2e-38. Smaller numbers lose digits, and some GPU kernels flush them to 0."""
 MAX_LEVELS = 1_000_000
-"""Maximum number of different levels of one kind in a run."""
+"""Maximum number of distinct levels of one kind (such as training) in a run."""
 MAX_EPISODES = 1_000_000
-"""Maximum number of episodes that are in memory at once: those of a training step, of a validation, or of an analysis.
+"""Maximum number of episodes in memory at once, in a training step, a validation or an analysis.
 
-A million short episodes take dozens of gigabytes, so a larger number is a typing error and would only end in a kill by
-the operating system.
+A million short episodes take dozens of gigabytes, so a larger number is a typo that would only run out of memory.
 """
 
 
 def _sum_groups(value: object) -> object:
-    """Accept a list for a count of groups: the published documents write n_groups=[8], one entry per environment."""
+    """Sum a list of group counts: the published documents write n_groups=[8], with one entry per environment."""
     if isinstance(value, list | tuple) and value and all(isinstance(entry, int) for entry in value):
         return sum(value)
     return value
 
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Short names of types of numbers, as other trainers and hardware call them."""
+"""Common short names of dtypes."""
 
 
 FullDtypeName = BeforeValidator(lambda value: SHORT_DTYPES.get(value, value) if isinstance(value, str) else value)
-"""Marks a setting that also takes the short name of a type. Other values stay, so that pydantic refuses them."""
+"""Lets a setting take the short name of a dtype, too. Other values pass unchanged, and pydantic checks them."""
 Precision = Annotated[Literal["float32", "bfloat16", "float16"], FullDtypeName]
 GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1, le=MAX_LEVELS)]
 
 
 def check_episodes(groups_name: str, groups: int, size_name: str, size: int) -> None:
-    """Raise ValueError if `groups` of `size` rollouts are more episodes than MAX_EPISODES."""
+    """Raise ValueError if `groups` groups of `size` rollouts exceed MAX_EPISODES."""
     if groups * size > MAX_EPISODES:
         raise ValueError(
             f"{size_name}={size}: {groups_name}={groups} groups of that size are {groups * size} episodes at once, but "
@@ -117,13 +116,13 @@ def check_episodes(groups_name: str, groups: int, size_name: str, size: int) -> 
 
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a transformer block, in the order in which a block applies them."""
+"""The linear layers of a transformer block, in the order of their application."""
 
 
 def _parse_layers(value: object) -> object:
-    """`all-linear`, or layer names, each once and in the order of LINEAR_LAYERS.
+    """Parse `all-linear` or a list of layer names. Return the names in the order of LINEAR_LAYERS, each once.
 
-    The fixed order makes equal choices equal, so that they have the same hash.
+    The fixed order gives equal choices the same hash.
     """
     names = value.replace(",", " ").split() if isinstance(value, str) else value
     if names in (["all-linear"], ("all-linear",)):
@@ -139,7 +138,7 @@ LoraTargets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator
 ParseNull = BeforeValidator(
     lambda value: None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
 )
-"""Marks a setting in which the words `null` and `None` are None, since a command line has only text."""
+"""Reads the texts `null` and `none` (in any case) as None, since a command line passes only text."""
 
 
 LocalPath = Annotated[
@@ -147,11 +146,11 @@ LocalPath = Annotated[
     Field(max_length=1024),
     require(lambda path: path.strip() and is_printable(path), "must not be empty or contain control characters"),
 ]
-"""It names folders and is written to logs."""
+"""A path, which may name folders and is written to logs."""
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether a host is this machine: localhost, or an address of the loopback range.
+    """Check whether a host is this machine: localhost, or an address in the loopback range.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost.example.org")
     (True, False)
@@ -162,9 +161,9 @@ def is_loopback(host: str | None) -> bool:
 
 
 def _check_endpoint(url: str) -> str:
-    """`url`. ValueError unless texts and keys can be sent to it: over TLS, or on this machine.
+    """Return `url`. Raise ValueError unless it is safe to send texts and keys to: over TLS, or on this machine.
 
-    Studies write the address to files, so it may have no component in which a password or a key could be.
+    Studies write the address to files, so it must have no component that could contain a password or a key.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
@@ -187,14 +186,14 @@ KeyVariable = Annotated[
         "must end in _API_KEY, such as OPENAI_API_KEY, or begin with TUNE_STUDY_",
     ),
 ]
-"""The name of an environment variable with a key of an API, so that no other secret is sent in its place."""
+"""The name of an environment variable with an API key. Restricted, so that no other secret can be sent instead."""
 
 
 def format_value(value: object, max_length: int = 80) -> str:
-    """`value` for a message: one line, without control characters, cut after `max_length` characters."""
+    """Format `value` for a message: on one line, without control characters, truncated to `max_length` characters."""
     try:
         text = str(value)
-    except (ValueError, RecursionError):  # a number with thousands of digits, or lists that are nested too deeply
+    except (ValueError, RecursionError):  # a number with thousands of digits, or lists nested too deeply
         return f"<{type(value).__name__} too long to show>"
     short_text = text if len(text) <= max_length else f"{text[:max_length]}..."
     return escape_controls(short_text)

@@ -1,14 +1,14 @@
-"""What makes a text unsafe to show, and how it is shown: one definition for terminals, pages, and names of runs."""
+"""Detect and escape characters that are unsafe to show, in terminals, pages and names of runs."""
 
 LINE_CHARACTERS = "\n\t"
-"""Characters that a text of several lines may have, although they are not printable."""
+"""Unprintable characters that are allowed in multi-line texts."""
 
 
 def is_printable(text: str, allowed: str = "") -> bool:
-    """Whether every character of `text`, except those in `allowed`, shows itself and changes nothing around it.
+    """Check whether all characters of `text` are printable or in `allowed`.
 
-    Others are control characters, those that reverse the direction of writing, separators of lines, and halves of
-    surrogate pairs.
+    Unprintable are control characters, characters that change the writing direction, line separators, and lone
+    surrogates.
     """
     for character in allowed:
         text = text.replace(character, " ")
@@ -16,10 +16,10 @@ def is_printable(text: str, allowed: str = "") -> bool:
 
 
 def escape_controls(text: str, allowed: str = "") -> str:
-    r"""`text` with backslash escapes for all characters that are not printable, except those in `allowed`.
+    r"""Replace unprintable characters of `text`, except those in `allowed`, by backslash escapes.
 
-    Texts of a results folder may contain characters that a terminal obeys: they move the cursor, set the title or the
-    clipboard, or reverse the direction of writing, which a browser does as well.
+    Texts in a results folder may contain characters that control a terminal: they move the cursor, set the title or the
+    clipboard, or reverse the writing direction, also in a browser.
 
     Example:
         >>> print(escape_controls("\x1b[2Jdone"))

@@ -1,11 +1,11 @@
-"""JSON Lines files in which a lost, changed or moved line is noticed.
+"""JSON Lines files in which lost, changed or moved lines are noticed.
 
-Each line is a JSON object whose last key, `checksum`, covers the line and the checksum of the line before it. Lines
-thus form a chain: a flipped digit, a lost line, or two lines that changed places break it at that line. A line without
-a checksum is one that a crash cut off while it was written. It is skipped, and the chain continues after it.
+Each line is a JSON object whose last key, `checksum`, covers the line and the checksum of the previous line. So lines
+form a chain, which a flipped digit, a lost line or two swapped lines break. A line without a checksum was cut off by a
+crash while it was written. It is skipped, and the chain continues after it.
 
-A file is only ever appended to, so that copying it to a storage never repeats what is there. A writer that cannot use
-some of the lines therefore abandons them with a line of its own, which says how many lines still count.
+Files are only ever appended to, so that copying them to a storage never repeats what is there. So if a writer cannot
+use some lines, it abandons them by appending a line that says how many lines still count.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ from trainable.files.json_values import CHECKSUM_DIGITS, CHECKSUM_KEY, parse_jso
 from trainable.files.paths import UnsafePathError, atomic_write, fsync_path, is_file, open_regular, read_bytes
 
 MAX_BYTES = 2**32
-"""Size of the largest file that is read. The rows of the longest study have some hundred megabytes."""
+"""Maximum size of a file to read. The rows of the longest study take some hundred megabytes."""
 RESTART_KEY = "valid_lines"
-"""Key of a line that abandons earlier ones: the number of lines with a checksum that still count."""
+"""Key of a line that abandons earlier lines, for the number of lines with a checksum that still count."""
 _LINE = re.compile(rb'(\{.*), "checksum": "([0-9a-f]{16})"\}', re.DOTALL)
 
 
 class LineEnd(NamedTuple):
-    """The end of a file after some of its lines: the number of lines with a checksum, and the checksum of the last."""
+    """An end of a file after some of its lines: the number of lines with a checksum, and the last checksum."""
 
     line_count: int = 0
     checksum: str = ""
@@ -38,8 +38,8 @@ class LineEnd(NamedTuple):
 class Line(NamedTuple):
     """A line that has a checksum.
 
-    number: its number in the file, from 1. record: the object without the checksum; None if it does not match.
-    is_abandoned: whether a later line says that this one no longer counts.
+    number: its number in the file, from 1. record: the object without the checksum, or None if the checksum does not
+    match. is_abandoned: whether a later line says that this line no longer counts.
     """
 
     number: int
@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a file that have a checksum, in order. unchecked_numbers: the numbers of those that have none."""
+    """The lines of a file with a checksum, in order. unchecked_numbers: the numbers of the lines without one."""
 
     lines: Sequence[Line]
     unchecked_numbers: Sequence[int] = ()
@@ -66,7 +66,7 @@ class Lines:
 
     @property
     def damaged_numbers(self) -> list[int]:
-        """The numbers of the lines that do not match their checksum: the line or the one before it was changed."""
+        """The numbers of the lines that do not match their checksum, because they or the line before was changed."""
         return [line.number for line in self.lines if line.record is None and not line.is_abandoned]
 
     @property
@@ -75,7 +75,7 @@ class Lines:
         return LineEnd(len(self.lines), self.lines[-1].checksum) if self.lines else LineEnd()
 
     def contains(self, end: LineEnd) -> bool:
-        """Whether the file begins with the very lines that ended at `end`, all of them intact."""
+        """Check whether the file still begins with the lines that ended at `end`, all of them intact."""
         if end.line_count == 0:
             return True
         if not 0 < end.line_count <= len(self.lines):
@@ -86,9 +86,9 @@ class Lines:
 
 
 def read_lines(path: Path) -> Lines:
-    """Read a file; without lines if it does not exist. Raise UnsafePathError if it is a link or no regular file.
+    """Read a file. Missing files have no lines. Raise UnsafePathError if it is a link or no regular file.
 
-    Two equal neighbors count once: a write that failed after its bytes had reached the disk is repeated.
+    Two equal lines in a row count once, since a write is repeated if it fails after the bytes have reached the disk.
     """
     lines, unchecked_numbers = list[Line](), list[int]()
     previous_bytes, previous_checksum = b"", ""
@@ -105,13 +105,13 @@ def read_lines(path: Path) -> Lines:
         if type(valid_count) is int and valid_count >= 0:
             lines[valid_count:] = [line._replace(is_abandoned=True) for line in lines[valid_count:]]
         lines.append(Line(number, checksum, record))
-        # The next line continues the chain of this one even if this one is damaged: then only one line is lost.
+        # The next line continues the chain even if this line is damaged, so that only one line is lost.
         previous_bytes, previous_checksum = line_bytes, checksum
     return Lines(lines, unchecked_numbers)
 
 
 def _read_all(path: Path) -> bytes:
-    """The content of a file; empty if it does not exist."""
+    """Read the content of a file. Empty if it does not exist."""
     if not is_file(path):
         return b""
     try:
@@ -123,8 +123,8 @@ def _read_all(path: Path) -> bytes:
 def append_line(path: Path, record: Mapping[str, Any], end: LineEnd) -> LineEnd:
     """Append a line to the file that ends at `end`, flush it to disk, and return the new end.
 
-    Values that are not finite become null. An unfinished line that a crash left is ended first. If this raises, the
-    same call may be repeated.
+    Non-finite values become null. If a crash left an unfinished line, it is ended first. If this raises, the same call
+    may be repeated.
     """
     if RESTART_KEY in record:
         raise ValueError(f"`{RESTART_KEY}` is reserved: {sorted(record)}")
@@ -141,21 +141,21 @@ def _append(path: Path, record: Mapping[str, Any], end: LineEnd) -> LineEnd:
         file.write(_make_line(body, checksum))
         file.flush()
         os.fsync(file.fileno())
-    if is_new:  # without this a crash could lose the folder's entry for the new file
+    if is_new:  # otherwise, a crash could lose the folder's entry for the new file
         fsync_path(path.parent)
     return LineEnd(end.line_count + 1, checksum)
 
 
 def abandon_lines(path: Path, valid_end: LineEnd, end: LineEnd) -> LineEnd:
-    """Append a line that says that of the file, which ends at `end`, only the lines up to `valid_end` still count.
+    """Abandon the lines after `valid_end`, intact or not, by appending a line to the file, which ends at `end`.
 
-    Returns the new end. The abandoned lines no longer count, whether they are intact or not.
+    Returns the new end.
     """
     return _append(path, {RESTART_KEY: valid_end.line_count}, end)
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a file by these lines; a reader sees the old lines or the new ones, never a part of them."""
+    """Replace a file by these lines atomically: a reader sees either all old or all new lines."""
     checksum = ""
     with atomic_write(path) as temp_path, open_regular(temp_path, "wb") as file:
         for record in records:
@@ -168,7 +168,7 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:
-    """A record as JSON. Raise ValueError for an empty record, and for one that has the key of the checksum."""
+    """Encode a record as JSON. Raise ValueError if it is empty or has the key of the checksum."""
     if not record or CHECKSUM_KEY in record:
         raise ValueError(f"a line needs at least one key, and `{CHECKSUM_KEY}` is reserved: {sorted(record)}")
     finite_record = {

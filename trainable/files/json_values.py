@@ -1,7 +1,7 @@
-"""Read and write JSON files of unknown origin: damage and excessive nesting raise an error that names the file.
+"""Read and write JSON files of unknown origin. Damage and excessive nesting raise an error that names the file.
 
-The files of a study that hold one object each (study.json, run.json, status.json) have a last key, `checksum`, which
-covers all other keys. Whoever changes such a file by hand makes it unreadable.
+The files of a study with one object each (study.json, run.json, status.json) have a last key, `checksum`, which covers
+all other keys. So editing such a file by hand makes it unreadable.
 """
 
 import hashlib
@@ -18,37 +18,37 @@ CHECKSUM_KEY = "checksum"
 CHECKSUM_DIGITS = 16
 
 MAX_DEPTH = 100
-"""Levels of brackets that a JSON value may have. A study's own files have at most six."""
+"""Maximum levels of brackets in a JSON value. The files of a study have at most six."""
 
 MAX_BYTES = 2**26
-"""Size of the largest JSON file that is read. A study.json with the most runs that a plan may have is far smaller."""
+"""Maximum size of a JSON file to read. A study.json with the maximum number of runs is far smaller."""
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""A string, which the end of the document ends as well. The repeat is possessive: it takes linear time in any text."""
+"""A string, ended by a quote or by the end of the document. The possessive repeat takes linear time in any text."""
 _BRACKET = re.compile(rb"[\[\]{}]")
 
 
 class DamagedFileError(ValueError):
-    """A file of a study cannot be read; the message names the file and what is wrong with it."""
+    """Raised if a file of a study cannot be read. The message names the file and its problem."""
 
     def __init__(self, message: str) -> None:
         super().__init__(escape_controls(message))
 
 
 class DamageWarning(UserWarning):
-    """A file of a study is damaged and was not read; the message names it and what was read instead, if anything."""
+    """Warns that a damaged file of a study was not read. The message names it, and what was read instead, if any."""
 
 
 def parse_json(content: bytes) -> Any:
     """Parse a JSON document in UTF-8. Raise ValueError if it is no JSON or nested deeper than MAX_DEPTH."""
-    # Python's parser fails at a depth that depends on its caller's stack, so the depth is checked before.
+    # Python's parser fails at a depth that depends on the caller's stack, so check the depth first.
     if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _measure_depth(content) > MAX_DEPTH:
         raise ValueError(f"brackets are nested deeper than {MAX_DEPTH} levels")
     return json.loads(content)
 
 
 def _measure_depth(content: bytes) -> int:
-    """The deepest nesting of brackets outside strings; stops above MAX_DEPTH."""
+    """Measure the deepest nesting of brackets outside strings. Stops above MAX_DEPTH."""
     depth = max_depth = 0
     for bracket in _BRACKET.finditer(_STRING.sub(b"", content)):
         depth += 1 if bracket.group() in b"[{" else -1
@@ -62,9 +62,9 @@ def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        FileNotFoundError: there is no file.
-        UnsafePathError: `path` is a link, or is no regular file.
-        DamagedFileError: the content is not JSON, or too large.
+        FileNotFoundError: if there is no file.
+        UnsafePathError: if `path` is a link, or no regular file.
+        DamagedFileError: if the content is not JSON, or too large.
     """
     try:
         return parse_json(read_bytes(path, MAX_BYTES))
@@ -73,7 +73,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read an object that `write_object` wrote, without its checksum. Raises the errors of `read_json`."""
+    """Read an object that `write_object` wrote, without its checksum. Raises the same errors as `read_json`."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise DamagedFileError(f"{path} is damaged: it does not hold a JSON object")
@@ -84,7 +84,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def find_object(path: Path) -> dict[str, Any] | None:
-    """The object that `write_object` wrote to a file; None if there is no file, or if it cannot be read."""
+    """Read an object that `write_object` wrote, or return None if there is no file or it cannot be read."""
     try:
         return read_object(path)
     except (OSError, DamagedFileError):
@@ -97,14 +97,14 @@ def write_object(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def format_object(content: Mapping[str, Any]) -> str:
-    """`content` as indented JSON whose last key is its checksum."""
-    # What `read_object` will see: JSON has neither tuples nor keys that are not text.
+    """Format `content` as indented JSON with its checksum as the last key."""
+    # Convert to what `read_object` will see, since JSON has no tuples, and only text as keys.
     parsed_content = json.loads(json.dumps(dict(content)))
     parsed_content[CHECKSUM_KEY] = _compute_checksum(parsed_content)
     return json.dumps(parsed_content, indent=2, ensure_ascii=False) + "\n"
 
 
 def _compute_checksum(content: Mapping[str, Any]) -> str:
-    """The first digits of the SHA-256 of an object; independent of white space and of the order of keys."""
+    """Compute the first digits of the SHA-256 of an object, independently of white space and the order of keys."""
     canonical_text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical_text.encode()).hexdigest()[:CHECKSUM_DIGITS]

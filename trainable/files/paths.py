@@ -1,9 +1,9 @@
-"""Open and write files in a folder of unknown origin without following links, and without reading special files.
+"""Open and write files in a folder of unknown origin without following links or reading special files.
 
-A link in a run folder may lead to a file or folder whose owner does not expect it to be read or written. A FIFO blocks
-whoever opens it, and reading a device may have effects. Therefore no component of a path below the folder that the user
-gave may be a link, and only regular files are opened. `check_tree` also checks whole trees before anything starts,
-because Ray Tune's own writers follow links.
+A link in a run folder may lead to a file or folder whose owner does not expect it to be read or written. Opening a FIFO
+blocks, and reading a device may have side effects. So no component of a path below the folder that the user gave may be
+a link, and only regular files are opened. `check_tree` also checks whole trees before anything starts, because Ray
+Tune's writers follow links.
 """
 
 import errno
@@ -24,7 +24,7 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 class UnsafePathError(OSError):
-    """There is something else than a regular file or folder at a path of a study; the message says what to do."""
+    """Raised if a path of a study is no regular file or folder. The message says what to do."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(errno.ELOOP, escape_controls(f"{path} {problem}"))
@@ -50,7 +50,7 @@ def _refuse_kind(path: Path, mode: int) -> UnsafePathError:
 def check_tree(root: Path, paths: Iterable[Path] = (), trees: Iterable[Path] = ()) -> None:
     """Raise UnsafePathError if a study would read or write a link or a special file below `root`.
 
-    root: the folder that the user gave; it may itself be reached through links. paths: every component below `root` is
+    root: the folder that the user gave, which may be reached through links. paths: every component below `root` is
     checked. trees: checked in the same way, with everything in them.
     """
     trees = tuple(trees)
@@ -89,7 +89,7 @@ def check_path(root: Path, path: Path) -> None:
 
 
 def make_folder(root: Path, *names: str) -> Path:
-    """Create and return the folder `root`/names...; each component may exist as a folder but not as a link."""
+    """Create and return the folder `root`/names... Each component may exist as a folder, but not as a link."""
     folder = root
     for name in names:
         folder = folder / name
@@ -100,7 +100,7 @@ def make_folder(root: Path, *names: str) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file can be read at `path`. Raise UnsafePathError if a link, a folder or a special file is there."""
+    """Check whether there is a file at `path`. Raise UnsafePathError if it is a link, a folder or a special file."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -112,15 +112,15 @@ def is_file(path: Path) -> bool:
 def open_regular(path: Path, mode: str) -> IO[Any]:
     """Open a file like `open`, in UTF-8. Raise UnsafePathError if it is a link or no regular file.
 
-    Files that do not exist are created if the mode says so.
+    Missing files are created if the mode says so.
     """
 
     with suppress(FileNotFoundError):
-        # Before the open, which alone may wait for a FIFO's other end or change the state of a device.
+        # Before opening, which may wait for the other end of a FIFO, or change the state of a device.
         _check_mode(path, os.lstat(path).st_mode)
 
     def open_checked(name: str, flags: int) -> int:
-        # O_NONBLOCK and O_NOFOLLOW: something else may have taken the place since.
+        # O_NONBLOCK and O_NOFOLLOW, since something else may have taken its place meanwhile.
         descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             _check_mode(path, os.fstat(descriptor).st_mode)
@@ -140,10 +140,10 @@ def _check_mode(path: Path, mode: int) -> None:
 
 
 def lock_file(file: IO[Any] | int, patience_s: float = 0.0, *, is_shared: bool = False) -> None:
-    """Lock an open file, so that no other process can; with `is_shared`, others may share the lock.
+    """Lock an open file, so that no other process can. With `is_shared`, others may share the lock.
 
-    Raises BlockingIOError if another process still has the lock after `patience_s` seconds, and OSError if the file
-    system has no locks. The operating system releases a lock when the file is closed or its process ends, even after a
+    Raises BlockingIOError if another process still holds the lock after `patience_s` seconds, and OSError if the file
+    system has no locks. The operating system releases the lock when the file is closed or the process ends, even after
     SIGKILL.
     """
     deadline = time.monotonic() + patience_s
@@ -158,11 +158,11 @@ def lock_file(file: IO[Any] | int, patience_s: float = 0.0, *, is_shared: bool =
 
 
 def read_bytes(path: Path, max_bytes: int = sys.maxsize) -> bytes:
-    """The content of a file.
+    """Read the content of a file.
 
     Raises:
-        UnsafePathError: the file is a link or no regular file.
-        ValueError: it has more than `max_bytes` bytes.
+        UnsafePathError: if the file is a link or no regular file.
+        ValueError: if it has more than `max_bytes` bytes.
     """
     with open_regular(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -172,14 +172,14 @@ def read_bytes(path: Path, max_bytes: int = sys.maxsize) -> bytes:
 
 
 def compute_sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits. Raise UnsafePathError if it is a link or no regular file."""
+    """Compute the SHA-256 of a file, in hex digits. Raise UnsafePathError if it is a link or no regular file."""
     with open_regular(path, "rb") as file:
-        content: Any = file  # a file that was opened in binary mode; the type of `open_regular` covers both
+        content: Any = file  # binary, although the type of `open_regular` also covers text
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file to disk, or the entries of a folder."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -189,17 +189,17 @@ def fsync_path(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a new empty file next to `path`; rename it to `path` after the body, or remove it if the body fails.
+    """Yield a new empty file next to `path`. Rename it to `path` after the body, or remove it if the body fails.
 
     A reader sees either the old file or the new one, never a partial one. A link or a special file at `path` is
-    replaced, and its target is not touched. Raises UnsafePathError if there is a folder.
+    replaced, without touching its target. Raises UnsafePathError if `path` is a folder.
     """
     if path.is_dir() and not path.is_symlink():
         raise _refuse_kind(path, path.stat().st_mode)
     temp_path = path.with_name(f".{path.name}.{os.getpid()}.part")
     with suppress(FileNotFoundError):
         temp_path.unlink()  # left by a process that died while writing, or planted
-    # O_EXCL refuses a link that somebody puts there after the unlink.
+    # O_EXCL rejects a link that somebody puts there after the unlink.
     os.close(os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield temp_path
@@ -211,21 +211,21 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by `text` atomically, and create its folder. A reader never sees half of the text."""
+    """Replace a file by `text` atomically, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temp_path, temp_path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    fsync_path(path.parent)  # syncs the renaming, too: a power cut must not leave an empty file under this name
+    fsync_path(path.parent)  # sync the renaming, too, so that a power cut cannot leave an empty file at `path`
 
 
 def find_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of what this project has made on this machine and can make again; it may not exist yet.
+    """Find the cache folder, for files that this project can make again. It may not exist yet.
 
-    It is TUNE_STUDY_CACHE, or tune_study/ in the user's cache.
+    It is TUNE_STUDY_CACHE, or tune_study/ in the user's cache folder.
 
-    environ: the environment variables. Relative paths are below the home folder, because runs have other working
+    environ: the environment variables. Relative paths are below the home folder, since runs have different working
     folders.
     """
     home = Path(environ.get("HOME", "~")).expanduser()

@@ -1,4 +1,4 @@
-"""What a process shows of the run that it belongs to, in its environment."""
+"""Environment variables that mark a process as belonging to a run."""
 
 import hashlib
 from collections.abc import Mapping
@@ -7,18 +7,17 @@ from pathlib import Path
 MARK_ENV = "TUNE_STUDY_RUN_DIR"
 """Environment variable with the mark, which child processes inherit.
 
-The mark is the run's folder in the process of a run, and the value of `make_ray_mark` in the processes that Ray starts.
+In the process of a run, the mark is the run's folder; in processes that Ray starts, it is from `make_ray_mark`.
 """
 DIGESTS_ENV = "TUNE_STUDY_RUN_DIGESTS"
-"""Environment variable of a process that may not know the run's folder: the value of `make_digests`."""
+"""Environment variable of processes that must not know the run's folder, with the value of `make_digests`."""
 _MAX_DIGESTS, _DIGEST_LENGTH = 24, 16
 
 
 def make_digests(environ: Mapping[str, str]) -> str:
-    """Digests of the run's folder that the mark names, and of the folders above it.
+    """Compute digests of the run's folder in the mark, and of the folders above it. Blank without a single folder.
 
-    It always has the same length, since the memory of the process depends on that; a mark that names no single folder
-    has none.
+    The result always has the same length, since it affects the memory of the process.
     """
     folder = Path(environ.get(MARK_ENV, ""))
     folders = (folder, *folder.parents) if folder.is_absolute() else ()
@@ -27,5 +26,5 @@ def make_digests(environ: Mapping[str, str]) -> str:
 
 
 def compute_digest(folder: Path) -> str:
-    """What stands for a folder in `make_digests`."""
+    """Compute the digest of a folder for `make_digests`."""
     return hashlib.sha256(str(folder).encode("utf-8", "surrogateescape")).hexdigest()[:_DIGEST_LENGTH]

@@ -1,8 +1,8 @@
-"""What a long training step does at the moment, for those who wait for it.
+"""Report what a long training step is doing.
 
-The code of a step names its phase and how much of it is done. Who runs the step decides where that is shown: a trial
-writes it to a small file of its run, which the process of the study reads, and a probe prints it. A process runs one
-step at a time, so there is one `STEP_PHASE` per process, and code deep inside a rollout needs no argument for it.
+The code of a step names its phase and its progress, and the caller of the step decides where to show it: a trial writes
+it to a small file of its run, which the process of the study reads, and a probe prints it. A process runs one step at a
+time, so there is one global `STEP_PHASE`, which code deep inside a rollout can use without an argument.
 """
 
 import time
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 PHASE_FILE = "phase.json"
 QUIET_SECONDS = 2.0
-"""Seconds between two reports, and before the first one of a step: shorter steps report nothing."""
+"""Seconds between two reports, and before the first report of a step. Shorter steps report nothing."""
 
 
 class StepPhase:
-    """The phase of the step under way. read_clock: the time in seconds.
+    """Reports the phase of the current step. read_clock: returns the time in seconds.
 
     Example::
 
@@ -38,7 +38,7 @@ class StepPhase:
 
     @contextmanager
     def reporting(self, report: Callable[[str], None]) -> Iterator[None]:
-        """Pass the phases of the body to `report`, at most one every QUIET_SECONDS."""
+        """Pass the phases in the `with` body to `report`, at most one every QUIET_SECONDS."""
         self._report, self._phase, self._next_report = report, "", self._read_clock() + QUIET_SECONDS
         try:
             yield
@@ -51,11 +51,11 @@ class StepPhase:
         self._report_if_due(phase)
 
     def show_share(self, share: str) -> None:
-        """Say how much of the phase is done, such as `turn 3 of 5`."""
+        """Report the progress of the phase, such as `turn 3 of 5`."""
         self._report_if_due(f"{self._phase}, {share}" if self._phase else share)
 
     def track(self, items: Sequence[T], name: str) -> Iterator[T]:
-        """Iterate over items, and say which one is under way."""
+        """Iterate over items, and report the current one."""
         for number, item in enumerate(items, 1):
             self.show_share(f"{name} {number} of {len(items)}")
             yield item
@@ -67,11 +67,11 @@ class StepPhase:
 
 
 STEP_PHASE = StepPhase()
-"""The phase of what this process does: the step of a trial, a probe, or a report."""
+"""The phase of this process, in a step of a trial, a probe, or a report."""
 
 
 def write_phase(run_dir: Path, step: int, phase: str) -> None:
-    """Write the phase of a step to a run's folder. A full disk does not matter: the next one is written again."""
+    """Write the phase of a step to a run's folder. Ignore errors, such as a full disk, since more phases follow."""
     with suppress(OSError):
         write_object(run_dir / PHASE_FILE, {"step": step, "phase": phase})
 
@@ -83,9 +83,9 @@ def remove_phase(run_dir: Path) -> None:
 
 
 def read_phase(run_dir: Path, step: int) -> str:
-    """The phase of the run's training step `step`; empty if none is known.
+    """Read the phase of the run's training step `step`. Empty if unknown.
 
-    A process that was killed leaves its file behind, which the next one of the run removes.
+    A killed process leaves its file behind, which the next process of the run removes.
     """
     try:
         content = find_object(run_dir / PHASE_FILE) or {}

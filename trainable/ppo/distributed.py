@@ -1,7 +1,7 @@
-"""PPO training on several ranks: rank 0 is the process of the trial, and each other rank is a Ray actor in the trial.
+"""PPO training on several ranks. Rank 0 is the process of the trial, and each other rank is a Ray actor in the trial.
 
-All ranks run the same methods of a `PPOTrainer` at the same time, and meet in its collectives. Most of this module is
-about failures: an error or a death of one rank must end the others, and reach the study as its cause.
+All ranks run the same methods of a `PPOTrainer` at the same time, and meet in its collectives. Most of this module
+handles failures: if a rank fails or dies, the others must end, and the study must learn the cause.
 """
 
 import os
@@ -31,17 +31,17 @@ from trainable.runs.training import do_nothing
 T = TypeVar("T")
 
 _ENV_PREFIX = "TUNE_STUDY_"
-"""Prefix of the environment variables that name the run a process belongs to: ranks inherit them from their trial."""
+"""Prefix of the environment variables that tell which run a process belongs to. Ranks inherit them from their trial."""
 _ERROR_TIMEOUT_S = 10.0
 """Seconds that rank 0 waits for the other ranks to report their errors, or to close."""
 _FAILURE_GRACE_S = 60.0
-"""Seconds that rank 0 may take to notice that another rank has failed, before its process is ended."""
+"""Seconds that rank 0 has to notice that another rank has failed, before its process is ended."""
 _POLL_S = 0.2
-"""Seconds between two checks of rank 0 for failed ranks, during the rendezvous."""
+"""Seconds between rank 0's checks for failed ranks during the rendezvous."""
 
 
 def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer | DistributedTrainer":
-    """Make the trainer of a run: one process in torch, or one rank per GPU under DeepSpeed.
+    """Make the trainer of a run: a single process with torch, or one rank per GPU with DeepSpeed.
 
     Raises ValueError if trainer.strategy=torch is set for several GPUs.
     """
@@ -53,15 +53,15 @@ def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer |
             f"trainer.strategy=torch trains on one GPU, and the run has {world_size}: add "
             f"--set trainer.strategy=deepspeed, or --gpus-per-exp 1."
         )
-    if settings.trainer.uses_deepspeed:  # with one rank, too: DeepSpeed needs a process group
+    if settings.trainer.uses_deepspeed:  # even with one rank, since DeepSpeed needs a process group
         return DistributedTrainer(settings, world_size, diagnostics)
     return PPOTrainer(settings, diagnostics=diagnostics)
 
 
 class RankActor:
-    """The actor of a rank other than 0: it calls the same methods of its trainer as rank 0, and returns no results.
+    """The actor of a rank other than 0. It calls the same methods of its trainer as rank 0, without returning results.
 
-    settings: the fields of a `RunConfig`, as JSON values. part_files: the files of the user whose parts they name.
+    settings: the fields of a `RunConfig`, as JSON values. part_files: the files of the plug-ins that they name.
     rendezvous: see `connect`.
     """
 
@@ -80,14 +80,10 @@ class RankActor:
         self.rank, self.world_size, self.rendezvous = rank, world_size, rendezvous
 
     def run_method(self, method_name: str) -> None:
-        """Call a method of the trainer together with rank 0, or connect if `method_name` is "join".
-
-        Returns nothing, because rank 0 has the result, too.
-        """
+        """Call a method of the trainer together with rank 0, which has the result, or connect if it is "join"."""
         if method_name == "load_state":
-            # Outside of the `try`, which would close the connection: all ranks refuse a state that does not fit, stay
-            # connected, and try the next one.
-            # The arguments come from rank 0 through the process group; a rank other than 0 contributes empty values.
+            # Outside of the `try`, which would close the connection: if a state does not fit, all ranks refuse it, stay
+            # connected, and try the next one. Rank 0 sends the arguments through the process group.
             self.trainer.load_state(
                 self.world.broadcast(tensors=None), self.world.all_gather_object(local_object={})[0]
             )
@@ -98,8 +94,8 @@ class RankActor:
             else:
                 getattr(self.trainer, method_name)()
         except Exception:
-            # Rank 0 may be waiting for this rank in a collective; closing the connection makes it fail there. NCCL is
-            # an exception: it would wait for rank 0 before it closes. There, `_watch_ranks` ends rank 0's process.
+            # Rank 0 may be waiting for this rank in a collective, which fails when the connection is closed. But NCCL
+            # waits for rank 0 before it closes, so with NCCL `_watch_ranks` ends rank 0's process.
             if torch.distributed.is_initialized() and not torch.cuda.is_available():
                 torch.distributed.destroy_process_group()
             raise
@@ -114,16 +110,15 @@ class RankActor:
 
 
 class DistributedTrainer:
-    """A `PPOTrainer` on each of `world_size` ranks. This process is rank 0; each rank has a bundle of the trial.
+    """A `PPOTrainer` on each of `world_size` ranks, of which this process is rank 0. Each has a bundle of the trial.
 
-    Every method runs on all ranks at once. If one rank fails, the error that caused the failure is raised here (see
-    `_find_first_error`).
+    Every method runs on all ranks at once. If a rank fails, the root cause is raised here (see `_find_first_error`).
     """
 
     def __init__(self, settings: RunConfig, world_size: int, diagnostics: Diagnostics) -> None:
-        # A file that no other run uses, in this machine's temporary folder: all ranks are on one machine.
+        # A unique file in the temporary folder of this machine, on which all ranks run.
         self.rendezvous = Rendezvous(Path(tempfile.gettempdir()) / f"tune_study_ranks_{uuid4().hex}")
-        # The calls that run on the other ranks at the moment, as Ray's object references.
+        # Ray's object references to the calls that are running on the other ranks.
         self.pending_refs: list[Any] = []
         self.rank_actors = [
             _start_rank(settings, diagnostics, rank, world_size, self.rendezvous) for rank in range(1, world_size)
@@ -133,8 +128,8 @@ class DistributedTrainer:
                 "join",
                 lambda: PPOTrainer(
                     settings,
-                    # `connect` waits for all ranks, and `on_wait` raises if one has died and will never arrive. A
-                    # lambda reads `pending_refs` at that time; `_run_on_all_ranks` has replaced the list by then.
+                    # `connect` waits for all ranks, and `on_wait` raises if a rank has died and will never arrive. The
+                    # lambda reads `pending_refs` late, since `_run_on_all_ranks` replaces the list.
                     connect(
                         rank=0,
                         world_size=world_size,
@@ -144,7 +139,7 @@ class DistributedTrainer:
                     diagnostics,
                 ),
             )
-        except BaseException:  # Ctrl-C, too: nobody could close ranks that are left, and they would hold their GPUs
+        except BaseException:  # also Ctrl-C: nothing else would close the other ranks, which hold GPUs
             self._kill_ranks()
             raise
 
@@ -154,7 +149,7 @@ class DistributedTrainer:
         return self.trainer.step_index
 
     def step(self, before_update: Callable[[], None] = do_nothing) -> StepOutput:
-        """Train once (see `PPOTrainer.step`). `before_update` is called on this rank, for which the others wait."""
+        """Train one step (see `PPOTrainer.step`). The others wait while `before_update` is called on this rank."""
         return self._run_on_all_ranks("step", lambda: self.trainer.step(before_update))
 
     def evaluate_final(self) -> tuple[FinalEvaluation, list[Evaluation]]:
@@ -162,11 +157,11 @@ class DistributedTrainer:
         return self._run_on_all_ranks("evaluate_final", self.trainer.evaluate_final)
 
     def get_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """The full state, gathered from the ranks (see `PPOTrainer.get_state`)."""
+        """Gather the full state from all ranks (see `PPOTrainer.get_state`)."""
         return self._run_on_all_ranks("get_state", self.trainer.get_state)
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Continue from a state, which may come from another number of ranks (see `PPOTrainer.load_state`)."""
+        """Continue from a state, possibly of a different number of ranks (see `PPOTrainer.load_state`)."""
         world = self.trainer.world
         self._run_on_all_ranks(
             "load_state",
@@ -177,7 +172,7 @@ class DistributedTrainer:
         """Close the engines of all ranks, end the other ranks, and leave the process group."""
         if self.rank_actors:
             close_refs = [actor.run_method.remote("close") for actor in self.rank_actors]
-            # `wait` instead of `get`: a rank that has failed or does not answer must not keep this one from closing.
+            # `wait` instead of `get`, so that this rank can close even if another has failed or does not answer.
             ray.wait(close_refs, num_returns=len(close_refs), timeout=_ERROR_TIMEOUT_S)
         self.trainer.close()
         self._kill_ranks()
@@ -189,11 +184,11 @@ class DistributedTrainer:
         disconnect(self.rendezvous)
 
     def _run_on_all_ranks(self, method_name: str, call: Callable[[], T]) -> T:
-        """Run `method_name` on all other ranks and `call` here at the same time; return the result of `call`.
+        """Run `method_name` on all other ranks and, at the same time, `call` here. Return the result of `call`.
 
-        If one of them fails, raises the error that caused the failure (see `_find_first_error`).
+        If one of them fails, raises the root cause (see `_find_first_error`).
         """
-        # The calls on the other ranks are started first, because `call` waits for them in its collectives.
+        # Start the other ranks first, since `call` waits for them in its collectives.
         self.pending_refs = [actor.run_method.remote(method_name) for actor in self.rank_actors]
         is_done = threading.Event()
         threading.Thread(target=_watch_ranks, args=(self.pending_refs, is_done), daemon=True).start()
@@ -202,23 +197,23 @@ class DistributedTrainer:
             ray.get(self.pending_refs)  # another rank may fail after its last collective
             return result
         except Exception as error:
-            # `from None`: the local error is often only a closed connection, and would hide the cause in a traceback.
+            # `from None`, since the local error is often just a closed connection, which would hide the cause.
             raise _find_first_error(self.pending_refs, error) from None
         finally:
             is_done.set()
 
 
 def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Exception:
-    """Find the error that caused the failure; when one rank fails, others raise errors about a closed connection.
+    """Find the root cause among the errors of all ranks: if one fails, others may report a closed connection.
 
-    pending_refs: the calls on ranks 1 and up. local_error: the error of rank 0, which may be a consequence of theirs.
+    pending_refs: the calls on ranks 1 and up. local_error: the error of rank 0, possibly a consequence of another.
 
-    Returns the likeliest cause. The order is: an error of rank 0 that cannot be a consequence, one that another rank
-    reported, the death of a rank, a RuntimeError of another rank, and the error of rank 0.
+    Returns the likeliest cause, in this order: an error of rank 0 that cannot be a consequence, an error that another
+    rank reported, the death of a rank, a RuntimeError of another rank, and the error of rank 0.
     """
     if not pending_refs:  # a single rank
         return local_error
-    # The others need a moment to fail, too. A rank that is still stuck in a collective by then has nothing to report.
+    # Give the others time to fail, too. A rank that is still stuck in a collective then has nothing to report.
     ready_refs, _ = ray.wait(pending_refs, num_returns=len(pending_refs), timeout=_ERROR_TIMEOUT_S)
     reported_errors: list[Exception] = []
     dead_rank_errors: list[Exception] = []
@@ -230,13 +225,13 @@ def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Except
         except ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             cause.add_note(f"(on rank {rank} of {len(pending_refs) + 1})")
-            # torch reports a closed connection as a RuntimeError. An error of another type is likelier to be the cause.
+            # torch reports closed connections as RuntimeErrors, so an error of another type is more likely the cause.
             (connection_errors if isinstance(cause, RuntimeError) else reported_errors).append(cause)
-        except Exception as error:  # Ray's error about an actor that died, and could not report an error of its own
+        except Exception as error:  # raised by Ray for an actor that died before it could report an error
             dead_rank_errors.append(
                 RuntimeError(f"rank {rank} of {len(pending_refs) + 1} has ended: {str(error).strip()}")
             )
-    # Only these two types can be consequences: RuntimeError of a closed connection, RayError of another rank's error.
+    # Only two types can be consequences: RuntimeError of a closed connection, and RayError of another rank's error.
     is_local_cause = not isinstance(local_error, RuntimeError | ray.exceptions.RayError)
     causes_by_likelihood = [
         *([local_error] if is_local_cause else []),
@@ -249,15 +244,15 @@ def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Except
 
 
 def _raise_first_error(pending_refs: list[Any]) -> None:
-    """Wait for `_POLL_S`, and raise the error of another rank if one has failed."""
+    """Wait up to `_POLL_S` seconds, and raise the error of another rank if one has failed."""
     ready_refs, _ = ray.wait(pending_refs, timeout=_POLL_S)
     ray.get(ready_refs)
 
 
 def _watch_ranks(pending_refs: list[Any], is_done: threading.Event) -> None:
-    """End this process if another rank has failed and this one does not notice; runs in a thread of rank 0.
+    """Watch the other ranks in a thread of rank 0, and end this process if one fails and rank 0 does not notice.
 
-    Without it, rank 0 could wait in a collective of NCCL for as long as `COLLECTIVE_TIMEOUT`.
+    Otherwise, rank 0 could wait in an NCCL collective for `COLLECTIVE_TIMEOUT`.
 
     pending_refs: the calls on the other ranks. is_done: set when the call on rank 0 has returned or raised.
     """
@@ -267,8 +262,8 @@ def _watch_ranks(pending_refs: list[Any], is_done: threading.Event) -> None:
             ray.get(finished_refs)
         except Exception:
             if not is_done.wait(_FAILURE_GRACE_S):
-                # The main thread is stuck in a collective, where no exception can reach it. `sys.exit` would end this
-                # thread only. Tune notices the death of the process, and the study retries the trial.
+                # The main thread is stuck in a collective, where no exception can reach it, and `sys.exit` would only
+                # end this thread. Tune notices that the process died, and the study retries the trial.
                 traceback.print_exc()
                 os._exit(1)
             return  # the main thread has noticed, and raises the cause
@@ -277,18 +272,18 @@ def _watch_ranks(pending_refs: list[Any], is_done: threading.Event) -> None:
 def _start_rank(
     settings: RunConfig, diagnostics: Diagnostics, rank: int, world_size: int, rendezvous: Rendezvous
 ) -> Any:
-    """Start the actor of a rank, in the bundle of the trial's placement group that has the same number."""
+    """Start the actor of a rank, in the bundle of the same number in the trial's placement group."""
     scheduling_strategy = PlacementGroupSchedulingStrategy(
         get_current_placement_group(), placement_group_bundle_index=rank
     )
-    # Without these variables, `terminate_orphans` could not tell which run the process belongs to.
+    # From these variables, `terminate_orphans` knows which run a process belongs to.
     env_vars = {name: value for name, value in os.environ.items() if name.startswith(_ENV_PREFIX)}
     actor = ray.remote(RankActor).options(
         num_cpus=1,
         num_gpus=1,
         scheduling_strategy=scheduling_strategy,
         runtime_env={"env_vars": env_vars},
-        max_restarts=0,  # a restarted rank could not join the group again: the whole trial is retried instead
+        max_restarts=0,  # a restarted rank could not rejoin the group, so the whole trial is retried instead
     )
     return actor.remote(
         settings.model_dump(mode="json"), list_part_files(settings), diagnostics, rank, world_size, rendezvous

@@ -1,4 +1,4 @@
-"""Statistics of episodes: results of validation and test, and summaries of training rollouts and batches."""
+"""Statistics of episodes: results of validations and tests, and summaries of training rollouts and batches."""
 
 import hashlib
 import json
@@ -23,18 +23,18 @@ from trainable.rollout.episode import Episode
 from trainable.runs.episode_lines import RecordedEpisode
 
 _MAX_BASE_EVALUATIONS = 32
-"""Validations of untrained policies to remember. The runs of a seed follow each other, so few are needed at a time."""
+"""Maximum number of cached validations. The runs of a seed follow each other, so few are needed at a time."""
 
 
 class Evaluation(NamedTuple):
-    """The result of playing all levels of a split; `to_line` makes its record for levels.jsonl.
+    """The result of playing all levels of a split. `to_line` makes its record for levels.jsonl.
 
     step: training steps before the evaluation. split: val or test. mode: sampled or greedy. levels: seed of each
-    episode's level. clusters: for each episode, the index of its level's symmetry class; levels that are equal up to
-    symmetry are one cluster in confidence intervals. successes: whether each episode ended with success. score: mean
-    score of the episodes. invalid_turns: invalid turns as a fraction of all turns. kl_to_reference: KL to the
-    reference in nats per token; None if it was not measured. measures: means of the measures of the game.
-    episodes: those episodes whose texts are recorded.
+    episode's level. clusters: for each episode, the index of its level's symmetry class. Levels that are equal up to
+    symmetry form a cluster in confidence intervals. successes: whether each episode ended with success. score: mean
+    score of the episodes. invalid_turns: fraction of turns that were invalid. kl_to_reference: KL to the reference in
+    nats per token, or None if not measured. measures: means of the measures of the game. episodes: the episodes whose
+    texts are recorded.
     """
 
     step: int
@@ -55,12 +55,12 @@ class Evaluation(NamedTuple):
         return sum(self.successes) / len(self.successes)
 
     def compute_success_where(self, is_selected: Sequence[bool]) -> float | None:
-        """Success over the episodes for which `is_selected` is True; None if there are none."""
+        """Compute the success rate of the episodes for which `is_selected` is True, or None if there are none."""
         selected = [success for success, is_in in zip(self.successes, is_selected, strict=True) if is_in]
         return sum(selected) / len(selected) if selected else None
 
     def to_line(self) -> dict[str, object]:
-        """The record for levels.jsonl."""
+        """Make the record for levels.jsonl."""
         return {
             "step": self.step,
             "split": self.split,
@@ -74,7 +74,7 @@ class Evaluation(NamedTuple):
 def make_evaluation(
     episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]
 ) -> Evaluation:
-    """Summarize `episodes` as an evaluation; clusters: for each group, the index of its level's symmetry class."""
+    """Summarize `episodes` as an evaluation. clusters: for each group, the index of its level's symmetry class."""
     num_turns = sum(len(episode.texts) for episode in episodes)
     return Evaluation(
         step=step,
@@ -91,7 +91,7 @@ def make_evaluation(
 def measure_episodes(
     source: LevelSource[Any], levels: Sequence[Level], episodes: Sequence[Episode]
 ) -> dict[str, float]:
-    """The mean of each measure of the game over the episodes that have it; measures that no episode has are left out.
+    """Average each measure of the game over the episodes that have it. Measures that no episode has are left out.
 
     levels: the level of each group.
     """
@@ -105,7 +105,7 @@ def measure_episodes(
 
 
 def number_classes(keys: Sequence[bytes]) -> list[int]:
-    """For each key of a level's symmetry class, the number of the class, in order of first appearance.
+    """Number the symmetry classes of levels, given by their keys, in order of first appearance.
 
     Example:
         >>> number_classes([b"x", b"y", b"x"])
@@ -116,7 +116,7 @@ def number_classes(keys: Sequence[bytes]) -> list[int]:
 
 
 def summarize_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSummary:
-    """Means over all episodes of a step, before the filter; the episodes of a group are consecutive."""
+    """Average over all episodes of a step, before the filter. The episodes of a group are consecutive."""
     num_episodes, num_turns = len(episodes), sum(len(episode.texts) for episode in episodes)
     success_by_group = reshape_by_group([float(episode.success) for episode in episodes], group_size)
     return RolloutSummary(
@@ -132,11 +132,10 @@ def summarize_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSu
 def summarize_batch(
     batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool, has_entropies: bool = True
 ) -> BatchSummary:
-    """Statistics of the batch before the update.
+    """Summarize the batch before the update.
 
-    episodes: the episodes that the filter kept; `batch` may have copies of some, in addition. has_values: whether the
-    values in `targets` come from a critic; they are zeros otherwise. has_entropies: whether the episodes have
-    entropies.
+    episodes: the episodes that the filter kept; `batch` may also contain copies of some. has_values: whether the values
+    in `targets` come from a critic (otherwise they are zeros). has_entropies: whether the episodes have entropies.
     """
     mask, kl, value_mean, explained_variance = batch.mask, None, None, None
     if targets.ref_logprobs is not None:
@@ -144,13 +143,13 @@ def summarize_batch(
     if has_values:
         values, returns = targets.values[mask], targets.returns[mask]
         value_mean, return_variance = float(values.mean()), float(returns.var())
-        # Equal returns have no variance to explain: the column stays empty.
+        # Equal returns have no variance to explain, so the column stays empty.
         explained_variance = 1 - float((returns - values).var()) / return_variance if return_variance > 0 else None
     return BatchSummary(
         batch_size=len(batch.lengths),
         trained_tokens=int(mask.sum()),
         padding_fraction=1 - float(batch.count_needed_tokens().sum()) / mask.numel(),
-        # Over the sampled tokens of the episodes instead of the batch, so that copies have no influence on it.
+        # Over the sampled tokens of the episodes instead of the batch, so that copies do not count.
         entropy=sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes)
         if has_entropies
         else None,
@@ -161,16 +160,16 @@ def summarize_batch(
 
 
 def estimate_mean_kl(batch: Batch, ref_logprobs: Tensor) -> float:
-    """Mean over the sampled tokens of k3, an estimate of the KL of the sampling policy to the reference, in nats.
+    """Estimate the KL of the sampling policy to the reference, in nats, as the mean of k3 over the sampled tokens.
 
-    ref_logprobs: (B, T), at the temperature at which the batch was sampled. It is always k3, whichever KL the run
-    trains with, so that different runs can be compared.
+    The estimator is k3 whichever KL the run trains with, so that runs can be compared. ref_logprobs: (B, T), at the
+    temperature at which the batch was sampled.
     """
     return float(masked_mean(estimate_kl(batch.logprobs, ref_logprobs, "low_var_kl"), batch.mask))
 
 
 def summarize_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
-    """Summarize a validation: `evaluations` is empty (the result is None), or sampled, or sampled and greedy.
+    """Summarize a validation. `evaluations` is empty (the result is None), or sampled, or sampled and greedy.
 
     is_unseen: for each episode, whether its level differs from every training level.
     """
@@ -188,24 +187,24 @@ def summarize_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[
 
 
 def reshape_by_group(values: Sequence[float], group_size: int) -> Tensor:
-    """Values of consecutive episodes as a (P, G) float32 tensor."""
+    """Arrange values of consecutive episodes in a (P, G) float32 tensor."""
     return torch.tensor(values, dtype=torch.float32).view(-1, group_size)
 
 
 def make_evaluation_key(config: RunConfig, weights: Mapping[str, Tensor], reference: str | None) -> str:
-    """SHA-256 of everything on which the validation of an untrained policy depends.
+    """Hash everything that affects the validation of an untrained policy, with SHA-256.
 
-    These are the weights of the policy, the seed, the game with its levels and the settings of the sampler. How the
-    policy will be trained has no influence, except on the weights of turns that are recorded with an episode of a tree,
-    so all arms of a study over losses have the same key.
+    That is the weights of the policy, the seed, the game with its levels, and the settings of the sampler. Settings of
+    training do not matter, except for the weights of turns that are recorded with episodes of trees, so all arms of a
+    study over losses have the same key.
 
-    weights: the policy's tensors by name, on the CPU. reference: fingerprint of a reference with weights of its own, to
-    which the KL may be measured; None without one.
+    weights: the policy's tensors by name, on the CPU. reference: fingerprint of the reference model for a measured KL,
+    or None if the untrained policy is the reference.
     """
     settings = pin_parts(config).model_dump(mode="json", include={"seed", "env", "model", "rollout"})
-    # Without a reference of its own the policy is the reference, and there is no KL to measure.
+    # If the policy is the reference, there is no KL to measure.
     kl_source = [config.measures_val_kl, reference] if reference else None
-    # Recorded episodes of trees have the weights of their turns.
+    # Recorded episodes of trees include the weights of their turns.
     tree_settings = (
         [config.algorithm.tree_weighting, config.algorithm.train_children] if config.env.kind.has_trees else None
     )
@@ -218,13 +217,13 @@ def make_evaluation_key(config: RunConfig, weights: Mapping[str, Tensor], refere
 
 
 class BaseEvaluations:
-    """Validations of untrained policies by their key, for runs that start from one policy; the oldest go first."""
+    """Caches validations of untrained policies by key, for runs that start from the same policy. Drops the oldest."""
 
     def __init__(self) -> None:
         self._evaluations: dict[str, list[Evaluation]] = {}
 
     def get_or_make(self, key: str, evaluate: Callable[[], list[Evaluation]]) -> list[Evaluation]:
-        """The evaluations of `key`, which `evaluate` makes unless they have been made before."""
+        """Return the evaluations of `key`, and call `evaluate` to make them if they are not cached."""
         if key not in self._evaluations:
             self._evaluations[key] = evaluate()
             if len(self._evaluations) > _MAX_BASE_EVALUATIONS:

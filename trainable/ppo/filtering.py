@@ -16,11 +16,11 @@ from trainable.rollout.episode import Episode
 from trainable.runs.failures import NonFiniteError
 
 _MAX_GROUPS_SHOWN = 3
-"""Groups in a message."""
+"""Maximum number of groups that a message names."""
 
 
 class Selection(NamedTuple):
-    """The result of the filter: the episodes of the selected groups, in their order, and the columns of the row."""
+    """The result of the filter: the episodes of the selected groups, in order, and the columns of the row."""
 
     episodes: list[Episode]
     decision: FilterDecision
@@ -32,9 +32,9 @@ class Selection(NamedTuple):
 
 
 def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
-    """Select the groups to train on by their scores (see `FilterConfig`); the selection may be empty.
+    """Select the groups to train on by their scores (see `FilterConfig`). The selection may be empty.
 
-    Raises NonFiniteError if scores or reward stds are not finite in float32, as those of huge penalties are.
+    Raises NonFiniteError if scores or reward stds are not finite in float32, which huge penalties can cause.
 
     episodes: complete groups of `group_size` consecutive episodes; `Episode.group` numbers the groups from 0.
     """
@@ -42,8 +42,8 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     entropies = reshape_by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], group_size)
     lengths = reshape_by_group([float(episode.response_tokens) for episode in episodes], group_size)
     scores = compute_group_scores(settings.rollout_filter_metric, rewards, entropies, lengths)
-    # The std columns of the decision always describe the rewards, whatever the filter's metric, so that runs with
-    # different filters can be compared.
+    # The std columns always describe the rewards, whatever the filter's metric, so that runs with different filters can
+    # be compared.
     stds = compute_group_scores("reward_std", rewards)
     _check_finite({"rewards": rewards, f"scores ({settings.rollout_filter_metric})": scores, "reward stds": stds})
     is_kept = select_groups(
@@ -57,15 +57,15 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
         groups=len(is_kept),
         groups_kept=groups_kept,
         kept_ratio=groups_kept / len(is_kept),
-        # The mean of no groups would be NaN. The column is documented as 0 in this case, which `groups_kept` tells from
-        # a measured 0. It is only recorded: no stop rule and no comparison of arms reads it.
+        # The mean over no groups would be NaN. The column is documented as 0 in this case, which `groups_kept`
+        # distinguishes from a measured 0. Stop rules and comparisons of arms do not read it.
         reward_std_kept=float(stds[is_kept].mean()) if groups_kept else 0.0,
     )
     return Selection([episode for episode in episodes if is_kept[episode.group]], decision)
 
 
 def _make_rule(settings: FilterConfig) -> Rule:
-    """The rule of the strategy that `settings` selects."""
+    """Make the rule of the strategy that `settings` selects."""
     if settings.rollout_filter_strategy not in FILTER_STRATEGIES:
         return OwnRule(get_part(settings.rollout_filter_strategy), settings.rollout_filter_value)
     return parse_rule(
@@ -77,7 +77,7 @@ def _make_rule(settings: FilterConfig) -> Rule:
 
 
 def _check_finite(group_tensors: Mapping[str, Tensor]) -> None:
-    """Raise NonFiniteError with the tensors (P, ...) that are not finite, and the groups in which they are not."""
+    """Raise NonFiniteError if a tensor (P, ...) is not finite, with its name and groups in which it is not."""
     for name, tensor in group_tensors.items():
         is_finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(1)
         if not bool(is_finite.all()):

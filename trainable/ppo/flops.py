@@ -1,4 +1,4 @@
-"""FLOP and MFU of the phases of a step. The peak of the MFU is the matmul throughput measured on this machine."""
+"""FLOP and MFU of the phases of a step. MFU is relative to the matmul throughput measured on this machine."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,36 +13,35 @@ from trainable.rollout.episode import Episode
 
 BACKWARD_FACTOR = 2.0
 """FLOP of a backward pass, relative to its forward pass. Each product of the forward pass needs two in the backward
-pass: one for the gradient of its input and one for the gradient of its weight. Recomputed blocks and the products of
-LoRA adapters are not counted."""
+pass, for the gradients of its input and of its weight. Recomputed blocks and products of LoRA adapters do not count."""
 
 
 def estimate_forward_flops(
     shape: Shape, lengths: Sequence[int], output_tokens: int, output_size: int, cached_tokens: int = 0
 ) -> float:
-    """FLOP of a forward pass over sequences of `lengths` tokens, each after `cached_tokens` tokens in the KV cache.
+    """Estimate the FLOP of a forward pass over sequences of `lengths` tokens, each after `cached_tokens` cached ones.
 
         2 · products + 4 · blocks · channels of all heads · pairs of tokens that attend to each other
 
-    A product is a multiplication and an addition. A pair costs two of them per channel: one for its attention score,
-    one for its value.
+    A product is a multiplication and an addition. A pair costs two products per channel, for its attention score and
+    for its value.
 
     output_tokens: number of tokens, over all sequences, that also pass through the rest of the last block and the head,
-    which has `output_size` entries. Other tokens only need the keys and values of the last block.
+    which has `output_size` outputs. Other tokens only need the keys and values of the last block.
     """
     weights_before, weights_after = shape.block_weights
     blocks, tokens = shape.num_hidden_layers, sum(lengths)
     products = tokens * (blocks * weights_before + (blocks - 1) * weights_after) + output_tokens * (
         weights_after + output_size * shape.hidden_size
     )
-    # Causal attention: a token attends to itself, to the tokens before it, and to all cached ones.
+    # Causal attention: a token attends to itself, to all tokens before it, and to all cached tokens.
     pairs = sum(length * (length + 1) / 2 + cached_tokens * length for length in lengths)
     return 2.0 * products + 4.0 * blocks * shape.attention_size * pairs
 
 
 def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
-    """FLOP of sampling the episodes with a KV cache that keeps all turns, and one prefill of each prompt of a group."""
-    # The first sampled token follows the prompt. The episodes of a group share it, but not the children of a tree.
+    """Estimate the FLOP of sampling the episodes, with a KV cache across turns and one prefill per group's prompt."""
+    # The prompt ends at the first sampled token. The episodes of a group share it, but the children of a tree do not.
     prompt_lengths = [int(episode.mask.argmax()) for episode in episodes]
     distinct_prompts = {
         (episode.group, episode.tokens[:length].tobytes()): length
@@ -59,20 +58,20 @@ def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
 
 
 def estimate_training_flops(shape: Shape, config: RunConfig, batch: Batch) -> dict[str, float]:
-    """FLOP of each phase of training on `batch`, by the name of the phase; phases that are off are left out."""
-    # A value head has one output; its trunk costs as much as the policy's.
+    """Estimate the FLOP of each phase of training on `batch`, by its name. Phases that are off are left out."""
+    # A value head has one output, and its trunk costs as much as the policy's.
     lengths, trained_tokens = batch.count_needed_tokens().tolist(), int(batch.mask.sum())
     value_flops, policy_flops = (
         estimate_forward_flops(shape, lengths, trained_tokens, outputs) for outputs in (1, shape.vocab_size)
     )
-    # 1 is the forward pass. Under adapters the weights are frozen, so the backward pass computes no gradients of
-    # weights, which are half of its products.
+    # 1 is the forward pass. With adapters, the weights are frozen, so the backward pass needs no gradients of weights,
+    # which are half of its products.
     update_factor = 1 + (BACKWARD_FACTOR / 2 if config.model.lora_rank else BACKWARD_FACTOR)
     extra_forwards = config.actor.loss.needs_pass_before_step  # a bool: one forward pass of tpo, without gradients
     phase_flops = {"update_actor": (update_factor + extra_forwards) * config.actor.ppo_epochs * policy_flops}
     if config.algorithm.estimator.needs_critic:
         phase_flops["values"] = value_flops
-        # On a shared trunk the update of the policy trains the value head, which adds next to nothing to its FLOP.
+        # On a shared trunk, the policy update also trains the value head, at next to no FLOP.
         if not config.critic.shared_trunk:
             phase_flops["update_critic"] = update_factor * config.critic.ppo_epochs * value_flops
     if config.trains_with_reference:
@@ -81,9 +80,9 @@ def estimate_training_flops(shape: Shape, config: RunConfig, batch: Batch) -> di
 
 
 def compute_mfu(flops: Mapping[str, float], seconds: Mapping[str, float], peak_flops_per_s: float) -> dict[str, float]:
-    """MFU of each phase in `flops`: its FLOP per second, as a fraction of `peak_flops_per_s`.
+    """Compute the MFU of each phase in `flops`: its FLOP per second, as a fraction of `peak_flops_per_s`.
 
-    Phases without `seconds` did not run in this step and are left out.
+    Phases without `seconds`, which did not run in this step, are left out.
     """
     return {
         phase: flop_count / seconds[phase] / peak_flops_per_s
@@ -94,18 +93,18 @@ def compute_mfu(flops: Mapping[str, float], seconds: Mapping[str, float], peak_f
 
 @cache
 def measure_peak_flops(device_type: str, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of matrix products on a device type (cpu, cuda): the best of ten, measured once per process."""
-    # Large enough to use the device fully, and still quick: one product has 1.1 TFLOP and 0.3 GFLOP.
+    """Measure the peak FLOP/s of matrix products on a device type (cpu, cuda): the best of ten, once per process."""
+    # Large enough to use the device fully, but quick: one product takes 1.1 TFLOP (cuda) or 0.3 GFLOP (cpu).
     size = 8192 if device_type == "cuda" else 512
     left, right = (torch.randn(size, size, device=device_type).to(dtype) for _ in range(2))
     torch.mm(left, right)  # warm-up: the first call also pays for initialization
-    # The best instead of the mean, because other processes on the machine only ever make a product slower.
+    # The best instead of the mean, because other processes on the machine can only slow a product down.
     return 2 * size**3 / min(time_call(lambda: torch.mm(left, right), device_type) for _ in range(10))
 
 
 def time_call(call: Callable[[], object], device_type: str) -> float:
-    """Seconds of `call`, including the work that it queued on the device."""
-    # CUDA calls return before their work is done. Wait for earlier work first, then for the work of `call`.
+    """Measure the seconds that `call` takes, including the work that it queues on the device."""
+    # CUDA calls return before their work is done: wait for earlier work first, then for the work of `call`.
     if device_type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Episodes as texts: a few of each validation, and a few that were trained on, with the advantages of their turns."""
+"""Record episodes as texts: some of each validation, and some that were trained on, with the advantage of each turn."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from trainable.rollout.episode import Episode
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS, RecordedChild, RecordedEpisode, RecordedTurn
 
 NumbersPerTurn = list[float | None]
-"""A number for each turn of a rollout, or None where the turn has none."""
+"""A number for each turn of a rollout, or None for turns without one."""
 
 
 def record_episode(
@@ -22,11 +22,11 @@ def record_episode(
     settings: AlgorithmConfig | None = None,
     advantages: Sequence[NumbersPerTurn] | None = None,
 ) -> RecordedEpisode:
-    """The texts of an episode and its children, decoded from their very tokens.
+    """Record the texts of an episode and its children, decoded from their tokens.
 
     step: training steps before the validation, or the step that trained on the episode. settings: in a game of trees,
-    how the turns of a tree are weighted; None in other games. advantages: of an episode that was trained on, the
-    advantage of each turn of each of its rollouts.
+    how the turns of a tree are weighted; None in other games. advantages: for an episode that was trained on, the
+    advantage of each turn of each rollout.
     """
     nothing: NumbersPerTurn = [None] * max(len(rollout.texts) for rollout in episode.rollouts)
     weights = _compute_turn_weights(episode, settings) if settings else [nothing] * len(episode.rollouts)
@@ -60,10 +60,10 @@ def record_trained_episodes(
     codec: Codec,
     settings: AlgorithmConfig | None,
 ) -> list[RecordedEpisode]:
-    """The first `count` of the episodes that a step trains on, with the mean advantage of the tokens of each turn.
+    """Record the first `count` episodes that a step trains on, with the mean advantage of the tokens of each turn.
 
-    episodes: those that the filter has kept; `prepared` begins with them, in this order. step, settings: see
-    `record_episode`. A rollout that is not in the batch, such as a child that is not trained, has no advantages.
+    episodes: the episodes that the filter kept, with which `prepared` begins, in this order. step, settings: see
+    `record_episode`. Rollouts that are not in the batch, such as children that are not trained, have no advantages.
     """
     recorded_episodes, numbers = [], dict[int, int]()
     for place, episode in enumerate(episodes[:count]):
@@ -75,7 +75,7 @@ def record_trained_episodes(
 
 
 def _average_advantages(prepared: PreparedBatch, place: int, episode: Episode) -> list[NumbersPerTurn]:
-    """The mean advantage of each turn of the rollouts of the episode at `place` in the batch."""
+    """Average the advantages over each turn, for all rollouts of the episode at `place` in the batch."""
     batch, advantages = prepared.batch, prepared.targets.advantages
     rows = (batch.tree_ids == place).nonzero().squeeze(-1).tolist()
     means: list[NumbersPerTurn] = []
@@ -87,7 +87,7 @@ def _average_advantages(prepared: PreparedBatch, place: int, episode: Episode) -
         row = rows[number]
         of_turns = (advantages[row][batch.mask[row] & (batch.turns[row] == turn)] for turn in turns)
         values = [float(of_turn.mean()) for of_turn in of_turns]
-        # An advantage that is not finite ends its update, not the run, and a line has no such number.
+        # A non-finite advantage only skips an update, so the run goes on, but a line cannot contain such a number.
         means.append([value if math.isfinite(value) else None for value in values])
     return means
 
@@ -120,7 +120,7 @@ def _cut(text: str | None) -> str | None:
 
 
 def _compute_turn_weights(episode: Episode, settings: AlgorithmConfig) -> list[NumbersPerTurn]:
-    """The weight of each turn of each rollout of a tree in the loss of that tree."""
+    """Compute the weight of each turn of each rollout in the loss of a tree."""
     batch = collate([episode])
     weights = compute_tree_weights(
         batch.mask, batch.turns, batch.tree_ids, batch.is_root, settings.tree_weighting, settings.train_children

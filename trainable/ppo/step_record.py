@@ -1,7 +1,7 @@
 """Records of a training step: one type per part of the step, whose fields are columns of `steps`.
 
-docs/metrics.md and `trainable.runs.records.STEP_COLUMNS` have the unit and the formula of each column; a test compares
-them with the fields here. A field is None if it was not measured in the step.
+For the unit and formula of each column, see docs/metrics.md and `trainable.runs.records.STEP_COLUMNS`, which a test
+compares with the fields here. A field is None if it was not measured in the step.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ class RolloutSummary:
 class EngineMismatch:
     """Mismatch of log-probs between trainer and engine, for an engine with its own copy of the weights.
 
-    engine_prompt_mismatch: that on the fixed prompt after the last sync; None before the first one. The others are over
-    the sampled tokens; None if the trainer has not recomputed their log-probs.
+    engine_prompt_mismatch: on the fixed prompt after the last sync, or None before the first sync. The others are over
+    the sampled tokens, or None if the trainer has not recomputed their log-probs.
     """
 
     engine_prompt_mismatch: float | None
@@ -67,8 +67,8 @@ class BatchSummary:
 class Budget:
     """Optimizer steps, actions and tokens of the step.
 
-    Filters change them, so a comparison of filters has to report them. optimizer_steps: applied steps of the policy.
-    env_steps: executed actions. trained_tokens: including the tokens of copies in the batch.
+    Filters change them, so comparisons of filters must report them. optimizer_steps: applied steps of the policy.
+    env_steps: executed actions. trained_tokens: including copies in the batch.
     """
 
     optimizer_steps: int
@@ -77,13 +77,13 @@ class Budget:
     trained_tokens: int
 
     def add(self, other: "Budget") -> "Budget":
-        """The sum of both budgets."""
+        """Add both budgets."""
         return Budget(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Results on all validation levels: sampled, and before training also greedy."""
+    """Results on all validation levels: sampled, and also greedy before training."""
 
     val_success: float
     val_success_unseen: float | None
@@ -95,7 +95,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class FinalEvaluation:
-    """Results that are measured once, at the end of a run, and the wall and CPU seconds that this took.
+    """Results that are measured once, at the end of a run, and the wall and CPU seconds that it took.
 
     test_success, test_greedy_success: None if the run has no test levels.
     """
@@ -107,8 +107,8 @@ class FinalEvaluation:
     cpu_seconds: float
 
     def add_to_row(self, row: Mapping[str, Number]) -> dict[str, Number]:
-        """The last `row` of the run, with the results added and the seconds included in its time columns."""
-        # The evaluation counts as validation, and therefore in the times of the step and of the run.
+        """Add the results to the last `row` of the run, and the seconds to its time columns."""
+        # The evaluation counts as validation, and so in the times of the step and of the run.
         added_seconds = {
             "seconds_validation": self.seconds,
             "seconds_step": self.seconds,
@@ -129,8 +129,8 @@ class FinalEvaluation:
 class StepTiming:
     """Seconds of the step and of its phases, and the MFU of the phases.
 
-    phases, mfu: by name of the phase; a phase that did not run is missing. seconds_total: sum of seconds_step over the
-    run so far, across restarts.
+    phases, mfu: by name of the phase, without phases that did not run. seconds_total: sum of seconds_step over the run
+    so far, across restarts.
     """
 
     phases: Mapping[str, float]
@@ -141,7 +141,7 @@ class StepTiming:
     seconds_total: float
 
     def to_row(self) -> dict[str, Number]:
-        """The columns of times and MFU."""
+        """Make the columns of times and MFU."""
         return {
             **{f"seconds_{phase}": seconds for phase, seconds in self.phases.items()},
             **{f"mfu_{phase}": fraction for phase, fraction in self.mfu.items()},
@@ -157,9 +157,8 @@ class StepRecord:
     """The record of one training step.
 
     total_budget: sum of `budget` over all steps so far. batch: None if the filter dropped all groups. base_validation:
-    the validation before training, which belongs to step 1. update, collapse, measures: columns by name, of the
-    optimizer steps of policy and critic, of the collapse diagnostics, and of the measures of the game; empty without
-    any.
+    the validation before training, recorded with step 1. update, collapse, measures: columns by name, for the optimizer
+    steps of policy and critic, the collapse diagnostics, and the measures of the game. May be empty.
     """
 
     rollout: RolloutSummary
@@ -177,7 +176,7 @@ class StepRecord:
     measures: Mapping[str, float] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Number]:
-        """The columns of the step that were measured; columns with the value None are left out."""
+        """Make the columns of the step, without those that were not measured (None)."""
         summaries = (self.rollout, self.engine_mismatch, self.filter, self.batch, self.validation)
         columns: dict[str, Number] = {
             "consecutive_empty_steps": self.consecutive_empty_steps,

@@ -1,4 +1,4 @@
-"""Compute the targets of the losses, advantages and returns, from the rewards of episodes."""
+"""Compute the targets of the losses (advantages and returns) from the rewards of episodes."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -47,10 +47,10 @@ def make_targets(
     values: (B, T) of the critic, which gae needs; None without a critic. ref_logprobs: (B, T) of the reference; None
     without one. settings: zero_task_advantage sets the advantages to 0, but not the returns. kl_coef: coefficient of
     the KL penalty in the reward, read only with use_kl_in_reward. filter_scale: factor of actor.filter_loss_scaling,
-    applied after whitening, which would cancel it. has_trees: whether the episodes are trees, of which every rollout
-    has the advantage of its root, and the weights of settings.tree_weighting.
+    applied after whitening, which would cancel it. has_trees: whether the episodes are trees, in which every rollout
+    gets the advantage of its root, and weights by settings.tree_weighting.
     """
-    # As published: GAE over turns needs the reward of each turn, everything else the score at the last sampled token.
+    # As published: GAE over turns needs the reward of each turn, all others the score at the last sampled token.
     rewards = batch.rewards if settings.bi_level_gae else place_episode_scores(batch)
     if settings.use_kl_in_reward:
         assert ref_logprobs is not None  # a run with a KL in the reward has a reference
@@ -65,7 +65,7 @@ def make_targets(
         loss_weights = compute_tree_weights(
             batch.mask, batch.turns, batch.tree_ids, batch.is_root, settings.tree_weighting, settings.train_children
         ).to(advantages.dtype)
-    # Only the advantages become 0: KL and entropy alone move the policy, and the critic still learns from the returns.
+    # Only the advantages become 0: just KL and entropy move the policy, and the critic still learns from the returns.
     advantages = torch.zeros_like(advantages) if settings.zero_task_advantage else advantages * filter_scale
     values = torch.zeros_like(returns) if values is None else values
     return Targets(advantages, returns, values, ref_logprobs, loss_weights=loss_weights)
@@ -74,7 +74,7 @@ def make_targets(
 def _compute_advantages(
     batch: Batch, rewards: Tensor, values: Tensor | None, settings: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (B, T) of the estimator; without a critic, returns are 0 and unused."""
+    """Compute advantages and returns (B, T) with the estimator. Without a critic, returns are 0 and unused."""
     if settings.estimator.needs_critic:
         assert values is not None
         if settings.bi_level_gae:
@@ -83,26 +83,26 @@ def _compute_advantages(
             )
         else:
             estimate = gae(rewards, values, batch.mask, settings.gamma, settings.lam)
-        # As published. The critic-free estimators do their own centering or whitening.
+        # As published. Critic-free estimators center or whiten themselves.
         return masked_whiten(estimate.advantages, batch.mask), estimate.returns
     if settings.adv_estimator not in ADVANTAGE_ESTIMATORS:
         own_estimator = get_part(settings.adv_estimator)
         advantages = own_estimator(_compute_scores(batch, rewards), batch.group_ids, batch.mask)
-        # No estimator of the user gets to train tokens that were not sampled.
+        # A plug-in must not train tokens that were not sampled.
         return torch.where(batch.mask, advantages.to(rewards.dtype), 0).detach(), torch.zeros_like(rewards)
     return _CRITIC_FREE_ESTIMATORS[settings.adv_estimator](batch, rewards, settings), torch.zeros_like(rewards)
 
 
 def _compute_scores(batch: Batch, rewards: Tensor) -> Tensor:
-    """Score (B,) of each episode: the sum of its rewards, which include the KL penalty if that is on."""
+    """Compute the score (B,) of each episode: the sum of its rewards, including any KL penalty."""
     return (rewards * batch.mask).sum(1)
 
 
 def compute_tree_advantages(batch: Batch, scores: Tensor, norm_by_std: bool) -> Tensor:
-    """Advantages (B, T) in which every trained token of a tree has that of its root among the roots of its group.
+    """Compute the advantage of each root among the roots of its group, and give it to all tokens of its tree, (B, T).
 
-    scores: (B,) of each rollout; those of children are not read. norm_by_std: see `grpo`, whose constants are those of
-    rlm_grpo here: the std divides by G, and equal scores up to 1e-8 have advantage 0.
+    scores: (B,) of each rollout, not read for children. norm_by_std: see `grpo`. The constants are from rlm_grpo: the
+    variance divides by G, and a std up to 1e-8 gives advantage 0.
     """
     roots = batch.is_root
     one_token = torch.ones(int(roots.sum()), 1, dtype=torch.bool, device=scores.device)
@@ -127,5 +127,5 @@ _CRITIC_FREE_ESTIMATORS: Mapping[str, Callable[[Batch, Tensor, AlgorithmConfig],
         _compute_scores(batch, rewards), batch.group_ids, batch.mask
     ),
 }
-"""Estimators that need no critic, by adv_estimator: functions from batch, rewards (B, T) and settings to advantages
-(B, T). Estimators of a whole group see the sum of an episode's rewards, so that a KL penalty reaches them, too."""
+"""Estimators without a critic, by adv_estimator: functions of batch, rewards (B, T) and settings that return advantages
+(B, T). Estimators over groups read the sum of an episode's rewards, so a KL penalty affects them, too."""

@@ -1,4 +1,4 @@
-"""The PPO trainer. Its `step` makes one training step of the published code (RAGEN), with its parts in that order."""
+"""The PPO trainer. Its `step` makes one training step, with its parts in the order of the published code (RAGEN)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -70,18 +70,18 @@ from trainable.runs.run_files import Row
 from trainable.runs.training import do_nothing
 
 SHARED_VALUE_WEIGHT = 0.01
-"""Weight of the value loss on a shared trunk. Scores reach 10.9, so squared errors reach about 100; unweighted, they
-would dwarf the policy loss, which shares the trunk."""
+"""Weight of the value loss on a shared trunk. Scores reach 10.9, so squared errors reach about 100, and would dwarf the
+policy loss without a weight."""
 
 
 BASE_EVALUATIONS = BaseEvaluations()
-"""Those of this process. A process on the CPU trains several runs, and those of a seed start from the same policy."""
+"""The cache of this process. On the CPU, a process trains several runs, and runs of a seed share their first policy."""
 
 
 class StepOutput(NamedTuple):
     """The results of a step: its record, its evaluations, and the lines of its gradient analysis, if there was one.
 
-    trained_episodes: some of those that it trained on, as texts.
+    trained_episodes: some of the episodes that it trained on, as texts.
     """
 
     record: StepRecord
@@ -91,18 +91,18 @@ class StepOutput(NamedTuple):
 
     @property
     def row(self) -> dict[str, Number]:
-        """The columns that were measured in this step."""
+        """The columns that the step measured."""
         return self.record.to_row()
 
 
 class Diagnostics(NamedTuple):
-    """Functions that measure something in a training step, and change neither the weights nor later samples.
+    """Functions that measure a training step, without changing the weights or later samples.
 
-    Both functions get the trainer and the episodes of the step. They are passed to the trainer instead of imported by
-    it, because their modules import from `trainable.ppo`.
+    Both get the trainer and the episodes of the step. They are passed to the trainer instead of imported, because their
+    modules import `trainable.ppo`.
 
-    collapse: returns the columns of the collapse diagnostics; no columns in a step in which they are not due.
-    gradients: returns lines for gradients.jsonl. The trainer calls it only in steps with a gradient analysis.
+    collapse: returns the columns of the collapse diagnostics, or none in steps in which they are not due. gradients:
+    returns lines for gradients.jsonl, and is called only in steps with a gradient analysis.
     """
 
     collapse: Callable[["PPOTrainer", Sequence[Episode]], Mapping[str, float]] = lambda trainer, episodes: {}
@@ -113,10 +113,10 @@ NO_DIAGNOSTICS = Diagnostics()
 
 
 class PPOTrainer:
-    """Trains one run: owns its policy, critic, reference and levels; `step()` trains one step and returns its record.
+    """Trains one run. Owns its policy, critic, reference and levels. `step()` trains one step and returns its record.
 
-    Every random number is a function of config.seed, its purpose and the step. A trainer that is restored after step t
-    therefore continues exactly like one that was never interrupted.
+    Every random number is a function of config.seed, its purpose and the step, so a trainer that is restored after step
+    t continues exactly like one that was never interrupted.
     """
 
     def __init__(
@@ -143,32 +143,32 @@ class PPOTrainer:
         self.kl_controller = AdaptiveKLController(kl_settings.kl_coef, kl_settings.target_kl, horizon)
         self.step_index = self.consecutive_empty_steps = self.consecutive_nonfinite_steps = 0
         self.seconds_total = 0.0
-        # The collapse diagnostics read and replace these. They are kept here to be part of every checkpoint.
+        # The collapse diagnostics read and replace these. They are kept here so that checkpoints include them.
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
         self.total_budget = Budget(optimizer_steps=0, env_steps=0, sampled_tokens=0, trained_tokens=0)
         self._set_up_environment(policy)
 
     def _set_up_environment(self, policy: Policy) -> None:
-        """Make the game, its prompts and limits, the engine, and the levels of all steps, so that no step makes any.
+        """Make the game, its prompts and limits, the engine, and the levels of all steps.
 
         Raises ValueError if the first turn of an episode does not fit into the context.
         """
         config, env = self.config, self.config.env
         self.level_source = make_level_source(env)
         model_context = self.model.shape.max_position_embeddings
-        # The setting can only shorten the model's context, never extend it.
+        # The setting can only shorten the model's context.
         context = min(model_context, config.rollout.max_model_len or model_context)
         self.player = make_player(config, policy, self.codec, context)
         self.levels, self.val_levels, self.test_levels, is_unseen = make_run_levels(self.level_source, config)
-        # Checked before an engine is started for settings that cannot work.
+        # Check before starting an engine for settings that cannot work.
         all_levels = [*self.val_levels, *self.test_levels, *chain(*self.levels)]
         self.player.check_first_turns(all_levels, config.rollout.response_length)
-        # Any level serves: the engine needs a fixed prompt on which log-probs are compared.
+        # The engine needs a fixed prompt on which to compare log-probs. Any level will do.
         prompt = self.player.encode_first_turn(self.val_levels[0])
         gather_weights = self.backends["actor"].gather_weights
         self.engine = make_engine(config, policy, self.device, prompt, context, gather_weights)
         self.evaluation_engine = make_evaluation_engine(config, policy, self.engine, gather_weights)
-        # An evaluation has one entry per episode, and the rollouts of a level are consecutive in it.
+        # Evaluations have one entry per episode, with the rollouts of a level next to each other.
         self.is_val_unseen = [unseen for unseen in is_unseen for _ in range(env.val_group_size)]
 
     # ------------------------------------------------------------------ the step
@@ -176,33 +176,31 @@ class PPOTrainer:
     def step(self, before_update: Callable[[], None] = do_nothing) -> StepOutput:
         """Train one step, in the published order. Comments in the code refer to the numbers of this list.
 
-        0. Before the first step, validate the base policy, unless an earlier run of this process has.
+        0. Before the first step, validate the base policy, unless an earlier run of this process has done so.
         1. Roll out P x G episodes, and compute the collapse diagnostics with the policy that sampled them.
         2. Filter the groups by their scores. If the filter keeps no group, there is no batch to train on.
         3. to 6. Make a batch, its values, its reference log-probs, and its advantages and returns.
-        7. Update the critic. If a gradient analysis is due, make it now: it measures the gradients of the policy that
-           sampled the episodes.
+        7. Update the critic. Analyze gradients now if due, since they are of the policy that sampled the episodes.
         8. Update the policy, and sync its weights to the sampling engine.
-        9. If a validation is due, validate.
+        9. Validate if due.
 
-        before_update: called before 7, which is the first change of the tensors that `get_state` has returned.
+        before_update: called before 7, which first changes the tensors that `get_state` returned.
 
-        A step without a batch has a record and a validation if one is due, but no updates. Raises NonFiniteError if
-        the run cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a
-        sync.
+        A step without a batch has a record, and a validation if due, but no updates. Raises NonFiniteError if the run
+        cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a sync.
         """
         clock, timer, config = Clock(), PhaseTimer(self.device), self.config
-        # A restored trainer is past step 0, so the base policy is validated once per run.
+        # A restored trainer is past step 0, so each run validates the base policy once.
         is_first = self.step_index == 0 and config.trainer.val_before_train
         base_evaluations = self._validate_base(timer) if is_first else []  # 0
-        # After the validation, which counts as step 0.
+        # After the validation, which belongs to step 0.
         self.step_index += 1
         plan = plan_step(self.step_index, config)
         with timer.measure("rollout"), add_step(f"in step {self.step_index}"):
             episodes = self._collect_episodes()  # 1
-        # Before everything that uses the episodes: if a log-prob is not finite, the run ends here.
+        # Before anything that uses the episodes, since the run ends here if a log-prob is not finite.
         mismatch = self.engine.measure_mismatch(list_rollouts(episodes), self.step_index)
-        prompt_mismatch = self.engine.prompt_mismatch  # of the weights that sampled; the sync below replaces it
+        prompt_mismatch = self.engine.prompt_mismatch  # of the sampling weights, until the sync below replaces it
         collapse = self.diagnostics.collapse(self, episodes)
         with add_step(f"in step {self.step_index}"):
             selection = filter_episodes(episodes, config.filter, config.env.group_size)  # 2
@@ -254,13 +252,13 @@ class PPOTrainer:
 
     @property
     def _tree_settings(self) -> AlgorithmConfig | None:
-        """How the turns of a tree are weighted; None in a game without trees."""
+        """How to weight the turns of a tree, or None in a game without trees."""
         return self.config.algorithm if self.config.env.kind.has_trees else None
 
     def _collect_measures(
         self, episodes: Sequence[Episode], base_evaluations: Sequence[Evaluation], evaluations: Sequence[Evaluation]
     ) -> dict[str, float]:
-        """The columns of the game's own measures: in training, and in the first, sampled evaluation of a validation."""
+        """Collect the columns of the game's measures, in training and in the sampled evaluation of each validation."""
         measures_by_prefix = {
             "train": measure_episodes(self.level_source, self.levels[self.step_index - 1], episodes),
             "base_val": base_evaluations[0].measures if base_evaluations else {},
@@ -280,7 +278,7 @@ class PPOTrainer:
     def roll_out(self, levels: Sequence[Level], group_size: int, purpose: str) -> list[Episode]:
         """Sample training episodes: `group_size` per level, in the order of the levels.
 
-        purpose: the purpose of the samples in `make_rng`; each has its own random numbers at every step.
+        purpose: selects the random stream in `make_rng`, together with the step.
         """
         rollout = self.config.rollout
         return self._roll_out_levels(
@@ -304,24 +302,24 @@ class PPOTrainer:
         has_passes_next: bool,
         recomputes_logprobs: bool,
     ) -> list[Episode]:
-        """Roll out every level `group_size` times; returns the episodes of all ranks, in the order of the levels.
+        """Roll out every level `group_size` times, and return the episodes of all ranks in the order of the levels.
 
-        Each rank plays some of the levels, and draws the same random numbers for them as a single rank would. They
-        depend on the run's seed, on `purpose` and on the step.
-        has_passes_next: whether the trainer reads the episodes next, in passes that need the memory of the engine.
-        recomputes_logprobs: whether the log-probs of the episodes are the trainer's. If not, they may be the engine's.
+        Each rank plays some of the levels, with the same random numbers as a single rank would draw. They depend on the
+        run's seed, on `purpose` and on the step.
+        has_passes_next: whether the trainer's passes over the episodes come next, and need the memory of the engine.
+        recomputes_logprobs: whether to replace the engine's log-probs of the episodes by the trainer's.
         """
         local_range = compute_local_range(len(levels), self.world)
         local_levels = [levels[number] for number in local_range]
-        # A sampler spawns one child generator per episode; skip those of the episodes that lower ranks play.
+        # A sampler spawns one child generator per episode. Skip the generators of episodes that lower ranks play.
         rng = make_rng(self.config.seed, purpose, self.step_index)
         rng = skip_child_seeds(rng, local_range.start * group_size)
-        # The environment has a stream of its own, so that its chance never depends on what was sampled.
+        # The environment has a separate stream, so that its randomness never depends on what was sampled.
         luck_rng = make_rng(self.config.seed, "environment", PURPOSES[purpose], self.step_index)
         sampling_params = self._make_sampling_params(temperature)
         episodes: list[Episode] = []
-        with engine.wake_up():  # a rank without levels enters, too: gathering weights takes all ranks
-            # More ranks than levels leave some ranks without any, and a sampler needs at least one prompt.
+        with engine.wake_up():  # even on a rank without levels, since all ranks must gather weights
+            # With more ranks than levels, some ranks have none, and a sampler needs at least one prompt.
             if local_levels:
                 request = RolloutRequest(
                     local_levels,
@@ -339,7 +337,7 @@ class PPOTrainer:
         if recomputes_logprobs:
             rollouts = engine.recompute_logprobs(list_rollouts(episodes), temperature)
             episodes = replace_rollouts(episodes, rollouts)
-        # Every rank has numbered its groups from 0; make the numbers unique.
+        # Every rank numbers its groups from 0: make the numbers unique.
         local_episodes = [episode._replace(group=episode.group + local_range.start) for episode in episodes]
         return list(chain.from_iterable(self.world.all_gather_object(local_episodes)))
 
@@ -362,12 +360,12 @@ class PPOTrainer:
     ) -> PreparedBatch:
         """Make a batch of episodes with values, reference log-probs and advantages.
 
-        episodes: those of the `groups_kept` groups that the filter kept, of `num_groups` before it;
-        actor.filter_loss_scaling depends on the fraction kept. rng: draws the episodes that are copied to fill the last
-        mini-batch. timer: measures the phases; None if their times are not reported.
+        episodes: the episodes of the groups that the filter kept. groups_kept, num_groups: number of groups after and
+        before the filter, for actor.filter_loss_scaling. rng: draws the episodes to copy to fill the last mini-batch.
+        timer: measures the phases; None if their times are not reported.
         """
         config, timer = self.config, timer or PhaseTimer(self.device)
-        # The numbers are those of the algorithm in the docstring of `step`.
+        # The numbers refer to the docstring of `step`.
         batch = self._make_batch(episodes, num_groups, rng)  # 3
         with timer.measure("values"):
             values = self.compute_values(batch)  # 4
@@ -396,7 +394,7 @@ class PPOTrainer:
             return update_critic(critic, backend, *prepared, self.config.critic, mode)
 
     def _analyze_gradients(self, episodes: list[Episode], timer: PhaseTimer) -> list[Row]:
-        # Ranks analyze different mini-batches, so they make different numbers of passes: all weights are needed.
+        # Ranks analyze different mini-batches with different numbers of passes, so each needs all weights.
         actor = self.backends["actor"]
         with actor.gather_weights(), self._load_reference_for_loss(), timer.measure("gradient_analysis"):
             return self.diagnostics.gradients(self, episodes)
@@ -416,15 +414,15 @@ class PPOTrainer:
         """Check the new weights, sync them to the engine, and summarize the optimizer steps.
 
         Raises NonFiniteError if a weight or the KL in the reward is not finite, or if too many consecutive steps were
-        skipped; raises EngineMismatchError if the engine's log-probs differ after the sync.
+        skipped, and EngineMismatchError if the engine's log-probs differ after the sync.
         """
         meters = [meter for meter in (critic_meter, policy_meter) if meter is not None]
         skipped_steps = sum(meter.skipped_steps for meter in meters)
-        # One bad batch may be an accident. Only a series of them shows that the run cannot recover.
+        # A single bad batch may be an accident, but after several in a row, the run cannot recover.
         self.consecutive_nonfinite_steps = self.consecutive_nonfinite_steps + 1 if skipped_steps else 0
         nonfinite_names = [name for meter in meters for name in meter.nonfinite_names]
         nonfinite_weights = [name for backend in self.backends.values() for name in backend.find_nonfinite_weights()]
-        # Before the sync: the engine never gets weights that are not finite.
+        # Before the sync, so that the engine never gets non-finite weights.
         check_finite(
             self.step_index,
             self.consecutive_nonfinite_steps,
@@ -439,7 +437,7 @@ class PPOTrainer:
         return {**means, "nonfinite_updates": skipped_steps, "kl_in_reward_coef": coefficient}
 
     def make_actor_update(self) -> ActorUpdate:
-        """The losses of the policy, with its optimizer."""
+        """Make the update of the policy, with its losses and its optimizer."""
         backend = self.backends["actor"]
         return ActorUpdate(
             cast(LanguageModel, backend.networks["actor"]),
@@ -453,7 +451,7 @@ class PPOTrainer:
         )
 
     def _make_batch(self, episodes: Sequence[Episode], num_groups: int, rng: np.random.Generator) -> Batch:
-        """Collate episodes into a batch, and fill it up with random copies of them so that all mini-batches are full.
+        """Collate episodes into a batch, and add random copies so that all mini-batches are full.
 
         See `RunConfig.compute_batch_multiple`.
         """
@@ -464,7 +462,7 @@ class PPOTrainer:
         return collate([episodes[number] for number in index.tolist()]).to(self.device)
 
     def compute_values(self, batch: Batch) -> Tensor | None:
-        """Values (B, T) of the critic at the trained tokens, without gradients; None without a critic."""
+        """Compute the critic's values (B, T) at the trained tokens, without gradients. None without a critic."""
         rows_per_pass = self.config.rollout.log_prob_micro_batch_size_per_gpu
         if self.critic is not None:
             value_function = TokenFunction.for_values(self.critic.model, self.critic.score)
@@ -472,12 +470,12 @@ class PPOTrainer:
             value_function = TokenFunction.for_values(self.model.model, self.value_head)
         else:
             return None
-        # A head on a shared trunk belongs to the policy's backend.
+        # A value head on a shared trunk belongs to the policy's backend.
         with self.backends["actor" if self.critic is None else "critic"].gather_weights():
             return compute_at_trained_tokens(batch, rows_per_pass, value_function, self.world)
 
     def _compute_reference_logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        """Log-probs (B, T) of the frozen reference at the sampled tokens, which were sampled at `temperature`."""
+        """Compute the reference's log-probs (B, T) of the tokens, which were sampled at `temperature`."""
         assert self.reference is not None  # the configuration needs a reference
         logprob_function = TokenFunction.for_logprobs(self.reference, temperature)
         rows_per_pass = self.config.rollout.ref_log_prob_micro_batch_size_per_gpu
@@ -485,22 +483,22 @@ class PPOTrainer:
             return compute_at_trained_tokens(batch, rows_per_pass, logprob_function, self.world)
 
     def _load_reference(self) -> AbstractContextManager[None]:
-        """Context in which the reference is on the device. It is frozen, so it is never copied back."""
+        """Make a context in which the reference is on the device. It is frozen, so it need not be copied back."""
         return nullcontext() if self._reference_swap is None else self._reference_swap.load(has_changed=False)
 
     def _load_reference_for_loss(self) -> AbstractContextManager[None]:
-        """The context of `_load_reference` if the loss of the policy reads the reference: only the exact KL does."""
+        """Make the context of `_load_reference` if the policy loss reads the reference, as only the exact KL does."""
         return self._load_reference() if self.config.actor.reads_reference_distribution else nullcontext()
 
     def _update_kl_controller(self, prepared: PreparedBatch) -> float:
-        """Adapt the coefficient of the KL in the reward for the next step; return the one that this step used."""
+        """Adapt the coefficient of the KL in the reward for the next step, and return the coefficient of this step."""
         batch, ref_logprobs, config = prepared.batch, prepared.targets.ref_logprobs, self.config
         assert ref_logprobs is not None  # a run with a KL in the reward has a reference
         coefficient = self.kl_controller.coef
         measured_kl = float(
             masked_mean(estimate_kl(batch.logprobs, ref_logprobs, config.algorithm.kl_penalty), batch.mask)
         )
-        # An adaptive coefficient would become NaN, and with it the rewards of all later steps.
+        # An adaptive coefficient would become NaN, and so would the rewards of all later steps.
         if not math.isfinite(measured_kl):
             raise NonFiniteError(f"the KL in the reward was not finite in step {self.step_index}")
         self.kl_controller = self.kl_controller.update(measured_kl, len(batch.lengths))
@@ -511,7 +509,7 @@ class PPOTrainer:
     def _validate_base(self, timer: PhaseTimer) -> list[Evaluation]:
         """Evaluate the untrained policy on all validation levels, sampled and greedy, unless this process has done so.
 
-        On a GPU each run has a new process, and several ranks evaluate together.
+        There is no cache on GPUs, where each run has a new process, or with several ranks, which evaluate together.
         """
         modes = ("sampled", "greedy")
         if self.device.type != "cpu" or self.world.size > 1:
@@ -525,9 +523,9 @@ class PPOTrainer:
             return [self.evaluate("val", mode) for mode in modes]
 
     def evaluate_final(self) -> tuple[FinalEvaluation, list[Evaluation]]:
-        """Evaluate once, at the end of a run: validation greedy, and the test levels both sampled and greedy.
+        """Evaluate at the end of a run: validation levels greedy, and test levels both sampled and greedy.
 
-        Sampled validation is part of the training steps (see `plan_step`), so it is not repeated here.
+        Sampled validations are part of the training steps (see `plan_step`).
         """
         clock = Clock()
         STEP_PHASE.enter("final evaluation")
@@ -544,9 +542,9 @@ class PPOTrainer:
     def evaluate(self, split: str, mode: str) -> Evaluation:
         """Roll out all levels of `split` (val, test) in `mode` (sampled, greedy), without training.
 
-        A validation level is played env.val_group_size times, a test level once. With trainer.measure_val_kl, a sampled
-        validation also measures the KL to the reference, over the same episodes. With trainer.log_val_generations, it
-        also records the texts of the first rollout of each of the first levels.
+        Validation levels are played env.val_group_size times, test levels once. With trainer.measure_val_kl, a sampled
+        validation also measures the KL to the reference over the same episodes. With trainer.log_val_generations, it
+        also records the text of one rollout of each of the first levels.
 
         Raises ValueError for another split or mode.
         """
@@ -562,7 +560,7 @@ class PPOTrainer:
         temperature = self.config.rollout.val_temperature if mode == "sampled" else 0.0
         is_sampled_validation = (split, mode) == ("val", "sampled")
         with add_step(f"in the {purpose} after step {self.step_index}"):
-            # Before training, the policy is the reference, unless the reference is a model of its own.
+            # Before training, the policy equals the reference, unless a reference model is set.
             has_moved = self.step_index > 0 or self.config.model.reference_path is not None
             measures_kl = self.config.measures_val_kl and is_sampled_validation and has_moved
             episodes = self._roll_out_levels(
@@ -596,12 +594,12 @@ class PPOTrainer:
     def _count_budget(
         self, episodes: Sequence[Episode], policy_meter: Meter | None, batch_summary: BatchSummary | None
     ) -> Budget:
-        """The budget of this step, which is also added to the total of the run."""
+        """Count the budget of this step, and add it to the total of the run."""
         budget = Budget(
             optimizer_steps=policy_meter.optimizer_steps - policy_meter.skipped_steps if policy_meter else 0,
             env_steps=sum(episode.actions for episode in episodes),
             sampled_tokens=sum(rollout.response_tokens for rollout in list_rollouts(episodes)),
-            # Includes the copies of episodes in the batch, since they are trained on.
+            # Including copies of episodes in the batch, since they are trained on.
             trained_tokens=batch_summary.trained_tokens if batch_summary else 0,
         )
         self.total_budget = self.total_budget.add(budget)
@@ -610,27 +608,27 @@ class PPOTrainer:
     def _measure_timing(
         self, clock: Clock, timer: PhaseTimer, episodes: Sequence[Episode], prepared: PreparedBatch | None
     ) -> StepTiming:
-        """Seconds and MFU of the step's phases; the seconds of the step are added to the total of the run."""
+        """Measure seconds and MFU of the step's phases, and add the seconds of the step to the total of the run."""
         flops = {"rollout": estimate_rollout_flops(self.model.shape, list_rollouts(episodes))}
         flops |= estimate_training_flops(self.model.shape, self.config, prepared.batch) if prepared else {}
         peak_flops_per_s = measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
-        # The FLOP are those of all ranks, so the peak is, too.
+        # FLOP are summed over all ranks, so the peak must be, too.
         mfu = compute_mfu(flops, timer.seconds, peak_flops_per_s * self.world.size)
         seconds, cpu_seconds = clock.read()
         self.seconds_total += seconds
         return StepTiming(timer.seconds, mfu, peak_flops_per_s, seconds, cpu_seconds, self.seconds_total)
 
     def close(self) -> None:
-        """Close the engine; the trainer cannot sample afterwards."""
+        """Close the engine. Afterwards, the trainer cannot sample."""
         self.engine.close()
 
     # ------------------------------------------------------------------ state
 
     def get_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """Everything that the next step depends on: tensors by name, and JSON values.
+        """Return everything that the next step depends on: tensors by name, and JSON values.
 
-        The reference is not part of it, since it can be loaded again. The tensors are live: write or clone them before
-        the next step.
+        The reference is left out, since it can be loaded again. The tensors are live: write or clone them before the
+        next step.
         """
         tensors = {name: value for backend in self.backends.values() for name, value in backend.state_dict().items()}
         return tensors, {
@@ -642,9 +640,9 @@ class PPOTrainer:
             "totals": asdict(self.total_budget),
             "kl_coef": self.kl_controller.coef,
             "collapse_averages": self.collapse_averages,
-            # Adapters fit only the base that they were trained over; full weights need no base.
+            # Adapters fit only the base on which they were trained. Full weights need no base.
             **({} if self.base_fingerprint is None else {"base": self.base_fingerprint}),
-            # A run that goes on with another teacher would be another run.
+            # With another teacher, it would be another run.
             **({} if self.reference_fingerprint is None else {"reference": self.reference_fingerprint}),
         }
 
@@ -657,7 +655,7 @@ class PPOTrainer:
         check_reference(values.get("reference"), self.reference_fingerprint)
         for backend in self.backends.values():
             backend.check_state_shapes(get_shapes(tensors))
-        # Everything is read and converted before anything is loaded, so that a refused state changes nothing.
+        # Read and convert everything before loading anything, so that a refused state changes nothing.
         try:
             step, empty_steps, nonfinite_steps = (
                 int(values[key]) for key in ("step", "empty_in_a_row", "nonfinite_in_a_row")
@@ -677,5 +675,5 @@ class PPOTrainer:
         self.consecutive_empty_steps, self.consecutive_nonfinite_steps = empty_steps, nonfinite_steps
         self.seconds_total, self.total_budget, self.collapse_averages = seconds, total_budget, averages
         self.kl_controller = replace(self.kl_controller, coef=coef)
-        # An engine with its own copy of the weights still has those of the base model.
+        # An engine with its own copy still has the weights of the base model.
         self.engine.sync_weights(synced_step)

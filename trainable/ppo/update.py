@@ -1,9 +1,8 @@
 """The optimizer steps of a training step: for the policy, the critic, or both on a shared trunk.
 
 Each mini-batch is one optimizer step. As published, its loss is the mean over micro-batches of their aggregated losses.
-Every aggregation is a weighted sum over tokens. A mini-batch can therefore be split into forward and backward passes
-anywhere, without changing its loss: the weights keep the micro-batches of the published code, and memory decides about
-the passes.
+Every aggregation is a weighted sum over tokens, so a mini-batch can be split anywhere into forward and backward passes
+without changing its loss: the weights reproduce the published micro-batches, and memory limits the passes.
 """
 
 import operator
@@ -36,10 +35,10 @@ from trainable.rollout.batch import Batch
 class Targets(NamedTuple):
     """Targets of the losses, (B, T) each.
 
-    returns: what the critic is fitted to. values: of the critic before the update, zeros without one. ref_logprobs:
-    None if there was no pass of the reference. sequence_weights: (B,), only for the tpo loss, in which the coefficient
-    of a log-prob is minus the weight of its sequence (see `ActorUpdate.make_tpo_targets`). loss_weights: the weight of
-    each token in the loss of all episodes, which are then one mini-batch; None if the loss is aggregated by its mode.
+    returns: what the critic is fitted to. values: of the critic before the update, zeros without a critic.
+    ref_logprobs: None if there was no pass of the reference. sequence_weights: (B,), only for the tpo loss, where minus
+    the weight of a sequence is the coefficient of its log-probs (see `ActorUpdate.make_tpo_targets`). loss_weights: the
+    weight of each token, if all episodes are one mini-batch; None if the loss is aggregated by its mode.
     """
 
     advantages: Tensor
@@ -50,7 +49,7 @@ class Targets(NamedTuple):
     loss_weights: Tensor | None = None
 
     def select_rows(self, index: Tensor, longest: int) -> "Targets":
-        """The targets of the episodes at `index` (N,), cut to `longest` tokens."""
+        """Select the targets of the episodes at `index` (N,), cut to `longest` tokens."""
         return Targets(
             advantages=self.advantages[index, :longest],
             returns=self.returns[index, :longest],
@@ -69,7 +68,7 @@ class PassInputs(NamedTuple):
     weights: Tensor
 
     def select_trained(self, tensor: Tensor) -> Tensor:
-        """The values (N,) of a (B, T) tensor at the trained tokens."""
+        """Select the values (N,) of a (B, T) tensor at the trained tokens."""
         return tensor[self.batch.mask]
 
 
@@ -86,19 +85,19 @@ def make_passes(
     """Split this rank's shard of a mini-batch into passes, with the weights of their tokens in the mini-batch's loss.
 
     All ranks get the same number of passes, so that they can gather sharded weights together. The last passes of a rank
-    may have no trained token.
+    may have no trained tokens.
 
-    batch: all episodes of the step. rows: (N,) indices of those in the mini-batch. mode: how losses are aggregated, one
+    batch: all episodes of the step. rows: (N,) indices of the mini-batch's episodes. mode: how to aggregate losses, one
     of `LOSS_AGG_MODES`. micro_batch_size: number of consecutive `rows` in a micro-batch. padded_length: tokens of the
     longest episode of `batch`, the divisor of seq-mean-token-sum-norm. needs_padding: see `split_by_tokens`.
     """
-    # Before the mini-batch is sharded: a micro-batch may have rows on several ranks, which add up to its loss.
+    # Before the mini-batch is sharded, since a micro-batch may have rows on several ranks.
     if targets.loss_weights is None:
         weights = compute_loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
     else:
         weights = targets.loss_weights[rows]
     lengths, max_tokens = batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type]
-    # The passes of all ranks, not only of this one: every rank has to know the largest number of passes.
+    # For all ranks, since every rank must know the largest number of passes.
     rank_passes = [
         [rank_rows[cut] for cut in split_by_tokens(lengths[rank_rows], max_tokens, needs_padding)]
         for rank_rows in shard_rows(lengths, world.size)
@@ -106,7 +105,7 @@ def make_passes(
     for row_index in rank_passes[world.rank]:
         yield _make_pass(batch, targets, rows[row_index], weights[row_index])
     num_missing = max(map(len, rank_passes)) - len(rank_passes[world.rank])
-    # An empty mask makes the loss of a pass a sum over nothing: it adds a gradient of 0. One row is the cheapest pass.
+    # With an empty mask, the loss of a pass is a sum over nothing, with gradient 0. One row is the cheapest pass.
     untrained_batch = batch._replace(mask=torch.zeros_like(batch.mask))
     for _ in range(num_missing):
         yield _make_pass(untrained_batch, targets, rows[:1], weights[:1])
@@ -115,9 +114,9 @@ def make_passes(
 def make_weighted_passes(
     batch: Batch, targets: Targets, rows: Tensor, weights: Tensor, needs_padding: bool = False
 ) -> Iterator[PassInputs]:
-    """Split the episodes at `rows` (N,) into passes on this rank, with loss weights that the caller has computed.
+    """Split the episodes at `rows` (N,) into passes on this rank, with given loss weights.
 
-    weights: (N, T) of their tokens in the loss. needs_padding: see `split_by_tokens`.
+    weights: (N, T) of the tokens in the loss. needs_padding: see `split_by_tokens`.
     """
     for row_index in split_by_tokens(
         batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type], needs_padding
@@ -126,7 +125,7 @@ def make_weighted_passes(
 
 
 def _make_pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -> PassInputs:
-    """Make the pass of the episodes at `index` (n,); weights: (n, T) of their tokens in the loss."""
+    """Make the pass of the episodes at `index` (n,). weights: (n, T) of their tokens in the loss."""
     pass_batch = batch.select_rows(index)
     longest = pass_batch.mask.shape[1]
     return PassInputs(pass_batch, targets.select_rows(index, longest), weights[:, :longest][pass_batch.mask])
@@ -141,10 +140,10 @@ def update_critic(
     settings: CriticConfig,
     loss_agg_mode: str = "token-mean",
 ) -> Meter:
-    """Make all optimizer steps of the critic for one training step; returns the meter, summed over all ranks.
+    """Make all optimizer steps of the critic for one training step. Return the meter, summed over all ranks.
 
-    order: (B,) the order in which episodes are split into mini-batches. loss_agg_mode: how losses are aggregated; the
-    trainer passes the policy's mode, as published.
+    order: (B,) the order in which episodes are split into mini-batches. loss_agg_mode: how to aggregate losses. As
+    published, the trainer passes the policy's mode.
     """
     meter = Meter()
 
@@ -156,7 +155,7 @@ def update_critic(
     return _run_optimizer_steps(
         backend,
         batch,
-        lambda rows: targets,  # one set for all steps: the critic's targets do not depend on its current weights
+        lambda rows: targets,  # the same for all steps, since they do not depend on the critic's current weights
         order,
         settings,
         loss_agg_mode,
@@ -182,14 +181,14 @@ def _run_optimizer_steps(
 ) -> Meter:
     """Make an optimizer step for each mini-batch of `order` (B,), accumulating gradients over its passes.
 
-    get_targets: function of the rows (n,) of a mini-batch that returns targets for the complete batch, of which only
-    those rows are read. It is called just before the step on that mini-batch, because the targets of tpo depend on the
-    current weights. mode: how losses are aggregated, one of `LOSS_AGG_MODES`. compute_loss: the loss of one pass.
-    meter: collects the terms that `compute_loss` and the optimizer record; it is returned, summed over all ranks.
-    norm_column: that of the gradient norm. needs_padding: see `split_by_tokens`. takes_all: whether all episodes are
-    one mini-batch.
+    get_targets: called with the rows (n,) of a mini-batch just before its step, because the targets of tpo depend on
+    the current weights. Returns targets for the complete batch, of which only these rows are read. mode: how to
+    aggregate losses, one of `LOSS_AGG_MODES`. compute_loss: computes the loss of one pass. meter: collects the terms
+    that `compute_loss` and the optimizer record, and is returned, summed over all ranks. norm_column: name of the
+    column of the gradient norm. needs_padding: see `split_by_tokens`. takes_all: whether all episodes are one
+    mini-batch.
     """
-    # The length of the batch, not of the mini-batch: seq-mean-token-sum-norm divides all mini-batches by one length.
+    # The length of the batch, so that seq-mean-token-sum-norm divides all mini-batches by the same length.
     micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
     mini_batches = [
         rows
@@ -198,7 +197,7 @@ def _run_optimizer_steps(
     ]
     with backend.load_for_update():
         for rows in STEP_PHASE.track(mini_batches, "mini-batch"):
-            # A list, since the backend must know which pass is the last (see `Backend.backward`).
+            # A list, since the backend must know which pass is last (see `Backend.backward`).
             pass_inputs = list(
                 make_passes(
                     batch, get_targets(rows), rows, mode, micro_batch_size, padded_length, backend.world, needs_padding
@@ -211,12 +210,12 @@ def _run_optimizer_steps(
 
 
 def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, meter: Meter) -> Tensor:
-    """Clipped value loss of one pass; values: (N,) at its trained tokens."""
+    """Compute the clipped value loss of one pass. values: (N,) at its trained tokens."""
     token_loss = value_clip_loss(
         values, inputs.select_trained(inputs.targets.values), inputs.select_trained(inputs.targets.returns), cliprange
     )
     weighted_loss = (inputs.weights * token_loss.loss).sum()
-    # 0 tokens, because they are counted already: by `update_critic`, or on a shared trunk by the policy loss.
+    # 0 tokens, since `update_critic`, or the policy loss on a shared trunk, has counted them already.
     meter.add(
         tokens=0, loss_terms={"vf_loss": weighted_loss.detach()}, token_sums={"vf_clipfrac": token_loss.clipped.sum()}
     )
@@ -227,10 +226,10 @@ def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, met
 class ActorUpdate:
     """The update of the policy.
 
-    temperature: sampling temperature of the rollouts; log-probs and entropies are of the tempered distribution.
-    reference: the frozen reference, which only the exact KL reads here. value_head: the head of the critic, if it is on
-    the policy's trunk; the value loss is then added to the policy's with the weight `value_weight`. cliprange_value:
-    clip range of that value loss, in units of the return.
+    temperature: sampling temperature of the rollouts. Log-probs and entropies are of the tempered distribution.
+    reference: the frozen reference, which only the exact KL reads here. value_head: the critic's head, if it is on the
+    policy's trunk. If so, the value loss is added to the policy loss with the weight `value_weight`. cliprange_value:
+    clip range of the value loss, in units of the return.
     """
 
     model: LanguageModel
@@ -246,7 +245,7 @@ class ActorUpdate:
         """Make all optimizer steps of the policy for one training step, over mini-batches of `order` (B,).
 
         Returns the meter, summed over all ranks. Raises ValueError if the loss needs whole groups and a mini-batch
-        splits one.
+        splits a group.
         """
         meter, settings = Meter(), self.settings
 
@@ -254,7 +253,7 @@ class ActorUpdate:
             return reduce(operator.add, self.compute_loss_terms(inputs, meter).values())
 
         def get_targets(rows: Tensor) -> Targets:
-            # Only tpo has targets that depend on the current weights, which change with every optimizer step.
+            # The targets of tpo depend on the current weights, which change with every optimizer step.
             return (
                 self.make_tpo_targets(batch, targets, rows, meter) if settings.loss.needs_pass_before_step else targets
             )
@@ -274,49 +273,49 @@ class ActorUpdate:
         )
 
     def make_tpo_targets(self, batch: Batch, targets: Targets, rows: Tensor, meter: Meter) -> Targets:
-        """Targets for a tpo step on the mini-batch `rows` (n,): `targets` with the `sequence_weights` of its episodes.
+        """Add `sequence_weights` to `targets` for a tpo step on the mini-batch `rows` (n,).
 
         The advantages in `targets` are the skills of the episodes. The loss couples all rollouts of a group, but its
-        gradient with respect to the log-probs of a rollout is one number, the same for all of its tokens. Passes over
-        the complete mini-batch without gradients compute these numbers, so that the passes with gradients can be split
-        anywhere. Raises ValueError if `rows` splits a group.
+        gradient with respect to the log-probs of a rollout is a single number, the same for all tokens. These numbers
+        are computed in passes over the complete mini-batch without gradients, so that the passes with gradients can be
+        split anywhere. Raises ValueError if `rows` splits a group.
         """
         mini_batch, world = batch.select_rows(rows), self.backend.world
-        # The groups of the mini-batch have more episodes in the batch than in the mini-batch only if one is split.
+        # If a group is split, the batch has more episodes of the mini-batch's groups than the mini-batch.
         if int(torch.isin(batch.group_ids, mini_batch.group_ids).sum()) != len(rows):
             raise ValueError(
                 "A mini-batch of the tpo loss splits a group, and it must consist of whole groups: use "
                 "`make_update_order(batch, needs_whole_groups=True)`, and an actor.ppo_mini_batch_size that is a "
                 "multiple of env.group_size."
             )
-        # The size of a pass is given in rows that are as long as the longest episode. An episode that is longer than
-        # TOKENS_PER_PASS still gets a pass of one row.
+        # The size of a pass is given in rows as long as the longest episode. An episode longer than TOKENS_PER_PASS
+        # gets a pass of one row.
         rows_per_pass = max(1, TOKENS_PER_PASS[mini_batch.tokens.device.type] // mini_batch.tokens.shape[1])
         logprobs = compute_at_trained_tokens(
             mini_batch, rows_per_pass, TokenFunction.for_logprobs(self.model, self.temperature), world
         )
-        # An episode has the same skill at all of its trained tokens: take it at the first one.
+        # All trained tokens of an episode have the same skill: read it at the first one.
         skills = targets.advantages[rows, mini_batch.mask.int().argmax(1)]
-        # Sums over hundreds of tokens in float64: in float32 the differences between rollouts would lose digits.
-        # `logprobs` is 0 at tokens that are not trained, so only `old_logprobs` needs the mask.
+        # Sum hundreds of tokens in float64, since in float32 the differences between rollouts would lose digits.
+        # `logprobs` is 0 at untrained tokens, so only `old_logprobs` needs the mask.
         old_logprobs = (mini_batch.logprobs.double() * mini_batch.mask).sum(1)
         loss = target_policy_loss(
             logprobs.double().sum(1), old_logprobs, skills, mini_batch.group_ids, self.settings.tpo_eta
         )
         loss_terms = {"pg_loss": loss.loss, "tpo_target_entropy": loss.entropy, "tpo_target_top_prob": loss.top_prob}
-        # Every rank has computed the same complete terms, and the meter is summed over ranks later. The passes of the
-        # step count the tokens.
+        # Every rank has computed the complete terms, and the meter is summed over ranks later. The passes of the step
+        # count the tokens.
         meter.add(tokens=0, loss_terms={name: value / world.size for name, value in loss_terms.items()}, token_sums={})
         sequence_weights = targets.advantages.new_zeros(len(batch.lengths))
         sequence_weights[rows] = loss.sequence_weights.to(sequence_weights.dtype)
         return targets._replace(sequence_weights=sequence_weights)
 
     def compute_loss_terms(self, inputs: PassInputs, meter: Meter) -> dict[str, Tensor]:
-        """The terms of the loss of one pass, multiplied by their coefficients; the loss is their sum.
+        """Compute the terms of the loss of one pass, including their coefficients. The loss is their sum.
 
         Returns:
-            Scalars by name: task; entropy with an entropy_coeff (a bonus, hence subtracted); kl with use_kl_loss; value
-            with a value head on the trunk.
+            Scalars by name: task; entropy with an entropy_coeff (negative, since it is a bonus); kl with use_kl_loss;
+            value with a value head on the trunk.
         """
         settings, flat_positions = self.settings, inputs.batch.find_prediction_positions()
         hidden = self.model.model.compute_hidden_states(inputs.batch.tokens, flat_positions)
@@ -332,7 +331,7 @@ class ActorUpdate:
             ),
         )
         terms = {"task": self._compute_task_loss(inputs, statistics.logprobs, meter)}
-        # Measured at every coefficient, since the entropy is a column; its gradient is computed only if it is used.
+        # Always measured, since the entropy is a column. Its gradient is computed only if it is used.
         entropy = (inputs.weights * statistics.entropies).sum()
         meter.add(tokens=0, loss_terms={"entropy_loss": entropy.detach()}, token_sums={})
         if settings.entropy_coeff != 0:
@@ -352,14 +351,14 @@ class ActorUpdate:
         return terms
 
     def _compute_task_loss(self, inputs: PassInputs, logprobs: Tensor, meter: Meter) -> Tensor:
-        """Policy loss of one pass; logprobs: (N,) of its trained tokens under the current policy."""
+        """Compute the policy loss of one pass. logprobs: (N,) of its trained tokens under the current policy."""
         settings, old_logprobs = self.settings, inputs.select_trained(inputs.batch.logprobs)
         ppo_kl_sum = -compute_log_ratio(logprobs.detach(), old_logprobs).sum()
         if settings.loss.needs_pass_before_step:  # tpo: the weights of sequences were computed before this step
             meter.add(len(old_logprobs), loss_terms={}, token_sums={"ppo_kl": ppo_kl_sum})
             assert inputs.targets.sequence_weights is not None
-            # Not multiplied by `inputs.weights`, because the sequence weights include the mean over groups. This sum
-            # has the gradient of the loss, but not its value, which `make_tpo_targets` has already recorded.
+            # Without `inputs.weights`, because the sequence weights include the mean over groups. This sum has the
+            # gradient of the loss, but not its value, which `make_tpo_targets` has recorded already.
             token_weights = inputs.targets.sequence_weights[:, None].expand(inputs.batch.mask.shape)
             return -(inputs.select_trained(token_weights) * logprobs).sum()
         advantages, token_sums = inputs.select_trained(inputs.targets.advantages), {"ppo_kl": ppo_kl_sum}
@@ -380,8 +379,8 @@ class ActorUpdate:
         else:
             token_loss = get_part(settings.policy_loss)(logprobs, old_logprobs, advantages)
         weights = inputs.weights
-        # An engine's log-probs differ from the trainer's by rounding. These weights correct the loss of the tokens that
-        # it sampled. RunConfig rejects them for tpo, which weights sequences.
+        # An engine's log-probs differ from the trainer's by rounding, for which these weights correct the loss of the
+        # sampled tokens. RunConfig rejects them for tpo, which weights sequences.
         if settings.tis_imp_ratio_cap is not None:
             batch, (unit, kind) = inputs.batch, settings.tis_mode.split("_")
             correction = ImportanceCorrection(
@@ -397,10 +396,10 @@ class ActorUpdate:
         return pg_loss
 
     def _compute_reference_inputs(self, inputs: PassInputs, flat_positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Hidden states (N, hidden) and head of the reference for the exact KL; None if another KL or none is used.
+        """Compute the reference's hidden states (N, hidden) for the exact KL, and return them with its head.
 
-        The exact KL needs the reference's distribution over the vocabulary, which is too large to store per token, so
-        the reference runs again in each pass.
+        Returns None if the exact KL is not used. It needs the reference's distribution over the vocabulary, which is
+        too large to store per token, so the reference runs again in each pass.
         """
         if not self.settings.reads_reference_distribution:
             return None
@@ -415,14 +414,14 @@ class ActorUpdate:
 def compute_at_trained_tokens(
     batch: Batch, rows_per_pass: int, function: "TokenFunction", world: World = SINGLE_PROCESS
 ) -> Tensor:
-    """Evaluate `function` at every trained token, without gradients; (B, T) float32, 0 at other tokens.
+    """Evaluate `function` at every trained token, without gradients: (B, T) float32, 0 at other tokens.
 
-    A pass has at most as many tokens as `rows_per_pass` rows of the longest episode. Each rank computes some of the
-    rows, and all ranks get the complete result.
+    A pass has at most as many tokens as `rows_per_pass` rows of the longest episode. Each rank computes some rows, and
+    all ranks get the complete result.
     """
     values = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
     lengths = batch.lengths.cpu()
-    # Every n-th row by length, so that all ranks get rows of similar lengths and about equally much work.
+    # Every n-th row by length, so that all ranks have about equally much work.
     local_rows = torch.argsort(lengths, stable=True)[world.rank :: world.size]
     passes = split_by_tokens(lengths[local_rows], rows_per_pass * int(lengths.max()), function.trunk.needs_padding)
     for row_index in STEP_PHASE.track(passes, "pass"):
@@ -433,13 +432,13 @@ def compute_at_trained_tokens(
             pass_batch.tokens, pass_batch.find_prediction_positions(), pass_batch.tokens[pass_batch.mask]
         ).to(pass_values.dtype)
         values[rows, : pass_batch.mask.shape[1]] = pass_values
-    return world.all_reduce(values)  # a row is 0 on all ranks but one, so the sum is a gather
+    return world.all_reduce(values)  # each row is 0 on all ranks but one, so the sum is a gather
 
 
 class TokenFunction:
     """A function of trained tokens: their log-probs under a model, or the values of the states before them.
 
-    temperature: of the distribution whose log-probs are computed; None for values.
+    temperature: sampling temperature of the log-probs, or None for values.
     """
 
     def __init__(self, trunk: Trunk, head: nn.Module, temperature: float | None) -> None:
@@ -447,12 +446,12 @@ class TokenFunction:
 
     @staticmethod
     def for_logprobs(model: LanguageModel, temperature: float) -> "TokenFunction":
-        """Log-prob of each trained token, in nats, under the distribution at `temperature`."""
+        """Make the function that computes the log-prob of each trained token at `temperature`, in nats."""
         return TokenFunction(model.model, model.lm_head, temperature)
 
     @staticmethod
     def for_values(trunk: Trunk, head: nn.Module) -> "TokenFunction":
-        """Value of the state before each trained token."""
+        """Make the function that computes the value of the state before each trained token."""
         return TokenFunction(trunk, head, temperature=None)
 
     def __call__(self, tokens: Tensor, flat_positions: Tensor, targets: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Read and write checkpoints: weights and moments as safetensors, everything else as JSON, nothing pickled.
+"""Read and write checkpoints: weights and moments as safetensors, everything else as JSON, without pickle.
 
-A checkpoint is a folder. It is written under a temporary name and renamed once it is complete, so a folder with the
-final name is always complete. Checksums reveal later damage.
+A checkpoint is a folder that is written under a temporary name and renamed when complete, so a folder with the final
+name is always complete. Checksums reveal later damage.
 
-The tensors of a large checkpoint are in several files, which threads write, hash and read at the same time: SHA-256 on
-one core is slower than a disk. Host memory is needed only for the files that are being written.
+The tensors of a large checkpoint are in several files, which threads write and hash in parallel, since SHA-256 on one
+core is slower than a disk. Only files that are being written take host memory.
 """
 
 import errno
@@ -32,13 +32,13 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 TENSORS_FILE, VALUES_FILE = "state.safetensors", "state.json"
-"""TENSORS_FILE has the tensors of a checkpoint if they fit into one file."""
+"""TENSORS_FILE has the tensors of a checkpoint if they fit in one file."""
 
 _PARTIAL_CHECKPOINT = re.compile(r"\.step_\d+\.(?:writing|old)")
-"""Folders of a dead process: being written, or replaced by a newer one."""
+"""Folders left by a dead process: partially written, or replaced by a newer checkpoint."""
 
 _MAX_VALUES_BYTES = 2**30
-"""Size of the largest VALUES_FILE that is read."""
+"""Maximum size of VALUES_FILE."""
 
 
 def write_checkpoint(
@@ -46,10 +46,10 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint to `folder`, replacing an earlier one only after the new one is complete.
 
-    max_file_bytes: bytes of tensors per file, unless a single tensor is larger. torch's number of threads (see
-    `torch.set_num_threads`) is that of the files that are written at the same time.
+    max_file_bytes: bytes of tensors per file, unless a single tensor is larger. As many files are written in parallel
+    as torch has threads (see `torch.set_num_threads`).
 
-    If writing fails, the earlier checkpoint stays, and the incomplete files are removed to free their disk space.
+    If writing fails, the earlier checkpoint stays, and incomplete files are removed to free disk space.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging_folder = folder.with_name(f".{folder.name}.writing")
@@ -59,16 +59,16 @@ def write_checkpoint(
         _write_files(staging_folder, group_tensors(tensors, max_file_bytes), values)
     except BaseException as error:  # including KeyboardInterrupt
         shutil.rmtree(staging_folder, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # callers recognize a full disk only by an OSError, and then wait
+        if isinstance(error, SafetensorError):  # callers recognize a full disk by an OSError, and wait
             raise _as_os_error(error) from error
         raise
-    # Outside the `try`, whose handler deletes the staging folder: the new checkpoint in it is complete by now, and an
-    # error while it replaces the old one must not delete it.
+    # Outside the `try`, whose handler deletes the staging folder: the new checkpoint is complete now, and must survive
+    # an error while it replaces the old one.
     _replace_folder(staging_folder, folder)
 
 
 def group_tensors(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each file by file name, in their order. A tensor above `max_bytes` has a file of its own.
+    """Group tensors by file name, in order, with up to `max_bytes` per file, unless a single tensor is larger.
 
     Example:
         >>> groups = group_tensors({"a": torch.zeros(2), "b": torch.zeros(1), "c": torch.zeros(2)}, max_bytes=12)
@@ -98,13 +98,13 @@ def _write_files(folder: Path, groups: Mapping[str, Mapping[str, Tensor]], value
 
     checksums = dict(zip(groups, _map_in_threads(write_tensors, groups), strict=True))
     write_text(folder / VALUES_FILE, json.dumps(values, sort_keys=True))
-    # Everything must be on disk before the folder is renamed. Otherwise a crash of the machine could keep the new name
-    # but lose the contents. `write_text` syncs the file and the folder.
+    # Everything must be on disk before the folder is renamed, or a crash of the machine could keep the new name but
+    # lose the contents. `write_text` syncs the file and the folder.
     write_text(folder / CHECKSUMS_FILE, json.dumps({**checksums, VALUES_FILE: compute_sha256(folder / VALUES_FILE)}))
 
 
 def _map_in_threads(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """`function` of each item, as many at a time as torch has threads. Raise the first error once these have ended."""
+    """Call `function` on each item in as many threads as torch has. Raise the first error once running calls ended."""
     items = list(items)
     n_threads = min(len(items), torch.get_num_threads())
     if n_threads <= 1:
@@ -118,7 +118,7 @@ def _map_in_threads(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
 
 
 def _as_os_error(error: SafetensorError) -> OSError:
-    """The OSError that the message of a SafetensorError quotes, such as `(os error 28)`; EIO if it quotes none.
+    """Make an OSError of the number in the message of a SafetensorError, such as `(os error 28)`, or else of EIO.
 
     safetensors writes through Rust, whose I/O errors arrive in Python as text.
     """
@@ -128,11 +128,11 @@ def _as_os_error(error: SafetensorError) -> OSError:
 
 
 def _replace_folder(staging_folder: Path, folder: Path) -> None:
-    """Rename `staging_folder` to `folder`. At every moment a complete checkpoint exists under a name that is read."""
+    """Rename `staging_folder` to `folder`. At any time, a complete checkpoint exists under a name that is read."""
     old_folder = folder.with_name(f".{folder.name}.old")
     if folder.exists():
-        # A folder cannot be renamed onto one that is not empty, so the earlier checkpoint is moved away first. If the
-        # process dies before the second rename, `read_checkpoint` reads the earlier one from `old_folder`.
+        # A folder cannot be renamed onto a non-empty folder, so move the earlier checkpoint away first. If the process
+        # dies before the second rename, `read_checkpoint` reads the earlier one from `old_folder`.
         shutil.rmtree(old_folder, ignore_errors=True)
         folder.rename(old_folder)
     staging_folder.rename(folder)
@@ -141,10 +141,10 @@ def _replace_folder(staging_folder: Path, folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and values of the checkpoint at `folder`.
+    """Read the tensors and values of the checkpoint at `folder`.
 
     If a process died between the two renames of `write_checkpoint`, the earlier checkpoint is read. Raises
-    CheckpointError if a file is missing or damaged; the message names it.
+    CheckpointError, which names the file, if one is missing or damaged.
     """
     old_folder = folder.with_name(f".{folder.name}.old")
     source = old_folder if not folder.exists() and old_folder.exists() else folder
@@ -162,7 +162,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """The values of the checkpoint at `folder`, without its tensors. Raises CheckpointError if they are damaged."""
+    """Read the values of the checkpoint at `folder`, without tensors. Raises CheckpointError if they are damaged."""
     try:
         check_path(folder.parent, folder)
         _check_file(folder / VALUES_FILE, _read_checksums(folder / CHECKSUMS_FILE)[VALUES_FILE])
@@ -184,7 +184,7 @@ def _read_values(path: Path) -> dict[str, Any]:
 
 
 def _read_checksums(path: Path) -> dict[str, str]:
-    """The SHA-256 of each file of a checkpoint, by file name.
+    """Read the SHA-256 of each file of a checkpoint, by file name.
 
     Raises CheckpointError for other contents, and OSError if `path` cannot be read.
     """
@@ -193,7 +193,7 @@ def _read_checksums(path: Path) -> dict[str, str]:
         names = set(checksums) - {VALUES_FILE}
         count = len(names)
         numbered_names = {f"state-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)}
-        # A name from a folder of unknown origin is therefore never a path to somewhere else.
+        # So a name from a folder of unknown origin is never a path to somewhere else.
         if not names or names not in ({TENSORS_FILE}, numbered_names):
             raise ValueError("it does not name the files of a checkpoint")
         return {name: checksums[name] for name in (*sorted(names), VALUES_FILE)}
@@ -211,22 +211,22 @@ def write_rolling_checkpoint(
 ) -> None:
     """Write the checkpoint after `step` to `folder`/step_<step>, then keep only the newest `max_to_keep` in `folder`.
 
-    best_step: the step of a checkpoint that stays in addition; None for none.
+    best_step: the step of a checkpoint to keep in addition, or None.
 
-    Nothing in `folder` is removed except checkpoints, whether complete or not. Raises UnsafePathError before anything
-    is written if `folder` is a symbolic link.
+    Only checkpoints are removed from `folder`, complete or not. Raises UnsafePathError before anything is written if
+    `folder` is a symbolic link.
     """
     check_path(folder.parent, folder)
     write_checkpoint(folder / f"step_{step}", tensors, values)
-    # Only now: if writing failed, the checkpoints that the run can continue from must still exist. A checkpoint of a
-    # later step shows that the run went back, and the next start would take it for the newest.
+    # Only now, so that the run can still continue if writing failed. Checkpoints of later steps are removed, too: the
+    # run went back, and the next start would take them for the newest.
     steps = (_parse_step(path.name) for path in folder.iterdir())
     newest_steps = sorted(number for number in steps if number is not None and number <= step)[-max_to_keep:]
     remove_checkpoints(folder, {*newest_steps, best_step})
 
 
 def remove_checkpoints(folder: Path, wanted_steps: Set[int | None]) -> None:
-    """Remove the checkpoints in `folder`, whether complete or not, except the complete ones after `wanted_steps`.
+    """Remove the checkpoints in `folder`, complete or not, except complete ones after `wanted_steps`.
 
     Nothing else in `folder` is removed. Raises UnsafePathError if `folder` is a symbolic link.
     """
@@ -238,7 +238,10 @@ def remove_checkpoints(folder: Path, wanted_steps: Set[int | None]) -> None:
 
 
 def iter_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
-    """(step, folder) of every checkpoint step_<N> or global_step_<N> in `folder`, usable or not, latest step first."""
+    """Iterate over (step, folder) of the checkpoints step_<N> and global_step_<N> in `folder`, latest step first.
+
+    Includes unusable checkpoints.
+    """
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     # If a process died between the two renames, only `.<name>.old` exists. `read_checkpoint` finds it by <name>.
     checkpoint_names = {
@@ -249,6 +252,6 @@ def iter_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _parse_step(name: str) -> int | None:
-    """The step at the end of a checkpoint's name; None for other names."""
+    """Parse the step in a checkpoint's name. None for other names."""
     match = re.fullmatch(r"(?:global_)?step_(\d+)", name)
     return int(match.group(1)) if match else None

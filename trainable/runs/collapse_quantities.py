@@ -56,7 +56,7 @@ QUANTITIES: tuple[Quantity, ...] = (
 )
 """Written in every row with a diagnosis: mutual information and entropies per token and per thought, and retrieval.
 
-Retrieval means that a thought's own prompt is found among all prompts; `retrieval_chance_level` is its rate by chance.
+Retrieval means finding a thought's own prompt among all prompts. `retrieval_chance_level` is its rate by chance.
 """
 
 EXTRA_QUANTITIES: tuple[Quantity, ...] = (
@@ -103,5 +103,5 @@ EXTRA_QUANTITIES: tuple[Quantity, ...] = (
 )
 """Written only if `collapse_detection.all_quantities` is set: other normalizations, spreads, z-scores, retrieval at k.
 
-No report or stop rule of this project uses them; they allow comparison with logs of the published system.
+Reports and stop rules of this project do not use them. They allow comparisons with logs of the published system.
 """

@@ -1,6 +1,6 @@
 """Classify the failures of a run, decide whether a retry can help, and wait while the disk is full.
 
-Imports neither torch nor Ray, because the driver of a study uses it too.
+Imports neither torch nor Ray, because the driver of a study uses it, too.
 """
 
 import errno
@@ -14,39 +14,39 @@ from trainable.config.own_parts import find_place
 T = TypeVar("T")
 
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""A full disk, an exceeded quota, an exceeded limit on the size of a file."""
+"""A full disk, an exceeded quota, or an exceeded file-size limit."""
 
 _ACCESS_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)
-"""A file or folder that must not be written, is missing, or is of the wrong kind (ELOOP: a symbolic link). A retry
-would meet the same one."""
+"""A file or folder that is not writable, missing, or of the wrong kind (ELOOP: a symbolic link). A retry would not
+help."""
 
 _OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory")
-"""Fragments of the messages of CUDA, of torch's CPU allocator and of the operating system, in lower case."""
+"""Fragments of error messages of CUDA, torch's CPU allocator and the operating system, in lower case."""
 
 _PASSING_MEMORY_PHRASES = (
     "error in memory profiling",
     "less than desired gpu memory utilization",
     "no available memory for the cache blocks",
 )
-"""Fragments of errors of vLLM 0.32, in lower case. They tell what the memory of the whole device was at one moment,
-which depends on its other processes: a neighbor that grows, or a predecessor whose memory is not free yet."""
+"""Fragments of error messages of vLLM 0.32, in lower case, about the memory of the whole device. It depends on other
+processes: a neighbor that grows, or a predecessor whose memory is not free yet."""
 
 _TRANSIENT_ERRORS = (RuntimeError, OSError, EOFError, TimeoutError, InterruptedError)
-"""Errors of the machine. RuntimeError is among them, because torch raises it for device errors."""
+"""Errors of the machine, including RuntimeError, which torch raises for device errors."""
 
 PROCESS_DIED, NON_FINITE = "process died", "non-finite"
 
 
 class NonFiniteError(ArithmeticError):
-    """Losses, gradients or weights are no longer finite; the message names the step and the tensors."""
+    """Raised if losses, gradients or weights are no longer finite. The message names the step and the tensors."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used. The message names the file and says what is wrong with it."""
+    """Raised if a checkpoint cannot be used. The message names the file and its problem."""
 
 
 class Failure(NamedTuple):
-    """Why a run failed: its kind, a sentence, whether the run is retried, and the traceback."""
+    """Why a run failed: the kind of failure, a sentence, whether the run is retried, and the traceback."""
 
     kind: str
     """configuration, non-finite, out of memory, storage, process died or error. A status shows `failed (<kind>)`."""
@@ -56,7 +56,7 @@ class Failure(NamedTuple):
 
 
 class RunFailedError(RuntimeError):
-    """Carries a failure from the process of a run to the driver: text and flags only, so that it can be pickled."""
+    """Carries a failure from the process of a run to the driver, as text and flags, which can be pickled."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -67,7 +67,7 @@ class RunFailedError(RuntimeError):
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether `error` says that the disk, a quota or a file-size limit leaves no space to write."""
+    """Check whether `error` means that the disk, a quota or a file-size limit leaves no space to write."""
     return isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS
 
 
@@ -76,14 +76,13 @@ def classify_failure(error: BaseException, has_rows: bool) -> Failure:
 
     has_rows: whether the run has written a row.
 
-    An error of the run's own code is final: it depends on settings and code, and those stay as they are. An error of
-    the machine (a device error, a dropped connection, memory that runs out in the middle of a run that had fitted,
-    memory that vLLM finds taken by other processes) may not occur again, so the run is retried. Running out of memory
-    before the first row is final, because the settings do not fit. A full disk is final too, because the run has
-    already waited for it, and so is a folder that must not be written.
+    Errors of the code are final, since settings and code stay the same. Errors of the machine may not occur again, so
+    the run is retried: a device error, a dropped connection, memory that runs out in a run that had fit, or memory that
+    vLLM finds taken by other processes. Running out of memory before the first row is final, because the settings do
+    not fit. A full disk, for which the run has waited already, and a folder that is not writable are final, too.
     """
     kind, is_retried = _classify_kind(error, has_rows)
-    # A status and a table have room for one line; `trace` has the entire text.
+    # Statuses and tables have room for one line. `trace` has the entire text.
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     place = find_place(error)
     message = " ".join(
@@ -93,18 +92,18 @@ def classify_failure(error: BaseException, has_rows: bool) -> Failure:
 
 
 def _classify_kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
-    """The kind of the failure, and whether the run is retried."""
+    """Find the kind of the failure, and whether to retry the run."""
     if isinstance(error, NonFiniteError):
         return NON_FINITE, False
-    # Before the tests for wrong settings: vLLM raises AssertionError and ValueError for memory that others may free.
+    # Before wrong settings: vLLM raises AssertionError and ValueError for memory that others may free.
     if any(phrase in str(error).lower() for phrase in _PASSING_MEMORY_PHRASES):
         return "out of memory", True
-    # Before the test for transient errors: torch's OutOfMemoryError is a RuntimeError.
+    # Before transient errors: torch's OutOfMemoryError is a RuntimeError.
     if is_out_of_memory(error):
         return "out of memory", has_rows
     if isinstance(error, OSError) and error.errno in (*_DISK_FULL_ERRNOS, *_ACCESS_ERRNOS):
         return "storage", False
-    # Settings are checked before the first row, with ValueErrors. After it, a ValueError is an error of the code.
+    # Checks of settings raise ValueErrors before the first row. After it, a ValueError is an error of the code.
     if isinstance(error, ValueError) and not has_rows:
         return "configuration", False
     # NotImplementedError and RecursionError are RuntimeErrors that a retry cannot fix.
@@ -113,7 +112,7 @@ def _classify_kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. On a GPU torch raises OutOfMemoryError, on a CPU a RuntimeError whose message says so."""
+    """Check whether memory ran out. torch raises OutOfMemoryError on a GPU, and a RuntimeError with text on a CPU."""
     # By name, because importing torch would cost the driver seconds and memory.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
@@ -121,7 +120,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 _RETRY_INTERVAL_S = 1.0
-"""Seconds between two attempts. Short, because an attempt costs no more than one failed write."""
+"""Seconds between two attempts. Short, since an attempt costs only a failed write."""
 
 
 def call_with_retry(
@@ -130,18 +129,18 @@ def call_with_retry(
     notify: Callable[[str], None],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> T:
-    """The result of `operation`, which is retried for at most `patience` seconds while the disk is full.
+    """Call `operation`, and retry for up to `patience` seconds while the disk is full. Return its result.
 
-    `operation` must be safe to repeat after a partial failure. notify: called with a message when the waiting begins,
-    and when an attempt succeeds after it. should_stop: asked after each failed attempt whether to give up at once.
-    Raises the last OSError after `patience` seconds or if `should_stop` says so, and every other error immediately.
+    `operation` must be safe to repeat after a partial failure. notify: called with a message when waiting begins, and
+    when an attempt succeeds afterwards. should_stop: called after each failed attempt; True gives up at once. Raises
+    the last OSError after `patience` seconds or if `should_stop` is true, and every other error immediately.
     """
     deadline, is_waiting = time.monotonic() + patience, False
     while True:
         try:
             result = operation()
         except OSError as error:
-            # A user who presses Ctrl-C during a wait does not want to see the end of it.
+            # A user who presses Ctrl-C does not want to wait any longer.
             if not is_disk_full(error) or should_stop():
                 raise
             if time.monotonic() >= deadline:
@@ -150,7 +149,7 @@ def call_with_retry(
             if not is_waiting:  # one message for the whole wait, not one per attempt
                 notify(f"waiting up to {patience:g} s for disk space: {error}")
                 is_waiting = True
-            # The deadline may have passed since it was checked, and `sleep` refuses negative numbers.
+            # The deadline may have passed since the check, and `sleep` rejects negative numbers.
             time.sleep(min(_RETRY_INTERVAL_S, max(0.0, deadline - time.monotonic())))
         else:
             if is_waiting:

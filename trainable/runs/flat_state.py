@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each made on access, so that a loop over them has only one in memory at a time.
+    """Tensors by name, each made on access, so that a loop over them needs memory for only one at a time.
 
-    shapes: the shape of every tensor. make_tensor: function of a name that returns the tensor.
+    shapes: the shape of every tensor. make_tensor: makes the tensor with the given name.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], make_tensor: Callable[[str], Tensor]) -> None:
@@ -31,21 +31,21 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def get_shapes(tensors: Mapping[str, Tensor]) -> Mapping[str, torch.Size]:
-    """The shape of each tensor. Lazy tensors are not made for this."""
+    """Return the shape of each tensor, without making lazy tensors."""
     if isinstance(tensors, LazyTensors):
         return tensors.shapes
     return {name: value.shape for name, value in tensors.items()}
 
 
 def get_trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) of the parameters that are trained. Those that are frozen under an adapter are left out."""
+    """List (name, parameter) of the trained parameters, without parameters that are frozen under an adapter."""
     return [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
 
 
 def flatten_state(stateful: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The trainable tensors of a module, or those of an optimizer as `<parameter index>/<moment>`."""
+    """Flatten the state of a module to its trainable tensors, or of an optimizer to `<parameter index>/<moment>`."""
     if isinstance(stateful, nn.Module):
-        # Only parameters that are trained: the frozen base under an adapter is loaded from the model's own files.
+        # Only trained parameters, since the frozen base under an adapter is loaded from the model's files.
         # `named_parameters` lists a tied head only once, under its first name.
         return {name: weight.detach() for name, weight in get_trainable_parameters(stateful)}
     state = stateful.state_dict()["state"]
@@ -53,12 +53,12 @@ def flatten_state(stateful: nn.Module | torch.optim.Optimizer) -> dict[str, Tens
 
 
 def load_flat_state(stateful: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Load what `flatten_state` returned for a module or optimizer of the same kind."""
+    """Load the result of `flatten_state` for a module or optimizer of the same kind."""
     if isinstance(stateful, nn.Module):
         # `load_state_dict` requires every name. The flat state lacks frozen weights and buffers, which keep their
         # values, and has only the first name of a tied tensor.
         tensors, first_names = {**stateful.state_dict(), **tensors}, dict[int, str]()
-        # `keep_vars` returns the parameters themselves; without it, tied tensors would be different objects.
+        # `keep_vars` returns the parameters themselves. Otherwise, tied tensors would be different objects.
         for name, parameter in stateful.state_dict(keep_vars=True).items():
             tensors[name] = tensors[first_names.setdefault(id(parameter), name)]
         stateful.load_state_dict(tensors)
@@ -66,15 +66,15 @@ def load_flat_state(stateful: nn.Module | torch.optim.Optimizer, tensors: Mappin
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         parameter_index, name = key.split("/")
-        # A loaded tensor is a view of the memory-mapped checkpoint. The optimizer would keep that view, and with it the
-        # disk space of the file even after it is deleted. `load_state_dict` of a module copies by itself.
+        # A loaded tensor is a view of the memory-mapped checkpoint. An optimizer would keep this view, and with it the
+        # disk space of the file even after it is deleted. A module's `load_state_dict` copies by itself.
         state.setdefault(int(parameter_index), {})[name] = value.clone()
-    # The flat state has no hyperparameters. They come from the settings with which the optimizer was made.
+    # The flat state has no hyperparameters: they come from the settings with which the optimizer was made.
     stateful.load_state_dict({"state": state, "param_groups": stateful.state_dict()["param_groups"]})
 
 
 def compute_flat_shapes(stateful: nn.Module | torch.optim.Optimizer) -> dict[str, torch.Size]:
-    """The shapes of the tensors that `flatten_state` returns. AdamW has them only after its first step."""
+    """Compute the shapes of the tensors that `flatten_state` returns. AdamW has these only after its first step."""
     if isinstance(stateful, nn.Module):
         return {key: value.shape for key, value in flatten_state(stateful).items()}
     parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]

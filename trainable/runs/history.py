@@ -1,6 +1,7 @@
-"""The history of a run on disk: its rows after a rollback, its damage, and how it ended, with the reason in words.
+"""The history of a run on disk: its rows after rollbacks, its damage, and how and why it ended.
 
-Rows are the source of every status: they correct the status.json that a driver wrote. Beside it, runs in vain.
+Rows are the source of every status, and correct the status.json that a driver wrote. Also finds runs that could not
+learn.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,39 +17,38 @@ from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord, read_record
 
 MASTERED_SUCCESS = 0.9
-"""A run that a rule stops is no failure if the last validation and the episodes of its last step have this success.
+"""A stopped run has mastered its task if its last validation and the episodes of its last step have this success.
 
-The rules that watch the spread of the rewards fire when all rollouts of a level fail, and also when all succeed. Then
-little was left to learn."""
+Rules that watch the spread of rewards fire when all rollouts of a level fail, but also when all succeed."""
 
 NOT_STARTED = "has not started"
 GONE = "the process that ran the study is gone"
-"""Why a run did not end by itself whose driver was killed."""
+"""The reason for the status of runs whose driver was killed."""
 
 
 class RunHistory(NamedTuple):
-    """What the files of a run tell."""
+    """The history of a run, read from its files."""
 
     rows: list[Row]
-    """The rows in the order of their steps; a step that was repeated after a rollback dropped later rows."""
+    """The rows in the order of their steps, without rows that a rollback dropped."""
     lines: RunLines
     """The lines of all files."""
     damage: list[str]
-    """Every file with damaged or missing lines, in words."""
+    """A description of each file with damaged or missing lines."""
     notes: list[str]
-    """Why status.json was not read although there is one, as sentences."""
+    """Sentences that say why an existing status.json could not be read."""
     status: StatusRecord
-    """How the run stands, with its reason: the recorded status unless the rows say otherwise."""
+    """The status of the run and its reason, as recorded unless the rows contradict it."""
 
     @classmethod
     def read(cls, run_dir: Path, total_steps: int | None, *, is_live: bool = False) -> "RunHistory":
         """Read the files of the run in `run_dir`, whose name is its id.
 
-        total_steps: planned training steps; None if they are not known. is_live: whether a driver runs the study.
-        Without one, no run is waiting or running, whatever its status.json says.
+        total_steps: planned training steps; None if unknown. is_live: whether a driver is running the study. If not, no
+        run is waiting or running, whatever its status.json says.
 
-        Without a recorded status, the rows alone say how the run ended. A run that is recorded as ended while rows are
-        damaged or missing is interrupted: it is then never shown as whole, and `resume` trains it again.
+        Without a recorded status, the rows alone say how the run ended. If a run is recorded as ended, but rows are
+        damaged or missing, it counts as interrupted, so that it is not shown as whole and `resume` trains it again.
         """
         lines, notes = RunLines.read(run_dir), list[str]()
         rows, damage = lines.list_rows(), lines.find_damage()
@@ -57,7 +57,7 @@ class RunHistory(NamedTuple):
             status = read_record(StatusRecord, run_dir)
         except (FileNotFoundError, NotADirectoryError):  # the run has not started
             pass
-        except (DamagedFileError, UnsafePathError) as error:  # the rows are the source of everything in it
+        except (DamagedFileError, UnsafePathError) as error:  # everything in it follows from the rows
             notes.append(f"{error}.")
         if status is None:
             status = StatusRecord(run_dir.name, "never_ran", NOT_STARTED)
@@ -75,15 +75,15 @@ class RunHistory(NamedTuple):
 
 
 def settle_status(status: StatusRecord, reason: str, rows: Sequence[Row]) -> StatusRecord:
-    """The status of a run whose study has ended.
+    """Settle the status of a run whose study has ended, so that it is neither waiting nor running.
 
-    reason: why a run that was running has not ended by itself, the beginning of a sentence to which the step is added.
+    reason: why a running run was interrupted, as the start of a sentence to which the step is added.
     """
     if status.status == "running":
         end = f"{reason}, after step {rows[-1]['step']}" if rows else f"{reason} before its first step"
         return replace(status, status="interrupted" if rows else "never_ran", reason=end)
     if status.status == "waiting":
-        # All other fields are those of its earlier status.
+        # A waiting run keeps all other fields of its earlier status.
         name = "failed" if status.failure_class else "interrupted" if rows else "never_ran"
         return replace(status, status=name)
     if status.status == "interrupted" and not rows:  # its rows were lost
@@ -92,36 +92,36 @@ def settle_status(status: StatusRecord, reason: str, rows: Sequence[Row]) -> Sta
 
 
 def make_final_status(status: StatusRecord, rows: Sequence[Row], total_steps: int | None) -> StatusRecord:
-    """`status` with the end that the rows of the run tell: any final status."""
+    """Set the final status, its reason and the details of a run from its rows."""
     end = describe_end(rows, total_steps)
     end_fields: dict[str, Any] = (
         {name: rows[-1].get(name) for name in ("stop_rule", "stop_value", "stop_threshold", "stop_step")}
         if end.status == "early_stopped"
         else {}
     )
-    if end.status == "failed":  # only non-finite numbers end with a row
+    if end.status == "failed":  # only runs with non-finite numbers write a row about their failure
         end_fields["failure_class"] = NON_FINITE
     return replace(status, status=end.status, reason=end.reason, **end_fields)
 
 
 class RunEnd(NamedTuple):
-    """The status of a run by its rows, one of `records.STATUSES`, and the reason as a sentence."""
+    """The status of a run according to its rows, one of `records.STATUSES`, and the reason as a sentence."""
 
     status: str
     reason: str
 
 
 def describe_end(rows: Sequence[Mapping[str, Any]], total_steps: int | None) -> RunEnd:
-    """How a run ended whose rows are `rows`. total_steps: planned training steps; None if they are not known.
+    """Describe how a run with these rows ended. total_steps: planned training steps; None if unknown.
 
-    A row of step 0 is the validation before training and means that the run has started.
+    A row of step 0 is the validation before training, so the run has started.
     """
     if not rows:
         return RunEnd("never_ran", "interrupted before its first row")
     last_row = rows[-1]
-    if last_row.get("failure"):  # one of several seeds could not continue, while the others did
+    if last_row.get("failure"):  # this seed could not continue, while others could
         return RunEnd("failed", str(last_row["failure"]))
-    # Before the comparison of steps: a run in which a rule fires at the last step is early_stopped, not completed.
+    # Before the step is compared: if a rule fires at the last step, the run is early_stopped, not completed.
     if last_row.get("stop_rule"):
         successes = [parse_finite(find_last_value(rows, name)) or 0.0 for name in ("val_success", "train_success")]
         is_mastered = min(successes) >= MASTERED_SUCCESS
@@ -134,16 +134,16 @@ def describe_end(rows: Sequence[Mapping[str, Any]], total_steps: int | None) -> 
 
 
 def find_last_value(rows: Sequence[Mapping[str, Any]], column: str) -> Any:
-    """The last value of a column that is not missing, or None."""
+    """Find the last value of a column that is not missing, or None."""
     return next((row[column] for row in reversed(rows) if row.get(column) is not None), None)
 
 
 def find_contradiction(
     status: str, rows: Sequence[Mapping[str, Any]], total_steps: int | None, damage: Sequence[str]
 ) -> str:
-    """Why a run that is recorded with `status` has not ended in this way; empty if its rows agree.
+    """Explain how the rows of a run contradict its recorded `status`. Empty if they agree.
 
-    Only a run that is recorded as ended can contradict its rows: it would be shown as whole and never be trained again.
+    Only the status of an ended run is checked, since such a run would be shown as whole and never be trained again.
     damage: from `RunLines.find_damage`.
     """
     if status not in ENDED_STATUSES:
@@ -153,19 +153,19 @@ def find_contradiction(
     end = describe_end(rows, total_steps)
     if end.status == status or (status == CENSORED and end.status in ("interrupted", "never_ran")):
         return ""
-    # Without the planned number of steps, the last row of a completed run looks like any other.
+    # If the planned number of steps is unknown, the last row of a completed run looks like any other.
     if total_steps is None and status == "completed" and rows:
         return ""
     return f"recorded as {status}, but {end.reason if rows else 'it has no row'}"
 
 
 def format_stop_reason(row: Mapping[str, Any]) -> str:
-    """The decision of a stop rule in words, from the stop columns of a row."""
+    """Describe the decision of a stop rule, from the stop columns of a row."""
     value, threshold, step = (row.get(name) for name in ("stop_value", "stop_threshold", "stop_step"))
-    # A file of unknown origin may have anything there.
+    # A file of unknown origin may contain anything.
     if not (isinstance(value, int | float) and isinstance(threshold, int | float)):
         return f"{row['stop_rule']} at step {step}"
-    # Two of the rules stop below their threshold, and the one that counts steps stops when it reaches it.
+    # Two of the rules stop below their threshold, and the rule that counts steps stops when it reaches its threshold.
     comparison = "is below" if value < threshold else "reached"
     return f"{row['stop_rule']} at step {step}: {value:.4g} {comparison} the threshold {threshold:.4g}"
 
@@ -187,13 +187,13 @@ SIGNAL_COLUMNS = (
 """The columns that `find_signal_problem` reads."""
 _PROBLEMS = (NO_VALID_ACTION, EQUAL_SCORES, ZERO_GRADIENTS)
 MAX_ARMS_LENGTH = 80
-"""Characters of a list of arms; a longer one is left out."""
+"""Maximum characters of a list of arms. Longer lists are left out."""
 
 
 def find_signal_problem(row: Mapping[str, Any]) -> str:
-    """Why nothing could be learned in the step of `row`, as a clause; empty if something could, or if it is not known.
+    """Explain in a clause why nothing could be learned in the step of `row`. Empty if something could, or if unknown.
 
-    A normal run may have such a step in between: `describe_missing_signal` is about all steps of a run.
+    Normal runs may have such steps. `describe_missing_signal` looks at all steps of a run.
 
     Example:
         >>> find_signal_problem({"train_invalid_turns": 1.0})
@@ -214,29 +214,29 @@ def find_signal_problem(row: Mapping[str, Any]) -> str:
 
 
 def _may_differ_between_groups(row: Mapping[str, Any], groups: float) -> bool:
-    """Whether the scores of a step without spread in its groups may differ between them: a critic learns from that."""
+    """Check whether scores may differ between groups, although not within them. A critic learns from such a step."""
     names = ("train_success", "train_pass_at_group", "sampled_tokens", "train_response_tokens")
     success, pass_rate, tokens, tokens_per_episode = (parse_finite(row.get(name)) for name in names)
     if success is None or pass_rate is None or tokens is None or tokens_per_episode is None:
         return True
-    # A group of one episode has no spread, whatever its score. No column has the size of the groups.
+    # A group of one has no spread, whatever its score. The size of groups must be inferred, since no column has it.
     is_single = tokens < 1.5 * groups * tokens_per_episode
     return is_single or 0 < success == pass_rate < 1
 
 
 def describe_missing_signal(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Why a run with these rows could not learn in any step, as a clause; empty if it could in one, or has no row."""
+    """Explain in a clause why a run with these rows could not learn in any step. Empty if it could, or without rows."""
     problems: list[str] = []
     for row in rows:
         problems.append(find_signal_problem(row))
         if not problems[-1]:
             return ""
-    # What is true of each step: the problems are ordered by what they imply.
+    # Each problem implies all later ones, so the last is true of every step.
     return max(problems, key=_PROBLEMS.index, default="")
 
 
 def format_signal_problems(problems: Iterable[tuple[str, str]]) -> list[str]:
-    """A sentence per problem. problems: for each run its arm, and its problem, which is empty if it has none.
+    """Format a sentence per problem. problems: for each run, its arm and its problem, empty if it has none.
 
     Example:
         >>> format_signal_problems([("0", ZERO_GRADIENTS), ("0.1", ""), ("0", ZERO_GRADIENTS)])

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from trainable.runs.failures import NonFiniteError
 
 _MAX_NAMES_SHOWN = 3
-"""Tensor names in a message. An update that breaks one tensor usually breaks most, so a few names say enough."""
+"""Maximum number of tensors that a message names. An update that breaks one usually breaks most."""
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def find_nonfinite_gradients(gradients: Iterable[tuple[str, Tensor]], norm: Tensor) -> list[str]:
-    """`gradient of <name>` for every gradient that has a NaN or an infinity; none if only a loss is not finite.
+    """Find all gradients with a NaN or an infinity, named `gradient of <name>`. Empty if only a loss is not finite.
 
-    norm: norm of all gradients. It can overflow although every entry is finite, because it squares them. It is named
-    then, together with the parameter that has the largest entry.
+    norm: norm of all gradients. It squares the entries, so it can overflow although all are finite. If so, it is named,
+    with the parameter that has the largest entry.
     """
     named_gradients = list(gradients)
     names = [f"gradient of {name}" for name, gradient in named_gradients if not bool(torch.isfinite(gradient).all())]
@@ -31,9 +31,9 @@ def find_nonfinite_gradients(gradients: Iterable[tuple[str, Tensor]], norm: Tens
 
 
 def find_nonfinite_weights(parameters: NamedParameters) -> list[str]:
-    """`weight <name>` for every parameter that has a NaN or an infinity."""
-    # The common case costs one reduction instead of one per tensor: the norm is finite only if every weight is.
-    # A norm can overflow although each weight is finite. The list below is then empty, so the run continues.
+    """Find all parameters with a NaN or an infinity, named `weight <name>`."""
+    # In the common case, this costs one reduction instead of one per tensor: if the norm is finite, all weights are.
+    # If only the norm overflows, the list below is empty, and the run continues.
     if bool(torch.isfinite(nn.utils.get_total_norm([parameter.detach() for _, parameter in parameters]))):
         return []
     return [f"weight {name}" for name, parameter in parameters if not bool(torch.isfinite(parameter).all())]
@@ -41,7 +41,7 @@ def find_nonfinite_weights(parameters: NamedParameters) -> list[str]:
 
 @contextmanager
 def add_step(where: str) -> Iterator[None]:
-    """Add `where`, such as "in step 3", to the message of a NonFiniteError of code that does not know the step."""
+    """Add `where`, such as "in step 3", to the message of a NonFiniteError from code that does not know the step."""
     try:
         yield
     except NonFiniteError as error:
@@ -53,10 +53,10 @@ def check_finite(
 ) -> None:
     """Raise NonFiniteError if the run cannot continue after training step `step`.
 
-    consecutive_skips: number of consecutive training steps, up to this one, that skipped an optimizer step; the run
-    ends when it reaches `patience`. nonfinite_names: the losses and gradients that were not finite in these steps.
-    nonfinite_weights: weights that are not finite now. A single one ends the run, because an optimizer step cannot be
-    undone. The checkpoint from before that step is still on disk.
+    consecutive_skips: number of consecutive training steps, up to this one, that skipped an optimizer step. At
+    `patience`, the run ends. nonfinite_names: the losses and gradients that were not finite in these steps.
+    nonfinite_weights: the weights that are not finite now. A single one ends the run, because an optimizer step cannot
+    be undone. The checkpoint before the step is still on disk.
     """
     weight_names = list(nonfinite_weights)
     if weight_names:
@@ -70,15 +70,15 @@ def check_finite(
 
 
 def format_names(names: list[str]) -> str:
-    """The first few of `names`, and how many more there are."""
+    """Format the first few of `names`, and the number of others."""
     hidden_count = len(names) - _MAX_NAMES_SHOWN
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {hidden_count} more" if hidden_count > 0 else "")
 
 
 def find_nonfinite_losses(losses: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """The names of the losses (scalars) that are not finite."""
-    # The common case waits for the device once: a sum is finite only if every number is. It can overflow although each
-    # number is finite. The list below is then empty.
+    """Find the names of the losses (scalars) that are not finite."""
+    # In the common case, this waits for the device once: if the sum is finite, all losses are. If only the sum
+    # overflows, the list below is empty.
     if not losses or bool(torch.isfinite(torch.stack([value for _, value in losses]).sum())):
         return []
     return [name for name, value in losses if not bool(torch.isfinite(value))]

@@ -1,6 +1,6 @@
-"""Find and terminate orphan processes: a run started them, and they outlived it.
+"""Find and terminate orphans: processes that a run started and that outlived it.
 
-An orphan is found by a mark in its environment and terminated by its process id.
+Orphans are found by a mark in their environment, and terminated by process id.
 """
 
 import os
@@ -19,26 +19,26 @@ _TERMINATE_TIMEOUT_S = 5.0
 
 
 def make_ray_mark(folders: Iterable[Path]) -> str:
-    """The value of MARK_ENV for the processes that Ray starts: the folders of all studies, and this driver's identity.
+    """Make the value of MARK_ENV for Ray's processes: the folders of all studies, and the identity of this driver.
 
-    One Ray serves a suite of studies, and another driver may start one of these studies at the same time. Such a driver
-    must not terminate processes that still serve this one, so they are orphans only once this driver has exited.
+    One Ray serves a suite of studies, and another driver may start one of them at the same time. It must not terminate
+    processes that still serve this driver, so they are orphans only after this driver has exited.
     """
     current_process = psutil.Process()
-    # The creation time is a part of the identity, because the system reuses process ids.
+    # With the creation time, because the system reuses process ids.
     return "\n".join([*map(str, folders), f"{_DRIVER_PREFIX}{current_process.pid} {current_process.create_time()}"])
 
 
 def terminate_orphans(folder: Path) -> list[str]:
-    """Terminate the orphan processes of the runs in `folder`; return a description of each, "<pid> (<name>)".
+    """Terminate the orphans of the runs in `folder`. Return a description of each, "<pid> (<name>)".
 
-    Orphan processes are the processes of this user whose mark names `folder` or a folder below it, or has its digest.
-    Call this function only if none of those runs is under way. Ray kills the process group of a killed trial, but a
-    child in a session of its own (an engine, a server) survives and may occupy a GPU. A process that was forked without
-    exec shows the environment with which its parent was started, so it has no mark and is not found.
+    Orphans are this user's processes whose mark names `folder` or a folder below it, or has its digest. Call this only
+    if none of these runs is training. Ray kills the process group of a killed trial, but a child in a separate session
+    (an engine, a server) survives and may occupy a GPU. Processes forked without exec have the environment of their
+    parent's start, so they have no mark and are not found.
     """
     orphans = find_orphans(folder)
-    # The names are read first, because a process that has exited has none.
+    # Read the names first, because a process that has exited has none.
     descriptions = [f"{process.pid} ({_read_process_name(process)})" for process in orphans]
     for process in orphans:
         _send_signal(process, signal.SIGTERM)
@@ -50,13 +50,13 @@ def terminate_orphans(folder: Path) -> list[str]:
 
 
 def find_orphans(folder: Path) -> list[psutil.Process]:
-    """The processes that `terminate_orphans` would terminate."""
+    """Find the processes that `terminate_orphans` would terminate."""
     return [process for process in psutil.process_iter() if _belongs_to(process, folder)]
 
 
 def _belongs_to(process: psutil.Process, folder: Path) -> bool:
-    """Whether the mark of `process` names `folder` or a folder below it, and no driver in the mark is alive."""
-    if process.pid == os.getpid():  # a trial has the mark of its own run
+    """Check whether the mark of `process` names `folder` or a folder below it, and no driver in the mark is alive."""
+    if process.pid == os.getpid():  # this process may be a trial, with the mark of its run
         return False
     try:
         environment = process.environ()
@@ -72,7 +72,7 @@ def _belongs_to(process: psutil.Process, folder: Path) -> bool:
 
 
 def _is_driver_alive(driver: str) -> bool:
-    """Whether the driver "<pid> <creation time>" is alive. The id alone is not enough, because the system reuses it."""
+    """Check whether the driver "<pid> <creation time>" is alive. The system reuses ids, so the time must match."""
     pid, _, creation_time = driver.partition(" ")
     try:
         return str(psutil.Process(int(pid)).create_time()) == creation_time
@@ -89,4 +89,4 @@ def _read_process_name(process: psutil.Process) -> str:
     try:
         return process.name()
     except psutil.Error:
-        return "gone"  # the process has exited since it was listed
+        return "gone"  # it has exited since it was listed

@@ -1,6 +1,6 @@
-"""The columns that a run may write: name, unit and meaning. the tables of docs/metrics.md are made of them.
+"""The columns that a run may write: name, unit and meaning, from which the tables of docs/metrics.md are made.
 
-A row of `steps` is one training step of one run (step 1 is the first). A row of `trials` is one run.
+A row of `steps` is one training step of one run, counted from 1. A row of `trials` is one run.
 """
 
 import math
@@ -14,7 +14,7 @@ class Column(NamedTuple):
     """One column of a table.
 
     unit: empty for text and for integers such as `seed`. published_key: the key under which the published system logs
-    the same number; empty if it does not.
+    the same number, or empty.
     """
 
     name: str
@@ -24,8 +24,8 @@ class Column(NamedTuple):
 
 
 def _make_collapse_columns(quantities: Iterable[Quantity]) -> tuple[Column, ...]:
-    """The columns of these quantities for the sample of first turns, then for the sample of trajectories."""
-    # The published system logs no quantities of these two kinds.
+    """Make the columns of these quantities for the sample of first turns, then for the sample of trajectories."""
+    # The published system does not log quantities with these two suffixes.
     return tuple(
         Column(
             f"collapse_{sample}_{name.replace('@', '_at_')}",
@@ -84,7 +84,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "consecutive steps, up to this one, in which the filter kept no group",
         "rollout/consecutive_empty_after_filter_steps",
     ),
-    # The update. Its columns, but not those of the engine, are missing in a step in which the filter kept no group.
+    # The update. If the filter kept no group, all but the engine's columns are missing.
     Column("batch_size", "sequences", "sequences trained on, including copies", "train/batch_size"),
     Column(
         "engine_mismatch_mean",
@@ -189,8 +189,8 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "kl_in_reward_coef", "1", "coefficient of the KL penalty in the reward; missing if there is no such penalty"
     ),
-    # How much thoughts depend on prompts, before the update. These columns are missing in steps without a diagnosis and
-    # for a sample that is switched off.
+    # How much thoughts depend on prompts, before the update. These columns are missing in steps without a diagnosis,
+    # and for samples that are switched off.
     Column(
         "collapse_valid_thinking_rate",
         "fraction",
@@ -251,7 +251,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("val_greedy_success", "fraction", "as val_success, with greedy decoding; last step only"),
     Column("test_success", "fraction", "successful test episodes / episodes, sampled; last step only"),
     Column("test_greedy_success", "fraction", "as test_success, with greedy decoding; last step only"),
-    # The validation before training. It has no row of its own, so the row of step 1 has its columns.
+    # The validation before training, recorded in the row of step 1.
     Column("base_val_success", "fraction", "val_success of the policy before training"),
     Column("base_val_success_unseen", "fraction", "val_success_unseen of the policy before training"),
     Column("base_val_reward", "reward", "val_reward of the policy before training"),
@@ -264,7 +264,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("base_val_children", "children", "val_children of the policy before training"),
     Column("base_val_consistent_guesses", "fraction", "val_consistent_guesses of the policy before training"),
     Column("base_val_greedy_success", "fraction", "val_greedy_success of the policy before training"),
-    # Times. Comparisons of rows for equality ignore these columns, because no two runs take equally long.
+    # Times. Comparisons of rows for equality ignore these columns, because they differ between equal runs.
     Column("seconds_rollout", "s", "collecting episodes", "timing_s/gen"),
     Column("seconds_collapse_first_turn", "s", "scoring thoughts of first turns", "timing_s/collapse_first_turn_step"),
     Column("seconds_collapse_multi_turn", "s", "scoring thoughts of all turns", "timing_s/collapse_multi_turn_step"),
@@ -351,7 +351,7 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("ended_at", "UTC", "when the run ended"),
 )
 
-# A row of `gradients` is one component of the loss in one bucket of one analysis batch. It also has the run and step.
+# A row of `gradients` is one component of the loss in one bucket of one analysis batch. It also has run and step.
 GRADIENT_COLUMNS: tuple[Column, ...] = (
     Column("source", "", "train: during training; probe: from a restored checkpoint"),
     Column("prefilter", "", "true: the analysis batch before the filter; false: what the filter kept"),
@@ -507,7 +507,7 @@ GRADIENT_GROUP_COLUMNS: tuple[Column, ...] = (
     ),
 )
 
-# Columns of `trials` that have the run's last value of the step column of the same name.
+# Columns of `trials` with the run's last value of the step column of the same name.
 TRIAL_LAST_VALUES: tuple[str, ...] = (
     "base_val_success",
     "base_val_success_unseen",
@@ -547,28 +547,27 @@ STATUSES: tuple[str, ...] = ("completed", "early_stopped", "censored", "failed",
 
 
 def make_empty_row(*, all_quantities: bool = False) -> dict[str, float | str | None]:
-    """A row with every step and stop column, without values.
+    """Make a row with every step and stop column, without values.
 
-    Tune's csv keeps only the columns of the first row that is reported, so that row needs all of them. all_quantities:
-    whether to include the columns that only the setting `collapse_detection.all_quantities` adds.
+    Tune's csv keeps only the columns of the first reported row, so this row needs all columns. all_quantities: whether
+    to include the columns of the setting `collapse_detection.all_quantities`.
     """
     columns = STEP_COLUMNS if all_quantities else DEFAULT_STEP_COLUMNS
     row: dict[str, float | str | None] = {column.name: None for column in (*columns, *STOP_COLUMNS)}
-    # Text, unlike the other columns: empty text says that no rule has fired. For a result without this key, the study's
-    # Stoppers would apply the rules themselves.
+    # Empty text means that no rule has fired. Without this key, the study's Stoppers would apply the rules themselves.
     row["stop_rule"] = ""
     return row
 
 
 CARRIED_KEY = "carried"
-"""The key of a result with the names of the columns whose values are those of earlier steps, separated by spaces."""
+"""The key of a result for the names of columns with values of earlier steps, separated by spaces."""
 
 
 def carry_values(row: Mapping[str, Any], last_values: dict[str, Any]) -> dict[str, Any]:
-    """A result of Tune: `row` with a value in each column, and the names of those that the step has not measured.
+    """Make a result for Tune: fill columns of `row` that were not measured with earlier values, and list their names.
 
-    Such a column has its value in `last_values`, which is updated by the row; before the first measurement, that of
-    `base_<column>`, else NaN.
+    The values are from `last_values`, which `row` updates. Before its first measurement, a column has the value of
+    `base_<column>`, or else NaN.
 
     Example:
         >>> carry_values({"step": 1, "base_val_success": 0.25, "val_success": None}, {})
@@ -581,6 +580,6 @@ def carry_values(row: Mapping[str, Any], last_values: dict[str, Any]) -> dict[st
 
 
 def drop_carried(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result of `carry_values` with None for what its step has not measured. Other results are unchanged."""
+    """Undo `carry_values`: set columns that were not measured to None. Return other results unchanged."""
     unmeasured = str(result.get(CARRIED_KEY, "")).split()
     return {**result, **dict.fromkeys(unmeasured)}

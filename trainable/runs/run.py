@@ -1,4 +1,4 @@
-"""One run on disk, the same for every family of studies: its lock, rows and checkpoints, and whether it is over."""
+"""A run on disk, for all families of studies: its lock, rows and checkpoints, and whether it is over."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -39,9 +39,9 @@ LinesByFile = Mapping[str, Sequence[Mapping[str, Any]]]
 """The lines to append to files of the run's folder, by file name."""
 
 LOCK_TIMEOUT_S = 60.0
-"""Seconds that a run waits for an earlier process that still trains it.
+"""Seconds to wait for an earlier process that is still training the run.
 
-A worker that Ray was starting may outlive a killed driver by up to half a minute (docs/reliability.md).
+A worker that Ray was just starting may outlive a killed driver by up to half a minute (docs/reliability.md).
 """
 
 
@@ -49,8 +49,8 @@ A worker that Ray was starting may outlive a killed driver by up to half a minut
 class TrainerState:
     """Everything that a run needs to continue after a step.
 
-    tensors: weights and moments by name, of any shape. values: JSON-serializable values, including `step` (the number
-    of steps trained).
+    tensors: weights and moments by name, of any shape. values: JSON-serializable values, including `step`, the number
+    of trained steps.
     """
 
     tensors: Mapping[str, Tensor]
@@ -63,13 +63,13 @@ class Run:
     run_id: name of the run. run_dir: folder of the rows and rolling checkpoints. checkpoint_dir: folder of the saved
     checkpoints, global_step_<N>. settings: the configuration, including the seed. identity: further columns that
     identify the run in every row. write: executes each write, and may wait while the disk is full. best_column: the
-    column whose largest value marks the checkpoint that stays; empty if only the newest ones do. keeps_last: whether
-    the last rolling checkpoint stays after the run has ended. allows_other_settings: whether the checkpoints in
-    `run_dir` may be those of a run with other settings.
+    column whose largest value marks a checkpoint to keep; empty to keep only the newest. keeps_last: whether to keep
+    the last rolling checkpoint after the run has ended. allows_other_settings: whether the checkpoints in `run_dir` may
+    be from a run with other settings.
 
     A row is on disk and in `rows` before `append_row` returns. A run that continues from a checkpoint repeats the steps
-    after the checkpoint. It writes the same rows again, because rows depend only on the settings and the seed.
-    `drop_rows_after` therefore forgets the rows of the abandoned attempt.
+    after it and writes the same rows again, since rows depend only on the settings and the seed. `drop_rows_after`
+    forgets the earlier rows of these steps.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Run:
         self._allows_other_settings = allows_other_settings
         self._lines = RunLines(dict.fromkeys(LINE_FILES, Lines(())))
         self._ends = dict.fromkeys(LINE_FILES, LineEnd())  # where each file ends now
-        self._checkpoint_ends: dict[int, LineEnd] = {}  # where METRICS_FILE ended at each checkpoint that was loaded
+        self._checkpoint_ends: dict[int, LineEnd] = {}  # where METRICS_FILE ended at each loaded checkpoint
         self._write = write
         self._lock: BinaryIO | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class Run:
     # ------------------------------------------------------------------ lock
 
     def lock(self) -> None:
-        """Keep other processes from writing the run. RunLockedError if one still has the lock after LOCK_TIMEOUT_S."""
+        """Lock the run against other processes. Raise RunLockedError if one still has the lock after LOCK_TIMEOUT_S."""
         self._lock = acquire_lock(self.run_dir, LOCK_TIMEOUT_S)
 
     def unlock(self) -> None:
@@ -112,28 +112,28 @@ class Run:
     # ------------------------------------------------------------------ rows
 
     def load_rows(self) -> None:
-        """Read the rows that are on disk."""
+        """Read the rows from disk."""
         self._lines = RunLines.read(self.run_dir)
         self._ends = {name: lines.end for name, lines in self._lines.files.items()}
         self.rows = self._lines.list_rows()
 
     def append_row(self, row: Mapping[str, Any], lines: LinesByFile) -> None:
-        """Write `lines` and then `row`, without the columns that were not measured (None).
+        """Write `lines` and then `row`, without columns that were not measured (None).
 
-        The row is written last because it marks the step as done. After a crash before it, the run repeats the step.
+        The row is written last because it marks the step as done. After a crash before that, the step is repeated.
         """
         for file_name, records in lines.items():
             for record in records:
                 self._extend_file(file_name, append_line, record)
-        # Leaving out None shortens a row: most steps have no validation, no diagnosis and no gradient analysis.
+        # Without None, rows are shorter: most steps have no validation, diagnosis or gradient analysis.
         full_row = {name: value for name, value in {**self.identity, **row}.items() if value is not None}
-        # The row vouches for the lines of the other files: where they end now is part of it.
+        # The row vouches for the lines of the other files by recording where they end now.
         ends = {name: list(end) for name, end in self._ends.items() if end.line_count and name != METRICS_FILE}
         self._extend_file(METRICS_FILE, append_line, {**full_row, ENDS_KEY: ends} if ends else full_row)
         self.rows.append(full_row)
 
     def _extend_file(self, file_name: str, extend: Callable[[Path, T, LineEnd], LineEnd], content: T) -> None:
-        """Call `extend`, which is `append_line` or `abandon_lines`, for the file as it ends now."""
+        """Call `extend` (`append_line` or `abandon_lines`) at the current end of the file, and update this end."""
 
         def write() -> None:
             self._ends[file_name] = extend(self.run_dir / file_name, content, self._ends[file_name])
@@ -141,7 +141,7 @@ class Run:
         self._write(write)
 
     def is_final_row(self, row: Mapping[str, Any]) -> bool:
-        """Whether `row` is the last of the run: all steps are trained, a stop rule fired, or the run failed."""
+        """Check whether `row` is the run's last: all steps are trained, a stop rule fired, or the run failed."""
         is_trained = row.get("step") == self.settings.trainer.total_training_steps
         return is_trained or bool(row.get("stop_rule") or row.get("failure"))
 
@@ -151,11 +151,11 @@ class Run:
         return bool(self.rows) and self.is_final_row(self.rows[-1])
 
     def is_complete(self, notify: Callable[[str], None]) -> bool:
-        """Whether nothing is left to do: the final row and the checkpoint after it are on disk, and no line is damaged.
+        """Check whether nothing is left to do: the final row and its checkpoint are on disk, and no line is damaged.
 
-        The final row is enough if no checkpoint after it is to stay. A process may have died between these two writes.
-        The run then continues from an earlier checkpoint and writes both again, as it does with damaged lines. notify:
-        called with a message if lines are damaged, or if the final checkpoint cannot be used.
+        If the final checkpoint is not kept, the final row is enough. If lines are damaged, or if a process died between
+        these two writes, the run continues from an earlier checkpoint and writes both again. notify: called with a
+        message if lines are damaged, or if the final checkpoint cannot be used.
         """
         damage = self._lines.find_damage()
         for problem in damage:
@@ -173,14 +173,14 @@ class Run:
 
     @property
     def failure(self) -> str:
-        """Why the run failed; empty if it did not."""
+        """Why the run failed, or empty."""
         return str(self.rows[-1].get("failure", "")) if self.rows else ""
 
     def drop_rows_after(self, step: int) -> None:
         """Forget the rows that the run writes again when it continues after `step` steps.
 
-        With `first_row_step` 1, the row of step n is written after n steps; with 0, before step n + 1 is trained. A
-        repeated row replaces the earlier one by itself. Damaged lines are abandoned by a line that says so.
+        With `first_row_step` 1, the row of step n is written after n steps; with 0, before step n + 1 is trained. On
+        disk, repeated rows simply replace the earlier ones. Damaged lines are abandoned by a line that says so.
         """
         if self._lines.find_damage():
             ends = self._lines.get_ends(self._checkpoint_ends.get(step, LineEnd()))
@@ -192,24 +192,24 @@ class Run:
     # ------------------------------------------------------------------ checkpoints
 
     def list_checkpoint_steps(self) -> set[int]:
-        """Steps after which there is a checkpoint on disk, usable or not."""
+        """List the steps after which there is a checkpoint on disk, usable or not."""
         return {step for step, _ in self._list_checkpoints()}
 
     def _list_checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, folder) of all checkpoints. At the same step, the rolling one comes before the saved one."""
+        """List (step, folder) of all checkpoints. At the same step, rolling ones come before saved ones."""
         return [checkpoint for folder in self.checkpoint_folders for checkpoint in iter_checkpoints(folder)]
 
     @property
     def checkpoint_folders(self) -> tuple[Path, Path]:
-        """The folders of the rolling and of the saved checkpoints."""
+        """The folders of the rolling and the saved checkpoints."""
         return self.run_dir / STATE_FOLDER, self.checkpoint_dir
 
     def load_checkpoint(self, step: int, notify: Callable[[str], None]) -> TrainerState:
-        """The state after `step`, from a complete checkpoint of this run; CheckpointError if there is none.
+        """Load the state after `step` from a complete checkpoint of this run, or raise CheckpointError.
 
         notify: called with a message for each checkpoint that cannot be used.
         """
-        # There may be a rolling and a saved checkpoint after the same step; either is good enough.
+        # There may be a rolling and a saved checkpoint after the same step. Either will do.
         for path in (path for checkpoint_step, path in self._list_checkpoints() if checkpoint_step == step):
             try:
                 tensors, values = read_checkpoint(path)
@@ -220,11 +220,11 @@ class Run:
         raise CheckpointError(f"{self.run_dir} has no usable checkpoint after step {step}.")
 
     def _validate_checkpoint(self, step: int, values: Mapping[str, Any]) -> None:
-        """ValueError unless this run wrote the checkpoint, and all lines up to it are on disk as they were written."""
+        """Raise ValueError unless this run wrote the checkpoint, and all lines up to it are on disk and intact."""
         saved_settings = type(self.settings).model_validate(values.get("settings"))
         if not (self._allows_other_settings or saved_settings.is_same_run(self.settings)):
             raise ValueError("it was written with other settings or another seed.")
-        # A folder that someone renamed would make the run repeat or skip steps without a message.
+        # If someone renamed the folder, the run would silently repeat or skip steps.
         if values.get("step") != step:
             raise ValueError(f"its name says step {step}, but it contains step {values.get('step')}.")
         row_end = parse_end(values.get("row_end"))
@@ -236,18 +236,18 @@ class Run:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best row so far, if its checkpoint is to stay; None if none is."""
+        """The step of the best row so far, if its checkpoint is kept; otherwise None."""
         return find_best_step(self.rows, self._best_column) if self._best_column else None
 
     @property
     def keeps_final_state(self) -> bool:
-        """Whether the rolling checkpoint of a run that is over stays: it is wanted, or its row is the best one."""
+        """Whether to keep the last rolling checkpoint of a run that is over: it is wanted, or its row is the best."""
         return self._keeps_last or self.best_step == self.rows[-1]["step"]
 
     def remove_unwanted_state(self) -> None:
-        """Remove the rolling checkpoints of a run that is over, except that of its best row, unless its last one stays.
+        """Remove all rolling checkpoints of a run that is over but its best, unless its last one is kept.
 
-        A run that failed keeps what it has.
+        A failed run keeps all.
         """
         if not (self.failure or self.keeps_final_state):
             remove_checkpoints(self.run_dir / STATE_FOLDER, {self.best_step})
@@ -260,19 +260,19 @@ class Run:
         copy_run_files(self.run_dir, folder, names, links=True)
 
     def prepare_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> Callable[[], None]:
-        """A function that writes a checkpoint as the newest rolling one, as a saved one, or as both.
+        """Make a function that writes a checkpoint as the newest rolling one, as a saved one, or as both.
 
-        It writes what the run is now, even if more rows follow before it is called; only the tensors must not change
-        until then. Once the run is over, its last rolling checkpoint is the only one that stays, to save disk space,
-        and that of its best row if it is wanted.
+        It writes the current state of the run, even if more rows follow before it is called, but the tensors must not
+        change until then. Once the run is over, only the last rolling checkpoint is kept, to save disk space, and the
+        best if wanted.
         """
         step = state.values["step"]
-        # The settings show a later start whether the checkpoint belongs to its run, and the end of the rows whether
-        # they are still those that it stands on (`_validate_checkpoint`).
+        # By the settings, a later start checks that the checkpoint belongs to its run, and by the end of the rows, that
+        # they have not changed (`_validate_checkpoint`).
         row_end = list(self._ends[METRICS_FILE])
         settings = self.settings.model_dump(mode="json")
         values = deepcopy({**state.values, "settings": settings, "row_end": row_end})
-        # Views, because tensors that are swapped to a GPU stay the same objects, whose data is then somewhere else.
+        # Views, because swapping a tensor to a GPU changes where the data of the same object is.
         tensors = {name: tensor.detach() for name, tensor in state.tensors.items()}
         writes: list[Callable[[], None]] = []
         if is_permanent:

@@ -1,8 +1,8 @@
-"""The files of a run: their names, their rows, what is damaged in them, and the lock that keeps other processes out.
+"""The files of a run: their names, their rows, damage in them, and the lock that keeps other processes out.
 
-A file of a run has one JSON line per training step, per evaluation, per recorded episode or per gradient analysis.
-Lines of other files are written before the row of their step, which names where these files then ended. An intact row
-thus vouches for everything that was measured up to its step.
+A file of a run has one JSON line per training step, evaluation, recorded episode or gradient analysis. The row of a
+step is written last and records where the other files ended, so an intact row vouches for everything that was measured
+up to its step.
 """
 
 import os
@@ -28,31 +28,31 @@ METRICS_FILE, LEVELS_FILE, EPISODES_FILE, GRADIENTS_FILE, PROBES_FILE = (
     "probes.jsonl",
 )
 LINE_FILES = (METRICS_FILE, LEVELS_FILE, EPISODES_FILE, GRADIENTS_FILE)
-"""Files that a run appends to while it trains. A probe writes PROBES_FILE later."""
+"""Files to which a run appends while it trains. Probes write PROBES_FILE later."""
 ENDS_KEY = "line_ends"
-"""Key of a row for where the other files ended when it was written: [number of lines, last checksum] by file."""
+"""Key in a row for where the other files ended when it was written: [number of lines, last checksum] by file."""
 MAX_LISTED_LINES = 5
-"""Damaged lines of a file that a message names; a file may have thousands."""
+"""Maximum number of damaged lines that a message names, since a file may have thousands."""
 STATE_FOLDER = "state"
-"""Subfolder of a run's folder that has its rolling checkpoints."""
+"""Subfolder of a run's folder with its rolling checkpoints."""
 MAX_ROLLING_CHECKPOINTS = 2
-"""Number of rolling checkpoints of a run that is not over: the newest, and one more in case the newest is damaged."""
+"""Rolling checkpoints to keep while a run is not over: the newest, and another in case the newest is damaged."""
 LOCK_FILE = ".lock"
 CHECKSUMS_FILE = "checksums.json"
-"""The file of a checkpoint that is written last, so a folder that contains it is known to be complete."""
+"""The last file of a checkpoint to be written, so a folder that contains it is complete."""
 
 
 class RunLockedError(RuntimeError):
-    """Another process still trains the run. A retry may succeed, because that process may be about to end."""
+    """Raised if another process is still training the run. That process may be about to end, so a retry may succeed."""
 
 
 def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
     """Lock a run, so that two processes never write its files. Closing the returned file releases the lock.
 
-    A process whose study was killed may survive for a moment, so this function waits for up to `timeout_s` seconds.
-    After that it raises RunLockedError, which names the process that has the lock.
+    A process may briefly outlive its killed study, so this function waits up to `timeout_s` seconds. Then it raises
+    RunLockedError, which names the process that holds the lock.
     """
-    # Mode "a" does not truncate: until the lock is acquired, the file has the name of the process that holds it.
+    # Mode "a" does not truncate the file, which names the process that holds the lock.
     file = cast(BinaryIO, open_regular(run_dir / LOCK_FILE, "a+b"))
     try:
         lock_file(file, timeout_s)
@@ -61,7 +61,7 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
         holder = file.read().decode(errors="replace").strip()
         file.close()
         raise RunLockedError(f"{run_dir} is still in use by another process ({holder or 'unknown'})") from None
-    # A full disk may refuse this write. The text is only for the message above; the lock alone keeps others out.
+    # This write may fail on a full disk, but the text is only for the message above.
     with suppress(OSError):
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -73,7 +73,8 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
 class RunLines:
     """The lines of each of LINE_FILES in the folder of a run.
 
-    refusals: for each file that was not read, the reason: it is a link, a folder or a special file. It has no lines.
+    refusals: the reason for each file that was not read, because it is a link, a folder or a special file. Such files
+    have no lines.
     """
 
     files: Mapping[str, Lines]
@@ -81,36 +82,36 @@ class RunLines:
 
     @classmethod
     def read(cls, run_dir: Path) -> "RunLines":
-        """Read the files; those that do not exist have no lines."""
+        """Read the files. Missing files have no lines."""
         files, refusals = dict.fromkeys(LINE_FILES, Lines(())), dict[str, str]()
         for name in LINE_FILES:
             try:
                 files[name] = read_lines(run_dir / name)
-            except UnsafePathError as error:  # a run that cannot be read must not hide the others
+            except UnsafePathError as error:  # so that other runs can still be read
                 refusals[name] = str(error)
         return cls(files, refusals)
 
     def list_rows(self) -> list[Row]:
-        """The rows of the run, see `read_rows`."""
+        """List the rows of the run (see `read_rows`)."""
         return select_rows(self.files[METRICS_FILE].records)
 
     def get_ends(self, row_end: LineEnd) -> dict[str, LineEnd]:
-        """Where all files ended when the row was written after which METRICS_FILE ended at `row_end`."""
+        """Find where all files ended when METRICS_FILE ended at `row_end`."""
         if row_end.line_count == 0:
             return dict.fromkeys(LINE_FILES, LineEnd())
         record = self.files[METRICS_FILE].lines[row_end.line_count - 1].record
         return {**dict.fromkeys(LINE_FILES, LineEnd()), **_parse_ends(record or {}), METRICS_FILE: row_end}
 
     def is_intact_up_to(self, row_end: LineEnd) -> bool:
-        """Whether the rows up to `row_end` are those that were written, and all lines that they vouch for are there."""
+        """Check whether the rows up to `row_end`, and all lines that they vouch for, are as they were written."""
         return self.files[METRICS_FILE].contains(row_end) and all(
             self.files[name].contains(end) for name, end in self.get_ends(row_end).items()
         )
 
     def find_damage(self) -> list[str]:
-        """Every file with damaged or missing lines, in words.
+        """Describe the damage of each file with damaged or missing lines.
 
-        Lines of other files after the last row do not count: they are those of a step that was not finished.
+        Lines of other files after the last row are ignored, since they belong to an unfinished step.
         """
         problems = list(self.refusals.values())
         for name, lines in self.files.items():
@@ -131,24 +132,24 @@ _NO_SUCH_END = LineEnd(-1)
 
 
 def parse_end(value: object) -> LineEnd | None:
-    """A LineEnd from JSON, where it is a list; None for anything else, which no run writes."""
+    """Parse a LineEnd from JSON, where it is a list. Return None for anything else."""
     if isinstance(value, list) and len(value) == 2 and type(value[0]) is int and isinstance(value[1], str):
         return LineEnd(*value)
     return None
 
 
 def _parse_ends(record: Mapping[str, Any]) -> dict[str, LineEnd]:
-    """The ends of the other files that a row names; an end that no run writes counts as not reached."""
+    """Parse the ends of other files in a row. An invalid end counts as not reached."""
     ends = record.get(ENDS_KEY)
     entries = ends.items() if isinstance(ends, dict) else ()
     return {name: parse_end(end) or _NO_SUCH_END for name, end in entries if name in LINE_FILES}
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics file in the order of their steps; a row is a JSON object with an integer `step`.
+    """Read the rows of a metrics file in the order of their steps. A row is a JSON object with an integer `step`.
 
-    Damaged lines, and a file that is refused, are left out (`RunLines.find_damage` names them). A row of step 0 is of
-    weights before they are trained. A run that went back to a rolling checkpoint repeats steps: see `select_lines`.
+    Damaged lines and unsafe files are left out (`RunLines.find_damage` names them). A row of step 0 describes untrained
+    weights. A run that went back to a rolling checkpoint repeats steps: see `select_lines`.
     """
     try:
         records = read_lines(path).records
@@ -158,22 +159,21 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def select_rows(records: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """The rows of records in the order of their steps, as `read_rows` reads them from a file."""
+    """Select the rows among records, in the order of their steps, like `read_rows` from a file."""
     rows = ({name: value for name, value in record.items() if name != ENDS_KEY} for record in records)
     return select_lines(rows, lambda row: row["step"])
 
 
 def select_lines(records: Iterable[Row], get_key: Callable[[Row], Any], *, drop_rolled_back: bool = True) -> list[Row]:
-    """The last record of each key, sorted by key. Records without an integer step, or with the key None, are skipped.
+    """Select the last record of each key, sorted by key. Skip records without an integer step or with the key None.
 
-    drop_rolled_back: a record whose step is smaller than that of previous ones means that the run was restored from an
-    earlier checkpoint. The previous records of larger steps are then dropped, since the restored run repeats these
-    steps.
+    drop_rolled_back: if steps go back, the run was restored from an earlier checkpoint and repeats the later steps, so
+    their previous records are dropped.
     """
     rows_by_key: dict[Any, Row] = {}
-    last_step = -1  # the largest step of `rows_by_key`, so that only a record that goes back costs a search
+    last_step = -1  # the largest step in `rows_by_key`, so that only a step back costs a search
     for row in records:
-        # `type`, because isinstance would accept True. Tables store steps as int64, hence the limit.
+        # `type`, since isinstance would accept True. The limit is from tables, which store steps as int64.
         step = row.get("step")
         if type(step) is not int or not 0 <= step < 2**63 or (key := get_key(row)) is None:
             continue
@@ -186,7 +186,7 @@ def select_lines(records: Iterable[Row], get_key: Callable[[Row], Any], *, drop_
 
 
 def find_best_step(rows: Iterable[Mapping[str, Any]], column: str) -> int | None:
-    """The step of the first row with the largest value of `column`; None if no row has a value.
+    """Find the step of the first row with the largest value of `column`, or None if no row has a value.
 
     >>> find_best_step([{"step": 5, "val_success": 0.7}, {"step": 6}, {"step": 10, "val_success": 0.7}], "val_success")
     5
@@ -196,15 +196,15 @@ def find_best_step(rows: Iterable[Mapping[str, Any]], column: str) -> int | None
 
 
 def list_states(run_dir: Path) -> list[str]:
-    """The names of the rolling checkpoints in the folder of a run, usable or not."""
+    """List the names of the rolling checkpoints in the folder of a run, usable or not."""
     return sorted(path.name for path in (run_dir / STATE_FOLDER).glob("step_*"))
 
 
 def copy_run_files(source: Path, target: Path, states: Iterable[str], *, links: bool) -> None:
-    """Replace the lines and states of a run in `target` by the lines, and the named states, of the run in `source`.
+    """Replace the lines and states of the run in `target` by the lines and the named states of the run in `source`.
 
-    links: whether the files of a state, which are never changed, become hard links where both folders are on one file
-    system. Raises UnsafePathError if `source` contains a symbolic link.
+    links: whether to hard-link the files of states, which never change, if both folders are on the same file system.
+    Raises UnsafePathError if `source` contains a symbolic link.
     """
     check_tree(source, trees=[source])
     shutil.rmtree(target / STATE_FOLDER, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The published stop rules, an alarm and the rules of the user, as pure functions of a run's rows.
+"""The published stop rules, an alarm, and your own rules, as pure functions of a run's rows.
 
 They need neither Ray nor torch, so live runs, replays of recorded runs and tests all use the same functions.
 """
@@ -26,12 +26,12 @@ class StopDecision(NamedTuple):
     step: int
 
     def to_columns(self) -> dict[str, Any]:
-        """The decision as the stop columns of the row at which the rule fired."""
+        """Convert the decision to the stop columns of the row at which the rule fired."""
         return {f"stop_{name}": value for name, value in self._asdict().items()}
 
 
 class History(NamedTuple):
-    """The columns that the rules read, with one entry per training step in ascending order. None means "not measured".
+    """The columns that the rules read, with one entry per training step in ascending order. None means not measured.
 
     steps: training steps from 1. reward_std: mean in-group standard deviation of the reward (before the filter).
     groups_kept: groups trained on. val_success: fraction of validation episodes with success, in steps that validate.
@@ -46,10 +46,10 @@ class History(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row], settings: EarlyStopConfig) -> "History":
-        """The columns that the rules with these `settings` read, of rows in the order in which they were written.
+        """Collect the columns that the rules read under these `settings`, from rows in the order of writing.
 
-        Of a run that went back to an earlier checkpoint no step counts twice, see `run_files.select_lines`. A value
-        that is missing, None, NaN, infinite or not a number becomes None. A row without an integer step is skipped.
+        If a run went back to an earlier checkpoint, repeated steps count once (see `run_files.select_lines`). Values
+        that are missing, NaN, infinite or not numbers become None. Rows without an integer step are skipped.
         """
         rows = select_rows(rows)
         columns = {name: name for name in HISTORY_COLUMNS}
@@ -64,8 +64,8 @@ HISTORY_COLUMNS = tuple(name for name in History._fields if name not in ("steps"
 
 
 def parse_finite(value: object) -> float | None:
-    """`value` as a float, or None if it is not a finite number (text, NaN, infinity, None, a bool)."""
-    # A bool is a Real in Python, but True in a column of numbers is a mistake, not a 1.
+    """Convert `value` to a float, or to None if it is not a finite number (text, NaN, infinity, None, a bool)."""
+    # In Python a bool is a Real, but in a column of numbers, True is a mistake and not a 1.
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -76,13 +76,13 @@ def parse_finite(value: object) -> float | None:
 
 
 def detect_reward_variance_collapse(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """The first step at which the rewards within a group hardly differ, so that little is left to learn, or None.
+    """Find the first step at which rewards within groups have hardly differed for a while, so little is left to learn.
 
     With v_1, v_2, ... the `reward_std` of the non-empty steps (groups_kept > 0) and b = variance_baseline_steps:
         baseline = mean(v_1 .. v_b);  stop at n >= b + variance_window when
         max(v_{n - variance_window + 1} .. v_n) < variance_ratio * baseline.
-    Value: that maximum. Threshold: variance_ratio * baseline. Source: the published code (which calls it variance; the
-    number is a standard deviation). A step whose reward_std or groups_kept was not measured counts as empty: it is
+    Value: the maximum. Threshold: variance_ratio * baseline. Source: the published code, which calls it variance,
+    although it is a standard deviation. Steps without a measured reward_std or groups_kept count as empty, and are
     neither in the baseline nor in the window. A baseline of 0 gives a threshold of 0, so the rule never fires.
     """
     observed_stds: list[float] = []
@@ -95,17 +95,17 @@ def detect_reward_variance_collapse(history: History, settings: EarlyStopConfig)
             continue
         threshold = settings.variance_ratio * math.fsum(observed_stds[:baseline_steps]) / baseline_steps
         window_max = max(observed_stds[-window:])
-        if window_max < threshold:  # strictly: a run whose spread was always 0 has threshold 0 and never stops here
+        if window_max < threshold:  # strictly, so that a run whose spread is always 0 (threshold 0) never stops here
             return StopDecision("reward_variance_collapse", window_max, threshold, step)
     return None
 
 
 def detect_low_validation_success(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """The step of the last of `success_patience` consecutive validations below the success threshold, or None.
+    """Find the first step that completes `success_patience` consecutive validations below the success threshold.
 
-    Value: the largest val_success of those validations. Threshold: success_threshold; a val_success that equals it
-    resets the count. Source: the published code. The validation before training has its own column and does not count.
-    A step without a measured val_success is not a validation, so it neither counts nor resets the count.
+    Value: the largest val_success of these validations. Threshold: success_threshold; a val_success equal to it resets
+    the count. Source: the published code. The validation before training has its own column and does not count. Steps
+    without a measured val_success are no validations, so they neither count nor reset the count.
     """
     threshold, patience = settings.success_threshold, settings.success_patience
     rule = AlarmRule("val_success", threshold, is_relative=False, is_upper=False, window=patience)
@@ -114,10 +114,10 @@ def detect_low_validation_success(history: History, settings: EarlyStopConfig) -
 
 
 def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """The step that completes the first streak of `empty_stop_steps` steps in which the filter keeps no group, or None.
+    """Find the first step that completes `empty_stop_steps` consecutive steps in which the filter kept no group.
 
     Value: the number of consecutive steps. Threshold: empty_stop_steps; 0 or less disables the rule. Source: the
-    published code. A step whose groups_kept was not measured is not known to be empty, so it resets the count.
+    published code. A step without a measured groups_kept may not be empty, so it resets the count.
     """
     if settings.empty_stop_steps <= 0:
         return None
@@ -132,11 +132,11 @@ def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> 
 
 
 def find_alarm(steps: Iterable[float], values: Iterable[float | None], rule: AlarmRule) -> StopDecision | None:
-    """The first step at which the last `rule.window` measurements are all beyond the threshold, or None.
+    """Find the first step at which the last `rule.window` measurements are all beyond the threshold.
 
-    steps (n,): ascending. values (n,): the column of the rule; None or NaN where it was not measured. A relative
-    threshold needs a positive mean over the first `BASELINE_STEPS` steps, and the rule then reads only later ones.
-    Value: the measurement of the window that is nearest to the threshold.
+    steps (n,): ascending. values (n,): the column of the rule, None or NaN if not measured. A relative threshold needs
+    a positive mean over the first `BASELINE_STEPS` steps, and applies only to later steps. Value: the measurement in
+    the window that is nearest to the threshold.
 
     Example:
         >>> rule = parse_alarm_rule("reward_std < 0.5 x, 2 times in a row")
@@ -163,16 +163,16 @@ def find_alarm(steps: Iterable[float], values: Iterable[float | None], rule: Ala
 
 
 def detect_alarm(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """The decision of the setting early_stop.alarm, or None; see `find_alarm`."""
+    """Apply the alarm of the setting early_stop.alarm, if it is set (see `find_alarm`)."""
     return find_alarm(history.steps, history.alarm, parse_alarm_rule(settings.alarm)) if settings.alarm else None
 
 
 ALARM = "alarm"
-"""The rule of the setting early_stop.alarm. It applies in every study, and fires only where the setting is set."""
+"""The rule of the setting early_stop.alarm. It applies in every study, but only fires if the setting is set."""
 
-# If two rules fire at the same step, the first one here is reported. The order is that of the events in a step: the
-# rewards are measured, then groups are filtered, then the policy is validated. The alarm comes last, so that it changes
-# no decision of the published rules.
+# If several rules fire at the same step, the first one here is reported. They have the order of events in a step:
+# rewards are measured, groups are filtered, and the policy is validated. The alarm is last, so that it changes no
+# decision of the published rules.
 RULES: dict[str, Callable[[History, EarlyStopConfig], StopDecision | None]] = {
     "reward_variance_collapse": detect_reward_variance_collapse,
     "empty_filtered_steps": detect_empty_filtered_steps,
@@ -182,15 +182,15 @@ RULES: dict[str, Callable[[History, EarlyStopConfig], StopDecision | None]] = {
 
 
 def list_active_rules(settings: EarlyStopConfig) -> tuple[str, ...]:
-    """The rules that can fire under these settings, in the order of `RULES`: the alarm only if it is set."""
+    """List the rules that can fire under these settings, in the order of `RULES`: the alarm only if it is set."""
     return tuple(rule for rule in RULES if rule != ALARM or settings.alarm)
 
 
 def evaluate_own_rules(rows: Sequence[Row], names: Iterable[str]) -> StopDecision | None:
-    """The decision of the first rule of the user that stops a run after the last of `rows`, or None.
+    """Apply your own stop rules to the rows of a run so far, and return the decision of the first that stops it.
 
-    names: values of the setting trainer.own_stop_rules. Each rule is a function of the rows of a run so far and returns
-    None, or (value, threshold) to stop. Raises ValueError for one that returns anything else.
+    names: values of the setting trainer.own_stop_rules. Each rule is a function of the rows that returns None, or
+    (value, threshold) to stop. Raises ValueError if a rule returns anything else.
     """
     for name in names:
         answer = get_part(name)(rows)
@@ -208,16 +208,16 @@ def evaluate_own_rules(rows: Sequence[Row], names: Iterable[str]) -> StopDecisio
 def evaluate_stop_rules(
     rows: Iterable[Row], settings: EarlyStopConfig, rules: tuple[str, ...] = tuple(RULES)
 ) -> StopDecision | None:
-    """The earliest decision of any of `rules` over the rows of one run, or None if none fires.
+    """Apply stop rules to the rows of a run, and return the earliest decision of any of `rules`, or None.
 
-    rows: in the order in which they were written; see `History.from_rows` for repeated steps and invalid values. Every
-    rule is evaluated. If several fire at the same step, the order of `RULES` decides, not that of `rules`. A live run
-    calls this function after every step and stops at the first decision, which is about its last row. A call with all
-    rows of a recorded run gives that same decision. Raises ValueError for an unknown rule.
+    rows: in the order of writing; see `History.from_rows` for repeated steps and invalid values. If several rules fire
+    at the same step, the order of `RULES` decides, and not the order of `rules`. A live run calls this function after
+    every step and stops at the first decision, which is about its last row. With all rows of the recorded run, the
+    decision is the same. Raises ValueError for an unknown rule.
     """
     unknown_rules = [rule for rule in rules if rule not in RULES]
     if unknown_rules:
         raise ValueError(f"Unknown stop rule `{unknown_rules[0]}`: choose from {', '.join(RULES)}.")
     history = History.from_rows(rows, settings)
     decisions = filter(None, (rule(history, settings) for name, rule in RULES.items() if name in rules))
-    return min(decisions, key=lambda decision: decision.step, default=None)  # at equal steps `min` keeps the first one
+    return min(decisions, key=lambda decision: decision.step, default=None)  # at equal steps, `min` keeps the first

@@ -1,8 +1,8 @@
-"""The files that say what a study is and how its runs stand: study.json, run.json and status.json.
+"""The files that describe a study and the status of its runs: study.json, run.json and status.json.
 
-Each has its one definition here, for the driver that writes it and for everything that reads it. A value of another
-type than was written counts as damage; keys that this version does not know are ignored, so that it reads the files of
-a newer one. A folder may come from somebody else, so every text and list has a limit, far above any that is written.
+Both the driver that writes them and all code that reads them use these definitions. Values of a wrong type count as
+damage. Unknown keys are ignored, so that files of newer versions can be read. A folder may come from somebody else, so
+every text and list has a limit, far above all that is ever written.
 """
 
 import json
@@ -25,22 +25,21 @@ from trainable.runs.records import STATUSES
 STUDY_FILE, RUN_FILE, STATUS_FILE = "study.json", "run.json", "status.json"
 
 SCHEMA = 2
-"""By this number a version recognizes files that it cannot read. It increases when a file changes so that an earlier
-version cannot read it."""
+"""Version of the format of the files. It increases when earlier versions can no longer read them."""
 
 MAX_RUNS = 10_000
-"""Runs that a study may have. More would exceed what Ray Tune schedules, and what can be read at once."""
+"""Maximum number of runs of a study. Ray Tune could not schedule more, and they could not be read at once."""
 
 _MAX_NAME_BYTES = 255
-"""Bytes that the name of a folder may have."""
+"""Maximum length of a folder's name, in bytes."""
 
 CENSORED = "censored"
-"""The status of a run that a search stopped, or did not start, because others did better. Its rows end like those of an
-interrupted one, and say nothing of what it would have reached."""
+"""The status of a run that a search stopped, or did not start, because others did better. Its rows end as if it were
+interrupted, and do not tell what it would have reached."""
 ENDED_STATUSES = ("completed", "early_stopped", CENSORED)
 """Statuses of runs that are never run again."""
 OPEN_STATUSES = ("waiting", "running")
-"""Statuses of runs that have not ended, while a driver runs their study. No other run has one of them."""
+"""Statuses of runs that have not ended, used only while a driver runs their study."""
 
 MAX_SEEDS = 401
 """Maximum number of seeds per arm: RunConfig accepts the seeds 0 to 400."""
@@ -56,18 +55,18 @@ Arms = Annotated[tuple[Text, ...], Field(max_length=MAX_RUNS)]
 
 
 def is_run_id(text: str) -> bool:
-    """Whether `text` can be a run_id, which names a folder. Plans and readers of study.json ask this function.
+    """Check whether `text` can be a run_id, which names a folder. Plans and readers of study.json use this function.
 
-    It has no slash and no leading dot, so that it cannot name a folder outside the study's, and is printable.
+    It must be printable, without slashes or a leading dot, so that it cannot name a folder outside the study's.
     """
     is_name = text != "" and not text.startswith(".") and "/" not in text and is_printable(text)
     return is_name and len(text.encode()) <= _MAX_NAME_BYTES
 
 
 def find_schema_problem(folder: object, schema: object) -> str:
-    """Why this version cannot read the folder of a study; empty if it can.
+    """Explain why this version cannot read the folder of a study. Empty if it can.
 
-    folder: results/<run>, as it was typed. schema: that of its study.json.
+    folder: results/<run>, as it was typed. schema: the schema in its study.json.
     """
     if schema == SCHEMA:
         return ""
@@ -78,7 +77,7 @@ def find_schema_problem(folder: object, schema: object) -> str:
 
 
 def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """`settings`, if each can be a value in a table. Raises ValueError otherwise."""
+    """Return `settings`. Raise ValueError unless each can be a value in a table."""
     for name, value in flatten_settings(settings).items():
         is_value = value is None or isinstance(value, bool | float | str | list) or type(value) is int
         if not is_value or (type(value) is int and abs(value) >= 2**63):
@@ -87,7 +86,7 @@ def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_wandb_project(text: str) -> str:
-    """`text`, if W&B takes it as the name of a project or if it is empty. Raises ValueError otherwise."""
+    """Return `text`. Raise ValueError unless it is empty or a valid name of a W&B project."""
     if len(text) > 128 or {*text} & {*"/\\#?%:"} or not is_printable(text):
         raise ValueError(
             f"{format_value(text)} is no project of W&B: a name has at most 128 characters, and none of / \\ # ? % :"
@@ -104,14 +103,14 @@ _ALL_STATUSES = (*STATUSES, *OPEN_STATUSES)
 
 
 def find_total_steps(settings: Mapping[str, Any]) -> int | None:
-    """The planned number of training steps of nested settings; None if they do not contain a valid one."""
+    """Find the planned number of training steps in nested settings. None if they do not contain a valid number."""
     steps = flatten_settings(settings).get("trainer.total_training_steps")
     return steps if type(steps) is int and 0 < steps < 2**31 else None
 
 
 @dataclass(frozen=True, config=_STRICT)
 class AxisRecord:
-    """The axis of a study, and the arms that it has. See `search_spaces.declaration.study.Axis`."""
+    """The axis of a study, and its arms. See `search_spaces.declaration.study.Axis`."""
 
     setting: Text = ""
     option: Text = ""
@@ -122,7 +121,7 @@ class AxisRecord:
 
 @dataclass(frozen=True, config=_STRICT)
 class RunEntry:
-    """Names of a run, and paths of its files below the output folder: an entry of `runs` in study.json."""
+    """An entry of `runs` in study.json: names of a run, and paths of its files below the output folder."""
 
     run_id: RunId
     arm: Text = ""
@@ -144,17 +143,16 @@ class RunRecord(RunEntry):
 
 @dataclass(frozen=True, config=_STRICT)
 class StatusRecord:
-    """status.json: how a run stands."""
+    """status.json: the status of a run."""
 
     run_id: Text
     status: Annotated[str, require(_ALL_STATUSES.__contains__, f"it is none of {', '.join(_ALL_STATUSES)}")]
-    """One of `STATUSES`; while a driver runs the study, also one of `OPEN_STATUSES`. A run that waits to be continued
-    keeps all other fields of its earlier status."""
+    """One of `STATUSES`, or of `OPEN_STATUSES` while a driver runs the study. A run that waits to be continued keeps
+    all other fields of its earlier status."""
     reason: Text = ""
     """Why the run has this status, as a sentence."""
     failure_class: Text = ""
-    """Kind of the failure (see `trainable.runs.failures`); empty unless the run has failed, and not been continued
-    since."""
+    """Kind of the failure (see `trainable.runs.failures`). Empty unless the run failed and was not continued since."""
     stop_rule: Text = ""
     stop_value: FiniteFloat | None = None
     stop_threshold: FiniteFloat | None = None
@@ -163,7 +161,7 @@ class StatusRecord:
     """Id of the run's last Tune trial."""
     started_at: Time | None = None
     ended_at: Time | None = None
-    """First start and last end, ISO 8601 in UTC; None before them."""
+    """Times of the first start and the last end, in ISO 8601 and UTC, or None before these."""
 
     @property
     def display_text(self) -> str:
@@ -174,7 +172,7 @@ class StatusRecord:
 
 @dataclass(frozen=True, config=_STRICT)
 class SourceFile:
-    """A file that a user wrote for the study: its path as it was typed, and its text."""
+    """A file that a user wrote for the study: its path as typed, and its text."""
 
     path: Text
     sha256: Text
@@ -191,7 +189,7 @@ class Git:
 
 @dataclass(frozen=True, config=_STRICT)
 class WandbTarget:
-    """Where a start of a study logs to W&B. project: project in W&B; empty for the one that the study declares."""
+    """Where a start of a study logs to W&B. project: name of the project, or empty for the project of the study."""
 
     mode: WandbMode = "off"
     project: Annotated[Text, AfterValidator(check_wandb_project)] = ""
@@ -211,7 +209,7 @@ class Start:
 
 @dataclass(frozen=True, config=_STRICT)
 class DeclaredContrast:
-    """A comparison that was declared before the runs. needs_all_pairs: whether it means nothing over some of them."""
+    """A comparison that was declared before the runs. needs_all_pairs: whether it is meaningless without all pairs."""
 
     name: Text
     pairs: tuple[tuple[Text, Text], ...]
@@ -220,7 +218,7 @@ class DeclaredContrast:
 
 @dataclass(frozen=True, config=_STRICT)
 class Look:
-    """A look at the results: ended runs, the most seeds of an arm, and the steps of the study at that time."""
+    """A look at the results: the numbers of ended runs, seeds (of the arm with most) and steps at that time."""
 
     at: Text
     runs: Count
@@ -230,9 +228,9 @@ class Look:
 
 @dataclass(frozen=True, config=_STRICT)
 class ConfirmedStudy:
-    """The study whose arm a confirmation runs again.
+    """The study from which a confirmation runs an arm again.
 
-    seeds: those with which it had runs when the confirmation began. None of them is used again.
+    seeds: the seeds that the study had used when the confirmation began. None of them is used again.
     """
 
     run: Text
@@ -241,7 +239,7 @@ class ConfirmedStudy:
 
 @dataclass(frozen=True, config=_STRICT)
 class Dimension:
-    """One setting that a search changes: over an interval, or over a few values.
+    """A setting that a search varies: over an interval, or over a few values.
 
     Example:
         >>> Dimension("actor.lr", 0.1, 10, is_log=True, is_relative=True).name
@@ -254,28 +252,28 @@ class Dimension:
     """The dotted setting."""
     low: FiniteFloat = 0.0
     high: FiniteFloat = 0.0
-    """`low` and `high`: ends of the interval; both 0 if the setting has `values`."""
+    """`low` and `high`: ends of the interval, both 0 if the setting has `values`."""
     is_log: bool = False
     """Whether the interval is searched on a logarithmic scale."""
     is_relative: bool = False
-    """Whether `low` and `high` are multiples of the value that the preset gives the setting. Learning rates that suit a
-    tiny model and a large one have no interval in common."""
+    """Whether `low` and `high` are multiples of the preset's value. Learning rates, for example, need different
+    intervals for tiny and for large models."""
     is_integer: bool = False
     """Whether only whole numbers are tried."""
     values: Arms = ()
-    """The values to choose from, as they are typed; empty for an interval."""
+    """The values to choose from, as typed. Empty for an interval."""
     condition: tuple[Text, Text] | tuple[()] = ()
-    """(setting, value): the setting is changed only at points at which an earlier dimension has this value, as the mass
-    of a filter has no meaning for another filter; empty if it is always changed."""
+    """(setting, value): the setting is varied only at points where an earlier dimension has this value, since, for
+    example, the mass of one filter is meaningless for others. Empty if it is always varied."""
 
     @property
     def name(self) -> str:
-        """The name of the dimension: its setting, and its condition, since a setting may have one per condition."""
+        """The setting and its condition, since a setting may have one dimension per condition."""
         return f"{self.setting} if {'='.join(self.condition)}" if self.condition else self.setting
 
 
 def _check_space(space: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
-    """`space`, if a sampler can draw from each dimension. Raises ValueError otherwise."""
+    """Return `space`. Raise ValueError unless a sampler can draw from each dimension."""
     if len({dimension.name for dimension in space}) < len(space):
         raise ValueError("two dimensions have one name")
     for dimension in space:
@@ -291,34 +289,34 @@ def _check_space(space: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
 
 
 OBJECTIVES = (("success",), ("success", "cost"))
-"""What a search can look for."""
+"""The possible objectives of a search."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Search:
-    """What a search looks for, and where."""
+    """The objectives of a search, and its space."""
 
     space: Annotated[tuple[Dimension, ...], Field(min_length=1, max_length=1000), AfterValidator(_check_space)]
-    """The settings that it changes."""
+    """The settings that it varies."""
     objectives: Annotated[
         tuple[str, ...], require(OBJECTIVES.__contains__, "it is neither success nor success and cost")
     ]
-    """`success` (the primary outcome of the study), and `cost` (tokens) if points are to be cheap as well."""
+    """`success` (the primary outcome of the study), and `cost` (tokens) to prefer cheap points, too."""
     num_points: Annotated[int, Field(ge=1, le=MAX_RUNS)]
-    """Number of points to try, with the default."""
+    """Number of points to try, including the default."""
     points_per_round: Annotated[int, Field(ge=1, le=MAX_RUNS)] = 4
-    """Number of points that are drawn from the same results, and run at once if there is room."""
+    """Number of points that are drawn from the same results, and run in parallel if there is room."""
     seed: Count = 0
     """Seed of the draws."""
     confirm_seeds: Annotated[int, Field(ge=0, le=MAX_SEEDS)] = 5
-    """Number of fresh seeds with which the best point is compared with the default at the end; 0 for none."""
+    """Number of fresh seeds for comparing the best point with the default at the end, or 0."""
     grace_steps: Positive | None = None
-    """The first step at which runs are compared by successive halving; None if every run trains all its steps."""
+    """The first step at which successive halving compares runs, or None if every run trains all its steps."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class StudyRecord:
-    """study.json: what was asked, with which settings and code, and its runs."""
+    """study.json: the question of the study, its settings, its code and its runs."""
 
     name: Text
     preset: Text
@@ -334,9 +332,9 @@ class StudyRecord:
     ]
     """The settings that all arms share, nested."""
     defaults: Settings = Field(default_factory=dict)
-    """The value of each setting where nothing is said."""
+    """The default of each setting."""
     schema: int = 0
-    """Version 0.1 wrote none."""
+    """0 if missing, as in files of version 0.1."""
     question: Text = ""
     run: Text = ""
     family: Text = "ppo"
@@ -345,16 +343,16 @@ class StudyRecord:
     preset_steps: Positive | None = None
     """Steps of the preset at the first start."""
     baseline: Annotated[Text, BeforeValidator(lambda value: value or "")] = ""
-    """The arm that the others are compared with; empty if there is none."""
+    """The arm with which the others are compared, or empty."""
     outcomes: tuple[Text, ...] = ()
     margins: dict[Text, FiniteFloat] = Field(default_factory=dict)
     contrasts: tuple[DeclaredContrast, ...] = ()
-    """Margins and contrasts are those of the first start: what is changed after a look at results tests nothing."""
+    """Margins and contrasts as of the first start: changing them after a look at results would invalidate tests."""
     extra_seeds: dict[Text, Seeds] = Field(default_factory=dict)
-    """By arm, the seeds that it has beyond `seeds`."""
+    """By arm, its seeds beyond `seeds`."""
     planned_seeds: Positive | None = None
     planned_baseline_seeds: Positive | None = None
-    """Seeds of an arm and of the baseline at the first start."""
+    """Numbers of seeds of an arm and of the baseline at the first start."""
     max_seeds: Annotated[int, Field(ge=1, le=MAX_SEEDS)] | None = None
     looks: tuple[Look, ...] = ()
     earlier_steps: Annotated[tuple[Positive, ...], Field(max_length=1000)] = ()
@@ -363,7 +361,7 @@ class StudyRecord:
     confirms: ConfirmedStudy | None = None
     search: Search | None = None
     points: Annotated[dict[Text, dict[Text, Text]], Field(max_length=MAX_RUNS)] = Field(default_factory=dict)
-    """The points of a search: by arm, texts by setting."""
+    """The points of a search: values as texts, by arm and setting."""
     declaration: SourceFile | None = None
     earlier_declarations: Annotated[tuple[SourceFile, ...], Field(max_length=1000)] = ()
     code: tuple[SourceFile, ...] = ()
@@ -372,14 +370,14 @@ class StudyRecord:
     created_at: Text = ""
     versions: dict[Text, Text] = Field(default_factory=dict)
     git: Git | None = None
-    """Versions of packages and state of the sources at the first start."""
+    """Versions of packages, and state of the sources, at the first start."""
     starts: tuple[Start, ...] = ()
     recorded: Text = ""
-    """The command of the study that comes with the package, which nobody typed."""
+    """The command of a study that ships with the package, which nobody typed."""
 
     @property
     def total_steps(self) -> int | None:
-        """The planned training steps of a run; arms may have others."""
+        """The planned training steps of a run. Arms may override them."""
         return find_total_steps(self.settings)
 
 
@@ -397,14 +395,14 @@ def read_record(kind: type[_Record], folder: Path) -> _Record:
     """Read study.json in results/<run>, or run.json or status.json in the folder of a run.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is none.
-        UnsafePathError: it is a link, or no regular file.
-        DamagedFileError: it is damaged, incomplete, or of another schema.
+        FileNotFoundError, NotADirectoryError: if it does not exist.
+        UnsafePathError: if it is a link, or no regular file.
+        DamagedFileError: if it is damaged, incomplete, or of another schema.
     """
     path = folder / _FILES[kind]
     try:
         content = read_object(path)
-        # As JSON, in which a tuple is a list.
+        # Validated as JSON, where tuples are lists.
         record: _Record = _ADAPTERS[kind].validate_json(json.dumps(content), strict=True)
     except DamagedFileError as error:
         problem = _find_schema_problem(path) or f"{error}{_ADVICE if kind is StudyRecord else ''}"
@@ -423,7 +421,7 @@ def read_record(kind: type[_Record], folder: Path) -> _Record:
 
 
 def _find_schema_problem(path: Path) -> str:
-    """Whether a study.json that cannot be read is of another schema, in words: others had other checksums, or none."""
+    """Explain whether an unreadable study.json has another schema, since others have other checksums, or none."""
     try:
         content = read_json(path) if path.name == STUDY_FILE else None
     except (OSError, DamagedFileError):
@@ -432,7 +430,7 @@ def _find_schema_problem(path: Path) -> str:
 
 
 def find_record(kind: type[_Record], folder: Path) -> _Record | None:
-    """Read the file like `read_record`; None if there is none that can be read."""
+    """Read the file like `read_record`, or return None if it cannot be read."""
     try:
         return read_record(kind, folder)
     except (OSError, DamagedFileError):

@@ -1,6 +1,6 @@
 """Train the runs of a trial with one trainer.
 
-Each row is on disk before it is reported, and before the checkpoint after the same step is written.
+Each row is on disk before it is reported, and before the checkpoint of its step is written.
 """
 
 import time
@@ -27,7 +27,7 @@ class StepResult:
     """Results of a training step, by seed.
 
     rows: the row of each run that has one for this step, including the column `step`. lines: lines for other files of
-    the run. failures: for each run that cannot continue while the others can, the reason.
+    the run. failures: the reason for each run that cannot continue, while the others can.
     """
 
     rows: Mapping[int, Row] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class StepResult:
 
 
 class Trainer(Protocol):
-    """Trains the runs of one configuration, one run per seed. It does not depend on files, studies or Ray."""
+    """Trains the runs of one configuration, one run per seed, independently of files, studies and Ray."""
 
     @property
     def seeds(self) -> Sequence[int]:
@@ -50,15 +50,15 @@ class Trainer(Protocol):
         """Train one step. before_update: called before the step changes a tensor that `get_state` has returned."""
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
-        """The final `row` of a run with the columns of the final evaluation added, and the lines of that evaluation."""
+        """Evaluate at the end of a run. Return its final `row` with the columns of the evaluation, and its lines."""
 
     def get_state(self, seed: int) -> TrainerState:
-        """Everything that the run needs to continue. For a run that is over, this is its last state."""
+        """Return everything that the run needs to continue. For a run that is over, this is its last state."""
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
         """Continue from these states, one per seed, all after the same step.
 
-        Raises ValueError if a state does not fit. The trainer is then unchanged, so that older states can be tried.
+        Raises ValueError if a state does not fit. If so, the trainer is unchanged, so that older states can be tried.
         """
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Trainer(Protocol):
 
 
 def do_nothing() -> None:
-    """Nothing waits for an update: no checkpoint is being written."""
+    """Do nothing before an update, if no checkpoint is being written."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class TrainerFamily:
     """The parts from which runs of one kind are built."""
 
     make_trainer: Callable[[Any, Sequence[int]], Trainer]
-    """Function of the settings and the seeds."""
+    """Called with the settings and the seeds."""
     evaluate_stop_rules: Callable[[Sequence[Row], Any, Sequence[str]], StopDecision | None] = lambda *_: None
-    """Function of the rows of a run so far, the run's settings and the names of the study's stop rules that returns why
-    the run stops here, or None. Trainers that write the decisions into their rows themselves have none."""
+    """Called with the rows of a run so far, its settings and the names of the study's stop rules. Returns why the run
+    stops here, or None. Not needed by trainers that write decisions into their rows."""
     make_empty_row: Callable[[Any], Row] = lambda settings: {}
-    """Function of the settings that returns a row with every column, without values, because Tune needs all columns in
-    the first row. Trainers whose rows already have every column need none."""
+    """Called with the settings. Returns a row with every column, without values, because Tune needs all columns in the
+    first row. Not needed by trainers whose rows have every column."""
     best_column: str = ""
     """The column whose largest value marks the checkpoint that `trainer.keep_best` keeps."""
 
@@ -89,10 +89,10 @@ class TrainerFamily:
 class StepReport:
     """The report of a step to the driver.
 
-    rows: rows with every column, by run id. failures: the reason of each run that has failed so far, by run id.
-    last_step: the last step with a row. step_count: the number of steps with rows. is_over: whether all runs are over.
-    note: events since the last report that a user should know. is_saved: whether all runs that continue have a
-    checkpoint of this step on disk.
+    rows: rows with every column, by run id. failures: the reason of each failed run so far, by run id. last_step: the
+    last step with a row. step_count: the number of steps with rows. is_over: whether all runs are over. note: events
+    since the last report that a user should know. is_saved: whether all runs that continue have a checkpoint of this
+    step on disk.
     """
 
     rows: dict[str, Row]
@@ -107,15 +107,15 @@ class StepReport:
 class TrainingLoop:
     """Trains the runs of a trial, starting from their newest common checkpoint.
 
-    settings: those of all runs, but for the seed. runs: run_id, seed, run_dir and checkpoint_dir of each run.
-    options: a mapping with these keys, all of which may be left out.
+    settings: the settings of all runs, except the seed. runs: run_id, seed, run_dir and checkpoint_dir of each run.
+    options: a mapping with these optional keys.
         study, arm: names, for the rows.
         stop_rules: names of the rules that the runs apply.
-        storage: URI of the study's storage, to which Tune copies states between two steps; None without one.
-        interrupts: paths of files. Once one of them exists, the step under way is the last one of this start.
-    must_continue: whether the runs must not begin anew. allows_other_settings: whether their checkpoints may be those
-        of runs with other settings.
-    read_clock: the time in seconds, which says when a rolling checkpoint is due.
+        storage: URI of the study's storage, to which Tune copies states between two steps; None without a storage.
+        interrupts: paths of files. Once one of them exists, training stops after the current step.
+    must_continue: whether the runs must not start from the beginning. allows_other_settings: whether their checkpoints
+        may be from runs with other settings.
+    read_clock: returns the time in seconds, to decide when a rolling checkpoint is due.
 
     Raises RunLockedError if another process trains one of the runs, and CheckpointError if runs that must continue have
     no usable checkpoint.
@@ -136,7 +136,8 @@ class TrainingLoop:
         self._read_clock, self._longest_step_seconds, self._longest_write_seconds = read_clock, 0.0, 0.0
         self.stop_rules: tuple[str, ...] = tuple(options.get("stop_rules", ()))
         self._interrupt_paths = tuple(map(Path, options.get("interrupts", ())))
-        # Only language models have the setting. Tune copies a state to a storage between two steps, so none is pending.
+        # Only language models have the setting. With a storage, Tune copies states between two steps, so none may be
+        # pending.
         has_writer = getattr(settings.trainer, "async_checkpoints", False) and options.get("storage") is None
         self._writer = ThreadPoolExecutor(1) if has_writer else None
         self._pending_write: Future[None] | None = None
@@ -147,7 +148,7 @@ class TrainingLoop:
         try:
             self._start_runs()
         except BaseException:
-            self.close()  # otherwise the locks and the engine of the trainer would outlive this object
+            self.close()  # otherwise, locks and the trainer's engine would outlive this object
             raise
 
     def _make_run(self, run_entry: Mapping[str, Any], identity: Mapping[str, Any]) -> Run:
@@ -168,25 +169,25 @@ class TrainingLoop:
         )
 
     def _start_runs(self) -> None:
-        """Lock the runs, read their rows, and resume those that are not complete."""
+        """Lock the runs, read their rows, and resume the runs that are not complete."""
         for run in self.runs.values():
             run.lock()
             remove_phase(run.run_dir)  # of a process that was killed
-            run.load_rows()  # after the lock: until then, another process may append rows
+            run.load_rows()  # after locking, since another process may append rows until then
         unfinished_seeds = [seed for seed, run in self.runs.items() if not run.is_complete(self.notes.append)]
         for seed in self.runs.keys() - unfinished_seeds:
-            self.runs[seed].remove_unwanted_state()  # a process may have died before it did that
+            self.runs[seed].remove_unwanted_state()  # an earlier process may have died before it did so
         self.is_over = not unfinished_seeds
         if unfinished_seeds:
-            torch.set_num_threads(1)  # a trial reserves one core; more threads were slower on a shared machine
+            torch.set_num_threads(1)  # a trial reserves one core, and more threads were slower on a shared machine
             self.trainer = self.family.make_trainer(self.settings, unfinished_seeds)
             self._resume(self.trainer)
-        self._saved_at = self._read_clock()  # nothing that was trained before is lost
+        self._saved_at = self._read_clock()  # everything so far is on disk
 
     def _resume(self, trainer: Trainer) -> None:
-        """Load the newest step for which every run has a usable checkpoint. `notes` names the unusable ones.
+        """Load the newest step for which every run has a usable checkpoint, or start at step 0.
 
-        If there is no such step, the runs start at step 0.
+        Unusable checkpoints are named in `notes`.
         """
         runs = [self.runs[seed] for seed in trainer.seeds]
         # The runs of a trial are trained together, so all of them must start from the same step.
@@ -196,16 +197,16 @@ class TrainingLoop:
                 trainer.load_states(states)
                 break
             except CheckpointError:
-                continue  # `load_checkpoint` has already added the reason to the notes
+                continue  # `load_checkpoint` has added the reason to the notes
             except ValueError as error:  # `load_states`: a state does not fit, and the trainer is unchanged
                 self.notes.append(f"the checkpoints after step {step} are not used: {error}")
         if self._must_continue and not trainer.step_index:
             raise CheckpointError(f"The checkpoint cannot be continued: {'; '.join(self.notes) or 'it has no state'}.")
         if self.notes or trainer.step_index:
-            # A note, not an error: going back costs only time, because a run repeats the same rows.
+            # A note and not an error: going back only costs time, because a run repeats the same rows.
             self.notes.append(f"training continues after step {trainer.step_index}")
-        # There are no notes, so no checkpoint was unusable. If there are checkpoints and the trainer is at step 0, the
-        # runs have no step in common, for example because one of them is new.
+        # Without notes, all checkpoints were usable. If there are some and the trainer is at step 0, the runs have no
+        # common step, for example because one of them is new.
         elif not trainer.step_index and any(run.list_checkpoint_steps() for run in runs):
             self.notes.append(
                 "the runs of the arm are trained together and have no checkpoint at a common step: all start at step 0"
@@ -215,13 +216,13 @@ class TrainingLoop:
             self.notes.append(f"there is no checkpoint in {folders}: training starts from the beginning")
         for run in runs:
             run.drop_rows_after(trainer.step_index)
-        # All runs are over if an earlier process died after their final rows but before the driver recorded their end.
+        # All runs may be over, if an earlier process died after their final rows but before the driver recorded this.
         self.is_over = all(run.is_over for run in runs)
 
     def close(self) -> None:
         """Close the trainer, and allow other processes to train the runs."""
-        # Here a checkpoint is pending only after an error, whose message must not be hidden by one about the writing,
-        # and where Tune ended the trial. An error of the writing is lost then: the checkpoint before it is used.
+        # A checkpoint is pending here only after an error, which an error of writing must not hide, or if Tune ended
+        # the trial. So errors of writing are ignored, and the earlier checkpoint is used.
         if self._writer is not None:
             self._writer.shutdown()
         if self.trainer is not None:
@@ -233,11 +234,11 @@ class TrainingLoop:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> StepReport:
-        """Train until there is a new row, a failure or an interrupt of the study; return the report of these steps."""
-        if self.is_over or self.trainer is None:  # the last rows again, so that the experiment lists the runs
+        """Train until there is a new row, a failure or an interrupt of the study. Return the report of these steps."""
+        if self.is_over or self.trainer is None:  # report the last rows again, so that the experiment lists the runs
             last_rows = {run.run_id: run.rows[-1] for run in self.runs.values()}
             return self._make_report(last_rows, is_saved=True)
-        while True:  # a trainer may have no row at a step: update rules have one per evaluation
+        while True:  # not every step has a row: trainers of update rules have one per evaluation
             started_at = self._read_clock()
             with STEP_PHASE.reporting(partial(self._write_phase, self.trainer.step_index + 1)):
                 result = self.trainer.step(self.finish_writing)
@@ -255,37 +256,36 @@ class TrainingLoop:
             write_phase(run.run_dir, step, phase)
 
     def _record_rows(self, trainer: Trainer, result: StepResult) -> dict[str, Row]:
-        """Write the rows of a step, including the decisions of stop rules; return them by run id.
+        """Write the rows of a step, including the decisions of stop rules. Return them by run id.
 
-        The rows that stand for failures are written too, but not returned, since they have no measurements.
+        Rows that stand for failures are written but not returned, since they have no measurements.
         """
         for seed, row in result.rows.items():
             run, lines = self.runs[seed], result.lines.get(seed, {})
             decision = self.family.evaluate_stop_rules([*run.rows, row], run.settings, self.stop_rules)
             if decision is not None:
                 row = {**row, **decision.to_columns()}
-            if run.is_final_row(row):  # before it is written, because the final evaluation has columns of this row
+            if run.is_final_row(row):  # before writing it, because the final evaluation adds columns to this row
                 row, final_lines = trainer.evaluate_final(seed, row)
                 lines = {name: [*lines.get(name, ()), *final_lines.get(name, ())] for name in {**lines, **final_lines}}
             run.append_row(row, lines)
-        # A failed run gets a row with nothing but the reason, so that a later start knows that it is over. Only
-        # trainers of several seeds report failures. Their rows count steps from 0, so the step just trained has the
-        # number `step_index` - 1.
+        # A failed run gets a row with only the reason, so that a later start knows that it is over. Only trainers of
+        # several seeds report failures. Their rows count steps from 0, so the last step is `step_index` - 1.
         for seed, reason in result.failures.items():
             self.runs[seed].append_row({"step": trainer.step_index - 1, "failure": reason}, lines={})
         return {self.runs[seed].run_id: self.runs[seed].rows[-1] for seed in result.rows}
 
     def _save_checkpoints(self, trainer: Trainer, result: StepResult) -> bool:
-        """Write the checkpoints that are due after this step; return whether rolling ones are on disk.
+        """Write the checkpoints that are due after this step. Return whether rolling ones are on disk.
 
-        Rolling checkpoints of all runs that continue are also due when a run ends or fails. From the next step on, the
-        other runs are batched without it, and sums over a smaller batch round differently. A resume from an older
-        checkpoint would repeat steps without the ended run that were trained with it, so rows would differ in the last
-        digits. They are also due after the best row of a run so far, if its checkpoint is to stay.
+        Rolling checkpoints of all continuing runs are also due when a run ends or fails. From the next step on, the
+        other runs are batched without it, and sums over a smaller batch round differently. Resuming from an older
+        checkpoint would repeat earlier steps without the ended run, so the last digits of rows would differ. They are
+        also due after the best row of a run so far, if its checkpoint is kept.
 
-        A run that ends gets its last state as a rolling checkpoint, or loses its rolling checkpoints if its last state
-        is not to stay. With save_freq > 0, its last state is also saved permanently. A run that fails gets no
-        checkpoint: its reason is in its last row, and it never continues.
+        A run that ends gets its last state as a rolling checkpoint, or loses its rolling checkpoints if the last state
+        is not kept. With save_freq > 0, its last state is also saved permanently. A run that fails gets no checkpoint,
+        since it never continues.
         """
         trainer_settings, step = self.settings.trainer, trainer.step_index
         ended_seeds = [seed for seed in result.rows if self.runs[seed].is_over]
@@ -294,7 +294,7 @@ class TrainingLoop:
         is_permanent = trainer_settings.save_freq > 0 and step % trainer_settings.save_freq == 0
         if is_due or is_permanent:
             self.finish_writing()
-        # A run that has just ended may have left `trainer.seeds`, so it is saved separately.
+        # Runs that have just ended may have left `trainer.seeds`, so they are saved separately.
         for seed in ended_seeds:
             run, is_saved = self.runs[seed], trainer_settings.save_freq > 0
             if run.keeps_final_state or is_saved:
@@ -306,7 +306,7 @@ class TrainingLoop:
             for run in (self.runs[seed] for seed in trainer.seeds)
             if not run.is_over and (is_due or is_permanent)
         ]
-        # An interrupted study ends with this step, and waits for it.
+        # An interrupted study waits for this step, its last.
         is_waiting = bool(ended_seeds or result.failures) or self._is_interrupted()
         self._write_all(writes, in_background=not is_waiting)
         if is_due:
@@ -314,7 +314,7 @@ class TrainingLoop:
         return is_due and self._pending_write is None
 
     def write_states(self) -> None:
-        """Write a rolling checkpoint of each run that continues, unless it has one of its last step."""
+        """Write a rolling checkpoint of each run that continues, unless it has one for its last step."""
         self.finish_writing()
         if self.trainer is None:
             return
@@ -323,7 +323,7 @@ class TrainingLoop:
                 run.prepare_checkpoint(self.trainer.get_state(run.seed), is_rolling=True, is_permanent=False)()
 
     def _write_all(self, writes: Sequence[Callable[[], None]], in_background: bool) -> None:
-        """Call `writes` one after another, in the background if that was asked for."""
+        """Call `writes` one after another, in the background if asked for and if there is a writer."""
 
         def write_all() -> None:
             for write in writes:
@@ -340,16 +340,16 @@ class TrainingLoop:
             write_all()
 
     def finish_writing(self) -> None:
-        """Wait until no checkpoint is being written any more. Raise the error of the writing if there is one."""
+        """Wait until all checkpoints are written. Raise the error of writing if there was one."""
         if self._pending_write is not None:
             pending_write, self._pending_write = self._pending_write, None
             pending_write.result()
 
     def _is_resume_due(self, step: int) -> bool:
-        """Whether trainer.resume_every or trainer.resume_seconds asks for a rolling checkpoint after `step`.
+        """Check whether trainer.resume_every or trainer.resume_seconds asks for a rolling checkpoint after `step`.
 
-        By seconds it is due if another step, and the writing of its state in the background, might end too late, were
-        both as long as the longest so far: until it is written, a killed run continues from the state before it.
+        By seconds, it is due if one more step, and writing its state in the background, would end too late if both took
+        as long as the longest so far. Until the state is written, a killed run continues from the previous one.
         """
         trainer_settings, seconds = self.settings.trainer, self._read_clock() - self._saved_at
         limit = trainer_settings.resume_seconds
@@ -357,7 +357,7 @@ class TrainingLoop:
         return is_late or step % trainer_settings.resume_every == 0  # the settings have resume_every >= 1
 
     def _make_report(self, rows: dict[str, Row], is_saved: bool) -> StepReport:
-        # Each event is reported once. The list stays the same object, since a checkpoint may be written meanwhile.
+        # Report each event once. The list must stay the same object, since a background write may append to it.
         n_notes = len(self.notes)
         note = "; ".join(self.notes[:n_notes])
         del self.notes[:n_notes]
