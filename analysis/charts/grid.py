@@ -1,7 +1,5 @@
 """Charts of grids: heat maps of their cells, and the edges of a dose."""
 
-from collections.abc import Sequence
-
 import altair as alt
 import pandas as pd
 
@@ -53,7 +51,7 @@ def draw_heat_maps(
     x = alt.X("x:N", sort=xs, axis=alt.Axis(title=axes[0], labelAngle=0, grid=False), scale=alt.Scale(padding=0.04))
     y = alt.Y("y:N", sort=ys[::-1], axis=alt.Axis(title=axes[1], grid=False), scale=alt.Scale(padding=0.04))
     scale = alt.Scale(type="log" if is_log else "linear", domain=[low, high], scheme=_SCHEME, clamp=True)
-    legend = alt.Legend(title=label, orient="bottom", gradientLength=240, titleLimit=400)
+    legend = alt.Legend(title=label, orient="bottom", gradientLength=240, titleLimit=400, titleFontWeight="normal")
     numbers = [
         alt.Tooltip("value:Q", title="mean", format=".4g"),
         *(alt.Tooltip(f"{name}:Q", format=".4g") for name in ("std", "low", "high")),
@@ -124,27 +122,34 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
     )
     data = doses.assign(place=doses["dose"] * places)
 
-    def draw_lines(name: str, column: str, title: str, axis: alt.Axis, bounds: Sequence[str] = ()) -> list[alt.Chart]:
-        x, y_axis = alt.X("place:Q", scale=scale, axis=axis), alt.Axis(title=title, tickCount=5)
-        y = alt.Y(f"{column}:Q", axis=y_axis, scale=alt.Scale(domainMax=1.0) if bounds else alt.Scale(zero=True))
+    fractions = ("fraction", "fraction_low", "fraction_high")
+
+    def draw_lines(column: str, x: alt.X, title: str, domain_end: float | None = None) -> list[alt.Chart]:
+        y_scale = alt.Scale(zero=True) if domain_end is None else alt.Scale(domain=[0, domain_end])
+        y = alt.Y(f"{column}:Q", axis=alt.Axis(title=title, tickCount=5), scale=y_scale)
         tooltips = [
             *make_tooltips("line:N", "dose:Q", "collapsed:Q", "runs:Q"),
-            *(alt.Tooltip(f"{key}:Q", format=".3f") for key in (column, *bounds)),
+            *(
+                alt.Tooltip(f"{key}:Q", format=".3f")
+                for key in ("fraction", "fraction_low", "fraction_high", "success")
+            ),
         ]
         return [
-            *(
-                alt.Chart(data)
-                .mark_rule(strokeWidth=1)
-                .encode(x, alt.Y(f"{low}:Q", axis=y_axis), alt.Y2(high), color, opacity=opacity)
-                for low, high in [bounds] * bool(bounds)
-            ),
             alt.Chart(data).mark_line(strokeWidth=1.5).encode(x, y, color, opacity=opacity),
-            alt.Chart(data, name=name)
+            alt.Chart(data, name=column)
             .mark_point(size=50, filled=True)
-            .encode(x, y, color, shape, opacity=opacity, tooltip=tooltips)
-            .add_params(choice),
+            .encode(x, y, color, shape, opacity=opacity, tooltip=tooltips),
         ]
 
+    def at(column: str, axis: alt.Axis = x_axis) -> alt.X:
+        return alt.X(f"{column}:Q", scale=scale, axis=axis)
+
+    fraction_lines, fraction_points = draw_lines("fraction", at("place"), "collapsed runs (fraction)", 1.0)
+    intervals = (
+        alt.Chart(data)
+        .mark_rule()
+        .encode(at("place"), alt.Y("fraction_low:Q"), alt.Y2("fraction_high"), color, opacity=opacity)
+    )
     y = alt.Y("line:N", sort=lines, axis=alt.Axis(title="edge", labels=False, ticks=False, domain=False, grid=False))
     known = edges.dropna(subset="edge")
     bounded = known.dropna(subset=["edge_low", "edge_high"], how="all")
@@ -154,36 +159,31 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
         *(f"{name}:Q" for name in ("edge", "edge_low", "edge_high", "safe_low", "safe_high")), "line:N", "note:N"
     )
 
-    def at(column: str) -> alt.X:
-        return alt.X(f"{column}:Q", scale=scale, axis=x_axis)
-
     edge_layers = [
         alt.Chart(edges.dropna(subset="safe_low"))
         .mark_bar(height=10, opacity=0.4)
-        .encode(at("safe_low"), alt.X2("safe_high"), y, color),
+        .encode(at("safe_low"), alt.X2("safe_high"), y, color, tooltip=tooltips),
         alt.Chart(bars).mark_rule(strokeWidth=2).encode(at("edge_low"), alt.X2("edge_high"), y, color),
         *(
-            alt.Chart(rows).mark_point(filled=True, size=60, shape=mark).encode(at(column), y, color)
+            alt.Chart(bars[bounded[column].isna() == is_open])
+            .mark_point(**mark, opacity=1)
+            .encode(at(column), y, color)
             for column, arrow in (("edge_low", "triangle-left"), ("edge_high", "triangle-right"))
-            for rows, mark in (
-                (bars[bounded[column].isna()], arrow),
-                (bars[bounded[column].notna()], "stroke"),
+            for is_open, mark in (
+                (True, {"shape": arrow, "filled": True, "size": 70}),
+                (False, {"shape": "stroke", "angle": 90, "strokeWidth": 2, "size": 100}),
             )
         ),
         alt.Chart(known, name="edges")
-        .mark_point(filled=True, size=70)
-        .encode(at("edge"), y, color, shape, opacity=opacity, tooltip=tooltips)
-        .add_params(choice),
+        .mark_point(filled=True, size=70, opacity=1)
+        .encode(at("edge"), y, color, shape, opacity=opacity, tooltip=tooltips),
     ]
-    fractions = draw_lines(
-        "fractions", "fraction", "collapsed runs (fraction)", x_axis, ("fraction_low", "fraction_high")
-    )
-    successes = draw_lines("success", "success", "success (fraction)", last_axis)
+    panels = [
+        # The legend of all panels has the choice of the first.
+        ([fraction_lines, intervals, fraction_points.add_params(choice)], 180),
+        (edge_layers, alt.Step(22)),
+        (draw_lines("success", at("dose", last_axis), "success (fraction)"), 180),
+    ]
     return alt.VConcatChart(
-        vconcat=[
-            alt.LayerChart(layer=fractions, width=_DOSE_WIDTH, height=180),
-            alt.LayerChart(layer=edge_layers, width=_DOSE_WIDTH, height=alt.Step(22)),
-            alt.LayerChart(layer=successes, width=_DOSE_WIDTH, height=180),
-        ],
-        spacing=8,
+        vconcat=[alt.LayerChart(layer=layers, width=_DOSE_WIDTH, height=height) for layers, height in panels], spacing=8
     )

@@ -169,13 +169,13 @@ EDGE: Section[SweepResults] = Section(
 def describe_factors(grid: layout.Grid) -> list[str]:
     """List the factors of a grid with their values: x, y, and those of the panels."""
     return [
-        f"`{setting}`: {', '.join(map(layout.label_value, grid.factor_values[setting]))}"
+        f"{shorten_setting(setting)} (`{setting}`: {', '.join(map(layout.label_value, grid.factor_values[setting]))})"
         for setting in (grid.x, grid.y, *grid.panels)
     ]
 
 
 def _describe_grid(results: SweepResults) -> Iterator[str]:
-    yield f"{count_nouns(len(results.arms), 'arm')} over {'; '.join(describe_factors(results.grid))}."
+    yield f"{count_nouns(len(results.arms), 'arm')} over {', '.join(describe_factors(results.grid))}."
     cells = results.cells
     stops = (
         " A vermilion frame and a cross mark runs that a rule stopped as failures; their number is the last one before "
@@ -183,7 +183,11 @@ def _describe_grid(results: SweepResults) -> Iterator[str]:
         if cells["early_stopped"].any()
         else ""
     )
-    empty = " A dashed cell has no scored run, and says why." if (cells["scored"] == 0).any() else ""
+    empty = (
+        " A dashed cell has no number, and shows the status of its runs, or a dash if they did not measure it."
+        if cells[[measure.name for measure in MEASURES]].dropna(axis="columns", how="all").isna().any(axis=None)
+        else ""
+    )
     yield (
         f"Each cell is the mean over its scored runs. All panels share one color scale.{stops}{empty} A point without "
         "a cell is not part of the study."
@@ -283,10 +287,7 @@ def _make_heat_map(measure: Measure) -> Figure[SweepResults]:
         lambda table, results: draw_heat_maps(
             table,
             measure.label,
-            (
-                f"{shorten_setting(results.grid.x)} ({results.grid.x})",
-                f"{shorten_setting(results.grid.y)} ({results.grid.y})",
-            ),
+            (shorten_setting(results.grid.x), shorten_setting(results.grid.y)),
             columns=layout.arrange_panels(results.grid, results.members)[1],
             domain=measure.domain,
             is_log=measure.is_log,
