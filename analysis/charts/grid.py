@@ -129,10 +129,7 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
         y = alt.Y(f"{column}:Q", axis=alt.Axis(title=title, tickCount=5), scale=y_scale)
         tooltips = [
             *make_tooltips("line:N", "dose:Q", "collapsed:Q", "runs:Q"),
-            *(
-                alt.Tooltip(f"{key}:Q", format=".3f")
-                for key in ("fraction", "fraction_low", "fraction_high", "success")
-            ),
+            *(alt.Tooltip(f"{key}:Q", format=".3f") for key in (*fractions, "success")),
         ]
         return [
             alt.Chart(data).mark_line(strokeWidth=1.5).encode(x, y, color, opacity=opacity),

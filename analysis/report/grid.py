@@ -10,7 +10,7 @@ from analysis.data.schemas import Row
 from analysis.grid import factors, kl_anchoring, layout
 from analysis.grid.contrasts import compare_switch, list_switches
 from analysis.grid.layout import MEASURES, Measure
-from analysis.report.common import format_p
+from analysis.report.common import format_p, format_signed_2
 from analysis.report.results import SweepResults
 from analysis.report.section import (
     Column,
@@ -28,7 +28,6 @@ from analysis.sweep.verdicts import (
     count_nouns,
     format_fraction,
     format_number,
-    format_signed,
     format_signed_number,
     format_status,
 )
@@ -88,10 +87,6 @@ def _format_safe_band(row: Row) -> str:
     return "–" if is_missing(bounds[0]) else " to ".join(map(format_number, bounds))
 
 
-def _format_signed_2(value: float) -> str:
-    return format_signed(value, 2)
-
-
 def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
@@ -113,7 +108,7 @@ def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
             number("collapsed", "collapsed", str),
             number("of the\nreference", "reference_collapsed", str),
             Column("doses x\nseeds", lambda row: f"{row['doses']} x {row['seeds']}", "number"),
-            number("shift of the\nedge (decades)", "shift", _format_signed_2, ("shift_low", "shift_high")),
+            number("shift of the\nedge (decades)", "shift", format_signed_2, ("shift_low", "shift_high")),
             number("p", "p", format_p),
             text("what restricts it", "note"),
         ],
@@ -402,7 +397,7 @@ def _make_anchor_tables(results: SweepResults) -> Iterator[Table]:
             number("sets", "sets", str),
             number("runs", "runs", str),
             number("stopped", "early_stopped", str),
-            number("rank correlation of KL\nwith the coefficient", "rho", _format_signed_2, ("rho_low", "rho_high")),
+            number("rank correlation of KL\nwith the coefficient", "rho", format_signed_2, ("rho_low", "rho_high")),
             number("permutation p", "p", format_p),
             number("KL at the smallest\ncoefficient (nats)", "kl_smallest"),
             number("KL at the largest\ncoefficient (nats)", "kl_largest"),
