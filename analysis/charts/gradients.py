@@ -293,7 +293,7 @@ def _draw_by_reward_std(
     x = alt.X(
         "reward_std:Q", axis=alt.Axis(title=REWARD_STD_LABEL, tickCount=5), scale=alt.Scale(zero=False, padding=8)
     )
-    y_axis = alt.Axis(title=label, **axis)
+    y_axis = alt.Axis(title=label.split("\n"), **axis)
     y = alt.Y("value:Q", axis=y_axis, scale=scale)
     color = alt.Color("line:N", legend=make_legend(), scale=_make_component_scale(colors))
     # One legend shows the color and the dashes of a line.

@@ -65,7 +65,9 @@ def draw_heat_maps(
     cells = alt.Chart(name="cells").transform_filter("isValid(datum.value)").mark_rect()
     empty = alt.Chart(name="empty").transform_filter("!isValid(datum.value)")
     frames = alt.Chart(name="frames").transform_filter("datum.stopped > 0")
-    texts = alt.Chart(name="texts").mark_text(fontSize=10, lineHeight=11)
+    texts = alt.Chart(name="texts").mark_text(
+        fontSize=10, lineHeight=11, dy=alt.ExprRef("length(datum.lines) > 1 ? -5 : 0")
+    )
     ink = alt.when("!isValid(datum.value)").then(alt.value(INK))
     text_color = ink.when(f"datum.value < {middle!r}").then(alt.value("#ffffff")).otherwise(alt.value("#000000"))
     layers = [

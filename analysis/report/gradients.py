@@ -14,7 +14,7 @@ from analysis.gradients import tables
 from analysis.gradients.tables import FILTER_LABELS, SHARE_LABELS
 from analysis.report.common import format_p, format_signed_2
 from analysis.report.results import SweepResults
-from analysis.report.section import Column, Figure, Section, Table, format_count, name, number
+from analysis.report.section import Column, Figure, Section, Table, format_count, name, number, text
 from analysis.sweep.findings import describe_span
 from analysis.sweep.symptoms import PERMUTATION_SEED
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_signed
@@ -144,7 +144,8 @@ def _make_tables(results: SweepResults) -> Iterator[Table]:
     signals = tables.make_signal_table(tables.select_report_lines(gradients))
     yield Table(
         [
-            name("run", "run_id"),
+            name("arm"),
+            number("seed", "seed", str),
             step,
             batch,
             name("component", "component"),
@@ -159,6 +160,7 @@ def _make_tables(results: SweepResults) -> Iterator[Table]:
                 for key, label in (("task", "task"), ("entropy", "entropy"), ("kl", "KL"))
             ),
             number("groups", "group_count", format_count),
+            text("run", "run_id"),
         ],
         to_records(signals[signals["bucket"] == tables.WHOLE_BATCH]),
         title="Whole batches",
@@ -191,7 +193,7 @@ GRADIENTS: Section[SweepResults] = Section(
             "includes the noise of the task, which is large, so its share is near 0 whatever the bucket teaches.",
             tables.make_share_lines,
             lambda gradients: (
-                f"KL + entropy: {SHARE_LABELS[tables.choose_share_column(tables.select_report_lines(gradients))]}"
+                f"KL + entropy:\n{SHARE_LABELS[tables.choose_share_column(tables.select_report_lines(gradients))]}"
             ),
             "the share",
         ),

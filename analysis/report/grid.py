@@ -224,12 +224,12 @@ def make_heat_map_table(results: SweepResults, measure: str) -> pd.DataFrame | N
 def format_cell(state: str, num_stopped: int, num_scored: int, num_runs: int, value: float) -> list[str]:
     """Return the lines of a cell: its mean, or the status of its runs if none is scored.
 
-    A prefix `✕` means that a rule stopped all runs, and `✕1/3` that it stopped one of three. A second line `2 of 3`
+    A prefix `×` means that a rule stopped all runs, and `×1/3` that it stopped one of three. A second line `2 of 3`
     means that only two of three runs are scored.
     """
     if not num_scored:
         return format_status(state).split()
-    cross = "" if not num_stopped else "✕ " if num_stopped == num_runs else f"✕{num_stopped}/{num_runs} "
+    cross = "" if not num_stopped else "× " if num_stopped == num_runs else f"×{num_stopped}/{num_runs} "
     mean = "–" if is_missing(value) else format_short(value)
     return [cross + mean, *([] if num_scored == num_runs else [f"{num_scored} of {num_runs}"])]
 
