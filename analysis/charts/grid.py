@@ -151,7 +151,7 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
     )
     y = alt.Y("line:N", sort=lines, axis=alt.Axis(title="edge", labels=False, ticks=False, domain=False, grid=False))
     known = edges.dropna(subset="edge")
-    bounded = known.dropna(subset=["edge_low", "edge_high"], how="all")
+    bounded = edges.dropna(subset=["edge_low", "edge_high"], how="all")
     # A bound that is missing is an arrow that leaves the doses of the study.
     bars = bounded.assign(edge_low=bounded["edge_low"].fillna(ends[0]), edge_high=bounded["edge_high"].fillna(ends[1]))
     tooltips = make_tooltips(
@@ -162,7 +162,9 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
         alt.Chart(edges.dropna(subset="safe_low"))
         .mark_bar(height=10, opacity=0.4)
         .encode(at("safe_low"), alt.X2("safe_high"), y, color, tooltip=tooltips),
-        alt.Chart(bars).mark_rule(strokeWidth=2).encode(at("edge_low"), alt.X2("edge_high"), y, color),
+        alt.Chart(bars)
+        .mark_rule(strokeWidth=2)
+        .encode(at("edge_low"), alt.X2("edge_high"), y, color, tooltip=tooltips),
         *(
             alt.Chart(bars[bounded[column].isna() == is_open])
             .mark_point(**mark, opacity=1)

@@ -146,7 +146,7 @@ EDGE: Section[SweepResults] = Section(
             "Top: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle: the edge of each "
             "line, the dose at which half of its runs collapse, with its 95 % interval; an arrow means that the runs "
             "do not bound it on that side. The wide bar is the safe band. Bottom: mean success at the end.",
-            lambda results: results.edge_tables,
+            lambda results: results.edge_tables or None,
             lambda tables, results: draw_edges(
                 tables["edge_doses"], tables["edge"], shorten_setting(results.study.axis.dose)
             ),
@@ -200,10 +200,10 @@ def make_heat_map_table(results: SweepResults, measure: str) -> pd.DataFrame | N
 
     Columns: panel, x and y (texts, as ordered categories), value, std, low, high, runs, scored, stopped and lines.
     """
-    grid, cells = results.grid, results.cells
-    if cells[measure].isna().all():
+    if results.grid is None or results.cells[measure].isna().all():
         return None
-    panels, _ = layout.arrange_panels(grid, results.members)
+    cells = results.cells
+    panels, _ = layout.arrange_panels(results.grid, results.members)
     names = {"panel": (cells["panel"], panels)} | {
         axis: (cells[axis].map(layout.label_value), list(map(layout.label_value, sorted(cells[axis].unique()))))
         for axis in ("x", "y")
