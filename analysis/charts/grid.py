@@ -123,7 +123,6 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
         {line: 10 ** (0.012 * (index - (len(lines) - 1) / 2)) for index, line in enumerate(lines)}
     )
     data = doses.assign(place=doses["dose"] * places)
-
     fractions = ("fraction", "fraction_low", "fraction_high")
 
     def draw_lines(column: str, x: alt.X, title: str, domain_end: float | None = None) -> list[alt.Chart]:
@@ -153,30 +152,32 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
     known = edges.dropna(subset="edge")
     bounded = edges.dropna(subset=["edge_low", "edge_high"], how="all")
     # A bound that is missing is an arrow that leaves the doses of the study.
-    bars = bounded.assign(edge_low=bounded["edge_low"].fillna(ends[0]), edge_high=bounded["edge_high"].fillna(ends[1]))
+    bars = bounded.assign(start=bounded["edge_low"].fillna(ends[0]), end=bounded["edge_high"].fillna(ends[1]))
     tooltips = make_tooltips(
         *(f"{name}:Q" for name in ("edge", "edge_low", "edge_high", "safe_low", "safe_high")), "line:N", "note:N"
     )
-
     edge_layers = [
         alt.Chart(edges.dropna(subset="safe_low"))
-        .mark_bar(height=10, opacity=0.4)
-        .encode(at("safe_low"), alt.X2("safe_high"), y, color, tooltip=tooltips),
+        .mark_bar(height=10)
+        .encode(at("safe_low"), alt.X2("safe_high"), y, color, opacity=make_opacity(choice, 0.4), tooltip=tooltips),
         alt.Chart(bars)
         .mark_rule(strokeWidth=2)
-        .encode(at("edge_low"), alt.X2("edge_high"), y, color, tooltip=tooltips),
+        .encode(at("start"), alt.X2("end"), y, color, opacity=opacity, tooltip=tooltips),
         *(
             alt.Chart(bars[bounded[column].isna() == is_open])
-            .mark_point(**mark, opacity=1)
-            .encode(at(column), y, color)
-            for column, arrow in (("edge_low", "triangle-left"), ("edge_high", "triangle-right"))
+            .mark_point(**mark)
+            .encode(at(place), y, color, opacity=opacity)
+            for column, place, arrow in (
+                ("edge_low", "start", "triangle-left"),
+                ("edge_high", "end", "triangle-right"),
+            )
             for is_open, mark in (
                 (True, {"shape": arrow, "filled": True, "size": 70}),
                 (False, {"shape": "stroke", "angle": 90, "strokeWidth": 2, "size": 100}),
             )
         ),
         alt.Chart(known, name="edges")
-        .mark_point(filled=True, size=70, opacity=1)
+        .mark_point(filled=True, size=70)
         .encode(at("edge"), y, color, shape, opacity=opacity, tooltip=tooltips),
     ]
     panels = [

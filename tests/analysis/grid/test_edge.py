@@ -330,10 +330,10 @@ def test_the_figure_draws_its_tables(frames: StudyFrames) -> None:
     }
     assert len(marks) == 4
     bounded = edges.dropna(subset=["edge_low", "edge_high"], how="all")
-    for name, arrow in (("edge_low", "triangle-left"), ("edge_high", "triangle-right")):
-        assert marks[name, "stroke"] == bounded[name].dropna().to_list()
-        assert len(marks[name, arrow]) == bounded[name].isna().sum()
-        assert all(value < RATES[0] if name == "edge_low" else value > RATES[-1] for value in marks[name, arrow])
+    for name, place, arrow in (("edge_low", "start", "triangle-left"), ("edge_high", "end", "triangle-right")):
+        assert marks[place, "stroke"] == bounded[name].dropna().to_list()
+        assert len(marks[place, arrow]) == bounded[name].isna().sum()
+        assert all(value < RATES[0] if place == "start" else value > RATES[-1] for value in marks[place, arrow])
     assert sum(map(len, marks.values())) == 2 * sum(map(len, read_points(bar, "x").values()))
     assert point["encoding"]["color"]["scale"]["domain"] == list(NAMES.values())
     assert {panel["layer"][0]["encoding"]["x"]["scale"]["type"] for panel in spec["vconcat"]} == {"log"}
