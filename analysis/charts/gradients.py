@@ -135,10 +135,8 @@ def draw_summary(table: pd.DataFrame, groups: pd.DataFrame, title: str) -> alt.H
     table: from `make_summary_table`. groups: rows of `gradient_groups` of the same analysis. Without those of a bucket,
     each bucket has a bar from the minimum to the maximum instead of a box.
     """
-    stds = groups.dropna(subset="reward_std").merge(table[["bucket", "label"]], on="bucket")[["label", "reward_std"]]
-    boxes = None
-    if set(stds["label"]) == set(table["label"]):
-        boxes = alt.Chart(stds).mark_boxplot(extent="min-max", color=COMPONENT_COLORS["reward_std"], size=14)
+    stds = groups.dropna(subset="reward_std").merge(table[["bucket", "label"]], on="bucket")
+    boxes = stds[["label", "reward_std"]].assign(step="") if set(stds["label"]) == set(table["label"]) else None
     return _draw_norms_by_reward_std(table.assign(step=""), ["Summary", title], boxes)
 
 
@@ -155,28 +153,29 @@ def draw_steps(table: pd.DataFrame, title: str, labels: Mapping[bool, str]) -> a
 
 
 def _draw_norms_by_reward_std(
-    table: pd.DataFrame, title: Sequence[str], boxes: alt.Chart | None = None, symlog: float | None = None
+    table: pd.DataFrame, title: Sequence[str], boxes: pd.DataFrame | None = None, symlog: float | None = None
 ) -> alt.HConcatChart:
-    """Draw a column of panels per measure, with one scale for all steps. table: with `step`, the row of a panel."""
+    """Draw a column of panels per measure, with one scale for all steps.
+
+    table: with `step`, the row of a panel. boxes: with step, label and reward_std, to be drawn as boxes.
+    """
     stds = table["reward_std_mean"]
     scale, axis = _make_scale(table[["reward_std_min", "reward_std_max"]].to_numpy(), symlog)
     bucket = alt.X("label:N", sort=list(dict.fromkeys(table["label"])), axis=alt.Axis(title="bucket", labelAngle=0))
     color = alt.value(COMPONENT_COLORS["reward_std"])
     y_axis = alt.Axis(title="reward std of a group (reward)", **axis)
-    spans = alt.Chart().mark_rule(strokeWidth=2)
-    ranges = [
-        spans.encode(
-            bucket, alt.Y("reward_std_min:Q", axis=y_axis, scale=scale), alt.Y2("reward_std_max"), color=color
-        ),
-        alt.Chart()
-        .mark_point(filled=True, size=40, opacity=1)
-        .encode(bucket, alt.Y("reward_std_mean:Q", axis=y_axis, scale=scale), color=color),
-    ]
-    if boxes is not None:
-        ranges = [boxes.encode(bucket, alt.Y("reward_std:Q", axis=y_axis, scale=scale))]
+    if boxes is None:
+        y, mean = (alt.Y(f"reward_std_{end}:Q", axis=y_axis, scale=scale) for end in ("min", "mean"))
+        ranges = [
+            alt.Chart().mark_rule(strokeWidth=2).encode(bucket, y, alt.Y2("reward_std_max"), color=color),
+            alt.Chart().mark_point(filled=True, size=40, opacity=1).encode(bucket, mean, color=color),
+        ]
+    else:
+        box = alt.Chart().mark_boxplot(extent="min-max", color=COMPONENT_COLORS["reward_std"], size=14)
+        ranges = [box.encode(bucket, alt.Y("reward_std:Q", axis=y_axis, scale=scale))]
     x_scale, x_axis = _make_scale(stds.to_numpy(), symlog)
     x = alt.X("reward_std_mean:Q", scale=x_scale, axis=alt.Axis(title=REWARD_STD_LABEL, **x_axis))
-    columns = [(ranges, table.assign(note=""), "reward std by bucket")]
+    columns = [(ranges, table if boxes is None else boxes, "reward std by bucket")]
     for name in ("task", "regularizer"):
         terms = next((text for text in table["terms"] if text), "") if name == "regularizer" else ""
         rows = table.assign(
