@@ -193,7 +193,8 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConca
                 opacity=make_opacity(choice),
                 tooltip=make_tooltips("arm:N", "step:Q", "value:Q"),
             )
-            .add_params(choice)
+            # The legend of all panels has the choice of the first.
+            .add_params(*([choice] if index == 0 else []))
         )
         # Chance is a mean over all runs, so every arm has the same value at a step.
         chance = rows.dropna(subset="chance").drop_duplicates("step")[["step", "chance"]]

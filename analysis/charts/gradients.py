@@ -177,7 +177,7 @@ def _draw_norms_by_reward_std(
     x = alt.X("reward_std_mean:Q", scale=x_scale, axis=alt.Axis(title=REWARD_STD_LABEL, **x_axis))
     columns = [(ranges, table if boxes is None else boxes, "reward std by bucket")]
     for name in ("task", "regularizer"):
-        terms = next((text for text in table["terms"] if text), "") if name == "regularizer" else ""
+        terms = "; ".join(text for text in dict.fromkeys(table["terms"]) if text) if name == "regularizer" else ""
         rows = table.assign(
             value=table[name],
             note=np.where(table.groupby("step")[name].transform("count") > 0, "", _OFF.format(name)),
@@ -227,31 +227,33 @@ def draw_signal(
     ratios = signal_table[signal_table["bucket"] != "all"].rename(
         columns={"component": "line", "snr": "value", "snr_low": "low", "snr_high": "high"}
     )
-    ratios = ratios.assign(curve=ratios["line"])
     has_none = ratios["value"].isna().groupby(ratios["prefilter"]).transform("all")
     ratios = ratios.assign(note=np.where(has_none, "no ratio: a bucket needs two groups with a gradient", ""))
-    keys = ["prefilter", "reward_std_mean", "bucket"]
-    shares = share_table.melt(
-        [*keys, "regularizer_low", "regularizer_high"],
-        ["task", "entropy", "kl", "value", "regularizer"],
-        "line",
-        "share",
-    ).rename(columns={"share": "value", "regularizer_low": "low", "regularizer_high": "high"})
+    bounds = {"regularizer_low": "low", "regularizer_high": "high"}
+    keys = ["prefilter", "reward_std_mean", "bucket", *bounds]
+    shares = share_table.melt(keys, ["task", "entropy", "kl", "value", "regularizer"], "line", "share")
+    shares = shares.rename(columns={"share": "value", **bounds}).assign(note="")
     # The interval is that of the regularizer.
     shares[["low", "high"]] = shares[["low", "high"]].where(shares["line"] == "regularizer")
-    names = [name for name in COMPONENT_LABELS if name in {*ratios["line"], *shares.dropna(subset="value")["line"]}]
-    colors = {COMPONENT_LABELS[name]: COMPONENT_COLORS[name] for name in names}
-    panels = []
-    for rows, axis_title, lines_at in (
-        (ratios, "signal / noise (1)", (0.0,)),
-        # Between 0 and 1 a component is part of the step; outside, components oppose each other.
-        (shares.assign(note="", curve=shares["line"]), label, (0.0, 1.0)),
-    ):
-        known = rows.assign(line=rows["line"].map(COMPONENT_LABELS), reward_std=rows["reward_std_mean"])
-        # Where entropy is the only regularizer, both have one line.
-        dashed = {COMPONENT_LABELS["regularizer"]}
-        panels.append(_draw_by_reward_std(known, colors, axis_title, labels, lines_at=lines_at, dashed=dashed))
-    return alt.VConcatChart(vconcat=panels, title=_make_title(["Signal and shares", title]))
+    drawn = {*ratios["line"], *shares.dropna(subset="value")["line"]}
+    colors = {label: COMPONENT_COLORS[name] for name, label in COMPONENT_LABELS.items() if name in drawn}
+    # Between shares of 0 and 1 a component is part of the step; outside, components oppose each other.
+    panels = [(ratios, "signal / noise (1)", (0.0,)), (shares, label, (0.0, 1.0))]
+    return alt.VConcatChart(
+        vconcat=[
+            _draw_by_reward_std(
+                rows.assign(line=rows["line"].map(COMPONENT_LABELS), curve="", reward_std=rows["reward_std_mean"]),
+                colors,
+                axis_title,
+                labels,
+                lines_at=lines_at,
+                # Where entropy is the only regularizer, both have one line.
+                dashed={COMPONENT_LABELS["regularizer"]},
+            )
+            for rows, axis_title, lines_at in panels
+        ],
+        title=_make_title(["Signal and shares", title]),
+    )
 
 
 def draw_lines(
