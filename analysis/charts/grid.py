@@ -6,6 +6,7 @@ import pandas as pd
 from analysis.charts.chart import (
     INK,
     STOPPED_COLOR,
+    layer,
     make_arm_colors,
     make_color_scale,
     make_legend,
@@ -13,8 +14,6 @@ from analysis.charts.chart import (
     make_tooltips,
 )
 
-_SCHEME = "cividis"
-"""Readable without color vision and in gray."""
 _DARK_SHARE = 0.47
 """The share of the color scale on which white is read better than black."""
 _MIN_SPAN = 0.1
@@ -50,7 +49,8 @@ def draw_heat_maps(
     width = max(_MIN_PANEL_WIDTH, _MIN_CELL_WIDTH * len(xs))
     x = alt.X("x:N", sort=xs, axis=alt.Axis(title=axes[0], labelAngle=0, grid=False), scale=alt.Scale(padding=0.04))
     y = alt.Y("y:N", sort=ys[::-1], axis=alt.Axis(title=axes[1], grid=False), scale=alt.Scale(padding=0.04))
-    scale = alt.Scale(type="log" if is_log else "linear", domain=[low, high], scheme=_SCHEME, clamp=True)
+    # Cividis is readable without color vision and in gray.
+    scale = alt.Scale(type="log" if is_log else "linear", domain=[low, high], scheme="cividis", clamp=True)
     legend = alt.Legend(title=label, orient="bottom", gradientLength=240, titleLimit=400, titleFontWeight="normal")
     numbers = [
         alt.Tooltip("value:Q", title="mean", format=".4g"),
@@ -165,27 +165,23 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
         .encode(at("start"), alt.X2("end"), y, color, opacity=opacity, tooltip=tooltips),
         *(
             alt.Chart(bars[bounded[column].isna() == is_open])
-            .mark_point(**mark)
+            .mark_point(shape=mark, filled=is_open, angle=angle, size=size, strokeWidth=2)
             .encode(at(place), y, color, opacity=opacity)
-            for column, place, arrow in (
-                ("edge_low", "start", "triangle-left"),
-                ("edge_high", "end", "triangle-right"),
-            )
-            for is_open, mark in (
-                (True, {"shape": arrow, "filled": True, "size": 70}),
-                (False, {"shape": "stroke", "angle": 90, "strokeWidth": 2, "size": 100}),
-            )
+            for column, place, arrow in (("edge_low", "start", "triangle-left"), ("edge_high", "end", "triangle-right"))
+            for is_open, mark, angle, size in ((True, arrow, 0, 70), (False, "stroke", 90, 100))
         ),
         alt.Chart(known, name="edges")
         .mark_point(filled=True, size=70)
         .encode(at("edge"), y, color, shape, opacity=opacity, tooltip=tooltips),
     ]
-    panels = [
-        # The legend of all panels has the choice of the first.
-        ([fraction_lines, intervals, fraction_points.add_params(choice)], 180),
-        (edge_layers, alt.Step(22)),
-        (draw_lines("success", at("dose", last_axis), "success (fraction)"), 180),
-    ]
+    # The legend of all panels has the choice of the first.
+    fraction_panel = [fraction_lines, intervals, fraction_points.add_params(choice)]
+    success_panel = draw_lines("success", at("dose", last_axis), "success (fraction)")
     return alt.VConcatChart(
-        vconcat=[alt.LayerChart(layer=layers, width=_DOSE_WIDTH, height=height) for layers, height in panels], spacing=8
+        vconcat=[
+            layer(*fraction_panel, height=180, width=_DOSE_WIDTH),
+            layer(*edge_layers, height=alt.Step(22), width=_DOSE_WIDTH),
+            layer(*success_panel, height=180, width=_DOSE_WIDTH),
+        ],
+        spacing=8,
     )

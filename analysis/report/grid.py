@@ -36,8 +36,13 @@ from trainable.config.aliases import shorten_setting
 # ---------------------------------------------------------------------- factors
 
 
+def _get_factor_grid(results: SweepResults) -> factors.FactorGrid:
+    assert results.factor_grid is not None, "the section needs one"
+    return results.factor_grid
+
+
 def _make_factor_tables(results: SweepResults) -> Iterator[Table]:
-    grid = results.factor_grid
+    grid = _get_factor_grid(results)
     yield Table(
         [
             name("factor", "factor"),
@@ -61,18 +66,18 @@ def _explain_factors(results: SweepResults) -> str:
     (family,) = results.frames.families
     return (
         f"The mean by value is that of `{family.primary_column}` over all arms with this value, over "
-        f"{count_nouns(len(results.factor_grid.outcomes), 'seed')} of which every arm has a scored run. The spread is "
-        "the standard deviation of these means over the values of the factor, without what noise alone would give; it "
-        "depends on the values that were chosen. The declared contrasts have the difference of each value from the "
-        "first one (a main effect) and the interactions; an interaction is half the difference between the effects of "
-        "one factor at two values of the other."
+        f"{count_nouns(len(_get_factor_grid(results).outcomes), 'seed')} of which every arm has a scored run. The "
+        "spread is the standard deviation of these means over the values of the factor, without what noise alone would "
+        "give; it depends on the values that were chosen. The declared contrasts have the difference of each value "
+        "from the first one (a main effect) and the interactions; an interaction is half the difference between the "
+        "effects of one factor at two values of the other."
     )
 
 
 FACTORS: Section[SweepResults] = Section(
     "factors",
     "Which factor matters more",
-    sentences=lambda results: map(factors.describe_comparison, factors.compare_factors(results.factor_grid)),
+    sentences=lambda results: map(factors.describe_comparison, factors.compare_factors(_get_factor_grid(results))),
     tables=_make_factor_tables,
     explanation=_explain_factors,
     when=lambda results: results.factor_grid is not None,
@@ -170,7 +175,7 @@ def describe_factors(grid: layout.Grid) -> list[str]:
 
 
 def _describe_grid(results: SweepResults) -> Iterator[str]:
-    yield f"{count_nouns(len(results.arms), 'arm')} over {', '.join(describe_factors(results.grid))}."
+    yield f"{count_nouns(len(results.arms), 'arm')} over {', '.join(describe_factors(results.known_grid))}."
     cells = results.cells
     stops = (
         " A vermilion frame and a cross mark runs that a rule stopped as failures; their number is the last one before "
@@ -203,7 +208,7 @@ def make_heat_map_table(results: SweepResults, measure: str) -> pd.DataFrame | N
     if results.grid is None or results.cells[measure].isna().all():
         return None
     cells = results.cells
-    panels, _ = layout.arrange_panels(results.grid, results.members)
+    panels, _ = layout.arrange_panels(results.known_grid, results.members)
     names = {"panel": (cells["panel"], panels)} | {
         axis: (cells[axis].map(layout.label_value), list(map(layout.label_value, sorted(cells[axis].unique()))))
         for axis in ("x", "y")
@@ -282,20 +287,20 @@ def _make_heat_map(measure: Measure) -> Figure[SweepResults]:
         lambda table, results: draw_heat_maps(
             table,
             measure.label,
-            (shorten_setting(results.grid.x), shorten_setting(results.grid.y)),
-            columns=layout.arrange_panels(results.grid, results.members)[1],
+            (shorten_setting(results.known_grid.x), shorten_setting(results.known_grid.y)),
+            columns=layout.arrange_panels(results.known_grid, results.members)[1],
             domain=measure.domain,
             is_log=measure.is_log,
         ),
-        lambda table, results: describe_cells(results.grid, table, measure.label),
+        lambda table, results: describe_cells(results.known_grid, table, measure.label),
     )
 
 
 def _make_cell_tables(results: SweepResults) -> Iterator[Table]:
     cells = results.cells
     columns = [
-        number(shorten_setting(results.grid.x), "x"),
-        number(shorten_setting(results.grid.y), "y"),
+        number(shorten_setting(results.known_grid.x), "x"),
+        number(shorten_setting(results.known_grid.y), "y"),
         Column("state", lambda row: f"{'shared: ' * row['shared']}{format_status(row['state'])}"),
         Column("scored\nof runs", lambda row: f"{row['scored']} of {row['runs']}", "number"),
         number("stopped", "early_stopped", str),
@@ -318,7 +323,7 @@ def _make_measure_column(measure: Measure) -> Column:
 
 
 def _make_grid_files(results: SweepResults) -> Mapping[str, pd.DataFrame]:
-    return {"grid_cells": results.cells.rename(columns={"x": results.grid.x, "y": results.grid.y})}
+    return {"grid_cells": results.cells.rename(columns={"x": results.known_grid.x, "y": results.known_grid.y})}
 
 
 GRID: Section[SweepResults] = Section(
@@ -338,8 +343,8 @@ GRID: Section[SweepResults] = Section(
 
 def _make_switch_tables(results: SweepResults) -> Iterator[Table]:
     labels = {measure.name: measure.label for measure in MEASURES}
-    for setting in list_switches(results.grid):
-        rows = to_records(compare_switch(results.grid, results.members, setting))
+    for setting in list_switches(results.known_grid):
+        rows = to_records(compare_switch(results.known_grid, results.members, setting))
         is_task = setting == "algorithm.zero_task_advantage"
         off, on = ("task on", "zero task\nadvantage") if is_task else ("off", "on")
         num_seeds = rows[0]["seeds"] if rows else 0
@@ -377,8 +382,8 @@ SWITCHES: Section[SweepResults] = Section(
     "Switches on and off",
     tables=_make_switch_tables,
     files=lambda results: {
-        f"grid_{setting.rpartition('.')[2]}": compare_switch(results.grid, results.members, setting)
-        for setting in list_switches(results.grid)
+        f"grid_{setting.rpartition('.')[2]}": compare_switch(results.known_grid, results.members, setting)
+        for setting in list_switches(results.known_grid)
     },
     when=lambda results: results.grid is not None,
 )

@@ -27,6 +27,12 @@ class SweepResults(StudyResults):
         return None if self.search else layout.find_grid(self.frames)
 
     @property
+    def known_grid(self) -> layout.Grid:
+        """The grid of a study that has one."""
+        assert self.grid is not None, "only sections of grids need one"
+        return self.grid
+
+    @property
     def is_axis(self) -> bool:
         """Whether the arms are values of one axis, and a run is recorded."""
         return not (self.grid or self.search or self.frames.trials.empty)
@@ -98,14 +104,12 @@ class SweepResults(StudyResults):
     @cached_property
     def members(self) -> pd.DataFrame:
         """From `layout.make_member_table`: one row per run and panel of a grid."""
-        assert self.grid is not None, "only a grid has members"
-        return layout.make_member_table(self.frames, self.grid)
+        return layout.make_member_table(self.frames, self.known_grid)
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """From `layout.make_cell_table`: one row per panel and point of a grid."""
-        assert self.grid is not None, "only a grid has cells"
-        return layout.make_cell_table(self.grid, self.members)
+        return layout.make_cell_table(self.known_grid, self.members)
 
     @cached_property
     def factor_grid(self) -> factors.FactorGrid | None:

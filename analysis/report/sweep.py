@@ -408,14 +408,15 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
         make_tables,
         lambda curves, results: (
             charts.draw_curves(
-                *curves,
+                curves[0],
+                curves[1],
                 make_arm_colors(results.grid.list_labels(results.grid.x)),
                 curve.label,
                 dash="dash",
                 panel="panel",
             )
             if results.grid
-            else charts.draw_curves(*curves, results.arm_colors, curve.label)
+            else charts.draw_curves(curves[0], curves[1], results.arm_colors, curve.label)
         ),
         lambda curves, results: (
             describe_panel_curves(curves[0], curve.label)
