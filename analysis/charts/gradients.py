@@ -8,7 +8,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from analysis.charts.chart import draw_line_at, make_legend, make_opacity, make_tooltips
+from analysis.charts.chart import draw_line_at, make_color_scale, make_legend, make_opacity, make_tooltips
 from analysis.stats.estimates import Floats
 
 COMPONENT_COLORS: Mapping[str, str] = {
@@ -86,12 +86,10 @@ def _draw_bars(
     rows: pd.DataFrame, title: Sequence[str], subtitle: Sequence[str] = (), columns: int = 3
 ) -> alt.FacetChart:
     """Draw a panel of bars by bucket, each with its own scale and with numbers above the bars."""
-    data = rows.assign(bucket=rows["bucket"].str.removeprefix("bucket_"))[
-        ["panel", "bucket", "component", "value", "note"]
-    ]
+    data = rows[["panel", "component", "value", "note"]].assign(bucket=rows["bucket"].str.removeprefix("bucket_"))
     x = alt.X("bucket:N", sort=list(dict.fromkeys(data["bucket"])), axis=alt.Axis(title="bucket", labelAngle=0))
     y = alt.Y("value:Q", axis=alt.Axis(title=None, tickCount=5), scale=alt.Scale(padding=14))
-    color = alt.Color("component:N", legend=None, scale=_make_component_scale(COMPONENT_COLORS))
+    color = alt.Color("component:N", legend=None, scale=make_color_scale(COMPONENT_COLORS))
     known = alt.Chart().transform_filter("isValid(datum.value)")
     number = alt.Text("value:Q", format=".3~g")
     above, below = (
@@ -116,10 +114,6 @@ def _draw_notes() -> alt.Chart:
         .mark_text(fontSize=10)
         .encode(x=alt.value(_WIDTH / 2), y=alt.value(_HEIGHT / 2), text=alt.Text("note:N"))
     )
-
-
-def _make_component_scale(names: Mapping[str, str]) -> alt.Scale:
-    return alt.Scale(domain=list(names), range=list(names.values()))
 
 
 def _make_title(lines: Sequence[str], subtitle: Sequence[str] = ()) -> alt.TitleParams:
@@ -236,7 +230,7 @@ def draw_signal(
     # The interval is that of the regularizer.
     shares[["low", "high"]] = shares[["low", "high"]].where(shares["line"] == "regularizer")
     drawn = {*ratios["line"], *shares.dropna(subset="value")["line"]}
-    colors = {label: COMPONENT_COLORS[name] for name, label in COMPONENT_LABELS.items() if name in drawn}
+    colors = {text: COMPONENT_COLORS[name] for name, text in COMPONENT_LABELS.items() if name in drawn}
     # Between shares of 0 and 1 a component is part of the step; outside, components oppose each other.
     panels = [(ratios, "signal / noise (1)", (0.0,)), (shares, label, (0.0, 1.0))]
     return alt.VConcatChart(
@@ -296,7 +290,7 @@ def _draw_by_reward_std(
     )
     y_axis = alt.Axis(title=label.split("\n"), **axis)
     y = alt.Y("value:Q", axis=y_axis, scale=scale)
-    color = alt.Color("line:N", legend=make_legend(), scale=_make_component_scale(colors))
+    color = alt.Color("line:N", legend=make_legend(), scale=make_color_scale(colors))
     # One legend shows the color and the dashes of a line.
     dashes = alt.Scale(domain=list(colors), range=[[5, 3] if line in dashed else [1, 0] for line in colors])
     dash = alt.StrokeDash("line:N", legend=make_legend(), scale=dashes)
