@@ -169,7 +169,9 @@ def count_rows(spec: Mapping[str, Any]) -> int:
 def draw_svg(spec: Mapping[str, Any]) -> str:
     """Draw a chart as an SVG document whose ink is `INK` and whose background is transparent."""
     fixed = {**spec, "width": WIDTH} if spec.get("width") == "container" else dict(spec)
-    return str(vl_convert.vegalite_to_svg(_drop_targets(fixed)))
+    svg = str(vl_convert.vegalite_to_svg(_drop_targets(fixed)))
+    # Vega counts gradients through all charts of a process, and a chart has one at most, the scale of its colors.
+    return re.sub(r"\bgradient_\d+", "gradient_0", svg)
 
 
 def _drop_targets(spec: dict[str, Any]) -> dict[str, Any]:

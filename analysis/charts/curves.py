@@ -1,6 +1,8 @@
 """Charts over training steps: columns of runs, means of arms, survival, and onsets of symptoms."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import and_
 
 import altair as alt
 import numpy as np
@@ -45,18 +47,23 @@ def draw_curves(
             whose curve is drawn like a mean.
         colors: by arm.
         label: of the vertical axis, with its unit.
-        dash: a column whose values have different dashes.
+        dash: a column whose values have different dashes. A click on its legend leaves one of them.
         panel: a column whose values have a panel each.
         line_at: a value at which a dashed line is drawn.
         key: beginning of the names of its layers and its selection, which differs between the charts of one picture.
     """
-    data = _collect_points(table, means)
-    choice = alt.selection_point(name=f"{key}arm", fields=["arm"], bind="legend")
+    data = _collect_points(table, means, ["run_id", *([panel] if panel else [])])
+    choices = [
+        alt.selection_point(name=f"{key}{field}", fields=[field], bind="legend")
+        for field in ("arm", *([dash] if dash else []))
+    ]
+    is_chosen = reduce(and_, choices)
     x = make_step_axis()
     # As the title of a channel, the label would become a part of an expression.
     y = alt.Y("value:Q", axis=alt.Axis(title=label, tickCount=5), scale=alt.Scale(zero=True))
     color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(table["arm"])))
-    channels = [alt.StrokeDash(f"{dash}:N", legend=make_legend(dash))] if dash else []
+    dashes = alt.Scale(domain=list(dict.fromkeys(table[dash]))) if dash else alt.Undefined
+    channels = [alt.StrokeDash(f"{dash}:N", legend=make_legend(), scale=dashes)] if dash else []
     details = alt.Detail("run_id:N")
 
     def select(condition: str) -> alt.Chart:
@@ -65,17 +72,17 @@ def draw_curves(
     layers = [
         select("datum.line == 'thin'")
         .mark_line(strokeWidth=1)
-        .encode(x, y, color, details, *channels, opacity=make_opacity(choice, 0.5))
-        .add_params(choice),
+        .encode(x, y, color, details, *channels, opacity=make_opacity(is_chosen, 0.5))
+        .add_params(*choices),
         select("datum.line == 'thick'")
         .mark_line(strokeWidth=2.5)
-        .encode(x, y, color, details, *channels, opacity=make_opacity(choice)),
+        .encode(x, y, color, details, *channels, opacity=make_opacity(is_chosen)),
         # As a line, a curve of one point would be invisible.
         select("datum.line == 'point'")
         .mark_point(size=50, filled=True)
-        .encode(x, y, color, opacity=make_opacity(choice)),
-        select("datum.end == 'other'").mark_point(size=60, color=INK).encode(x, y, opacity=make_opacity(choice)),
-        select("datum.end == 'early_stopped'").mark_point(**mark_stop()).encode(x, y, opacity=make_opacity(choice)),
+        .encode(x, y, color, opacity=make_opacity(is_chosen)),
+        select("datum.end == 'other'").mark_point(size=60, color=INK).encode(x, y, opacity=make_opacity(is_chosen)),
+        select("datum.end == 'early_stopped'").mark_point(**mark_stop()).encode(x, y, opacity=make_opacity(is_chosen)),
         # Points are the targets of the pointer: a line has no value under it.
         select("isValid(datum.seed)")
         .mark_point(size=60, filled=True, opacity=0)
@@ -83,7 +90,11 @@ def draw_curves(
             x,
             y,
             color,
-            tooltip=make_tooltips("arm:N", "seed:N", "step:Q", "value:Q", "status:N", *([f"{dash}:N"] if dash else [])),
+            tooltip=[
+                *make_tooltips("arm:N"),
+                *([alt.Tooltip(f"{dash}:N", title="with")] if dash else []),
+                *make_tooltips("seed:N", "step:Q", "value:Q", "status:N"),
+            ],
         ),
     ]
     if "low" in data:
@@ -108,15 +119,15 @@ def _drop_data(chart: alt.Chart) -> alt.Chart:
     return chart
 
 
-def _collect_points(table: pd.DataFrame, means: pd.DataFrame) -> pd.DataFrame:
-    """Put runs and means into one table.
+def _collect_points(table: pd.DataFrame, means: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Put runs and means into one table. keys: the columns that tell curves apart.
 
     `line` says how a curve is drawn: thin, thick, or as a point. `end` is the status in the last row of a run that did
     not complete: early_stopped, or other.
     """
     stride = -(-len(table) // MAX_POINTS)  # rounded up
-    is_last = ~table.duplicated("run_id", keep="last")
-    runs = table[(table.groupby("run_id").cumcount() % max(stride, 1) == 0) | is_last]
+    is_last = ~table.duplicated(keys, keep="last")
+    runs = table[(table.groupby(keys).cumcount() % max(stride, 1) == 0) | is_last]
     status = runs["status"].where(is_last.loc[runs.index])
     runs = runs.assign(
         line=np.where(runs["arm"].isin(means["arm"]), "thin", "thick"),
@@ -130,7 +141,7 @@ def _collect_points(table: pd.DataFrame, means: pd.DataFrame) -> pd.DataFrame:
             low=curves["value"] - curves["standard_error"], high=curves["value"] + curves["standard_error"]
         )
     data = pd.concat([curves, runs], ignore_index=True).drop(columns=["standard_error"], errors="ignore")
-    is_single = ~data.duplicated(["arm", "run_id"], keep=False)
+    is_single = ~data.duplicated(["arm", *keys], keep=False)
     return data.assign(line=data["line"].mask(is_single, "point"), end=data["end"].fillna(""))
 
 
@@ -185,7 +196,8 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConca
                 opacity=make_opacity(choice),
                 tooltip=make_tooltips("arm:N", "step:Q", "value:Q"),
             )
-            .add_params(choice)
+            # The legend of all panels has the choice of the first.
+            .add_params(*([choice] if index == 0 else []))
         )
         # Chance is a mean over all runs, so every arm has the same value at a step.
         chance = rows.dropna(subset="chance").drop_duplicates("step")[["step", "chance"]]

@@ -4,16 +4,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import altair as alt
 import pandas as pd
-from matplotlib.figure import Figure
 
-from analysis.gradients import plots, tables
+from analysis.charts import chart as charts
+from analysis.charts import gradients as plots
+from analysis.gradients import tables
 from analysis.gradients.published_metrics import TABLE_COLUMNS, make_published_metrics, make_published_tables
-from analysis.sweep.plots import save_figure
 from trainable.files.paths import atomic_write
 
-DPI = 150
-MAX_COMPARED_STEPS = 3  # each is a row of panels, and the figure should fit on a screen
+MAX_COMPARED_STEPS = 3  # each is a row of panels, so the comparison stays one screen high
 
 
 def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequence[int], folder: Path) -> list[Path]:
@@ -39,10 +39,8 @@ def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequenc
     step_summaries = tables.make_steps_table(gradients, tables.subsample_evenly(list(steps), MAX_COMPARED_STEPS))
     steps_path = folder / "gradient_analysis_steps.png"
     first_row = gradients.iloc[0]
-    _save_figure(
-        plots.draw_steps(step_summaries, f"{first_row['run_id']}{', probes' * (first_row['source'] == 'probe')}"),
-        steps_path,
-    )
+    title = f"{first_row['run_id']}{', probes' * (first_row['source'] == 'probe')}"
+    _save_chart(plots.draw_steps(step_summaries, title, tables.FILTER_LABELS), steps_path)
     return [*paths, steps_path]
 
 
@@ -50,9 +48,9 @@ def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[
     """Write the files of one step: six figures, the published metrics, and the reward std of every group."""
     step = rows["step"].iloc[0]
     paths = []
-    for figure_name, figure in draw_step(rows, groups).items():
+    for figure_name, chart in draw_step(rows, groups).items():
         paths.append(folder / f"gradient_analysis_{figure_name}_step_{step}.png")
-        _save_figure(figure, paths[-1])
+        _save_chart(chart, paths[-1])
     metrics_path = folder / f"gradient_analysis_metrics_step_{step}.json"
     table_path = folder / f"gradient_analysis_bucket_rv_table_step_{step}.csv"
     # Tables have the W&B format: columns and data.
@@ -67,7 +65,7 @@ def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[
     return [*paths, metrics_path, table_path]
 
 
-def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
+def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, alt.TopLevelMixin]:
     """Draw the six figures of one run, source and step: {middle of the file name: figure}.
 
     The first five show the batch that the update sees; the last also shows the batch before the filter. The keys match
@@ -77,7 +75,7 @@ def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
     buckets, summary = tables.make_bucket_table(trained_rows), tables.make_summary_table(trained_rows)
     first_row, column = rows.iloc[0], tables.choose_share_column(rows)
     name = f"{first_row['run_id']}, {'probe of ' * (first_row['source'] == 'probe')}step {first_row['step']}"
-    title = f"{name}, {plots.FILTER_LABELS[bool(trained_rows['prefilter'].iloc[0])]}"
+    title = f"{name}, {tables.FILTER_LABELS[bool(trained_rows['prefilter'].iloc[0])]}"
     return {
         "plots": plots.draw_norms(buckets, title),
         "loss_plots": plots.draw_losses(buckets, title),
@@ -85,11 +83,15 @@ def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
         "normed_grads": plots.draw_normalized_norms(buckets, title),
         "summary": plots.draw_summary(summary, tables.select_trained(groups), title),
         "signal": plots.draw_signal(
-            tables.make_signal_table(rows), tables.make_share_table(rows, column), name, plots.SHARE_LABELS[column]
+            tables.make_signal_table(rows),
+            tables.make_share_table(rows, column),
+            name,
+            tables.SHARE_LABELS[column],
+            tables.FILTER_LABELS,
         ),
     }
 
 
-def _save_figure(figure: Figure, path: Path) -> None:
+def _save_chart(chart: alt.TopLevelMixin, path: Path) -> None:
     with atomic_write(path) as temp_path:
-        save_figure(figure, temp_path, dpi=DPI, format="png")
+        temp_path.write_bytes(charts.draw_png(charts.draw_svg(charts.make_spec(chart))))

@@ -7,7 +7,7 @@ that the filter emptied has a single row without a gradient, which the tables le
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,8 +44,12 @@ SIGNAL_COLUMNS = (
     "cosine_entropy",
     "cosine_kl",
 )
-# The smallest possible p is 1/2000. A sweep draws 9999 per test, but here there is a test per step, component and
-# measure.
+FILTER_LABELS: Mapping[bool, str] = {True: "before the filter", False: "after the filter"}
+SHARE_LABELS: Mapping[str, str] = {
+    "signal_share": "signed share of the expected step (fraction)",
+    "share": "signed share of the sampled step (fraction)",
+}
+# The smallest p is 1/2000. A sweep draws 9999 per test, but here a test is made per step, component and measure.
 NUM_PERMUTATIONS = 1999
 
 

@@ -197,16 +197,3 @@ def describe_simple_effects(grid: FactorGrid) -> list[str]:
             )
             sentences.append(f"{names[0]} {value} against {values[0][0]}: {effects}.")
     return sentences
-
-
-def make_factor_context(frames: StudyFrames) -> Row | None:
-    """Make the context of the factors section of a page; None if the study has no complete grid of declared factors."""
-    grid = make_factor_grid(frames)
-    if grid is None:
-        return None
-    return {
-        "rows": list_factors(grid),
-        "seeds": len(grid.outcomes),
-        "simple_effects": describe_simple_effects(grid),
-        "sentences": [describe_comparison(row) for row in compare_factors(grid)],
-    }

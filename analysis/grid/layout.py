@@ -37,19 +37,26 @@ _UNSCORED_STATUSES = ("censored", "failed", "interrupted", *OPEN_STATUSES, "neve
 
 
 class Measure(NamedTuple):
-    """A measure: name of its column, label with unit, caption of its heat map, and whether its color scale is log."""
+    """A column of `make_cell_table`, which is shown as a heat map."""
 
     name: str
     label: str
+    """With its unit."""
     caption: str
-    log: bool = False
+    """What a cell is."""
+    is_log: bool = False
+    """Whether the color scale is logarithmic."""
+    domain: tuple[float, float] | None = None
+    """Of the color scale; None: between the smallest and the largest cell."""
 
 
 SUCCESS = Measure(
     "success",
     "success at the end (fraction of episodes)",
-    "Sampled success on the validation levels, the mean of the last four validations.",
+    "Sampled success on the validation levels: {late}.",
+    domain=(0.0, 1.0),
 )
+"""In the caption, `{late}` stands for the validations that are averaged."""
 LATE_MEANS: tuple[Measure, ...] = (
     Measure(
         "entropy",
@@ -67,7 +74,7 @@ LATE_MEANS: tuple[Measure, ...] = (
         "KL to the reference (nats)",
         "KL to the reference, as the k3 estimate whatever the form of the loss: mean over the last quarter of each "
         "run's steps. Colors have a log scale. Without a KL loss there is no reference pass, and thus no number.",
-        log=True,  # it spans orders of magnitude over the coefficients of a grid
+        is_log=True,  # it spans orders of magnitude over the coefficients of a grid
     ),
 )
 """Step columns that are averaged over the last quarter of each run's steps."""
@@ -92,6 +99,10 @@ class Grid:
         if isinstance(value, bool | np.bool_):
             return shorten_setting(setting) if value else ""
         return f"{shorten_setting(setting)} {label_value(value)}"
+
+    def list_labels(self, setting: str) -> list[str]:
+        """List the labels of the values of a factor, in their order."""
+        return [self.format_factor(setting, value) for value in self.factor_values[setting]]
 
     def format_panel(self, row: dict[str, Any]) -> str:
         """Name the panel of a run, such as `filter 0.8, loss mse`. row: the settings of the run."""
@@ -194,12 +205,20 @@ def _repeat_idle_rows(table: pd.DataFrame, setting: str, governing_setting: str,
 
 
 def make_panel_curves(frames: StudyFrames, grid: Grid, member_table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Make the curves of a step column in each panel: panel, its factors, x, run_id, status, step, value.
+    """Make the curves of a step column in each panel: panel, arm, dash, run_id, seed, status, step, value.
 
-    member_table: from `make_member_table`. Step 0 is the policy before training, for columns that are measured there.
+    arm and dash name the x and the y of the run. Rows are in the order of panels, x and y. member_table: from
+    `make_member_table`. Step 0 is the policy before training, for columns that have this value.
     """
-    panel_rows = member_table[["run_id", "panel", *grid.panels, grid.x]].rename(columns={grid.x: "x"})
-    return panel_rows.merge(series.make_curves(frames, column), on="run_id", sort=False)
+    order = {panel: place for place, panel in enumerate(arrange_panels(grid, member_table)[0])}
+    rows = member_table.sort_values([grid.x, grid.y], kind="stable").sort_values(
+        "panel", key=lambda names: names.map(order), kind="stable"
+    )
+    names = rows[["run_id", "panel"]].assign(
+        arm=[grid.format_factor(grid.x, value) for value in rows[grid.x]],
+        dash=[grid.format_factor(grid.y, value) for value in rows[grid.y]],
+    )
+    return names.merge(series.make_curves(frames, column).drop(columns="arm"), on="run_id", sort=False)
 
 
 def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
@@ -212,6 +231,21 @@ def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
     if ranks:  # a grid of two factors has a single panel and no key to sort by
         panel_rows = panel_rows.sort_values(list(ranks), key=lambda column: column.map(ranks[str(column.name)]))
     return panel_rows.reset_index(drop=True)
+
+
+def arrange_panels(grid: Grid, member_table: pd.DataFrame) -> tuple[list[str], int]:
+    """Return the panels in the order in which they fill the rows of a figure, and how many a row has.
+
+    The values of the first text factor, such as the type of loss, stand side by side. Without one, or if it is the only
+    factor, a row has three.
+    """
+    panel_rows = list_panels(grid, member_table)
+    words = [name for name in grid.panels if any(isinstance(value, str) for value in grid.factor_values[name])]
+    if not words or len(grid.panels) < 2:
+        return panel_rows["panel"].to_list(), 3
+    others = [name for name in grid.panels if name != words[0]]
+    rows = panel_rows.assign(place=panel_rows.groupby(others, sort=False).ngroup()).sort_values("place", kind="stable")
+    return rows["panel"].to_list(), len(grid.factor_values[words[0]])
 
 
 def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:

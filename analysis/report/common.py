@@ -80,6 +80,11 @@ def format_p(value: float) -> str:
     return format_p_value(value).removeprefix("p ")
 
 
+def format_signed_2(value: float) -> str:
+    """Format a correlation, a cosine or a shift with two decimals."""
+    return format_signed(value, 2)
+
+
 def format_signed_4(value: float) -> str:
     """Format a difference with four decimals."""
     return format_signed(value, 4)

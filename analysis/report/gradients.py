@@ -1,3 +1,206 @@
-from analysis.report.section import Section
+"""The section on gradient analyses: what the gradients of a bucket of groups tell, by its reward std."""
 
-GRADIENTS = Section("x", "x")
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.charts.chart import make_arm_colors
+from analysis.charts.gradients import draw_lines
+from analysis.data.frames import to_records
+from analysis.data.schemas import Row
+from analysis.gradients import tables
+from analysis.gradients.tables import FILTER_LABELS, SHARE_LABELS
+from analysis.report.common import format_p, format_signed_2
+from analysis.report.results import SweepResults
+from analysis.report.section import Column, Figure, Section, Table, format_count, name, number, text
+from analysis.sweep.findings import describe_span
+from analysis.sweep.symptoms import PERMUTATION_SEED
+from analysis.sweep.verdicts import count_nouns, format_fraction, format_signed
+
+
+def _make_figure(
+    name: str,
+    caption: str,
+    make_lines: Callable[[pd.DataFrame], pd.DataFrame],
+    make_label: Callable[[pd.DataFrame], str],
+    subject: str,
+) -> Figure[SweepResults]:
+    """Declare a figure with a line per arm or step. subject: of the sentence on its values."""
+
+    def make_table(results: SweepResults) -> pd.DataFrame | None:
+        # The figure of a search would have a line for each of many points.
+        table = make_lines(results.frames.gradients)
+        return table if len(table) and not results.search else None
+
+    def draw(table: pd.DataFrame, results: SweepResults) -> Any:
+        arms = dict(zip(table["line"], table["arm"], strict=True))
+        has_several_arms = results.frames.gradients["arm"].nunique() > 1
+        colors = {line: results.arm_colors[arm] for line, arm in arms.items()}
+        return draw_lines(
+            table,
+            colors if has_several_arms else make_arm_colors(list(arms)),
+            make_label(results.frames.gradients),
+            FILTER_LABELS,
+        )
+
+    return Figure(name, caption, make_table, draw, lambda table, results: describe_buckets(table, subject))
+
+
+def describe_buckets(table: pd.DataFrame, name: str) -> str:
+    """Say between which buckets the values of a figure lie, and how many are clearly above 0, by filter state.
+
+    A value is clearly above 0 if its whole interval is. table: from `tables.make_signal_lines` or `make_share_lines`.
+    name: what the values are, such as `the ratio`.
+    """
+    return " ".join(
+        _describe_filter_state(table[table["prefilter"] == prefilter], FILTER_LABELS[bool(prefilter)], name)
+        for prefilter in sorted(set(table["prefilter"]), reverse=True)
+    )
+
+
+def _describe_filter_state(rows: pd.DataFrame, label: str, name: str) -> str:
+    names = rows["line"] + ", " + rows["bucket"].str.replace("_", " ")
+    span = describe_span(pd.Series(rows["value"].to_numpy(), index=names), "bucket")
+    bounded = rows.dropna(subset=["low", "high"])
+    num_above = int((bounded["low"] > 0).sum())
+    interval_text = (
+        f"the 95 % interval is above 0 in {num_above} of {len(bounded)} that have one"
+        if len(bounded)
+        else "no bucket has an interval"
+    )
+    return f"{label[0].upper()}{label[1:]}, {name} is {span}, over {count_nouns(len(rows), 'bucket')}; {interval_text}."
+
+
+def _list_sentences(results: SweepResults) -> Iterator[str]:
+    gradients = results.frames.gradients
+    yield (
+        "Groups are sorted into buckets by reward std, the standard deviation of the rewards in a group. Task "
+        "gradients are expected to grow with the reward std, and gradients of the regularizers (KL and entropy) are "
+        "not. With a critic, groups with a reward std of 0 may have a task gradient as well."
+    )
+    if tables.make_signal_lines(gradients).empty:
+        yield (
+            "No bucket has a signal-to-noise ratio: a bucket needs at least two groups with a gradient. To analyze "
+            "more groups, add `--set trainer.gradient_analysis_env_groups=128` and `_group_size=16`."
+        )
+    empty = to_records(gradients[gradients["empty_after_filter"] > 0])
+    if empty:
+        batches = ", ".join(
+            f"{row['run_id']}, {'probe of ' * (row['source'] == 'probe')}step {row['step']}" for row in empty
+        )
+        yield f"The filter kept nothing of {batches}."
+
+
+def make_trend_rows(gradients: pd.DataFrame) -> list[Row]:
+    """Make the trends of the analyses that the figures show, a row per step, arm, batch and component.
+
+    The numbers are those of `mean_norm`; those of the signal are in the columns `..._of_signal`.
+    """
+    generator = np.random.default_rng(PERMUTATION_SEED)
+    names = ["study", "arm", "source", "prefilter", "component"]
+    rows: list[Row] = []
+    for step, analyses in tables.select_report_lines(gradients).groupby("step"):
+        trends = tables.summarize_trends(analyses, generator, ("mean_norm", "signal")).assign(step=step)
+        signal = trends.loc[trends["measure"] == "signal", [*names, "rho", "rho_low", "rho_high", "p"]]
+        norm = trends[trends["measure"] == "mean_norm"]
+        rows += to_records(norm.merge(signal, on=names, how="left", suffixes=("", "_of_signal")))
+    return rows
+
+
+def _make_tables(results: SweepResults) -> Iterator[Table]:
+    gradients = results.frames.gradients
+    step = number("step", "step", str)
+    batch = Column("analyzed", lambda row: f"{'probe, ' * (row['source'] == 'probe')}{FILTER_LABELS[row['prefilter']]}")
+    yield Table(
+        [
+            name("arm"),
+            step,
+            batch,
+            name("component", "component"),
+            number("runs", "runs", str),
+            number("buckets", "buckets", str),
+            number(
+                "signal: rho with\nreward std",
+                "rho_of_signal",
+                format_signed_2,
+                ("rho_low_of_signal", "rho_high_of_signal"),
+            ),
+            number("permutation p", "p_of_signal", format_p),
+            number("mean norm: rho with\nreward std", "rho", format_signed_2, ("rho_low", "rho_high")),
+            number("upper / lower\nhalf of buckets", "ratio", format_fraction, ("ratio_low", "ratio_high")),
+            number("permutation p", "p", format_p),
+        ],
+        make_trend_rows(gradients),
+        title="Trends with the reward std",
+        note="rho is Spearman's rank correlation with the reward std over the buckets. The signal is an unbiased "
+        "estimate of the squared norm of a bucket's expected gradient. The mean norm is the norm of the bucket's mean "
+        "gradient; its square is signal plus noise. Upper / lower half is the mean norm in the upper half of the "
+        "buckets divided by that in the lower half. Values are means over runs, with intervals over runs if there are "
+        "three or more. The p-values come from permuting the buckets of each analysis, so they "
+        "refer to these measurements and not to other runs.",
+    )
+    signals = tables.make_signal_table(tables.select_report_lines(gradients))
+    yield Table(
+        [
+            name("arm"),
+            number("seed", "seed", str),
+            step,
+            batch,
+            name("component", "component"),
+            number("norm of the\nmean gradient", "mean_norm"),
+            number("signal / noise", "snr", format_signed_2, ("snr_low", "snr_high")),
+            number(
+                "share of the\nexpected step", "signal_share", format_signed, ("signal_share_low", "signal_share_high")
+            ),
+            number("share of the\nsampled step", "share", format_signed),
+            *(
+                number(f"cosine\nto {label}", f"cosine_{key}", format_signed_2)
+                for key, label in (("task", "task"), ("entropy", "entropy"), ("kl", "KL"))
+            ),
+            number("groups", "group_count", format_count),
+            text("run", "run_id"),
+        ],
+        to_records(signals[signals["bucket"] == tables.WHOLE_BATCH]),
+        title="Whole batches",
+        note="The rows are whole batches of the analyses that the figures show. Shares are signed fractions of the "
+        "gradient step and sum to 1; a term with a share below 0 opposes the step. Two terms with a cosine below 0 "
+        "oppose each other. `python -m tune_study plot-gradients` draws each analysis, and gradients.parquet "
+        "has every number.",
+    )
+
+
+GRADIENTS: Section[SweepResults] = Section(
+    "gradients",
+    "Gradients by reward std",
+    sentences=_list_sentences,
+    figures=(
+        _make_figure(
+            "gradient_signal",
+            "Signal-to-noise ratio of the task gradient in each bucket, with its 95 % interval over folds of prompts. "
+            "At 0, the whole gradient of the bucket may be noise.",
+            tables.make_signal_lines,
+            lambda gradients: "signal / noise of the task gradient (1)",
+            "the ratio",
+        ),
+        _make_figure(
+            "regularizer_share",
+            "Signed share of the KL and entropy terms together in the gradient step of the bucket, with its 95 % "
+            "interval if there is one. The label of the axis says which step is meant. The expected step excludes "
+            "noise: if its share is near 1 with a narrow interval, the bucket trains the policy almost only on the "
+            "regularizers. Buckets whose gradient is not distinguishable from noise are left out. The sampled step "
+            "includes the noise of the task, which is large, so its share is near 0 whatever the bucket teaches.",
+            tables.make_share_lines,
+            lambda gradients: (
+                f"KL + entropy:\n{SHARE_LABELS[tables.choose_share_column(tables.select_report_lines(gradients))]}"
+            ),
+            "the share",
+        ),
+    ),
+    tables=_make_tables,
+    explanation="The figures show the gradients of each term of the policy's loss. With one arm, each line is a step; "
+    "with several, each is an arm, at the last analysis of its runs. Each run has its own curve. Curves of probes "
+    "(analyses of checkpoints) are dashed. With fewer than 3 folds there is no interval.",
+    when=lambda results: not tables.drop_empty_batches(results.frames.gradients).empty,
+)

@@ -1,14 +1,431 @@
-"""stub"""
+"""Sections of studies whose arms form a grid: factors, the edge of a dose, heat maps, switches, and the KL loss."""
 
-from analysis.report.section import Section
+from collections.abc import Iterator, Mapping
 
-FACTORS = EDGE = Section("x", "x")
-GRID_SECTIONS = ()
+import pandas as pd
+
+from analysis.charts.grid import draw_edges, draw_heat_maps
+from analysis.data.frames import to_records
+from analysis.data.schemas import Row
+from analysis.grid import factors, kl_anchoring, layout
+from analysis.grid.contrasts import compare_switch, list_switches
+from analysis.grid.layout import MEASURES, Measure
+from analysis.report.common import format_p, format_signed_2
+from analysis.report.results import SweepResults
+from analysis.report.section import (
+    Column,
+    Figure,
+    Section,
+    Table,
+    is_missing,
+    name,
+    number,
+    text,
+)
+from analysis.sweep import findings
+from analysis.sweep.collapse import COLLAPSE_DEFINITION
+from analysis.sweep.verdicts import (
+    count_nouns,
+    format_fraction,
+    format_number,
+    format_signed_number,
+    format_status,
+)
+from trainable.config.aliases import shorten_setting
+
+# ---------------------------------------------------------------------- factors
 
 
-def describe_factors(grid):
-    return []
+def _get_factor_grid(results: SweepResults) -> factors.FactorGrid:
+    assert results.factor_grid is not None, "the section needs one"
+    return results.factor_grid
 
 
-def describe_panel_curves(grid, table, label):
-    return ""
+def _make_factor_tables(results: SweepResults) -> Iterator[Table]:
+    grid = _get_factor_grid(results)
+    yield Table(
+        [
+            name("factor", "factor"),
+            number("spread", "spread", format_fraction),
+            Column(
+                "mean by value",
+                lambda row: "; ".join(f"{entry['value']}: {format_fraction(entry['mean'])}" for entry in row["means"]),
+            ),
+        ],
+        factors.list_factors(grid),
+    )
+    yield Table(
+        [text("effect", "effect")],
+        [{"effect": sentence} for sentence in factors.describe_simple_effects(grid)],
+        fold="What a value changes, by the value of the other factor",
+        note="Means over seeds. If they differ, the factors interact, and no main effect says it all.",
+    )
+
+
+def _explain_factors(results: SweepResults) -> str:
+    (family,) = results.frames.families
+    return (
+        f"The mean by value is that of `{family.primary_column}` over all arms with this value, over "
+        f"{count_nouns(len(_get_factor_grid(results).outcomes), 'seed')} of which every arm has a scored run. The "
+        "spread is the standard deviation of these means over the values of the factor, without what noise alone would "
+        "give; it depends on the values that were chosen. The declared contrasts have the difference of each value "
+        "from the first one (a main effect) and the interactions; an interaction is half the difference between the "
+        "effects of one factor at two values of the other."
+    )
+
+
+FACTORS: Section[SweepResults] = Section(
+    "factors",
+    "Which factor matters more",
+    sentences=lambda results: map(factors.describe_comparison, factors.compare_factors(_get_factor_grid(results))),
+    tables=_make_factor_tables,
+    explanation=_explain_factors,
+    when=lambda results: results.factor_grid is not None,
+    concludes=True,
+)
+
+# ---------------------------------------------------------------------- where training breaks
+
+
+def _format_safe_band(row: Row) -> str:
+    bounds = row["safe_low"], row["safe_high"]
+    return "–" if is_missing(bounds[0]) else " to ".join(map(format_number, bounds))
+
+
+def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
+    yield Table(
+        [
+            name("line", "line"),
+            Column("collapsed", lambda row: f"{row['collapsed']} of {row['runs']}", "number"),
+            number("edge", "edge", format_number, ("edge_low", "edge_high")),
+            Column("interval", lambda row: row["method"] or "–"),
+            Column("safe band", _format_safe_band, "number"),
+            number("decades", "safe_decades"),
+            number("at most", "safe_decades_max"),
+            number("collapse at its\nupper end, at most", "collapse_bound", format_fraction),
+            text("what restricts it", "note"),
+        ],
+        to_records(results.edge_tables["edge"]),
+    )
+    yield Table(
+        [
+            name("contrast", "contrast"),
+            number("collapsed", "collapsed", str),
+            number("of the\nreference", "reference_collapsed", str),
+            Column("doses x\nseeds", lambda row: f"{row['doses']} x {row['seeds']}", "number"),
+            number("shift of the\nedge (decades)", "shift", format_signed_2, ("shift_low", "shift_high")),
+            number("p", "p", format_p),
+            text("what restricts it", "note"),
+        ],
+        to_records(results.edge_tables["edge_shifts"]),
+        title="How far the edge moves",
+        note="The contrasts were declared before any run. A shift is the edge of the first line minus that of the "
+        "second, at common doses and seeds: +1 means that the first line tolerates ten times the dose. Both lines are "
+        "fitted with one slope, and the interval is from the profile likelihood. p is from exchanging the collapses of "
+        "the two lines within each seed, so three seeds cannot give less than .25.",
+    )
+
+
+def _explain_edges(results: SweepResults) -> str:
+    margin = format_number(results.arms[0]["margin"]) if results.arms else "the margin"
+    return (
+        f"The dose is `{results.study.axis.dose}`, and a line is the arms that are equal in every other setting. "
+        f"{COLLAPSE_DEFINITION} The edge is the dose at which half of the runs of a line collapse. Brackets are 95 % "
+        "intervals; a dash means that the runs do not bound the number on that side. A logistic curve of the "
+        "probability of collapse over log10 of the dose is fitted with Firth's penalty. Its interval is from the "
+        "profile likelihood. If no run collapsed up to a dose and all did beyond, any edge between the two fits "
+        "equally well: the table shows their middle, with an exact interval that assumes only that collapse does not "
+        "become rarer with the dose. Runs count as independent. The safe band has the doses at which no run collapsed "
+        f"and mean success is within {margin} of the line's best. It is known up to the grid of doses: it may be as "
+        "wide as the next column says, and a dash there means that it reaches the end of the grid. No collapse in a "
+        "few runs excludes only a large probability of collapse, which is the last number."
+    )
+
+
+EDGE: Section[SweepResults] = Section(
+    "edge",
+    "Where training breaks",
+    figures=(
+        Figure(
+            "edge",
+            "Top: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle: the edge of each "
+            "line, the dose at which half of its runs collapse, with its 95 % interval; an arrow means that the runs "
+            "do not bound it on that side. The wide bar is the safe band. Bottom: mean success at the end.",
+            lambda results: results.edge_tables or None,
+            lambda tables, results: draw_edges(
+                tables["edge_doses"], tables["edge"], shorten_setting(results.study.axis.dose)
+            ),
+        ),
+    ),
+    tables=_make_edge_tables,
+    explanation=_explain_edges,
+    files=lambda results: results.edge_tables,
+    when=lambda results: bool(results.edge_tables),
+)
+
+# ---------------------------------------------------------------------- heat maps
+
+
+def describe_factors(grid: layout.Grid) -> list[str]:
+    """List the factors of a grid with their values: x, y, and those of the panels."""
+    return [
+        f"{shorten_setting(setting)} (`{setting}`: {', '.join(map(layout.label_value, grid.factor_values[setting]))})"
+        for setting in (grid.x, grid.y, *grid.panels)
+    ]
+
+
+def _describe_grid(results: SweepResults) -> Iterator[str]:
+    yield f"{count_nouns(len(results.arms), 'arm')} over {', '.join(describe_factors(results.known_grid))}."
+    cells = results.cells
+    stops = (
+        " A vermilion frame and a cross mark runs that a rule stopped as failures; their number is the last one before "
+        "the stop."
+        if cells["early_stopped"].any()
+        else ""
+    )
+    empty = (
+        " A dashed cell has no number, and shows the status of its runs, or a dash if they did not measure it."
+        if cells[[measure.name for measure in MEASURES]].dropna(axis="columns", how="all").isna().any(axis=None)
+        else ""
+    )
+    yield (
+        f"Each cell is the mean over its scored runs. All panels share one color scale.{stops}{empty} A point without "
+        "a cell is not part of the study."
+    )
+    num_shared = results.members.loc[results.members["shared"], "run_id"].nunique()
+    if num_shared:
+        verbs = ("appears", "counts") if num_shared == 1 else ("appear", "count")
+        yield (
+            f"{count_nouns(num_shared, 'run')} with KL 0 {verbs[0]} in the panels of every loss but {verbs[1]} once."
+        )
+
+
+def make_heat_map_table(results: SweepResults, measure: str) -> pd.DataFrame | None:
+    """Make the table of a heat map, a row per cell in the order of panels, with its text; None without a number.
+
+    Columns: panel, x and y (texts, as ordered categories), value, std, low, high, runs, scored, stopped and lines.
+    """
+    if results.grid is None or results.cells[measure].isna().all():
+        return None
+    cells = results.cells
+    panels, _ = layout.arrange_panels(results.known_grid, results.members)
+    names = {"panel": (cells["panel"], panels)} | {
+        axis: (cells[axis].map(layout.label_value), list(map(layout.label_value, sorted(cells[axis].unique()))))
+        for axis in ("x", "y")
+    }
+    table = pd.DataFrame({key: pd.Categorical(values, order, ordered=True) for key, (values, order) in names.items()})
+    return table.assign(
+        value=cells[measure],
+        **{end: cells[f"{measure}_{end}"] for end in ("std", "low", "high")},
+        **cells[["runs", "scored"]],
+        stopped=cells["early_stopped"],
+        lines=[
+            format_cell(cell["state"], cell["early_stopped"], cell["scored"], cell["runs"], cell[measure])
+            for cell in to_records(cells)
+        ],
+    ).sort_values(["panel", "y", "x"], ignore_index=True)
+
+
+def format_cell(state: str, num_stopped: int, num_scored: int, num_runs: int, value: float) -> list[str]:
+    """Return the lines of a cell: its mean, or the status of its runs if none is scored.
+
+    A prefix `×` means that a rule stopped all runs, and `×1/3` that it stopped one of three. A second line `2 of 3`
+    means that only two of three runs are scored.
+    """
+    if not num_scored:
+        return format_status(state).split()
+    cross = "" if not num_stopped else "× " if num_stopped == num_runs else f"×{num_stopped}/{num_runs} "
+    mean = "–" if is_missing(value) else format_short(value)
+    return [cross + mean, *([] if num_scored == num_runs else [f"{num_scored} of {num_runs}"])]
+
+
+def format_short(value: float) -> str:
+    """Format a number with two to three digits that fits into a cell: .53 for 0.53, 1.24, 12.3, 4.1e-4."""
+    if value == 0:
+        return "0"
+    if abs(value) < 0.0095:
+        return f"{value:.1e}".replace("e-0", "e-")
+    digits = f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"
+    return digits.replace("0.", ".", 1) if abs(value) < 1 else digits
+
+
+def describe_cells(grid: layout.Grid, table: pd.DataFrame, label: str) -> str:
+    """Say between which cells a measure lies, as the means of their scored runs.
+
+    table: from `make_heat_map_table`. label: of the measure.
+    """
+    cells = table.dropna(subset="value").astype({"panel": str, "x": str, "y": str})
+    points = f"{shorten_setting(grid.x)} " + cells["x"] + f", {shorten_setting(grid.y)} " + cells["y"]
+    span = findings.describe_span(pd.Series(cells["value"].to_numpy(), _add_panel(points, cells["panel"])), "cell")
+    return f"{label[0].upper()}{label[1:]}: {span}."
+
+
+def describe_panel_curves(table: pd.DataFrame, label: str) -> str:
+    """Say the first values of a column, and between which panels and values of x the last ones lie.
+
+    A value is the mean over scored runs, whatever their y. table: from `layout.make_panel_curves`. label: of the
+    column, with its unit.
+    """
+    return findings.describe_curves(table.assign(arm=_add_panel(table["arm"], table["panel"])), label, "line")
+
+
+def _add_panel(names: "pd.Series[str]", panels: "pd.Series[str]") -> "pd.Series[str]":
+    """Add the panel to names, if there are several."""
+    return names + ", " + panels if panels.nunique() > 1 else names
+
+
+def _make_heat_map(measure: Measure) -> Figure[SweepResults]:
+    def make_caption(results: SweepResults) -> str:
+        num_late = findings.count_late_validations(results.study)
+        late = "the last validation" if num_late == 1 else f"mean of the last {num_late} validations"
+        return measure.caption.format(late=late)
+
+    return Figure(
+        f"grid_{measure.name}",
+        make_caption,
+        lambda results: make_heat_map_table(results, measure.name),
+        lambda table, results: draw_heat_maps(
+            table,
+            measure.label,
+            (shorten_setting(results.known_grid.x), shorten_setting(results.known_grid.y)),
+            columns=layout.arrange_panels(results.known_grid, results.members)[1],
+            domain=measure.domain,
+            is_log=measure.is_log,
+        ),
+        lambda table, results: describe_cells(results.known_grid, table, measure.label),
+    )
+
+
+def _make_cell_tables(results: SweepResults) -> Iterator[Table]:
+    cells = results.cells
+    columns = [
+        number(shorten_setting(results.known_grid.x), "x"),
+        number(shorten_setting(results.known_grid.y), "y"),
+        Column("state", lambda row: f"{'shared: ' * row['shared']}{format_status(row['state'])}"),
+        Column("scored\nof runs", lambda row: f"{row['scored']} of {row['runs']}", "number"),
+        number("stopped", "early_stopped", str),
+        *(_make_measure_column(measure) for measure in MEASURES if cells[measure.name].notna().any()),
+    ]
+    for panel, rows in cells.groupby("panel", sort=False):
+        yield Table(columns, to_records(rows), fold=f"**{panel}**: all numbers of {count_nouns(len(rows), 'cell')}")
+
+
+def _make_measure_column(measure: Measure) -> Column:
+    def format_value(row: Row) -> str:
+        key = measure.name
+        mean, std, low, high = (
+            "" if is_missing(row[column]) else format_number(row[column])
+            for column in (key, f"{key}_std", f"{key}_low", f"{key}_high")
+        )
+        return f"{mean}\nstd {std}, {low} to {high}" if std else mean or "–"
+
+    return Column(measure.label.replace(" (", "\n("), format_value, "number")
+
+
+def _make_grid_files(results: SweepResults) -> Mapping[str, pd.DataFrame]:
+    return {"grid_cells": results.cells.rename(columns={"x": results.known_grid.x, "y": results.known_grid.y})}
+
+
+GRID: Section[SweepResults] = Section(
+    "grid",
+    "The grid",
+    sentences=_describe_grid,
+    figures=tuple(map(_make_heat_map, MEASURES)),
+    tables=_make_cell_tables,
+    explanation="std is the standard deviation over the scored runs of a cell (its seeds), with the smallest and the "
+    "largest of them; a cell with one run has none. `figures/grid_cells.csv` has the same numbers.",
+    files=_make_grid_files,
+    when=lambda results: results.grid is not None,
+)
+
+# ---------------------------------------------------------------------- switches
+
+
+def _make_switch_tables(results: SweepResults) -> Iterator[Table]:
+    labels = {measure.name: measure.label for measure in MEASURES}
+    for setting in list_switches(results.known_grid):
+        rows = to_records(compare_switch(results.known_grid, results.members, setting))
+        is_task = setting == "algorithm.zero_task_advantage"
+        off, on = ("task on", "zero task\nadvantage") if is_task else ("off", "on")
+        num_seeds = rows[0]["seeds"] if rows else 0
+        yield Table(
+            [
+                *([name("loss", "group")] if rows and rows[0]["group"] else []),
+                Column("measure", lambda row: labels[row["measure"]]),
+                number("matched\npairs", "pairs", str),
+                number(off, "off"),
+                number(on, "on"),
+                number("difference", "difference", format_signed_number, ("low", "high")),
+                Column("pairs in\nwhich higher", lambda row: f"{row['higher']} of {row['pairs']}", "number"),
+                number(f"stopped:\n{off}", "stopped_off", str),
+                number(f"stopped:\n{on}", "stopped_on", str),
+            ],
+            rows,
+            title="Regularization without the task" if is_task else f"{shorten_setting(setting)}, on and off",
+            caption=f"With `{setting}`, the task does not contribute to the loss of the policy: only the entropy bonus "
+            "and the KL loss move the policy, while the critic still learns. Changes that both columns have in common "
+            "are due to regularization, and the difference is due to the task."
+            if is_task
+            else "",
+            note="A pair is two scored runs with otherwise equal settings and the same seed. Stopped runs count with "
+            "their last values. "
+            + (
+                f"Brackets are 95 % intervals over {num_seeds} seeds, each of which gives the mean over its pairs."
+                if num_seeds > 1
+                else "All pairs are of one seed and share its random numbers, so no difference has an interval."
+            ),
+        )
+
+
+SWITCHES: Section[SweepResults] = Section(
+    "switches",
+    "Switches on and off",
+    tables=_make_switch_tables,
+    files=lambda results: {
+        f"grid_{setting.rpartition('.')[2]}": compare_switch(results.known_grid, results.members, setting)
+        for setting in list_switches(results.known_grid)
+    },
+    when=lambda results: results.grid is not None,
+)
+
+# ---------------------------------------------------------------------- the KL loss
+
+
+def _list_anchor_sentences(results: SweepResults) -> list[str]:
+    return kl_anchoring.describe_anchoring(results.kl_trends, kl_anchoring.compare_to_k1(results.kl_runs))
+
+
+def _make_anchor_tables(results: SweepResults) -> Iterator[Table]:
+    yield Table(
+        [
+            name("loss", "form"),
+            number("sets", "sets", str),
+            number("runs", "runs", str),
+            number("stopped", "early_stopped", str),
+            number("rank correlation of KL\nwith the coefficient", "rho", format_signed_2, ("rho_low", "rho_high")),
+            number("permutation p", "p", format_p),
+            number("KL at the smallest\ncoefficient (nats)", "kl_smallest"),
+            number("KL at the largest\ncoefficient (nats)", "kl_largest"),
+            Column("steps\nmeasured", lambda row: f"{row['first_step']} to {row['last_step']}", "number"),
+        ],
+        to_records(results.kl_trends) if _list_anchor_sentences(results) else [],
+    )
+
+
+ANCHOR: Section[SweepResults] = Section(
+    "anchor",
+    "Does the KL loss keep the policy at its reference?",
+    sentences=_list_anchor_sentences,
+    tables=_make_anchor_tables,
+    explanation="KL to the reference is the column `kl_to_reference`: the k3 estimate at the trained tokens before "
+    "each update, computed in the same way for every form of the loss. (`kl_loss` is a different quantity for each "
+    "form, so it is not compared.) A set consists of the runs that differ only in the coefficient. Matching runs are "
+    "measured over the same steps, the last quarter of the steps that all of them have. The table gives Spearman's "
+    "correlation within each set, averaged over sets, with Student's t interval over seeds, each of which gives the "
+    "mean over its sets. The p-values come from permuting KL within sets.",
+    files=lambda results: (
+        {"grid_kl_to_reference": results.kl_runs.drop(columns="match")} if len(results.kl_runs) else {}
+    ),
+    when=lambda results: results.grid is not None,
+)
+GRID_SECTIONS = (GRID, SWITCHES, ANCHOR)

@@ -10,7 +10,7 @@ from analysis.charts.chart import make_arm_colors
 from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.grid import edge, layout
+from analysis.grid import edge, factors, kl_anchoring, layout
 from analysis.report.common import StudyResults
 from analysis.sweep import symptoms, tables, time_course
 from analysis.sweep.collapse import count_collapses
@@ -25,6 +25,12 @@ class SweepResults(StudyResults):
     def grid(self) -> layout.Grid | None:
         """The grid whose points are the arms; None in a study with one axis, and in a search."""
         return None if self.search else layout.find_grid(self.frames)
+
+    @property
+    def known_grid(self) -> layout.Grid:
+        """The grid of a study that has one."""
+        assert self.grid is not None, "only sections of grids need one"
+        return self.grid
 
     @property
     def is_axis(self) -> bool:
@@ -98,14 +104,27 @@ class SweepResults(StudyResults):
     @cached_property
     def members(self) -> pd.DataFrame:
         """From `layout.make_member_table`: one row per run and panel of a grid."""
-        assert self.grid is not None, "only a grid has members"
-        return layout.make_member_table(self.frames, self.grid)
+        return layout.make_member_table(self.frames, self.known_grid)
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """From `layout.make_cell_table`: one row per panel and point of a grid."""
-        assert self.grid is not None, "only a grid has cells"
-        return layout.make_cell_table(self.grid, self.members)
+        return layout.make_cell_table(self.known_grid, self.members)
+
+    @cached_property
+    def factor_grid(self) -> factors.FactorGrid | None:
+        """From `factors.make_factor_grid`: the outcomes over all combinations of the declared factors, if any."""
+        return factors.make_factor_grid(self.frames)
+
+    @cached_property
+    def kl_runs(self) -> pd.DataFrame:
+        """From `kl_anchoring.make_kl_table`: one row per scored run with a KL loss."""
+        return kl_anchoring.make_kl_table(self.frames)
+
+    @cached_property
+    def kl_trends(self) -> pd.DataFrame:
+        """From `kl_anchoring.summarize_anchoring`: one row per form of the KL loss."""
+        return kl_anchoring.summarize_anchoring(self.kl_runs, np.random.default_rng(PERMUTATION_SEED))
 
     @cached_property
     def line_frames(self) -> StudyFrames:

@@ -51,6 +51,7 @@ from analysis.sweep.collapse import COLLAPSE_DEFINITION, compute_survival, descr
 from analysis.sweep.examples import choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from analysis.sweep.verdicts import format_fraction, format_number, format_signed, format_signed_number
+from trainable.config.aliases import shorten_setting
 
 MAX_OPEN_ARMS = 12
 """With more arms, the verdicts of a grid are folded, a table per panel."""
@@ -391,7 +392,10 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
         return (runs, means) if len(runs) else None
 
     def make_caption(results: SweepResults) -> str:
-        lines = "A line is a run." if results.grid else "Thin lines are single runs, and a thick line is their mean"
+        lines = "Thin lines are single runs, and a thick line is their mean"
+        if results.grid:
+            x, y = (shorten_setting(setting) for setting in (results.grid.x, results.grid.y))
+            lines = f"A line is a run: its color shows {x}, and its dashes {y}."
         stops = "" if results.grid else ", in which a stopped run keeps its last value."
         marks = (
             f" {lines}{stops} Step 0 is the policy before training. A cross marks the end of a run that a rule "
@@ -407,7 +411,7 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
             charts.draw_curves(
                 curves[0],
                 curves[1],
-                make_arm_colors(list(dict.fromkeys(curves[0]["arm"]))),
+                make_arm_colors(results.grid.list_labels(results.grid.x)),
                 curve.label,
                 dash="dash",
                 panel="panel",
@@ -416,7 +420,7 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
             else charts.draw_curves(curves[0], curves[1], results.arm_colors, curve.label)
         ),
         lambda curves, results: (
-            describe_panel_curves(results.grid, curves[0], curve.label)
+            describe_panel_curves(curves[0], curve.label)
             if results.grid
             else findings.describe_curves(curves[0], curve.label)
         ),

@@ -1,24 +1,26 @@
-"""Tests that the figures of gradient analyses draw exactly their tables. They compare the data of the artists."""
+"""Tests that the figures of gradient analyses draw exactly their tables, whose rows are the data of the charts."""
 
 import csv
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
+from analysis.charts import chart as charts
+from analysis.charts import gradients as plots
+from analysis.charts.chart import make_arm_colors
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
-from analysis.gradients import plots as gradient_plots
+from analysis.gradients import files
 from analysis.gradients import tables as gradients
 from analysis.gradients.files import draw_step, write_analyses
 from analysis.gradients.published_metrics import make_published_metrics
-from analysis.sweep import plots
+from analysis.gradients.tables import FILTER_LABELS
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy
 from tests.fakes.run_folders import write_analyses as write_fake_analyses
 from tests.fakes.run_folders import write_study as write_study_folder
@@ -37,21 +39,7 @@ def make_frames(output: Path, *analyses: FakeAnalysis) -> StudyFrames:
     return read_study(folder)
 
 
-def get_panels(figure: Figure) -> dict[str, Axes]:
-    return {axes.get_title("left"): axes for axes in figure.axes}
-
-
-def get_heights(axes: Axes) -> list[float]:
-    return [patch.get_height() for patch in axes.patches]
-
-
-def get_curves(axes: Axes) -> list[tuple[list[float], list[float]]]:
-    """Return the lines with a point for each bucket. Lines across a panel have two points and are left out."""
-    return [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines() if len(line.get_xdata()) > 2]
-
-
-def get_text(axes: Axes) -> str:
-    return " ".join(text.get_text() for text in axes.texts)
+Spec = dict[str, Any]
 
 
 def get_column(fake_analysis: FakeAnalysis, component: str, column: str) -> list[float]:
@@ -62,171 +50,234 @@ def get_column(fake_analysis: FakeAnalysis, component: str, column: str) -> list
     ]
 
 
+def get_rows(chart: Any, number: int = 0) -> list[Spec]:
+    """Return the rows of the data of a facet, or of one of several charts side by side."""
+    spec = charts.make_spec(chart)
+    entry = [*spec.get("hconcat", []), *spec.get("vconcat", []), spec][number]
+    rows: list[Spec] = spec["datasets"][entry["data"]["name"]]
+    return rows
+
+
+def get_panels(chart: Any) -> dict[str, list[Spec]]:
+    """Return the rows of each panel of bars, by its title."""
+    rows = get_rows(chart)
+    spec = charts.make_spec(chart)
+    assert spec["spec"]["layer"][0]["encoding"]["y"]["field"] == "value"
+    return {name: [row for row in rows if row["panel"] == name] for name in spec["facet"]["sort"]}
+
+
+def get_values(rows: list[Spec], *names: str) -> list[Any]:
+    values = [tuple(row[name] for name in names) for row in rows]
+    return [value for (value,) in values] if len(names) == 1 else values
+
+
+def get_title(chart: Any) -> list[str]:
+    title: list[str] = charts.make_spec(chart)["title"]["text"]
+    return title
+
+
+def get_texts(chart: Any) -> list[str]:
+    """Return all texts of a chart as it is drawn."""
+    return re.findall(r"<text[^>]*>([^<]*)<", charts.draw_svg(charts.make_spec(chart)))
+
+
+def draw_signal(rows: pd.DataFrame, column: str = "signal_share") -> Any:
+    tables = gradients.make_signal_table(rows), gradients.make_share_table(rows, column)
+    return plots.draw_signal(*tables, "title", "share", FILTER_LABELS)
+
+
 def test_norms_are_bars_by_bucket_and_a_term_that_is_off_says_so(tmp_path: Path) -> None:
-    table = gradients.make_bucket_table(make_frames(tmp_path, AFTER).gradients)
-    figure = gradient_plots.draw_norms(table, "run, step 51")
-    panels = get_panels(figure)
-    assert list(panels) == ["KL gradient", "entropy gradient", "task (policy) gradient"]
-    assert get_heights(panels["task (policy) gradient"]) == get_column(AFTER, "task", "norm")
-    assert get_heights(panels["entropy gradient"]) == get_column(AFTER, "entropy", "norm")
-    assert get_heights(panels["KL gradient"]) == []
-    assert get_text(panels["KL gradient"]) == "KL is off:\nthe loss has no such term"
-    assert "run, step 51" in figure.get_suptitle()
+    chart = plots.draw_norms(gradients.make_bucket_table(make_frames(tmp_path, AFTER).gradients), "run, step 51")
+    kl, entropy, task = get_panels(chart).values()
+    assert [name.partition(",")[0] for name in get_panels(chart)] == [
+        "KL gradient",
+        "entropy gradient",
+        "task (policy) gradient",
+    ]
+    assert get_values(task, "value") == get_column(AFTER, "task", "norm")
+    assert get_values(entropy, "value") == get_column(AFTER, "entropy", "norm")
+    assert get_values(kl, "value") == [None] * 6
+    assert get_texts(chart).count("KL is off: the loss has no such term") == 1
+    assert get_title(chart) == ["Gradient norms", "run, step 51"]
     smallest, largest = (get_column(AFTER, "task", f"reward_std_{end}")[5] for end in ("min", "max"))
-    assert f"{smallest:.3f} to {largest:.3f}" in figure.get_supxlabel()
+    assert f"{smallest:.3f} to {largest:.3f}" in charts.make_spec(chart)["title"]["subtitle"][-1]
 
 
 def test_losses_are_bars_also_below_zero(tmp_path: Path) -> None:
     table = gradients.make_bucket_table(make_frames(tmp_path, WITH_KL).gradients)
-    panels = get_panels(gradient_plots.draw_losses(table, "title"))
-    names = {"task (policy) loss": "task", "entropy loss": "entropy", "KL loss": "kl", "total loss": "total"}
-    assert list(panels) == list(names)
+    chart = plots.draw_losses(table, "title")
+    names = {
+        "task (policy) loss (1)": "task",
+        "entropy loss (1)": "entropy",
+        "KL loss (1)": "kl",
+        "total loss (1)": "total",
+    }
+    assert list(get_panels(chart)) == list(names)
     for title, component in names.items():
-        assert get_heights(panels[title]) == get_column(WITH_KL, component, "loss")
-        assert max(get_heights(panels[title])) < 0
+        assert get_values(get_panels(chart)[title], "value") == get_column(WITH_KL, component, "loss")
+        assert max(get_values(get_panels(chart)[title], "value")) < 0
+    assert f"−{abs(get_column(WITH_KL, 'task', 'loss')[0]):.3g}" in get_texts(chart)
 
 
 def test_reward_std_has_one_bar_per_bucket(tmp_path: Path) -> None:
     table = gradients.make_summary_table(make_frames(tmp_path, AFTER).gradients)
-    (axes,) = gradient_plots.draw_reward_std(table, "title").axes
-    assert get_heights(axes) == get_column(AFTER, "task", "reward_std_mean")
-    assert [label.get_text() for label in axes.get_xticklabels()] == list("123456")
+    (rows,) = get_panels(plots.draw_reward_std(table, "title")).values()
+    assert get_values(rows, "value") == get_column(AFTER, "task", "reward_std_mean")
+    assert get_values(rows, "bucket") == list("123456")
 
 
 def test_norms_per_sequence_and_per_token_have_their_own_scales(tmp_path: Path) -> None:
-    table = gradients.make_bucket_table(make_frames(tmp_path, AFTER).gradients)
-    axes = gradient_plots.draw_normalized_norms(table, "title").axes
-    assert get_heights(axes[2]) == get_column(AFTER, "task", "norm_per_sample")
-    assert get_heights(axes[5]) == get_column(AFTER, "task", "norm_per_token")
-    assert axes[2].get_ylim()[1] > 10 * axes[5].get_ylim()[1]
-    assert "KL is off" in get_text(axes[0])
-    assert "KL is off" in get_text(axes[3])
+    chart = plots.draw_normalized_norms(gradients.make_bucket_table(make_frames(tmp_path, AFTER).gradients), "title")
+    panels = get_panels(chart)
+    assert get_values(panels["task (policy) norm / sequences (1)"], "value") == get_column(
+        AFTER, "task", "norm_per_sample"
+    )
+    assert get_values(panels["task (policy) norm / trained tokens (1)"], "value") == get_column(
+        AFTER, "task", "norm_per_token"
+    )
+    assert charts.make_spec(chart)["resolve"] == {"scale": {"y": "independent"}}
+    assert get_texts(chart).count("KL is off: the loss has no such term") == 2
 
 
 def test_the_summary_draws_spread_task_and_regularizer(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, WITH_KL)
     table = gradients.make_summary_table(frames.gradients)
-    spread, task, regularizer = gradient_plots.draw_summary(table, frames.gradient_groups, "title").axes
-    medians = [line.get_ydata()[0] for line in spread.get_lines() if to_hex(line.get_color()) == plots.TEXT_COLOR]
-    assert medians == frames.gradient_groups.groupby("bucket")["reward_std"].median().to_list()
+    chart = plots.draw_summary(table, frames.gradient_groups, "title")
+    spec = charts.make_spec(chart)
+    box = spec["hconcat"][0]["spec"]["layer"][0]
+    assert box["mark"]["type"] == "boxplot"
+    stds = pd.DataFrame(get_rows(chart))
+    assert sorted(stds["reward_std"]) == sorted(frames.gradient_groups["reward_std"])
+    assert stds["label"].drop_duplicates().to_list() == [f"Q{number}" for number in range(1, 7)]
     x = get_column(WITH_KL, "task", "reward_std_mean")
-    assert get_curves(task) == [(x, get_column(WITH_KL, "task", "norm"))]
-    assert get_curves(regularizer) == [(x, table["regularizer"].to_list())]
-    assert regularizer.get_title("left") == "regularizer (KL + entropy) norm"
-    assert regularizer.get_ylim()[1] > table["regularizer"].max()  # the published figure is cut at 1
-    assert get_text(task) == "Q1 Q2 Q3 Q4 Q5 Q6"
+    task, regularizer = (get_rows(chart, number) for number in (1, 2))
+    assert get_values(task, "reward_std_mean", "value") == list(
+        zip(x, get_column(WITH_KL, "task", "norm"), strict=True)
+    )
+    assert get_values(regularizer, "reward_std_mean", "value") == list(zip(x, table["regularizer"], strict=True))
+    assert [column["title"] for column in spec["hconcat"]] == [
+        "reward std by bucket",
+        "task norm",
+        "regularizer (KL + entropy) norm",
+    ]
+    # The published figure is cut at 1.
+    assert spec["hconcat"][2]["spec"]["layer"][0]["encoding"]["y"]["scale"] == {"zero": True}
+    assert [get_texts(chart).count(f"Q{number}") for number in range(1, 7)] == [3] * 6
 
 
 def test_a_summary_without_groups_or_regularizer_says_what_it_has(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, replace(AFTER, components=("task",)))
     table = gradients.make_summary_table(frames.gradients)
-    spread, _, regularizer = gradient_plots.draw_summary(table, frames.gradient_groups.iloc[:0], "title").axes
-    ((bars,),) = (container.lines[2] for container in spread.containers)
-    ends = [(float(low), float(high)) for (_, low), (_, high) in bars.get_segments()]
+    chart = plots.draw_summary(table, frames.gradient_groups.iloc[:0], "title")
+    rule = charts.make_spec(chart)["hconcat"][0]["spec"]["layer"][0]
+    assert (rule["mark"]["type"], rule["encoding"]["y"]["field"], rule["encoding"]["y2"]["field"]) == (
+        "rule",
+        "reward_std_min",
+        "reward_std_max",
+    )
+    ends = get_values(get_rows(chart), "reward_std_min", "reward_std_max")
     assert np.allclose(ends, table[["reward_std_min", "reward_std_max"]].to_numpy(), rtol=1e-9)
-    assert get_text(regularizer) == "regularizer is off:\nthe loss has no such term"
-
-
-def test_groups_of_one_reward_std_are_no_error(tmp_path: Path) -> None:
-    table = gradients.make_summary_table(make_frames(tmp_path, AFTER).gradients)
-    rounded = table.assign(reward_std_min=table["reward_std_mean"] * (1 + 1e-9))
-    assert len(gradient_plots.draw_steps(rounded.assign(step=1, prefilter=True), "title").axes) == 3
+    assert "regularizer is off: the loss has no such term" in get_texts(chart)
+    assert "task is off: the loss has no such term" not in get_texts(chart)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_comparison_has_a_row_per_step_and_a_scale_per_column(tmp_path: Path, count: int) -> None:
     steps = [1, 51, 101][:count]
     rows = make_frames(tmp_path, *(replace(WITH_KL, step=step) for step in steps)).gradients
-    axes = gradient_plots.draw_steps(gradients.make_steps_table(rows, steps), "title").axes
-    assert len(axes) == 3 * count
-    for number, step in enumerate(steps):
+    chart = plots.draw_steps(gradients.make_steps_table(rows, steps), "title", FILTER_LABELS)
+    spec = charts.make_spec(chart)
+    names = [f"step {step}, after the filter" for step in steps]
+    # A column of panels with one scale.
+    assert [(column["facet"]["row"]["sort"], column.get("resolve")) for column in spec["hconcat"]] == [
+        (names, None)
+    ] * 3
+    for step, name in zip(steps, names, strict=True):
         fake_analysis = replace(WITH_KL, step=step)
-        spread, task, regularizer = axes[3 * number : 3 * number + 3]
-        assert spread.get_title("left") == f"step {step}, after the filter: reward std"
-        assert get_curves(task) == [
-            (get_column(fake_analysis, "task", "reward_std_mean"), get_column(fake_analysis, "task", "norm"))
-        ]
-        assert (spread.get_yscale(), task.get_xscale(), regularizer.get_xscale()) == ("symlog",) * 3
-    for column in range(3):
-        assert len({panel.get_ylim() for panel in axes[column::3]}) == 1
+        task = [row for row in get_rows(chart, 1) if row["step"] == name]
+        expected = zip(
+            *(get_column(fake_analysis, "task", column) for column in ("reward_std_mean", "norm")), strict=True
+        )
+        assert get_values(task, "reward_std_mean", "value") == list(expected)
+    spread, task, regularizer = (column["spec"]["layer"][0]["encoding"] for column in spec["hconcat"])
+    for axis in (spread["y"], task["x"], regularizer["x"]):
+        assert (axis["scale"]["type"], axis["scale"]["constant"]) == ("symlog", 0.1)
 
 
 def test_signal_has_its_interval_before_and_after_the_filter(tmp_path: Path) -> None:
-    rows = make_frames(tmp_path, BEFORE, AFTER).gradients
-    figure = gradient_plots.draw_signal(
-        gradients.make_signal_table(rows), gradients.make_share_table(rows, "signal_share"), "title", "share"
-    )
-    ratio_axes, share_axes = figure.axes[:2], figure.axes[2:]
-    assert [axes.get_title("left") for axes in ratio_axes] == ["before the filter", "after the filter"]
-    for axes, fake_analysis in zip(ratio_axes, (BEFORE, AFTER), strict=True):
-        spread = get_column(fake_analysis, "task", "reward_std_mean")
-        expected = [(spread, get_column(fake_analysis, name, "snr")) for name in ("total", "task", "entropy")]
-        assert get_curves(axes) == expected
-        bars = axes.collections[1].get_segments()
-        drawn = [(x, low, high) for (x, low), (_, high) in bars]
-        ends = [spread, *(get_column(fake_analysis, "task", f"snr_{end}") for end in ("low", "high"))]
-        assert drawn == list(zip(*ends, strict=True))
-    for axes, fake_analysis in zip(share_axes, (BEFORE, AFTER), strict=True):
-        regularizer, task, entropy = (values for _, values in get_curves(axes))
-        assert task == get_column(fake_analysis, "task", "signal_share")
-        assert regularizer == entropy == get_column(fake_analysis, "entropy", "signal_share")
-        (bars,) = axes.collections
-        drawn = [(low, high) for (_, low), (_, high) in bars.get_segments()]
-        ends = [get_column(fake_analysis, "entropy", f"signal_share_{end}") for end in ("low", "high")]
-        assert drawn == list(zip(*ends, strict=True))
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["task (policy)", "entropy", "total", "regularizer: KL + entropy"]
+    chart = draw_signal(make_frames(tmp_path, BEFORE, AFTER).gradients)
+    spec = charts.make_spec(chart)
+    ratios, shares = get_rows(chart, 0), get_rows(chart, 1)
+    assert spec["vconcat"][0]["facet"]["sort"] == ["before the filter", "after the filter"]
+    names = {"task": "task (policy)", "entropy": "entropy", "total": "total"}
+    for state, fake_analysis in (("before the filter", BEFORE), ("after the filter", AFTER)):
+        for component, name in names.items():
+            rows = [row for row in ratios if (row["state"], row["line"]) == (state, name)]
+            columns = [get_column(fake_analysis, component, f"snr{end}") for end in ("", "_low", "_high")]
+            spread = get_column(fake_analysis, component, "reward_std_mean")
+            assert get_values(rows, "reward_std", "value", "low", "high") == list(zip(spread, *columns, strict=True))
+        for component, name in (
+            ("task", names["task"]),
+            ("entropy", "entropy"),
+            ("entropy", "regularizer: KL + entropy"),
+        ):
+            rows = [row for row in shares if (row["state"], row["line"]) == (state, name)]
+            assert get_values(rows, "value") == get_column(fake_analysis, component, "signal_share")
+            ends = [get_column(fake_analysis, component, f"signal_share_{end}") for end in ("low", "high")]
+            has_interval = name.startswith("regularizer")
+            assert get_values(rows, "low", "high") == (
+                list(zip(*ends, strict=True)) if has_interval else [(None, None)] * 6
+            )
+    _, interval, line, *_ = spec["vconcat"][0]["spec"]["layer"]
+    assert (interval["encoding"]["y"]["field"], interval["encoding"]["y2"]["field"]) == ("low", "high")
+    assert line["encoding"]["y"]["scale"]["type"] == "symlog"
+    assert line["encoding"]["color"]["scale"]["domain"] == [
+        "task (policy)",
+        "entropy",
+        "total",
+        "regularizer: KL + entropy",
+    ]
+    # A component that is part of the step has a share between the two dashed lines.
+    heights = [spec["datasets"][layer["data"]["name"]] for layer in spec["vconcat"][1]["spec"]["layer"][:2]]
+    assert heights == [[{"at": 0.0}], [{"at": 1.0}]]
 
 
 def test_a_signal_without_an_interval_is_drawn_without_bars(tmp_path: Path) -> None:
-    rows = make_frames(tmp_path, replace(AFTER, folds=2)).gradients
-    axes = gradient_plots.draw_signal(
-        gradients.make_signal_table(rows), gradients.make_share_table(rows, "signal_share"), "title", "share"
-    ).axes[0]
-    assert get_curves(axes)[1][1] == get_column(AFTER, "task", "snr")
-    assert [len(segment) for segment in axes.collections[0].get_segments()] == [0] * 6
+    rows = get_rows(draw_signal(make_frames(tmp_path, replace(AFTER, folds=2)).gradients))
+    task = [row for row in rows if row["line"] == "task (policy)"]
+    assert get_values(task, "value") == get_column(AFTER, "task", "snr")
+    assert get_values(task, "low", "high") == [(None, None)] * 6
 
 
 def test_a_batch_without_any_ratio_says_so(tmp_path: Path) -> None:
-    rows = make_frames(tmp_path, AFTER).gradients.assign(snr=np.nan, snr_low=np.nan, snr_high=np.nan)
-    axes = gradient_plots.draw_signal(
-        gradients.make_signal_table(rows), gradients.make_share_table(rows, "signal_share"), "title", "share"
-    ).axes[0]
-    assert "no ratio" in get_text(axes)
-    assert "no ratio" not in get_text(
-        gradient_plots.draw_signal(
-            gradients.make_signal_table(make_frames(tmp_path / "b", AFTER).gradients),
-            gradients.make_share_table(rows),
-            "title",
-            "share",
-        ).axes[0]
-    )
+    note = "no ratio: a bucket needs two groups with a gradient"
+    rows = make_frames(tmp_path, AFTER).gradients
+    assert get_texts(draw_signal(rows.assign(snr=np.nan, snr_low=np.nan, snr_high=np.nan))).count(note) == 1
+    assert note not in get_texts(draw_signal(rows, "share"))
 
 
 def test_report_lines_are_colored_by_name(tmp_path: Path) -> None:
     table = gradients.make_signal_lines(make_frames(tmp_path, FakeAnalysis(1), BEFORE, AFTER).gradients)
-    colors = plots.make_arm_colors(["step 1", "step 51"])
-    figure = gradient_plots.draw_lines(table, colors, "signal / noise")
-    axes_before, axes_after = figure.axes
-    drawn = {
-        to_hex(line.get_color()): list(line.get_ydata()) for line in axes_after.get_lines() if len(line.get_xdata()) > 2
+    colors = make_arm_colors(["step 1", "step 51"])
+    chart = plots.draw_lines(table, colors, "signal / noise", FILTER_LABELS)
+    spec, rows = charts.make_spec(chart), get_rows(chart)
+    values = {
+        key: get_values([row for row in rows if (row["state"], row["line"]) == key], "value")
+        for key in dict.fromkeys((row["state"], row["line"]) for row in rows)
     }
-    assert drawn == {
-        colors["step 1"]: get_column(FakeAnalysis(1), "task", "snr"),
-        colors["step 51"]: get_column(AFTER, "task", "snr"),
+    assert values == {
+        ("after the filter", "step 1"): get_column(FakeAnalysis(1), "task", "snr"),
+        ("before the filter", "step 51"): get_column(BEFORE, "task", "snr"),
+        ("after the filter", "step 51"): get_column(AFTER, "task", "snr"),
     }
-    assert len(get_curves(axes_before)) == 1
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["step 1", "step 51"]
-    assert axes_before.get_yscale() == "symlog"
-
-
-def test_a_hundred_lines_have_a_short_legend() -> None:
-    colors = plots.make_arm_colors([str(number) for number in range(100)])
-    figure = Figure(layout="constrained")
-    plots.add_line_legend(figure, colors)
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert (len(names), names[0], names[-1]) == (12, "0", "99")
-    assert figure.legends[0].get_title().get_text() == "12 of 100"
+    line = next(layer for layer in spec["spec"]["layer"] if layer["mark"]["type"] == "line")["encoding"]
+    assert line["color"]["scale"] == {"domain": list(colors), "range": list(colors.values())}
+    assert line["strokeDash"]["scale"]["range"] == [[1, 0], [1, 0]]
+    assert line["y"]["scale"]["type"] == "symlog"
+    assert [choice["bind"] for choice in spec["params"]] == ["legend"]
+    assert {entry["field"] for layer in spec["spec"]["layer"] for entry in layer["encoding"].get("tooltip", [])} == {
+        *("line", "bucket", "reward_std", "value", "low", "high")
+    }
 
 
 def check_file_names(folder: Path, *steps: int) -> set[str]:
@@ -264,40 +315,46 @@ def test_a_step_whose_filter_kept_nothing_is_drawn_before_it(tmp_path: Path) -> 
     frames = make_frames(tmp_path, BEFORE)
     figures = draw_step(frames.gradients, frames.gradient_groups)
     assert list(figures) == list(PICTURES)
-    assert figures["plots"].get_suptitle() == "Gradient norms\narm0-seed0, step 51, before the filter"
-    assert get_heights(figures["plots"].axes[2]) == get_column(BEFORE, "task", "norm")
+    assert get_title(figures["plots"]) == ["Gradient norms", "arm0-seed0, step 51, before the filter"]
+    *_, task = get_panels(figures["plots"]).values()
+    assert get_values(task, "value") == get_column(BEFORE, "task", "norm")
 
 
 @pytest.mark.long
 def test_the_title_of_a_probe_says_so(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, replace(WITH_KL, source="probe"))
     figures = draw_step(frames.gradients, frames.gradient_groups)
-    assert figures["summary"].get_suptitle() == "Summary\narm0-seed0, probe of step 51, after the filter"
-    assert figures["signal"].get_suptitle() == "Signal and shares\narm0-seed0, probe of step 51"
+    assert get_title(figures["summary"]) == ["Summary", "arm0-seed0, probe of step 51, after the filter"]
+    assert get_title(figures["signal"]) == ["Signal and shares", "arm0-seed0, probe of step 51"]
 
 
 @pytest.mark.slow
 def test_the_title_of_a_comparison_of_probes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    titles = []
-    monkeypatch.setattr(gradient_plots, "draw_steps", lambda _, title: titles.append(title) or Figure())
+    drawn: list[Any] = []
+    monkeypatch.setattr(files, "_save_chart", lambda chart, path: drawn.append(chart))
     for name, source in (("a", "probe"), ("b", "train")):
         frames = make_frames(tmp_path / name, replace(AFTER, source=source))
         write_analyses(frames.gradients, frames.gradient_groups, [51], tmp_path / name / "made")
-    assert titles == ["arm0-seed0, probes", "arm0-seed0"]
+    assert [get_title(chart)[1] for chart in drawn[6::7]] == ["arm0-seed0, probes", "arm0-seed0"]
 
 
 @pytest.mark.parametrize("values", [(0.2, 0.9), (-0.4, 30.0), (0.0, 400.0), (-2e4, 3.0), (0.91, 0.94)])
 def test_ticks_are_plain_numbers(tmp_path: Path, values: tuple[float, float]) -> None:
     table = gradients.make_signal_lines(make_frames(tmp_path, AFTER).gradients)
     table = table.assign(value=np.resize(values, len(table)), low=np.nan, high=np.nan)
-    figure = gradient_plots.draw_lines(table, {"step 51": "#000000"}, "signal / noise")
-    figure.canvas.draw()
-    for which in ("major", "minor"):
-        labels = [label.get_text() for label in figure.axes[0].yaxis.get_ticklabels(which=which)]
-        assert all("$" not in label for label in labels)
-    low, high = figure.axes[0].get_ylim()
-    ticks = [tick for tick in figure.axes[0].get_yticks() if low <= tick <= high]
+    svg = charts.draw_svg(charts.make_spec(plots.draw_lines(table, {"step 51": "#000000"}, "signal", FILTER_LABELS)))
+    axes = re.findall(r"Y-axis titled 'signal'.*?role-axis-domain", svg)
+    ticks = [text for text in re.findall(r"<text[^>]*>([^<]*)<", axes[0]) if text != "signal"]
     assert 2 <= len(ticks) <= 14
+    assert len({float(text.replace("−", "-").replace(",", "")) for text in ticks}) == len(ticks)
+    assert all(re.fullmatch(r"[-−]?[0-9,]+(\.[0-9]+)?", text) for text in ticks)
+
+
+@pytest.mark.parametrize("color", plots.COMPONENT_COLORS.values())
+def test_colors_of_components_are_seen_on_white_and_on_a_dark_page(color: str) -> None:
+    channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    assert 0.13 < float(np.dot(linear, (0.2126, 0.7152, 0.0722))) < 0.293
 
 
 @pytest.mark.long
@@ -312,5 +369,5 @@ def test_poor_analyses_can_be_drawn(tmp_path: Path, change: str) -> None:
         "total only": frames.gradients[frames.gradients["component"] == "total"],
         "odd names": frames.gradients.assign(bucket=frames.gradients["bucket"].str.replace("bucket_1", "first")),
     }[change]
-    for figure in draw_step(rows, frames.gradient_groups).values():
-        figure.canvas.draw()
+    for chart in draw_step(rows, frames.gradient_groups).values():
+        assert "<svg" in charts.draw_svg(charts.make_spec(chart))

@@ -2,22 +2,30 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
+from analysis.charts import chart as charts
+from analysis.charts.curves import draw_arm_lines
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
-from analysis.gradients.plots import describe_buckets
-from analysis.report import pages
+from analysis.grid.layout import name_arms
+from analysis.report.gradients import GRADIENTS, describe_buckets
+from analysis.report.page import draw_sections, render_page, view_sections
 from analysis.report.pages import write_report
-from analysis.sweep import plots, series
+from analysis.report.results import SweepResults
+from analysis.report.section import Heading
+from analysis.report.sweep import RETRIEVAL
+from analysis.sweep import series
 from tests.analysis.report.test_pages import Page, parse_page
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 
 SMALL = FakeStudy(levels=20, total_steps=6)
+SECTIONS = (RETRIEVAL, GRADIENTS)
+Spec = dict[str, Any]
 TRAJECTORY, FIRST_TURN = (f"collapse_{scope}_retrieval" for scope in ("trajectory", "first_turn"))
 
 
@@ -37,12 +45,36 @@ def add_retrieval(frames: StudyFrames, names: tuple[str, ...] = (TRAJECTORY, FIR
     return replace(frames, steps=frames.steps.assign(**columns))
 
 
-def draw(frames: StudyFrames) -> dict[str, Figure]:
-    return pages.draw_figures(frames, ("gradient_signal", "regularizer_share", "retrieval"))
+def draw(frames: StudyFrames) -> dict[str, Spec]:
+    """Draw the figures of both sections for which the frames have data."""
+    results = SweepResults(name_arms(frames))
+    figures = [figure for section in SECTIONS for figure in section.figures]
+    tables = {figure: figure.make_table(results) for figure in figures}
+    return {
+        figure.name: charts.make_spec(figure.draw(table, results))
+        for figure, table in tables.items()
+        if table is not None
+    }
+
+
+def get_lines(spec: Spec) -> tuple[list[str], list[str], list[list[int]]]:
+    """Return the lines in the legend of a figure, with their colors and their dashes."""
+    line = next(layer for layer in spec["spec"]["layer"] if layer["mark"]["type"] == "line")["encoding"]
+    assert line["color"]["scale"]["domain"] == line["strokeDash"]["scale"]["domain"]
+    return line["color"]["scale"]["domain"], line["color"]["scale"]["range"], line["strokeDash"]["scale"]["range"]
+
+
+def get_curves(spec: Spec) -> dict[tuple[str, str], int]:
+    """Return the number of buckets of each curve."""
+    rows = pd.DataFrame(spec["datasets"][spec["data"]["name"]])
+    curves: dict[tuple[str, str], int] = rows.groupby(["line", "curve"], sort=False).size().to_dict()
+    return curves
 
 
 def make_page(frames: StudyFrames) -> Page:
-    return parse_page(pages.render_page(frames, draw(frames)))
+    results = SweepResults(name_arms(frames))
+    figures = draw_sections(SECTIONS, results, with_charts=True)
+    return parse_page(render_page(Heading("", "title"), view_sections(SECTIONS, results, figures)))
 
 
 def get_words(page: Page) -> str:
@@ -67,9 +99,9 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     assert "Signed share of the KL and entropy terms together" in words
     assert "signal: rho" in words
     assert "The expected step excludes noise" in words
-    for step in (1, 5):  # step, arm, batch, component, runs, buckets
-        assert f"{step} KL 0 before the filter task 3 18" in words
-    assert words.count("arm0-seed2 5 after the filter") == 3  # task, entropy and total of the whole batch
+    for step in (1, 5):  # arm, step, batch, component, runs, buckets
+        assert f"KL 0 {step} before the filter task 3 18" in words
+    assert words.count("KL 0 2 5 after the filter") == 3  # task, entropy and total of the whole batch of seed 2
     assert "Spearman's rank correlation with the reward std" in words
 
 
@@ -79,30 +111,29 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
     frames = make_frames(tmp_path, {"0": [FakeAnalysis(1), FakeAnalysis(5), probe], "1": [FakeAnalysis(1)]})
     figures = draw(frames)
     for name in ("gradient_signal", "regularizer_share"):
-        (axes,) = figures[name].axes
-        assert [text.get_text() for text in figures[name].legends[0].get_texts()] == ["KL 0", "KL 1", "KL 0, probe"]
-        drawn = [(line.get_color(), line.get_linestyle()) for line in axes.get_lines() if len(line.get_xdata()) == 6]
-        assert [style for _, style in drawn] == ["-", "-", "--"]
-        assert len({color for color, _ in drawn}) == 3
+        lines, colors, dashes = get_lines(figures[name])
+        assert lines == ["KL 0", "KL 1", "KL 0, probe"]
+        assert dashes == [[1, 0], [1, 0], [5, 3]]
+        assert colors[0] == colors[2] != colors[1]  # of one arm
+        assert list(get_curves(figures[name]).values()) == [6, 6, 6]
     words = get_words(make_page(frames))
-    assert "5 KL 0 probe, after the filter kl 1 6" in words
-    assert "1 KL 0 after the filter" not in words  # arm 0 is shown only at its last step
-    assert "arm0-seed0 5 probe, after the filter kl" in words
+    assert "KL 0 5 probe, after the filter kl 1 6" in words
+    assert "KL 0 1 after the filter" not in words  # arm 0 is shown only at its last step
+    assert "KL 0 0 5 probe, after the filter kl" in words
 
 
 @pytest.mark.slow
 def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
     analyses = [FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0)]
     words = get_words(make_page(make_frames(tmp_path, {"0": analyses})))
-    assert "The filter kept nothing of arm0-seed0, step 1. The rows are whole batches" in words
-    assert "1 KL 0 before the filter task 1 6" in words
+    assert "The filter kept nothing of arm0-seed0, step 1." in words
+    assert "KL 0 1 before the filter task 1 6" in words
 
 
 @pytest.mark.long
 def test_there_is_one_curve_per_run_and_step(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {"0": [FakeAnalysis(1), FakeAnalysis(5)]}, seeds=2)
-    (axes,) = draw(frames)["gradient_signal"].axes
-    assert len([line for line in axes.get_lines() if len(line.get_xdata()) == 6]) == 4
+    assert list(get_curves(draw(frames)["gradient_signal"]).values()) == [6] * 4
 
 
 @pytest.mark.long
@@ -110,10 +141,8 @@ def test_arms_have_different_colors(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {arm: [FakeAnalysis(1), FakeAnalysis(5)] for arm in ("0", "0.1", "1")})
     figures = draw(frames)
     for name in ("gradient_signal", "regularizer_share"):
-        (axes,) = figures[name].axes
-        drawn = [line.get_color() for line in axes.get_lines() if len(line.get_xdata()) == 6]
-        assert len(drawn) == len(set(drawn)) == 3
-        assert [text.get_text() for text in figures[name].legends[0].get_texts()] == ["KL 0", "KL 0.1", "KL 1"]
+        lines, colors, _ = get_lines(figures[name])
+        assert (lines, len(set(colors))) == (["KL 0", "KL 0.1", "KL 1"], 3)
 
 
 def test_without_a_regularizer_its_figure_is_left_out(tmp_path: Path) -> None:
@@ -137,18 +166,19 @@ def test_a_report_with_gradients_is_the_same_when_written_twice(tmp_path: Path) 
 def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
     frames = add_retrieval(make_frames(tmp_path, {"0": [], "0.1": []}))
     figures = draw(frames)
-    assert [axes.get_ylabel() for axes in figures["retrieval"].axes] == [
+    panels = figures["retrieval"]["vconcat"]
+    assert [panel["layer"][0]["encoding"]["y"]["axis"]["title"] for panel in panels] == [
         "retrieval, all turns (fraction)",
         "retrieval, first turns (fraction)",
         "entropy (nats per token)",
     ]
-    for axes in figures["retrieval"].axes[:2]:
-        lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
-        curve, chance = ([1, 3, 5], [1, 1 / 3, 1 / 5]), ([1, 3, 5], [1 / 64] * 3)
-        assert lines == [curve, curve, chance]
-    assert len(figures["retrieval"].axes[2].get_lines()) == 2
-    ticks = figures["retrieval"].axes[-1].get_xticks()
-    assert all(tick == int(tick) for tick in ticks)
+    for panel in panels[:2]:
+        lines, guess = (figures["retrieval"]["datasets"][layer["data"]["name"]] for layer in panel["layer"])
+        curve = [(1, 1), (3, 1 / 3), (5, 1 / 5)]
+        for arm in ("KL 0", "KL 0.1"):
+            assert [(row["step"], row["value"]) for row in lines if row["arm"] == arm] == curve
+        assert [(row["step"], row["chance"]) for row in guess] == [(1, 1 / 64), (3, 1 / 64), (5, 1 / 64)]
+    assert panels[0]["layer"][0]["encoding"]["x"]["axis"]["tickMinStep"] == 1
     page = make_page(frames)
     assert "retrieval" in page.ids
     assert "Each arm is one line" in get_words(page)
@@ -157,11 +187,11 @@ def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_hundred_arms_are_a_hundred_lines(tmp_path: Path) -> None:
     frames = add_retrieval(make_frames(tmp_path, {str(number): [] for number in range(100)}), (TRAJECTORY,))
-    colors = plots.make_arm_colors([str(number) for number in range(100)])
-    figure = plots.draw_arm_lines(series.make_arm_lines(frames), colors)
-    assert len(figure.axes) == 2
-    assert len(figure.axes[0].get_lines()) == 101
-    assert len(figure.legends[0].get_texts()) == 12
+    colors = charts.make_arm_colors([str(number) for number in range(100)])
+    spec = charts.make_spec(draw_arm_lines(series.make_arm_lines(frames), colors))
+    assert len(spec["vconcat"]) == 2
+    scale = spec["vconcat"][0]["layer"][0]["encoding"]["color"]["scale"]
+    assert (scale["domain"], len(set(scale["range"]))) == (list(colors), 100)
 
 
 def test_arm_lines_are_means_over_the_runs_of_an_arm(tmp_path: Path) -> None:

@@ -11,11 +11,14 @@ import pandas as pd
 import pytest
 from scipy import special
 
+from analysis.charts import chart as charts
+from analysis.charts.grid import draw_edges
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import edge, layout
-from analysis.grid import plots as grid_plots
 from analysis.report import pages
+from analysis.report.grid import EDGE
+from analysis.report.results import SweepResults
 from analysis.stats.dose_response import DoseCounts, estimate_edge, estimate_shift
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -258,7 +261,7 @@ def test_without_a_numeric_dose_there_is_no_section(tmp_path: Path, dose: str) -
     assert edge.summarize_edges(frames).empty
     assert edge.compare_edges(frames, np.random.default_rng(0)).empty
     assert not pages.draw_figures(frames, ("edge",))
-    assert "Where training breaks" not in parse_page(pages.render_page(frames, {})).text
+    assert not EDGE.when(SweepResults(frames))
 
 
 def test_the_dose_is_the_horizontal_axis_of_the_grid(frames: StudyFrames) -> None:
@@ -282,23 +285,60 @@ def test_a_study_of_one_axis_has_one_line(tmp_path: Path) -> None:
     frames = load(folder)
     (row,) = index_edges(frames).values()
     assert (row["line"], row["bracket_low"], row["bracket_high"]) == ("all arms", 0.01, 0.1)
-    assert "Where training breaks" in parse_page(pages.render_page(frames, {})).text
+    assert EDGE.when(SweepResults(frames))
 
 
 def test_the_figure_draws_its_tables(frames: StudyFrames) -> None:
     doses, edges = edge.summarize_doses(edge.make_run_table(frames)), edge.summarize_edges(frames)
-    figure = grid_plots.draw_edges(doses, edges, "learning rate")
-    fraction_axes, edge_axes, success_axes = figure.axes
-    for name, line in zip(NAMES.values(), success_axes.get_lines(), strict=True):
-        rows = doses[doses["line"] == name]
-        assert (list(line.get_xdata()), list(line.get_ydata())) == (rows["dose"].to_list(), rows["success"].to_list())
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(NAMES.values())
-    fractions = [list(container[0].get_ydata()) for container in fraction_axes.containers]
-    assert fractions == [doses.loc[doses["line"] == name, "fraction"].to_list() for name in NAMES.values()]
-    points = {float(x) for collection in edge_axes.collections for x, _ in np.asarray(collection.get_offsets())}
-    assert set(edges["edge"].dropna()) <= points
-    assert set(edges[["edge_low", "edge_high"]].stack().dropna()) <= points
-    assert success_axes.get_xlabel() == "learning rate"
+    spec = charts.make_spec(draw_edges(doses, edges, "learning rate"))
+    fractions, edge_panel, successes = spec["vconcat"]
+
+    def get_rows(layer: dict[str, Any]) -> list[dict[str, Any]]:
+        # Layers with the same rows share them.
+        (panel,) = (panel for panel in spec["vconcat"] if layer in panel["layer"])
+        rows: list[dict[str, Any]] = spec["datasets"][layer.get("data", panel.get("data", spec.get("data")))["name"]]
+        return rows
+
+    def read_points(layer: dict[str, Any], *channels: str) -> dict[str, list[tuple[float, ...]]]:
+        """Return the values of channels of a layer by line, as far as they have all."""
+        fields = [layer["encoding"][name]["field"] for name in channels]
+        return {
+            line: [tuple(row[field] for field in fields) for row in get_rows(layer) if row["line"] == line]
+            for line in NAMES.values()
+        }
+
+    def select(rows: pd.DataFrame, *columns: str) -> dict[str, list[tuple[float, ...]]]:
+        return {
+            line: [*rows.loc[rows["line"] == line, list(columns)].itertuples(index=False, name=None)]
+            for line in NAMES.values()
+        }
+
+    for layer in successes["layer"]:
+        assert read_points(layer, "x", "y") == select(doses, "dose", "success")
+    line, interval, _ = fractions["layer"]
+    assert read_points(line, "y") == select(doses, "fraction")
+    assert read_points(interval, "y", "y2") == select(doses, "fraction_low", "fraction_high")
+    assert line["encoding"]["y"]["scale"]["domain"] == [0, 1]
+    band, bar, *ends, point = edge_panel["layer"]
+    assert read_points(point, "x") == select(edges.dropna(subset="edge"), "edge")
+    assert read_points(band, "x", "x2") == select(edges.dropna(subset="safe_low"), "safe_low", "safe_high")
+    # An open end is an arrow beyond the doses of the study.
+    marks = {
+        (name, mark["mark"]["shape"]): [row[name] for row in get_rows(mark)]
+        for mark in ends
+        for name in [mark["encoding"]["x"]["field"]]
+    }
+    assert len(marks) == 4
+    bounded = edges.dropna(subset=["edge_low", "edge_high"], how="all")
+    for name, place, arrow in (("edge_low", "start", "triangle-left"), ("edge_high", "end", "triangle-right")):
+        assert marks[place, "stroke"] == bounded[name].dropna().to_list()
+        assert len(marks[place, arrow]) == bounded[name].isna().sum()
+        assert all(value < RATES[0] if place == "start" else value > RATES[-1] for value in marks[place, arrow])
+    assert sum(map(len, marks.values())) == 2 * sum(map(len, read_points(bar, "x").values()))
+    assert point["encoding"]["color"]["scale"]["domain"] == list(NAMES.values())
+    assert {panel["layer"][0]["encoding"]["x"]["scale"]["type"] for panel in spec["vconcat"]} == {"log"}
+    assert successes["layer"][0]["encoding"]["x"]["axis"]["title"] == "learning rate"
+    assert [choice["bind"] for choice in spec["params"]] == ["legend"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import factors, layout
 from analysis.grid.factors import FactorGrid
+from analysis.report import grid as sections
 from analysis.report import pages
+from analysis.report.results import SweepResults
 from analysis.sweep.contrasts import compute_contrasts
 from search_spaces.declaration.study import make_grid_axis, make_grid_contrasts, make_grid_interactions
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -100,13 +102,18 @@ def test_the_stronger_factor_is_named(tmp_path: Path) -> None:
     (sentence,) = factors.describe_simple_effects(grid)
     assert sentence.startswith("learning rate 0.001 against 0.0001: +0.")
     assert sentence.count("with advantage") == 2
-    assert pages.conclude(frames).factors == (factors.describe_comparison(row),)
+    assert factors.describe_comparison(row) in pages.conclude(frames).sentences
     flipped = grid._replace(settings=grid.settings[::-1], outcomes=grid.outcomes.transpose(0, 2, 1))
     assert factors.describe_comparison(factors.compare_factors(flipped)[0]).startswith("learning rate matters more")
-    text = " ".join(pages.render_page(frames, {}).split())
-    assert "Which factor matters more" in text
-    assert "learning rate matters more than advantage" in text
-    assert "lr 1e-3 x adv_estimator grpo" in text
+    results = SweepResults(frames)
+    means, effects = sections.FACTORS.tables(results)
+    assert [row["factor"] for row in means.rows] == ["learning rate", "advantage"]
+    cells = [column.cell(means.rows[0]) for column in means.columns]
+    assert cells[0] == "learning rate"
+    assert cells[2] == "; ".join(f"{entry['value']}: {entry['mean']:.3f}" for entry in means.rows[0]["means"])
+    assert [row["effect"] for row in effects.rows] == [sentence]
+    assert "over 4 seeds of which every arm has a scored run" in sections.FACTORS.get_explanation(results)
+    assert "lr 1e-3 x adv_estimator grpo" in set(results.contrasts["contrast"])
 
 
 def test_seeds_without_every_arm_do_not_count_and_three_are_needed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tests of grids: factors come from configurations alone, cells are numbers of runs or say why there is none."""
 
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from analysis.data import compare
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import layout
-from analysis.grid import page as grid_page
 from analysis.grid.contrasts import compare_switch, list_switches
+from analysis.report.grid import GRID_SECTIONS
+from analysis.report.results import SweepResults
+from analysis.report.section import Table
+from analysis.report.sweep import VERDICTS
 from analysis.stats.noise import estimate_paired_contrast, fit_noise
-from analysis.sweep import tables
 from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, make_runs, make_study, write_grid
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
@@ -248,29 +251,26 @@ def test_each_form_of_the_loss_has_its_own_contrast(three_loss_frames: StudyFram
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_page_has_every_arm_once_and_counts_comparisons(
     three_loss_frames: StudyFrames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "find_recorded_values", lambda study, column: (0.3, 0.32, 0.35))
-    grid = find_grid(three_loss_frames)
-    arms = to_records(
-        tables.summarize_arms(layout.rename_arms(three_loss_frames, layout.make_arm_labels(three_loss_frames, grid)))
-    )
-    context = grid_page.make_context(three_loss_frames, grid, arms, 0)
-    arm_names = [arm["name"] for panel in context["panels"] for arm in panel["arms"]]
-    assert sorted(arm_names) == sorted(three_loss_frames.trials["arm"])
-    assert context["comparisons"] == sum(not np.isnan(arm["p"]) for arm in arms) == 0  # one seed is no comparison
-    assert sum(not np.isnan(arm["difference_low"]) for arm in arms) == 161
-    assert context["shared"] == 20
-    for panel in context["panels"]:
-        assert sum(panel["outcomes"].values()) == len(panel["arms"])
+    results = SweepResults(three_loss_frames)
+    verdicts = [table for table in VERDICTS.tables(results) if isinstance(table, Table)]
+    labels = layout.make_arm_labels(three_loss_frames, find_grid(three_loss_frames))
+    assert sorted(row["arm"] for table in verdicts for row in table.rows) == sorted(labels.values())
+    for table in verdicts:
+        counts = [int(text) for text in re.findall(r"(\d+) ", table.fold.partition(";")[2])]
+        assert sum(counts) == len(table.rows)
+    assert all(np.isnan(arm["p"]) for arm in results.arms)  # one seed is no comparison
+    assert sum(not np.isnan(arm["difference_low"]) for arm in results.arms) == 161
 
 
 def test_tables_beside_the_pictures_hold_every_cell(three_loss_frames: StudyFrames) -> None:
-    grid = find_grid(three_loss_frames)
-    csv_tables = dict(grid_page.make_tables(three_loss_frames, grid))
-    assert set(csv_tables) == {"grid_cells", "grid_zero_task_advantage", "grid_kl_to_reference"}
-    cells = layout.make_cell_table(grid, layout.make_member_table(three_loss_frames, grid))
-    assert len(csv_tables["grid_cells"]) == len(cells)
-    pd.testing.assert_series_equal(csv_tables["grid_cells"]["success"], cells["success"])
+    results = SweepResults(three_loss_frames)
+    files = {name: table for section in GRID_SECTIONS for name, table in section.files(results).items()}
+    assert set(files) == {"grid_cells", "grid_zero_task_advantage", "grid_kl_to_reference"}
+    assert len(files["grid_cells"]) == len(results.cells)
+    pd.testing.assert_series_equal(files["grid_cells"]["success"], results.cells["success"])
+    assert {KL, ENTROPY} <= set(files["grid_cells"])
+    assert "match" not in files["grid_kl_to_reference"]

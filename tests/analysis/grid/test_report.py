@@ -1,169 +1,274 @@
-"""Tests of the figures and the page of a grid: every cell has its text, one scale of colors, all numbers in files."""
+"""Tests of the sections of a grid: every cell has its text, one scale of colors, all numbers in tables and files."""
 
+import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
+from analysis.charts import chart as charts
+from analysis.charts.grid import draw_heat_maps
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import layout
-from analysis.grid import page as grid_page
-from analysis.grid import plots as grid_plots
+from analysis.report import grid as grid_sections
 from analysis.report import pages
-from analysis.sweep import findings, plots, tables
+from analysis.report.grid import ANCHOR, GRID, GRID_SECTIONS, SWITCHES, describe_cells, format_cell, make_heat_map_table
+from analysis.report.page import render_page, view_sections
+from analysis.report.results import SweepResults
+from analysis.report.section import Heading
+from analysis.report.sweep import LEARNING_CURVES, SWEEP_REPORT
+from analysis.sweep import findings, tables
 from tests.analysis.report.test_pages import Page, parse_page
 from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, make_runs, write_grid
 
+LEVELS = ["0", "0.001", "0.003", "0.01", "0.03"]
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory) -> SweepResults:
     """The 164 arms of three KL losses."""
-    return write_grid(tmp_path_factory.mktemp("grid"), ALL_TYPES, levels=20)
+    return SweepResults(load(write_grid(tmp_path_factory.mktemp("grid"), ALL_TYPES, levels=20)))
 
 
-@pytest.fixture(scope="module")
-def frames(folder: Path) -> StudyFrames:
-    return load(folder)
+def get_grid(results: SweepResults) -> layout.Grid:
+    assert results.grid is not None
+    return results.grid
 
 
-@pytest.fixture(scope="module")
-def figures(frames: StudyFrames) -> dict[str, Figure]:
-    return pages.draw_figures(frames, ("grid_success", "grid_entropy", "validation_curves"))
+def get_table(results: SweepResults, measure: str) -> pd.DataFrame:
+    table = make_heat_map_table(results, measure)
+    assert table is not None
+    return table
 
 
-@pytest.fixture(scope="module")
-def page(frames: StudyFrames) -> Page:
-    return parse_page(pages.render_page(frames, {}))
+def draw_figure(section: Any, index: int, results: SweepResults) -> dict[str, Any]:
+    figure = section.figures[index]
+    return charts.make_spec(figure.draw(figure.make_table(results), results))
 
 
-def make_cells(frames: StudyFrames) -> tuple[layout.Grid, pd.DataFrame]:
-    grid = layout.find_grid(frames)
-    assert grid is not None
-    return grid, layout.make_cell_table(grid, layout.make_member_table(frames, grid))
+def draw_cells(results: SweepResults) -> dict[str, Any]:
+    return draw_figure(GRID, 0, results)
 
 
-def get_panels(figure: Figure) -> dict[str, Any]:
-    return {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_title(loc="left")}
+def show(sections: Any, results: SweepResults) -> Page:
+    return parse_page(render_page(Heading("", "title"), view_sections(sections, results, ())))
+
+
+def get_words(page: Page) -> str:
+    return " ".join(page.text.split())
+
+
+def measure_luminance(color: str) -> float:
+    """Return the relative luminance of WCAG 2."""
+    channels = (
+        [int(color[place : place + 2], 16) for place in (1, 3, 5)]
+        if color.startswith("#")
+        else [int(channel) for channel in re.findall(r"\d+", color)]
+    )
+    red, green, blue = (
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in (channel / 255 for channel in channels)
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def read_marks(svg: str, kind: str) -> list[dict[str, str]]:
+    """Return the attributes of the marks of a kind, such as `rect mark`, in an SVG document."""
+    tags = re.findall(
+        rf'<(?:path|text) aria-label="[^"]*" role="graphics-symbol" aria-roledescription="{kind}[^>]*>', svg
+    )
+    return [dict(re.findall(r'([a-z-]+)="([^"]*)"', tag)) for tag in tags]
+
+
+def read_label(mark: dict[str, str]) -> dict[str, str]:
+    """Return what a screen reader says of a mark, by name."""
+    return dict(entry.split(": ", 1) for entry in mark["aria-label"].split("; "))
 
 
 @pytest.mark.long
-def test_every_cell_is_written_at_its_place(frames: StudyFrames, figures: dict[str, Figure]) -> None:
-    _, table = make_cells(frames)
-    panels = get_panels(figures["grid_success"])
-    levels = ["0", "0.001", "0.003", "0.01", "0.03"]
-    assert set(panels) == set(table["panel"])
-    for panel, axes in panels.items():
-        assert [label.get_text() for label in axes.get_xticklabels()] == levels  # categories in order, with 0 first
-        cell_texts = {text.get_position(): text.get_text() for text in axes.texts}
-        cells = to_records(table[table["panel"] == panel])
-        assert len(cell_texts) == len(cells)
-        for cell in cells:
-            place = (levels.index(f"{cell['x']:g}"), levels.index(f"{cell['y']:g}"))
-            assert cell_texts[place] == grid_plots.format_cell(
-                cell["state"], cell["early_stopped"], cell["scored"], cell["runs"], cell["success"]
-            )
+def test_every_cell_is_written_at_its_place(results: SweepResults) -> None:
+    table, cells = get_table(results, "success"), results.cells
+    assert table["x"].cat.categories.to_list() == table["y"].cat.categories.to_list() == LEVELS  # 0 first
+    lines = {(row["panel"], row["x"], row["y"]): row["lines"] for row in to_records(table)}
+    assert len(lines) == len(table) == len(cells)
+    for cell in to_records(cells):
+        place = cell["panel"], f"{cell['x']:g}", f"{cell['y']:g}"
+        expected = format_cell(cell["state"], cell["early_stopped"], cell["scored"], cell["runs"], cell["success"])
+        assert lines[place] == expected
+    spec = draw_cells(results)
+    x, y = (spec["spec"]["layer"][0]["encoding"][axis] for axis in "xy")
+    assert (x["sort"], y["sort"]) == (LEVELS, LEVELS[::-1])  # 0 is at the bottom
+    assert (x["axis"]["title"], y["axis"]["title"]) == ("KL", "entropy")
 
 
 @pytest.mark.long
-def test_stopped_cells_have_a_frame_and_no_other(frames: StudyFrames, figures: dict[str, Figure]) -> None:
-    _, table = make_cells(frames)
-    for panel, axes in get_panels(figures["grid_entropy"]).items():
-        frames_drawn = [patch for patch in axes.patches if isinstance(patch, Rectangle) and not patch.get_fill()]
-        assert len(frames_drawn) == (table.loc[table["panel"] == panel, "early_stopped"] > 0).sum()
+def test_stopped_cells_have_a_frame_and_cells_without_a_number_no_color(results: SweepResults) -> None:
+    table = get_table(results, "success")
+    marks = read_marks(charts.draw_svg(draw_cells(results)), "rect mark")
+    framed = [mark for mark in marks if mark.get("stroke") == charts.STOPPED_COLOR]
+    assert len(framed) == (table["stopped"] > 0).sum() > 0
+    assert all(mark["fill-opacity"] == "0" and int(read_label(mark)["stopped"]) for mark in framed)
+    dashed = [mark for mark in marks if "stroke-dasharray" in mark]
+    assert len(dashed) == table["value"].isna().sum() == 2
+    assert all("fill" not in mark for mark in dashed)
+    colored = [mark for mark in marks if mark not in framed and mark not in dashed]
+    assert len(colored) == table["value"].notna().sum()
 
 
 @pytest.mark.long
-def test_one_scale_of_colors_and_text_that_is_read_on_it(frames: StudyFrames, figures: dict[str, Figure]) -> None:
-    _, table = make_cells(frames)
-    low, high = table["success"].min(), table["success"].max()
-    for panel, axes in get_panels(figures["grid_success"]).items():
-        squares = {
-            (patch.get_x() + 0.5, patch.get_y() + 0.5): patch.get_facecolor()
-            for patch in axes.patches
-            if patch.get_fill()
-        }
-        for cell in to_records(table[(table["panel"] == panel) & table["success"].notna()]):
-            xs, ys = (sorted(table[axis].unique()) for axis in ("x", "y"))
-            expected = mpl.colormaps["cividis"]((cell["success"] - low) / (high - low))
-            assert squares[xs.index(cell["x"]), ys.index(cell["y"])] == pytest.approx(expected, abs=0.01)
-    shades = [mpl.colors.to_hex(mpl.colormaps["cividis"](place / 50)) for place in range(51)]
-    assert {grid_plots.choose_text_color(shade) for shade in shades} == {"white", "black"}
-    assert (grid_plots.choose_text_color("#000000"), grid_plots.choose_text_color("#ffffff")) == ("white", "black")
+def test_one_scale_of_colors_and_text_that_is_read_on_it() -> None:
+    values = np.linspace(0, 1, 40)
+    table = pd.DataFrame({"panel": "a", "x": [f"{value:.3f}" for value in values], "y": "0", "value": values})
+    table = table.assign(
+        lines=table["x"].map(lambda text: [text]), std=np.nan, low=0, high=0, runs=1, scored=1, stopped=0
+    )
+    table = table.astype({"panel": "category", "x": "category", "y": "category"})
+    svg = charts.draw_svg(charts.make_spec(draw_heat_maps(table, "success", ("x", "y"), domain=(0.0, 1.0))))
+    cells, texts = read_marks(svg, "rect mark"), read_marks(svg, "text mark")
+    luminances = [measure_luminance(mark["fill"]) for mark in cells]
+    assert luminances == sorted(luminances)  # higher is lighter
+    assert {mark["fill"] for mark in texts} == {"#ffffff", "#000000"}
+    for cell, text in zip(luminances, texts, strict=True):
+        low, high = sorted((cell, measure_luminance(text["fill"])))
+        assert (high + 0.05) / (low + 0.05) > 4.4
 
 
 @pytest.mark.parametrize(
-    ("cell", "text"),
+    ("measure", "values", "domain"),
     [
-        (("scored", 0, 1, 1, 0.534), ".53"),
-        (("stopped", 1, 1, 1, 0.0), "✕ 0"),
-        (("stopped", 1, 3, 3, 0.5), "✕1/3 .50"),
-        (("scored", 0, 2, 3, 1.0), "1.00\n2 of 3"),
-        (("never_ran", 0, 0, 1, float("nan")), "never\nran"),
-        (("failed", 0, 0, 2, float("nan")), "failed"),
-        (("scored", 0, 1, 1, float("nan")), "–"),
-        (("scored", 0, 1, 1, 0.00041), "4.1e-4"),
-        (("scored", 0, 1, 1, -0.25), "-.25"),
-        (("scored", 0, 1, 1, 12.34), "12.3"),
+        (layout.SUCCESS, (0.30, 0.31), (0, 1)),
+        (layout.LATE_MEANS[0], (0.5, 3.0), (0.5, 3.0)),
+        (layout.LATE_MEANS[0], (2.99, 3.0), (2.845, 3.145)),  # not opposites
+        (layout.LATE_MEANS[0], (0.0, 0.0), (-0.05, 0.05)),
+        (layout.LATE_MEANS[2], (0.0, 0.001, 1.0), (0.001, 1.0)),  # log: a 0 has the lowest color
+        (layout.LATE_MEANS[2], (0.0, np.nan), (0.5, 1.0)),
     ],
 )
-def test_the_text_of_a_cell(cell: tuple[str, int, int, int, float], text: str) -> None:
-    assert grid_plots.format_cell(*cell) == text
+def test_colors_do_not_make_opposites_of_equal_numbers(
+    measure: layout.Measure, values: tuple[float, ...], domain: tuple[float, float]
+) -> None:
+    table = pd.DataFrame({"panel": "a", "x": map(str, range(len(values))), "y": "0", "value": values})
+    table = table.assign(lines=[["0"]] * len(values), std=np.nan, low=0, high=0, runs=1, scored=1, stopped=0)
+    table = table.astype({"panel": "category", "x": "category", "y": "category"})
+    chart = draw_heat_maps(table, measure.label, ("x", "y"), domain=measure.domain, is_log=measure.is_log)
+    scale = charts.make_spec(chart)["spec"]["layer"][0]["encoding"]["color"]["scale"]
+    assert scale["domain"] == pytest.approx(domain)
+    assert scale["type"] == ("log" if measure.is_log else "linear")
+    assert "nan" not in charts.draw_svg(charts.make_spec(chart)).lower().replace("sans", "")
+
+
+@pytest.mark.parametrize(
+    ("cell", "lines"),
+    [
+        (("scored", 0, 1, 1, 0.534), [".53"]),
+        (("stopped", 1, 1, 1, 0.0), ["× 0"]),
+        (("stopped", 1, 3, 3, 0.5), ["×1/3 .50"]),
+        (("scored", 0, 2, 3, 1.0), ["1.00", "2 of 3"]),
+        (("never_ran", 0, 0, 1, float("nan")), ["never", "ran"]),
+        (("failed", 0, 0, 2, float("nan")), ["failed"]),
+        (("scored", 0, 1, 1, float("nan")), ["–"]),
+        (("scored", 0, 1, 1, 0.00041), ["4.1e-4"]),
+        (("scored", 0, 1, 1, -0.25), ["-.25"]),
+        (("scored", 0, 1, 1, 12.34), ["12.3"]),
+    ],
+)
+def test_the_text_of_a_cell(cell: tuple[str, int, int, int, float], lines: list[str]) -> None:
+    assert format_cell(*cell) == lines
 
 
 @pytest.mark.long
-def test_losses_stand_side_by_side(frames: StudyFrames) -> None:
-    grid, table = make_cells(frames)
-    arrangement = grid_plots.arrange_panels(grid, table)
-    assert (arrangement.rows, arrangement.columns) == (5, 3)
-    for panel, (row, column) in arrangement.positions.items():
-        assert f"loss {('kl', 'mse', 'low_var_kl')[column]}" in panel
-        assert ("zero task advantage" in panel) == (row == 1)  # directly below the panel with the task
+def test_losses_stand_side_by_side(results: SweepResults) -> None:
+    panels, columns = layout.arrange_panels(get_grid(results), results.members)
+    assert (len(panels), columns) == (15, 3)
+    for index, panel in enumerate(panels):
+        assert f"loss {('kl', 'mse', 'low_var_kl')[index % 3]}" in panel
+        assert ("zero task advantage" in panel) == (index // 3 == 1)  # directly below the panel with the task
+    spec = draw_cells(results)
+    assert (spec["facet"]["sort"], spec["columns"]) == (panels, 3)
 
 
 @pytest.mark.long
-def test_every_run_has_its_curve(frames: StudyFrames, figures: dict[str, Figure]) -> None:
-    grid, _ = make_cells(frames)
-    members = layout.make_member_table(frames, grid)
-    curves = layout.make_panel_curves(frames, grid, members, "val_success")
-    for panel, axes in get_panels(figures["validation_curves"]).items():
-        segments = axes.collections[0].get_segments()
-        panel_curves = curves[curves["panel"] == panel]
-        assert len(segments) == panel_curves["run_id"].nunique()
-        assert sorted(len(segment) for segment in segments) == sorted(panel_curves.groupby("run_id").size())
+def test_every_run_has_its_curve_with_the_color_of_x_and_the_dashes_of_y(results: SweepResults) -> None:
+    members = results.members
+    curves = layout.make_panel_curves(results.frames, get_grid(results), members, "val_success")
+    measured = members[members["run_id"].isin(curves["run_id"])]
+    assert len(curves.drop_duplicates(["panel", "run_id"])) == len(measured)
+    names = curves.drop_duplicates(["panel", "run_id"]).merge(members, on=["panel", "run_id"])
+    assert names["arm_x"].to_list() == [f"KL {value:g}" for value in names["actor.kl_loss_coef"]]
+    assert names["dash"].to_list() == [f"entropy {value:g}" for value in names["actor.entropy_coeff"]]
+    spec = draw_figure(LEARNING_CURVES, 0, results)
+    thick = next(layer for layer in spec["spec"]["layer"] if "thick" in str(layer["transform"]))["encoding"]
+    assert thick["color"]["scale"]["domain"] == [f"KL {level}" for level in LEVELS]
+    assert len(set(thick["color"]["scale"]["range"])) == 5
+    assert thick["strokeDash"]["scale"]["domain"] == [f"entropy {level}" for level in LEVELS]
+    assert {entry["field"] for entry in spec["spec"]["layer"][-1]["encoding"]["tooltip"]} >= {"arm", "dash", "value"}
+    assert {entry["bind"] for entry in spec["params"]} == {"legend"}
+    # A run that is in several panels has its end in each of them.
+    stopped = members[members["status"] == "early_stopped"]
+    (rows,) = spec["datasets"].values()
+    assert sum(row["end"] == "early_stopped" for row in rows) == len(stopped) > stopped["run_id"].nunique()
 
 
 @pytest.mark.long
-def test_the_page_is_complete(frames: StudyFrames, page: Page) -> None:
-    words = " ".join(page.text.split())
+def test_the_sections_are_complete(results: SweepResults) -> None:
+    page = show([*SWEEP_REPORT.sections[:1], *GRID_SECTIONS, *SWEEP_REPORT.sections[-2:]], results)
+    words = get_words(page)
     for sentence in (
-        "164 runs: 146 completed, 16 early stopped, 1 failed, 1 never ran",
-        "No difference has an interval: nothing shows how much runs of one setting differ",
+        "164 arms over KL (actor.kl_loss_coef: 0, 0.001, 0.003, 0.01, 0.03), entropy (actor.entropy_coeff:",
+        "A vermilion frame and a cross mark runs that a rule stopped",
         "20 runs with KL 0 appear in the panels of every loss but count once",
         "k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference",
         "Regularization without the task",
-        "1 seed: nothing shows how much runs of one setting differ, so no difference has an interval",
-        "reward_variance_collapse stopped 1 of 1 runs (step 15: 0.09 < 0.1)",
+        "All pairs are of one seed and share its random numbers, so no difference has an interval.",
+        "reward_variance_collapse, step 15: 0.09 < 0.1",
     ):
         assert sentence in words
-    for arm in frames.trials["arm"]:
-        assert arm in page.text
-    assert "Success against" not in page.text  # a grid has no single axis
+    assert {"grid", "switches", "anchor"} <= set(page.ids)
+    labels = layout.make_arm_labels(results.frames, get_grid(results))
+    assert all(label in words for label in labels.values())
+    for panel in results.cells["panel"].unique():
+        assert f"{panel}: all numbers of" in words
+
+
+@pytest.mark.long
+def test_tables_have_the_numbers_of_cells_and_switches(results: SweepResults) -> None:
+    folded = {table.fold.split("**")[1]: table for table in GRID.tables(results)}
+    for panel, cells in results.cells.groupby("panel"):
+        table = folded[str(panel)]
+        assert [(row["x"], row["y"]) for row in table.rows] == list(zip(cells["x"], cells["y"], strict=True))
+        texts = [column.cell(table.rows[0]) for column in table.columns]
+        row = table.rows[0]
+        assert texts[:2] == [f"{row['x']:.3g}", f"{row['y']:.3g}"]
+        assert texts[3] == f"{row['scored']} of {row['runs']}"
+        assert texts[5].startswith(f"{row['success']:.3g}")
+    (table,) = SWITCHES.tables(results)
+    row = table.rows[0]
+    texts = dict(
+        zip([column.heading for column in table.columns], [column.cell(row) for column in table.columns], strict=True)
+    )
+    assert texts["task on"] == f"{row['off']:.3g}"
+    assert texts["zero task\nadvantage"] == f"{row['on']:.3g}"
+    assert row["difference"] == pytest.approx(row["on"] - row["off"])
+    assert texts["difference"] == f"−{abs(row['difference']):.2g}"  # the task helps
+
+
+@pytest.mark.long
+def test_the_caption_of_success_names_its_validations(results: SweepResults) -> None:
+    captions = [figure.get_caption(results) for figure in GRID.figures]
+    assert captions[0] == "Sampled success on the validation levels: mean of the last 4 validations."
+    assert all("mean over the last quarter of each run's steps" in caption for caption in captions[1:])
 
 
 @pytest.mark.long
 def test_a_grid_of_one_loss_does_not_mention_k1(tmp_path: Path) -> None:
     runs = [run for run in make_runs(ONE_TYPE) if run.arm.startswith(("g3", "g4", "g5"))]
-    frames = load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, levels=10))
-    assert len(frames.trials) == len(runs)
-    page = parse_page(pages.render_page(frames, {}))
-    assert "keep the policy at its reference" not in page.text
-    assert "k1 (kl_loss_type=kl)" not in page.text
+    results = SweepResults(load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, levels=10)))
+    assert len(results.frames.trials) == len(runs)
+    assert view_sections([ANCHOR], results, ()) == []
+    assert "k1 (kl_loss_type=kl)" not in show(GRID_SECTIONS, results).text
 
 
 @pytest.mark.slow
@@ -179,55 +284,39 @@ def test_tables_and_pictures_are_files_beside_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_headline_counts_arms_that_do_not_fit_a_line(frames: StudyFrames) -> None:
-    grid = layout.find_grid(frames)
-    assert grid is not None
-    summary = tables.summarize_arms(layout.rename_arms(frames, layout.make_arm_labels(frames, grid)))
+def test_a_headline_counts_arms_that_do_not_fit_a_line(results: SweepResults) -> None:
+    frames: StudyFrames = results.frames
+    summary = tables.summarize_arms(layout.rename_arms(frames, layout.make_arm_labels(frames, get_grid(results))))
     headline = findings.format_headline(summary)
     assert len(headline) < 500
     assert "Stopped in 1 of 1 run: 16 arms." in headline
 
 
-def test_many_lines_that_never_collapsed_are_counted() -> None:
-    rows = [
-        {"arm": f"{n} is a panel with a long name", "step": step, "surviving_fraction": 1.0, "runs": 4, "collapsed": 0}
-        for n in range(9)
-        for step in (0, 20)
-    ]
-    (axes,) = plots.draw_survival(pd.DataFrame(rows), {}).axes
-    (label,) = axes.get_legend_handles_labels()[1]
-    assert label == "no collapse: 9 of 9"
-
-
 @pytest.mark.long
-def test_every_figure_of_a_grid_has_a_sentence_made_from_its_numbers(frames: StudyFrames) -> None:
-    grid, table = make_cells(frames)
-    sentence = grid_page.describe_cells(grid, table, layout.SUCCESS)
-    lowest, highest = table.loc[table["success"].idxmin()], table.loc[table["success"].idxmax()]
-    assert sentence.startswith(f"Success at the end (fraction of episodes): from {lowest['success']:.3g} (KL ")
-    assert (
-        f" to {highest['success']:.3g} (KL {highest['x']:g}, entropy {highest['y']:g}, {highest['panel']})." in sentence
-    )
-    assert grid_page.describe_cells(grid, table.assign(success=np.nan), layout.SUCCESS) == ""
-    equal = grid_page.describe_cells(grid, table.assign(success=0.5), layout.SUCCESS)
+def test_every_figure_of_a_grid_has_a_sentence_made_from_its_numbers(results: SweepResults) -> None:
+    grid, table, label = get_grid(results), get_table(results, "success"), layout.SUCCESS.label
+    sentence = describe_cells(grid, table, label)
+    lowest, highest = table.loc[table["value"].idxmin()], table.loc[table["value"].idxmax()]
+    assert sentence.startswith(f"Success at the end (fraction of episodes): from {lowest['value']:.3g} (KL ")
+    assert f" to {highest['value']:.3g} (KL {highest['x']}, entropy {highest['y']}, {highest['panel']})." in sentence
+    equal = describe_cells(grid, table.assign(value=0.5), label)
     assert equal == "Success at the end (fraction of episodes): 0.5 in every cell."
 
 
 def test_the_sentence_of_curves_names_their_panel_and_x() -> None:
-    grid = layout.Grid("actor.kl_loss_coef", "actor.lr", ("filter.mode",), {})
     rows = [
-        # panel, x, run_id, status, step, value
-        ("a", 0.0, "r0", "completed", 0, 0.2),
-        ("a", 0.0, "r0", "completed", 9, 0.5),
-        ("a", 0.0, "r1", "completed", 0, 0.2),
-        ("a", 0.0, "r1", "completed", 9, 0.7),
-        ("b", 0.1, "r2", "early_stopped", 0, 0.2),
-        ("b", 0.1, "r2", "early_stopped", 4, 0.1),
-        ("b", 0.1, "r3", "failed", 4, 0.0),  # is not scored
+        # panel, arm, run_id, status, step, value
+        ("a", "KL 0", "r0", "completed", 0, 0.2),
+        ("a", "KL 0", "r0", "completed", 9, 0.5),
+        ("a", "KL 0", "r1", "completed", 0, 0.2),
+        ("a", "KL 0", "r1", "completed", 9, 0.7),
+        ("b", "KL 0.1", "r2", "early_stopped", 0, 0.2),
+        ("b", "KL 0.1", "r2", "early_stopped", 4, 0.1),
+        ("b", "KL 0.1", "r3", "failed", 4, 0.0),  # is not scored
     ]
-    table = pd.DataFrame(rows, columns=["panel", "x", "run_id", "status", "step", "value"])
-    assert grid_page.describe_curves(grid, table, "success (fraction)") == (
+    table = pd.DataFrame(rows, columns=["panel", "arm", "run_id", "status", "step", "value"])
+    assert grid_sections.describe_panel_curves(table, "success (fraction)") == (
         "Success (fraction): 0.2 at first, from 0.1 (KL 0.1, b) to 0.6 (KL 0, a) at the end."
     )
-    one_panel = grid_page.describe_curves(grid, table.assign(panel="all arms"), "success")
+    one_panel = grid_sections.describe_panel_curves(table.assign(panel="all arms"), "success")
     assert one_panel == "Success: 0.2 at first, from 0.1 (KL 0.1) to 0.6 (KL 0) at the end."

@@ -10,8 +10,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.data.run_files import ANALYSIS_SOURCES
 from analysis.gradients.files import write_analyses
-from analysis.gradients.plots import FILTER_LABELS
-from analysis.gradients.tables import make_analysis_table
+from analysis.gradients.tables import FILTER_LABELS, make_analysis_table
 from trainable.config.command_lines import format_command, quote_argument
 from trainable.config.setting_types import format_value
 from trainable.files.paths import make_folder
