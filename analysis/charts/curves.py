@@ -180,10 +180,10 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConca
 
     table: from `series.make_arm_lines`. colors: by arm.
     """
+    choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
     x = make_step_axis()
     panels = []
     for index, (measure, rows) in enumerate(table.groupby("measure", sort=False)):
-        choice = alt.selection_point(name=f"arm{index}", fields=["arm"], bind="legend")
         y_axis = alt.Axis(title=str(measure), tickCount=5)
         color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(table["arm"])))
         lines = (
