@@ -193,7 +193,7 @@ def embed_svg(name: str, svg: str, label: str) -> str:
     return re.sub(
         r'^<svg ([^>]*?)width="([0-9.]+)" height="[^"]*"',
         lambda match: (
-            f'<svg role="img" aria-label="{html.escape(label)}" style="--width: {match[2]}px" {match[1].rstrip()}'
+            f'<svg role="img" aria-label="{html.escape(escape_controls(label, LINE_CHARACTERS))}" style="--width: {match[2]}px" {match[1].rstrip()}'
         ),
         text,
         count=1,
