@@ -187,14 +187,13 @@ def _drop_targets(spec: dict[str, Any]) -> dict[str, Any]:
 
 def embed_svg(name: str, svg: str, label: str) -> str:
     """Make an <svg> element of a document: without a fixed size, with a label, and with ids that begin with `name`."""
+    safe_label = html.escape(escape_controls(label, LINE_CHARACTERS))
     text = re.sub(r'\bid="', f'id="{name}-', svg[svg.index("<svg") :])
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
     # Without a fixed size, the style sheet fits the figure to the width of the page.
     return re.sub(
         r'^<svg ([^>]*?)width="([0-9.]+)" height="[^"]*"',
-        lambda match: (
-            f'<svg role="img" aria-label="{html.escape(escape_controls(label, LINE_CHARACTERS))}" style="--width: {match[2]}px" {match[1].rstrip()}'
-        ),
+        lambda match: f'<svg role="img" aria-label="{safe_label}" style="--width: {match[2]}px" {match[1].rstrip()}',
         text,
         count=1,
     )

@@ -66,6 +66,7 @@ def draw_all(frames: StudyFrames, colors: dict[str, str], arm: str, new_arm: str
         return table.assign(arm=table["arm"].replace(arm, new_arm))
 
     curves = rename(series.make_curves(frames, "val_success"))
+    panels = curves.assign(dash=new_arm, panel=curves["arm"])
     doses = rename(tables.make_dose_response(frames))
     doses["tick"] = doses["tick"].replace(arm, new_arm)
     onsets = rename(symptoms.find_collapse_onsets(frames, np.random.default_rng(0)))
@@ -78,16 +79,13 @@ def draw_all(frames: StudyFrames, colors: dict[str, str], arm: str, new_arm: str
     )
     return {
         "curves": draw_curves(curves, series.compute_mean_curves(curves), colors, new_arm),
-        "panels": draw_curves(
-            curves.assign(dash=new_arm, panel=curves["arm"]), series.compute_mean_curves(curves).iloc[:0], colors, new_arm,
-            dash="dash", panel="panel", line_at=0.2, key="x",
-        ),
+        "panels": draw_curves(panels, curves[:0], colors, new_arm, dash="dash", panel="panel", line_at=0.2, key="x"),
         "doses": draw_dose_response(doses, tables.make_run_outcomes(frames), colors, new_arm),
         "survival": draw_survival(rename(compute_survival(frames)), colors),
         "onsets": draw_onsets(onsets, colors),
         "lines": draw_arm_lines(lines, colors),
         "intervals": draw_intervals(differences, new_arm, margin=0.05, pairs=differences),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.long
