@@ -12,10 +12,17 @@ from analysis.charts.chart import make_spec
 class Layer(NamedTuple):
     """One layer of a chart with the rows that it draws."""
 
-    name: str
     mark: dict[str, Any]
     encoding: dict[str, Any]
     rows: pd.DataFrame
+
+    def list(self, *columns: str) -> list[list[Any]]:
+        """Return these columns of each row."""
+        return self.rows[list(columns)].to_numpy().tolist()
+
+    def get_field(self, channel: str) -> str:
+        """Return the column of a channel."""
+        return str(self.encoding[channel]["field"])
 
 
 def read_spec(chart: alt.TopLevelMixin) -> dict[str, Any]:
@@ -25,26 +32,15 @@ def read_spec(chart: alt.TopLevelMixin) -> dict[str, Any]:
 
 
 def read_layers(chart: alt.TopLevelMixin) -> list[Layer]:
-    """Return the layers of a chart, of a panel of its facets, or of all of its panels."""
+    """Return the layers of a chart or of all of its panels."""
     spec = read_spec(chart)
-    panels = spec.get("vconcat") or spec.get("concat") or [spec.get("spec", spec)]
-    return [_read_layer(spec, layer) for panel in panels for layer in panel.get("layer", [panel])]
+    return [_read_layer(spec, layer) for panel in spec.get("vconcat", [spec]) for layer in panel["layer"]]
 
 
 def _read_layer(spec: dict[str, Any], layer: dict[str, Any]) -> Layer:
     # Data that all layers share belong to the chart.
     rows = pd.DataFrame(spec["datasets"][layer.get("data", spec.get("data"))["name"]])
     for transform in layer.get("transform", ()):
-        column, value = re.fullmatch(r"(?:isValid\()?datum\.(\w+)(?:\)| == '(\w+)')", transform["filter"]).groups()  # type: ignore[union-attr]
-        rows = rows[rows[column].notna() if value is None else rows[column] == value]
-    return Layer(layer.get("name", ""), layer["mark"], layer["encoding"], rows)
-
-
-def list_names(value: Any) -> list[str]:
-    """Return the names of all views and selections of a chart."""
-    if isinstance(value, list):
-        return [name for entry in value for name in list_names(entry)]
-    if not isinstance(value, dict):
-        return []
-    own = [str(value.get("name"))] * ("name" in value and bool({"mark", "layer", "select"} & value.keys()))
-    return own + [name for key, entry in value.items() if key != "datasets" for name in list_names(entry)]
+        ((column, value),) = re.findall(r"^(?:isValid\()?datum\.(\w+)(?:\)| == '(\w+)')$", transform["filter"])
+        rows = rows[rows[column] == value if value else rows[column].notna()]
+    return Layer(layer["mark"], layer["encoding"], rows)

@@ -26,8 +26,9 @@ from analysis.report.common import list_commands, make_settings_rows
 from analysis.report.live import LivePage
 from analysis.report.page import render_page, view_sections
 from analysis.report.pages import conclude, draw_figures, write_frames_report, write_index, write_report
+from analysis.report.results import SweepResults
 from analysis.report.section import Section, Table, name
-from analysis.report.sweep import CURVES
+from analysis.report.sweep import DOSE_RESPONSE
 from analysis.sweep import findings, tables
 from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, find_run_ends
 from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
@@ -36,7 +37,6 @@ from trainable.config.run_config import RunConfig
 from trainable.families import list_families
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.files.json_values import write_object
-from trainable.runs.records import STEP_COLUMNS
 from trainable.runs.study_record import SCHEMA
 
 STOP = ("low_validation_success", 0.002, 0.01)
@@ -113,9 +113,10 @@ def parse_page(text: str) -> Page:
     return page
 
 
-def write_study_of_arms(output: Path, arms: Sequence[str], **run: Any) -> Path:
-    """A study whose arms have any names. run: of each `FakeRun`."""
-    folder = write_study(output, [FakeRun(f"arm{index}", steps=10, **run) for index in range(len(arms))], SMALL)
+def write_study_of_arms(output: Path, arms: Sequence[str], reason: str = "", **extra: Any) -> Path:
+    """A study whose arms have any names. extra: of study.json."""
+    runs = [FakeRun(f"arm{index}", steps=10, reason=reason) for index in range(len(arms))]
+    folder = write_study(output, runs, replace(SMALL, extra=extra))
     for path in (folder / "study.json", *folder.glob("runs/*/run.json")):
         text = path.read_text()
         for index, arm in enumerate(arms):
@@ -253,11 +254,10 @@ def test_a_report_is_the_same_when_written_twice_and_ends_with_own_sections(tmp_
         tables=lambda results: [Table([name("arm")], results.frames.trials.to_dict("records"))],
         files=lambda results: {"own": results.frames.trials[["arm"]]},
     )
-    page = parse_page(
-        write_frames_report(
-            frames, study_folder, with_pictures=False, own_sections=[own, Section("no", "Nothing")]
-        ).read_text()
+    report = write_frames_report(
+        frames, study_folder, with_pictures=False, own_sections=[own, Section("no", "Nothing")]
     )
+    page = parse_page(report.read_text())
     assert page.sections[-1] == "own"
     assert "Steps of <each> arm arm KL 0 " in page.words
     # The page names arms by their setting; tables beside it have the arms of the frames.
@@ -378,10 +378,6 @@ def test_sections_and_figures_of_a_report_have_names_of_their_own(report: str) -
     assert all(re.fullmatch("[a-z][a-z0-9-]*", name) for name in names)
 
 
-def test_every_curve_is_a_step_column() -> None:
-    assert {curve.column for curve in CURVES} <= {column.name for column in STEP_COLUMNS}
-
-
 def test_only_studies_of_trees_have_figures_of_children(tmp_path: Path) -> None:
     frames = read_study(write_study(tmp_path, [FakeRun("0", steps=3)], TINY))
     names = {"val_reward", "val_children"}
@@ -393,40 +389,28 @@ def test_only_studies_of_trees_have_figures_of_children(tmp_path: Path) -> None:
             draw_figures(frames, names)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("is_measured", [True, False])
-def test_the_caption_of_the_dose_response_names_what_is_drawn(tmp_path: Path, is_measured: bool) -> None:
-    missing = ("test_success", "base_val_success", "base_val_greedy_success")
-    rows = {} if is_measured else dict.fromkeys(missing)
-    frames = load(write_study(tmp_path, [FakeRun(arm, steps=3, rows=rows) for arm in ("0", "0.1")], TINY))
-    report = pages.find_report(frames)
-    (figure,) = (figure for section in report.sections for figure in section.figures if figure.name == "dose_response")
-    assert figure.get_caption(report.make_results(frames)) == (
-        "Circles show sampled validation success at the end of training, without intervals, triangles greedy "
-        "validation success, and squares sampled success on the test levels. Horizontal lines show the policy before "
-        "training: dashed sampled, dotted greedy."
-        if is_measured
-        else "Circles show sampled validation success at the end of training, without intervals, and triangles greedy "
-        "validation success."
+BASE = ("test_success", "base_val_success", "base_val_greedy_success")
+
+
+@pytest.mark.parametrize(("num_seeds", "missing"), [(1, BASE), (2, ())])
+def test_the_caption_of_the_dose_response_names_what_is_drawn(
+    tmp_path: Path, num_seeds: int, missing: tuple[str, ...]
+) -> None:
+    runs = [FakeRun(arm, n, steps=3, rows=dict.fromkeys(missing)) for arm in ("0", "0.1") for n in range(num_seeds)]
+    results = SweepResults(load(write_study(tmp_path, runs, TINY)))
+    basis = findings.describe_interval_basis(results.dose_response)
+    assert DOSE_RESPONSE.figures[0].get_caption(results) == (
+        "Circles show sampled validation success at the end of training, "
+        + (
+            "without intervals, and triangles greedy validation success."
+            if missing
+            else f"with 95 % intervals ({basis}), triangles greedy validation success, and squares sampled success on the "
+            "test levels. Horizontal lines show the policy before training: dashed sampled, dotted greedy."
+        )
     )
 
 
 # ---------------------------------------------------------------------- texts of others
-
-
-def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
-    run = FakeRun("0", status="failed", steps=3, reason="<script>alert(1)</script>")
-    text = render_frames(load(write_study(tmp_path, [run], SMALL)))
-    assert "<script>" not in text
-    assert "&lt;script&gt;alert(1)" in text
-
-
-def list_texts(value: Any) -> str:
-    """All texts of a JSON value, one after another."""
-    if isinstance(value, dict | list):
-        entries = [*value, *value.values()] if isinstance(value, dict) else value
-        return "".join(map(list_texts, entries))
-    return value if isinstance(value, str) else ""
 
 
 CONTROLS = "\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
@@ -434,13 +418,8 @@ CONTROLS = "\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
 
 @pytest.mark.long
 def test_no_control_character_of_a_text_reaches_a_page(tmp_path: Path) -> None:
-    folder = write_study_of_arms(tmp_path, [f"a {CONTROLS}", f"b {CONTROLS}"], reason=CONTROLS)
-    study = json.loads((folder / "study.json").read_text())
-    declaration = {"path": CONTROLS, "sha256": "0", "text": CONTROLS}
-    changes = {"question": f"why {CONTROLS}?", "declaration": declaration, "model": CONTROLS}
-    write_object(
-        folder / "study.json", {key: value for key, value in {**study, **changes}.items() if key != "checksum"}
-    )
+    extra = {"question": CONTROLS, "model": CONTROLS, "declaration": {"path": CONTROLS, "sha256": "", "text": CONTROLS}}
+    folder = write_study_of_arms(tmp_path, [f"a {CONTROLS}", f"b {CONTROLS}"], CONTROLS, **extra)
     frames = load(folder)
     report = write_frames_report(frames, folder, with_pictures=False).read_text()
     live_page = LivePage(frames, ("val_success", "success"), True, "12:00:00", [CONTROLS]).render(10, CONTROLS)
@@ -449,10 +428,11 @@ def test_no_control_character_of_a_text_reaches_a_page(tmp_path: Path) -> None:
         assert is_printable(page, LINE_CHARACTERS)
         assert r"\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00" in page
         parse_page(page)
-    charts = [*map(json.loads, re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', report))]
-    assert charts
-    # As a string of Python: what a browser reads from the JSON has no control character either.
-    assert is_printable("".join(map(list_texts, charts)), LINE_CHARACTERS)
+    # What a browser reads from the JSON of a chart has no control character either.
+    (chart,) = re.findall(r'<script type="application/json" id="dose_response-chart">(.*?)</script>', report)
+    texts = {row["arm"] for rows in json.loads(chart)["datasets"].values() for row in rows if "arm" in row}
+    assert len(texts) == 2
+    assert is_printable("".join(texts), LINE_CHARACTERS)
 
 
 # ---------------------------------------------------------------------- what a study concludes
