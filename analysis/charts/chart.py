@@ -219,7 +219,7 @@ def make_file_chart(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
     spec = make_spec(chart)
     fixed = {**spec, "width": WIDTH} if spec.get("width") == "container" else spec
     content = json.loads(json.dumps({**fixed, "background": "white"}).replace(INK, FILE_INK))
-    file_chart: alt.TopLevelMixin = type(chart).from_dict(content, validate=False)
+    file_chart: alt.TopLevelMixin = type(chart).from_dict(content, validate=False)  # type: ignore[attr-defined]
     # Methods such as `properties` return a chart of the same class. Altair itself would store it as a property.
     offline_class = type(type(file_chart).__name__, (_Offline, type(file_chart)), {})
     object.__setattr__(file_chart, "__class__", offline_class)

@@ -91,9 +91,9 @@ def test_long_curves_are_thinned_and_keep_their_last_points(
 ) -> None:
     ends, steps = table.drop_duplicates("run_id", keep="last"), range(1, 12)
     long = ends.loc[ends.index.repeat(11)].assign(step=[*steps] * len(ends)).reset_index(drop=True)
-    monkeypatch.setattr(module, "MAX_POINTS", len(long) // 4)
+    monkeypatch.setattr(module, "MAX_POINTS", len(long) // 3)
     layers = read_curves(long, means[:0], colors)
-    assert layers["targets"].rows["step"].to_list() == [1, 6, 11] * len(ends)
+    assert layers["targets"].rows["step"].to_list() == [1, 5, 9, 11] * len(ends)
     assert layers["rings"].list("step") == layers["stops"].list("step") == [[11]]
 
 
