@@ -104,8 +104,8 @@ def test_marks_never_break_a_page(text: str) -> None:
     marked = format_inline(text)
     parser = HTMLParser()
     opened: list[str] = []
-    parser.handle_starttag = lambda tag, attrs: opened.append(tag)  # type: ignore[method-assign,assignment]
-    parser.handle_endtag = lambda tag: opened.remove(tag) if opened[-1] == tag else pytest.fail(marked)  # type: ignore[method-assign]
+    parser.handle_starttag = lambda tag, attrs: opened.append(tag)
+    parser.handle_endtag = lambda tag: opened.remove(tag) if opened[-1] == tag else pytest.fail(marked)
     parser.feed(marked)
     assert opened == []
     assert set(re.findall("<[^>]*>", marked)) <= {"<b>", "</b>", "<code>", "</code>", "</a>", *re.findall(

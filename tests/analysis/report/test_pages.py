@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pandas as pd
@@ -366,7 +367,7 @@ def test_missing_levels_and_a_study_json_with_the_fewest_keys(tmp_path: Path) ->
 
 @pytest.mark.parametrize("report", dict.fromkeys(family.report for family in list_families()))
 def test_sections_and_figures_of_a_report_have_names_of_their_own(report: str) -> None:
-    sections = pages.resolve_name(report).sections
+    sections = resolve_name(report).sections
     names = [section.name for section in sections]
     figures = [figure.name for section in sections for figure in section.figures]
     assert len(set(names)) == len(names)
@@ -380,7 +381,7 @@ def test_only_studies_of_trees_have_figures_of_children(tmp_path: Path) -> None:
     assert draw_figures(frames, names).keys() == names
     frames.steps["val_children"] = math.nan
     assert not draw_figures(frames, names)
-    for names in (("dose_responses",), ("dose_response", "curve"), "dose_response"):  # type: ignore[assignment]
+    for names in (("dose_responses",), ("dose_response", "curve"), "dose_response"):
         with pytest.raises(ValueError, match=r"names is .*, and may have .*dose_response, "):
             draw_figures(frames, names)
 
