@@ -56,6 +56,7 @@ def render(*sections: Section[Any], with_charts: bool = True, **options: Any) ->
     return render_page(Heading(HOSTILE, HOSTILE, [HOSTILE], [HOSTILE]), views, **options)
 
 
+@pytest.mark.long
 def test_a_hostile_text_is_a_text_wherever_it_stands() -> None:
     text = render(make_section("hostile"), make_section("limits", is_warning=True, figures=()))
     page = parse_page(text)

@@ -41,7 +41,6 @@ from trainable.files.json_values import write_object
 from trainable.runs.study_record import SCHEMA
 
 STOP = ("low_validation_success", 0.002, 0.01)
-STOPPED_RUN = FakeRun("0.3", status="early_stopped", steps=45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP)
 SMALL = FakeStudy(levels=40, total_steps=10)
 TINY = FakeStudy(levels=10, total_steps=3)
 VOID = {"meta", "br", "img", "link", "hr", "input", "path", "use", "rect", "circle", "line"}
@@ -141,7 +140,7 @@ def render_without_figures(folder: Path, *, live: bool = False) -> Page:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study of six arms and one seed, with one stopped arm, and its report."""
     runs = [FakeRun(arm) for arm in ("0", "0.01", "0.03", "0.1", "1")]
-    runs.insert(4, STOPPED_RUN)
+    runs.insert(4, FakeRun("0.3", 0, "early_stopped", 45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP))
     defaults = {"defaults": RunConfig().model_dump(mode="json")}
     study_folder = write_study(tmp_path_factory.mktemp("report"), runs, FakeStudy(levels=200, extra=defaults))
     assert write_report(study_folder) == study_folder / "report.html"
@@ -207,15 +206,11 @@ def test_every_command_that_added_runs_is_listed_in_order() -> None:
 SCRIPT = re.compile(r"<script( [^>]*)?>(.*?)</script>", re.DOTALL)
 
 
-def remove_scripts(text: str) -> str:
-    return SCRIPT.sub("", text)
-
-
 @pytest.mark.long
 def test_the_page_needs_nothing_from_outside_and_runs_only_the_script_of_its_charts(text: str, page: Page) -> None:
     assert all(link.startswith(("#", "data:")) for link in page.links)
     assert page.tags.isdisjoint({"link", "iframe", "img", "object"})
-    static_text = remove_scripts(text)
+    static_text = SCRIPT.sub("", text)
     addresses = re.findall(r"https?://[^\s\"'<>)]+", static_text)
     assert {url for url in addresses if not url.startswith("http://www.w3.org/")} == set()
     assert re.findall(r"@import|url\((?!#)", static_text) == []
@@ -239,7 +234,7 @@ def test_figures_are_inline_and_files_beside_the_page(folder: Path, text: str) -
         assert files.keys() == expected
         assert all(content.startswith(beginning) for content in files.values())
         assert not any(b"currentColor" in content for content in files.values())  # files are on white
-    assert remove_scripts(text).count('<svg role="img"') == len(expected)
+    assert SCRIPT.sub("", text).count('<svg role="img"') == len(expected)
 
 
 @pytest.mark.long
@@ -248,7 +243,7 @@ def test_a_report_is_the_same_when_written_twice_and_ends_with_own_sections(tmp_
     first = write_report(study_folder).read_text()
     frames = load(study_folder)
     assert write_frames_report(frames, study_folder, with_pictures=False).read_text() == first
-    assert remove_scripts(first).count("<svg") == 7
+    assert SCRIPT.sub("", first).count("<svg") == 7
     own = Section[Any](
         "own",
         "Steps of <each> arm",
@@ -310,6 +305,7 @@ def test_runs_that_have_not_ended_well_can_be_drawn(tmp_path: Path, runs: list[F
     assert ("dose_response" in figures) == any(run.steps for run in runs)
 
 
+@pytest.mark.long
 def test_equal_levels_are_counted_only_where_runs_have_the_same_levels_and_some_are_equal(folder: Path) -> None:
     frames = load(folder)
     summary = tables.summarize_arms(frames)
@@ -320,8 +316,7 @@ def test_equal_levels_are_counted_only_where_runs_have_the_same_levels_and_some_
     levels = frames.levels
     assert "the same 200 levels. 175 of them differ: " in find_caveat(levels)
     assert "the same 200 levels. The results" in find_caveat(levels.assign(cluster=levels["level"]))
-    is_first = levels["run_id"] == levels["run_id"].iloc[0]
-    others = levels.assign(level=levels["level"] + 1_000 * is_first)
+    others = levels.assign(level=levels["level"] + 1_000 * (levels["run_id"] == levels["run_id"].iloc[0]))
     assert "different sets of levels, 400 in all. The results" in find_caveat(others)
 
 
@@ -360,9 +355,6 @@ def test_missing_levels_and_a_study_json_with_the_fewest_keys(tmp_path: Path) ->
     (study_folder / "runs" / run.run_id / "levels.jsonl").unlink()
     write_object(study_folder / "study.json", asdict(make_study_record(schema=SCHEMA, name="kl")))
     assert "Settings in which arms differ: 2" in render_without_figures(study_folder).words
-
-
-# ---------------------------------------------------------------------- figures
 
 
 @pytest.mark.parametrize("report", dict.fromkeys(family.report for family in list_families()))
@@ -407,8 +399,6 @@ def test_the_caption_of_the_dose_response_names_what_is_drawn(
         assert caption.endswith("Horizontal lines show the policy before training: dashed sampled, dotted greedy.")
 
 
-# ---------------------------------------------------------------------- texts of others
-
 CONTROLS = "\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
 
 
@@ -429,9 +419,6 @@ def test_no_control_character_of_a_text_reaches_a_page(tmp_path: Path) -> None:
     texts = {row["arm"] for rows in json.loads(chart)["datasets"].values() for row in rows if "arm" in row}
     assert len(texts) == 2
     assert is_printable("".join(texts), LINE_CHARACTERS)
-
-
-# ---------------------------------------------------------------------- what a study concludes
 
 
 @pytest.mark.long
@@ -537,8 +524,6 @@ def test_one_sentence_says_where_the_noise_comes_from(tmp_path: Path) -> None:
     )
 
 
-# ---------------------------------------------------------------------- in a browser
-
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
@@ -564,7 +549,7 @@ def test_a_browser_draws_every_chart_and_shows_texts_as_texts(folder: Path, tmp_
         assert set(load(shown).trials["arm"]) == set(arms)
         write_report(shown)
     dom = open_in_browser(shown / "report.html", tmp_path / "profile")
-    static_dom = remove_scripts(dom)
+    static_dom = SCRIPT.sub("", dom)
     assert "<title>Does a KL penalty to the initial policy prevent collapse" in dom
     assert static_dom.count('<svg role="img"') == len(list((shown / "figures").glob("*.png"))) > 0
     # Every chart is drawn, under a policy that allows no `eval`.
