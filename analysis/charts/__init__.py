@@ -1,1 +1,1 @@
-"""All charts: Vega-Lite by Altair, shown in pages and saved as SVG, PNG and PDF. They draw tables and compute nothing."""
+"""All charts: Vega-Lite by Altair, drawn in pages and saved as files. They draw tables and compute nothing."""

@@ -53,7 +53,15 @@ _CONFIG = {
         "titleFontSize": 12,
         "labelLimit": 240,
     },
-    "legend": {"labelColor": INK, "titleColor": INK, "labelFontSize": 11, "titleFontSize": 11, "labelLimit": 180},
+    "legend": {
+        "labelColor": INK,
+        "titleColor": INK,
+        "symbolBaseFillColor": INK,
+        "symbolBaseStrokeColor": INK,
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "labelLimit": 180,
+    },
     "header": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "labelFontWeight": "bold", "labelLimit": 300},
     "title": {"color": INK, "subtitleColor": INK, "fontSize": 12, "anchor": "start"},
     "rule": {"color": INK},
@@ -189,14 +197,13 @@ def _drop_targets(spec: dict[str, Any]) -> dict[str, Any]:
 
 def embed_svg(name: str, svg: str, label: str) -> str:
     """Make an <svg> element of a document: without a fixed size, with a label, and with ids that begin with `name`."""
+    safe_label = html.escape(escape_controls(label, LINE_CHARACTERS))
     text = re.sub(r'\bid="', f'id="{name}-', svg[svg.index("<svg") :])
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
     # Without a fixed size, the style sheet fits the figure to the width of the page.
     return re.sub(
         r'^<svg ([^>]*?)width="([0-9.]+)" height="[^"]*"',
-        lambda match: (
-            f'<svg role="img" aria-label="{html.escape(label)}" style="--width: {match[2]}px" {match[1].rstrip()}'
-        ),
+        lambda match: f'<svg role="img" aria-label="{safe_label}" style="--width: {match[2]}px" {match[1].rstrip()}',
         text,
         count=1,
     )
@@ -222,9 +229,10 @@ def make_file_chart(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
     spec = make_spec(chart)
     fixed = {**spec, "width": WIDTH} if spec.get("width") == "container" else spec
     content = json.loads(json.dumps({**fixed, "background": "white"}).replace(INK, FILE_INK))
-    file_chart: alt.TopLevelMixin = alt.Chart.from_dict(content, validate=False)
-    # Methods such as `properties` return a chart of the same class.
-    file_chart.__class__ = type(type(file_chart).__name__, (_Offline, type(file_chart)), {})
+    file_chart: alt.TopLevelMixin = type(chart).from_dict(content, validate=False)  # type: ignore[attr-defined]
+    # Methods such as `properties` return a chart of the same class. Altair itself would store it as a property.
+    offline_class = type(type(file_chart).__name__, (_Offline, type(file_chart)), {})
+    object.__setattr__(file_chart, "__class__", offline_class)
     return file_chart
 
 

@@ -31,7 +31,7 @@ class FigureView(NamedTuple):
     @property
     def svg(self) -> Markup:
         """The picture as an element of the page."""
-        return Markup(charts.embed_svg(self.name, self.picture, self.caption.partition(". ")[0]))
+        return Markup(charts.embed_svg(self.name, self.picture, format_plain(self.caption.partition(". ")[0])))
 
 
 class SectionView(NamedTuple):
@@ -121,7 +121,7 @@ def write_page(path: Path, page: str) -> Path:
 
 # ---------------------------------------------------------------------- texts
 
-_CODE, _BOLD = re.compile(r"`([^`\n]+)`"), re.compile(r"\*\*([^*\n]+)\*\*")
+_MARKS = re.compile(r"`([^`\n]+)`|\*\*([^*\n]+)\*\*")
 _LOCAL_LINK = re.compile(r"\[([a-z ]+)\]\((/[?=\w]*)\)")
 
 
@@ -132,13 +132,17 @@ def format_inline(text: str) -> Markup:
     Markup('<code>a&lt;b</code> is <b>new</b>')
     """
     escaped = str(escape(escape_controls(text, LINE_CHARACTERS)))
-    marked = _BOLD.sub(r"<b>\1</b>", _CODE.sub(r"<code>\1</code>", escaped))
-    return Markup(_LOCAL_LINK.sub(r'<a href="\2">\1</a>', marked))
+    return Markup(_LOCAL_LINK.sub(r'<a href="\2">\1</a>', _mark(escaped)))
+
+
+def _mark(text: str) -> str:
+    # In one pass: two would close a tag within another.
+    return _MARKS.sub(lambda match: f"<code>{match[1]}</code>" if match[1] else f"<b>{_mark(match[2])}</b>", text)
 
 
 def format_plain(text: str) -> str:
     """Return a text of a section for a terminal, in which `code` has no backticks and nothing is bold."""
-    return _BOLD.sub(r"\1", _CODE.sub(r"\1", text))
+    return _MARKS.sub(lambda match: match[1] or format_plain(match[2]), text)
 
 
 def format_cell(column: Column, row: Any) -> Markup:
@@ -155,20 +159,20 @@ def format_cell(column: Column, row: Any) -> Markup:
         shown = Markup('<b class="{}">{}</b>').format(word.replace(" ", "-"), word) + format_inline(colon + rest)
     else:
         shown = format_inline(main)
-    lines_below = Markup("<br>").join(map(format_inline, small.splitlines()))
+    lines_below = Markup("<br>").join(map(format_inline, small.split("\n")))
     return shown + Markup('<span class="ci">{}</span>').format(lines_below) if small else shown
 
 
 def format_plain_cell(column: Column, row: Any) -> str:
     """Return the cell of a table as a line for a terminal, with a first interval, but without further ones."""
-    lines = column.cell(row).splitlines()
+    lines = column.cell(row).split("\n")
     if column.kind == "status":
         return ", ".join(line.partition(" ")[2] for line in lines)
     return format_plain(" ".join(lines[:2]))
 
 
 def _break_lines(text: str) -> Markup:
-    return Markup("<br>").join(map(format_inline, text.splitlines()))
+    return Markup("<br>").join(map(format_inline, text.split("\n")))
 
 
 @cache
@@ -180,7 +184,9 @@ def _make_environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        # Texts that no filter has made HTML of.
+        finalize=lambda value: escape_controls(value, LINE_CHARACTERS) if type(value) is str else value,
     )
-    jinja_env.filters |= {"inline": format_inline, "lines": _break_lines}
+    jinja_env.filters |= {"inline": format_inline, "lines": _break_lines, "plain": format_plain}
     jinja_env.globals |= {"format_cell": format_cell}
     return jinja_env

@@ -106,16 +106,18 @@ def _format_difference(row: Row) -> str:
 
 
 def _explain_verdicts(results: SweepResults) -> str:
+    if not results.arms:
+        return ""
     basis = findings.describe_interval_basis(results.summary)
     intervals = f" Intervals are {basis}." if basis else ""
-    margin = format_number(results.arms[0]["margin"]) if results.arms else "the margin"
     return (
         f"Arms differ in `{results.study.axis.setting or 'several settings'}`. They are compared by sampled success "
         "on the validation levels, the mean of the last four validations; this was chosen before the study ran. "
         "Brackets are 95 % intervals for runs with other seeds, the second one of a difference also for other levels "
         f"of the same kind; they are not corrected for the number of arms.{intervals} Verdicts are about these "
         "levels. Arms are better or worse if the difference is resolved, equal if it is shown to be smaller than "
-        f"{margin}, without an effect if every row equals the baseline's, and open otherwise."
+        f"{format_number(results.arms[0]['margin'])}, without an effect if every row equals the baseline's, and open "
+        "otherwise."
     )
 
 

@@ -1,6 +1,8 @@
 """Tests of the comparison of studies: which arms are in common, and differences with the noise of all arms."""
 
+import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,13 +145,22 @@ def test_a_setting_that_a_study_lacks_is_listed_unless_the_others_have_its_defau
 
 def test_the_page_has_every_study_arm_and_setting(studies: dict[str, StudyFrames], tmp_path: Path) -> None:
     comparison = page.compare(studies, {"A": "here/<results>", "B": "there"})
-    path = page.write_comparison(comparison, tmp_path / "comparison.html")
-    words = " ".join(parse_page(path.read_text()).text.split())
+    text = page.write_comparison(comparison, tmp_path / "comparison.html").read_text()
+    words = parse_page(text).words
     (sentence,) = comparison.describe()
     assert sentence.startswith("B against A, 2 arms in common: better in 0.010; ")
-    for text in (sentence, "here/<results>", "seeds", "0 to 2", "Only in A: 0.1.", "Only in B: 0.3.", "0.01 = 0.010"):
-        assert text in words
-    assert "<results>" not in path.read_text()  # escaped
+    for part in (sentence, "here/<results>", "seeds", "0 to 2", "Only in A: 0.1.", "Only in B: 0.3."):
+        assert part in words
+    row = comparison.arms.set_index("arm").loc["0.01"]
+    numbers = f"{row['reference']:.3f} {row['other']:.3f} +{row['difference']:.3f} [+{row['difference_low']:.3f}, "
+    assert f"0.01 = 0.010 better B {numbers}+{row['difference_high']:.3f}] " in words
+    assert "0 of 3, 0 of 3" in words
+    assert "<results>" not in text  # escaped
+    (chart,) = re.findall(r'<script type="application/json" id="differences-chart">(.*?)</script>', text)
+    points = max(json.loads(chart)["datasets"].values(), key=len)
+    assert [(point["name"], point["difference"]) for point in points] == [
+        (f"B {arm}", difference) for arm, difference in zip(("0", "0.010"), comparison.arms["difference"], strict=True)
+    ]
     assert "The settings that the arms of each study share are the same." in words
 
 

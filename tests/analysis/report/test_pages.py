@@ -1,4 +1,4 @@
-"""Tests of the report of every kind of study: complete, self-contained, well-formed, and the same when rewritten."""
+"""Tests of the report of every kind of study: complete, self-contained, accessible, and the same when rewritten."""
 
 import base64
 import hashlib
@@ -12,34 +12,42 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pandas as pd
 import pytest
+from markupsafe import escape
 
+from analysis.data.frames import StudyFrames
 from analysis.data.load import load, read_study
 from analysis.grid.layout import name_arms
-from analysis.html.page import format_count, format_duration, list_commands
 from analysis.report import pages
+from analysis.report.common import list_commands, make_settings_rows
 from analysis.report.live import LivePage
-from analysis.report.pages import write_frames_report, write_index, write_report
+from analysis.report.page import render_page, view_sections
+from analysis.report.pages import conclude, draw_figures, write_frames_report, write_index, write_report
+from analysis.report.results import SweepResults
+from analysis.report.section import Section, Table, name
+from analysis.report.sweep import DOSE_RESPONSE
 from analysis.sweep import findings, tables
 from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, find_run_ends
 from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
+from trainable.families import list_families
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.files.json_values import write_object
 from trainable.runs.study_record import SCHEMA
 
 STOP = ("low_validation_success", 0.002, 0.01)
-STOPPED_RUN = FakeRun("0.3", status="early_stopped", steps=45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP)
 SMALL = FakeStudy(levels=40, total_steps=10)
+TINY = FakeStudy(levels=10, total_steps=3)
 VOID = {"meta", "br", "img", "link", "hr", "input", "path", "use", "rect", "circle", "line"}
 
 
 class Page(HTMLParser):
-    """Check that tags close in order, and collect ids, links and the text."""
+    """Check that tags close in order and that a page is accessible, and collect ids, links and the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -47,8 +55,10 @@ class Page(HTMLParser):
         self.errors: list[str] = []
         self.ids: list[str] = []
         self.links: list[str] = []
+        self.sections: list[str] = []
         self.tags: set[str] = set()
         self.text = ""
+        self.last_tag = ""
         self.feed(text)
         self.close()
         self.errors += [f"<{tag}> never closed" for tag in self.open]
@@ -59,14 +69,19 @@ class Page(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        names = [name for name, _ in attrs]
+        names, values = [name for name, _ in attrs], dict(attrs)
         self.errors += [f"<{tag}> repeats {name}" for name in set(names) if names.count(name) > 1]
-        for name, value in attrs:
-            if name == "id" and value is not None:
-                self.ids.append(value)
-            if name in ("src", "href", "xlink:href", "data", "action") and value is not None:
-                self.links.append(value)
+        self.errors += ["a table without a caption"] * (self.last_tag == "table" and tag != "caption")
+        is_scrolled = tag == "figure" or values.get("class") == "scroll"
+        self.errors += [f"<{tag}> cannot be scrolled by keys"] * (is_scrolled and values.get("tabindex") != "0")
+        is_named = values.get("role") in ("img", "region") or (tag in ("svg", "nav") and "svg" not in self.open)
+        self.errors += [f"<{tag}> without a name"] * (is_named and not values.get("aria-label"))
+        self.tags.add(tag)
+        self.ids += filter(None, [values.get("id")])
+        self.sections += [str(values.get("id"))] * (tag in ("section", "aside"))
+        self.links += filter(None, map(values.get, ("src", "href", "xlink:href", "data", "action")))
+        self.text += " " * (tag in ("br", "span"))
+        self.last_tag = tag
 
     def handle_endtag(self, tag: str) -> None:
         if tag in VOID:
@@ -80,10 +95,28 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.text += data
 
+    @property
+    def words(self) -> str:
+        """The text with single spaces."""
+        return " ".join(self.text.split())
 
-def write_study_of_arms(output: Path, arms: Sequence[str], **run: Any) -> Path:
-    """A study whose arms have any names. run: of each `FakeRun`."""
-    folder = write_study(output, [FakeRun(f"arm{index}", steps=10, **run) for index in range(len(arms))], SMALL)
+
+def parse_page(text: str) -> Page:
+    """Return a page that is well-formed and accessible, and whose contents link to every section in order."""
+    page = Page(text)
+    assert page.errors == []
+    assert len(page.ids) == len(set(page.ids))
+    assert page.links[: len(page.sections)] == [f"#{name}" for name in page.sections]
+    assert {"main", "nav", "h1"} <= page.tags
+    assert page.links[-1] == "#top"
+    assert page.ids[0] == "top"
+    return page
+
+
+def write_study_of_arms(output: Path, arms: Sequence[str], reason: str = "", **extra: Any) -> Path:
+    """A study whose arms have any names. extra: of study.json."""
+    runs = [FakeRun(f"arm{index}", steps=10, reason=reason) for index in range(len(arms))]
+    folder = write_study(output, runs, replace(SMALL, extra=extra))
     for path in (folder / "study.json", *folder.glob("runs/*/run.json")):
         text = path.read_text()
         for index, arm in enumerate(arms):
@@ -92,22 +125,22 @@ def write_study_of_arms(output: Path, arms: Sequence[str], **run: Any) -> Path:
     return folder
 
 
-def parse_page(text: str) -> Page:
-    page = Page(text)
-    assert page.errors == []
-    assert len(page.ids) == len(set(page.ids))
-    return page
+def render_frames(frames: StudyFrames) -> str:
+    """Render the report of a study without figures."""
+    report = pages.find_report(frames)
+    results = report.make_results(name_arms(frames))
+    return render_page(pages.make_heading(report, results), view_sections(report.sections, results, ()))
 
 
 def render_without_figures(folder: Path, *, live: bool = False) -> Page:
-    return parse_page(pages.render_page(load(folder, live=live), {}))
+    return parse_page(render_frames(load(folder, live=live)))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study of six arms and one seed, with one stopped arm, and its report."""
     runs = [FakeRun(arm) for arm in ("0", "0.01", "0.03", "0.1", "1")]
-    runs.insert(4, STOPPED_RUN)
+    runs.insert(4, FakeRun("0.3", 0, "early_stopped", 45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP))
     defaults = {"defaults": RunConfig().model_dump(mode="json")}
     study_folder = write_study(tmp_path_factory.mktemp("report"), runs, FakeStudy(levels=200, extra=defaults))
     assert write_report(study_folder) == study_folder / "report.html"
@@ -115,66 +148,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(folder: Path) -> Page:
-    return parse_page((folder / "report.html").read_text())
+def text(folder: Path) -> str:
+    return (folder / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def page(text: str) -> Page:
+    return parse_page(text)
 
 
 @pytest.mark.long
-def test_every_arm_status_and_verdict_is_on_the_page(folder: Path, page: Page) -> None:
-    summary = tables.summarize_arms(name_arms(read_study(folder)))
-    for row in summary.itertuples():
+def test_the_report_has_every_arm_with_its_verdict_and_what_reproducing_it_needs(folder: Path, page: Page) -> None:
+    for row in tables.summarize_arms(name_arms(read_study(folder))).itertuples():
         assert row.arm.startswith("KL ")
-        assert row.arm in page.text
-        assert " ".join(row.verdict.split()) in " ".join(page.text.split())
-    assert "Does a KL penalty to the initial policy prevent collapse" in page.text
-    assert "6 runs: 5 completed, 1 early stopped" in page.text
+        assert f"{row.arm} {row.outcome} {row.late_val_success:.3f} " in page.words
+        assert row.notes in page.words
+    for words in (
+        "Does a KL penalty to the initial policy prevent collapse",
+        "sokoban-tiny plays sokoban · preset laptop · 6 runs: 5 completed, 1 early stopped",
+        # A stop has its rule, value, threshold and step.
+        "low_validation_success stopped 1 of 1 runs (step 45: 0.002 < 0.01)",
+        "KL 0.3 0 low_validation_success 45 0.002 0.01 0.015 arm03-seed0",
+        "1 seed: nothing shows how much runs of one setting differ, so no difference has an interval.",
+        "the same 200 levels. 175 of them differ: levels that the game counts as equal, such as",
+        *("python -m tune_study run kl --preset laptop", "0123456789abcdef", "torch 2.13.0", "seeds 123 to 322"),
+    ):
+        assert words in page.words
 
 
 @pytest.mark.long
-def test_a_stop_has_its_rule_value_threshold_and_step(page: Page) -> None:
-    words = " ".join(page.text.split())
-    assert "low_validation_success stopped 1 of 1 runs (step 45: 0.002 < 0.01)" in words
-    assert "arm03-seed0 KL 0.3 0 low_validation_success 45 0.002 0.01" in words
-
-
-@pytest.mark.long
-def test_a_study_of_one_seed_says_so(page: Page) -> None:
-    assert "1 seed: nothing shows how much runs of one setting differ, so no difference has an interval." in page.text
-    assert "the same 200 levels. 175 of them differ: levels that the game counts as equal, such as" in page.text
-
-
-@pytest.mark.long
-def test_every_setting_is_listed_and_changed_ones_are_marked(folder: Path, page: Page) -> None:
-    rows = pages.make_settings_rows(load(folder).studies[0])
-    text = (folder / "report.html").read_text()
+def test_every_setting_is_listed_and_changed_ones_are_marked(folder: Path, text: str, tmp_path: Path) -> None:
+    rows = make_settings_rows(load(folder).studies[0])
     assert len(rows) > 80
     for row in rows:
-        assert f"<code>{row['name']}</code>" in text
-        assert html.escape(row["value"], quote=False).replace('"', "&#34;") in text
+        assert f'<code>{row["name"]}</code></th><td class="text"><code>{escape(row["value"])}</code>' in text
     changed = {row["name"] for row in rows if row["changed"]}
-    marked = set(re.findall(r'<tr class="changed"><td><code>([^<]*)</code>', text))
-    assert marked == changed
+    assert set(re.findall(r'<tr class="changed"><th scope="row"><code>([^<]*)</code>', text)) == changed
     assert {"model.path", "actor.lr", "trainer.total_training_steps"} <= changed
-    assert "env.group_size" not in changed
-    assert "actor.use_kl_loss" in page.text
-
-
-@pytest.mark.long
-def test_without_recorded_defaults_nothing_is_marked(tmp_path: Path) -> None:
-    text = pages.render_page(load(write_study(tmp_path, [FakeRun("0", steps=10)], SMALL)), {})
-    assert 'class="changed"' not in text
-    assert "The defaults are not recorded in study.json" in text
-
-
-@pytest.mark.long
-def test_the_page_has_what_reproducing_it_needs(page: Page) -> None:
-    for words in (
-        "python -m tune_study run kl --preset laptop",
-        "0123456789abcdef",
-        "torch 2.13.0",
-        "seeds 123 to 322",
-    ):
-        assert words in page.text
+    assert not {"env.group_size"} & changed
+    # Without recorded defaults nothing is marked.
+    unknown = render_frames(load(write_study(tmp_path, [FakeRun("0", steps=10)], SMALL)))
+    assert 'class="changed"' not in unknown
+    assert "The defaults are not recorded in study.json" in unknown
 
 
 def test_every_command_that_added_runs_is_listed_in_order() -> None:
@@ -188,32 +203,21 @@ def test_every_command_that_added_runs_is_listed_in_order() -> None:
     assert list_commands(make_study_record(command=first, starts=starts[1:2])) == [first]
 
 
-@pytest.mark.long
-def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
-    assert all(link.startswith(("#", "data:")) for link in page.links)
-    assert page.tags.isdisjoint({"link", "iframe", "img", "object"})
-    text = remove_scripts((folder / "report.html").read_text())
-    outside = {url for url in re.findall(r"https?://[^\s\"'<>)]+", text) if not url.startswith("http://www.w3.org/")}
-    assert outside == set()
-    assert "@import" not in text
-    assert re.findall(r"url\((?!#)", text) == []
-
-
 SCRIPT = re.compile(r"<script( [^>]*)?>(.*?)</script>", re.DOTALL)
 
 
-def remove_scripts(text: str) -> str:
-    return SCRIPT.sub("", text)
-
-
 @pytest.mark.long
-def test_only_the_script_that_draws_charts_may_run(folder: Path) -> None:
-    text = (folder / "report.html").read_text()
+def test_the_page_needs_nothing_from_outside_and_runs_only_the_script_of_its_charts(text: str, page: Page) -> None:
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert page.tags.isdisjoint({"link", "iframe", "img", "object"})
+    static_text = SCRIPT.sub("", text)
+    addresses = re.findall(r"https?://[^\s\"'<>)]+", static_text)
+    assert {url for url in addresses if not url.startswith("http://www.w3.org/")} == set()
+    assert re.findall(r"@import|url\((?!#)", static_text) == []
+    assert all(style in text for style in ("prefers-color-scheme: dark", "@media print"))
     scripts = SCRIPT.findall(text)
-    charts = {attributes.strip(): json.loads(content) for attributes, content in scripts if attributes}
-    assert {'type="application/json" id="dose_response-chart"', 'type="application/json" id="survival-chart"'} <= set(
-        charts
-    )
+    charts = {attributes.split('"')[3] for attributes, content in scripts if attributes and json.loads(content)}
+    assert {"dose_response-chart", "survival-chart", "validation_curves-chart"} <= charts
     (code,) = (content for attributes, content in scripts if not attributes)
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
@@ -221,43 +225,41 @@ def test_only_the_script_that_draws_charts_may_run(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_figures_are_inline_and_files_beside_the_page(folder: Path) -> None:
-    names = {path.stem for path in (folder / "figures").glob("*.png")}
+def test_figures_are_inline_and_files_beside_the_page(folder: Path, text: str) -> None:
     expected = {"dose_response", "validation_curves", "reward_std", "entropy", "val_kl", "kept_groups"}
     expected |= {"survival", "onsets"}  # a run has collapsed
     expected |= {"val_reward", "val_children"}  # the rows have every column, also those of trees
-    assert names == expected
-    text = remove_scripts((folder / "report.html").read_text())
-    assert text.count('<svg role="img"') == len(expected)
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (folder / "figures").glob("*.png"))
+    for suffix, beginning in ((".png", b"\x89PNG"), (".svg", b"<svg")):
+        files = {path.stem: path.read_bytes() for path in (folder / "figures").glob(f"*{suffix}")}
+        assert files.keys() == expected
+        assert all(content.startswith(beginning) for content in files.values())
+        assert not any(b"currentColor" in content for content in files.values())  # files are on white
+    assert SCRIPT.sub("", text).count('<svg role="img"') == len(expected)
 
 
 @pytest.mark.long
-def test_a_report_is_the_same_when_written_twice(tmp_path: Path) -> None:
-    study_folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3))
+def test_a_report_is_the_same_when_written_twice_and_ends_with_own_sections(tmp_path: Path) -> None:
+    study_folder = write_study(tmp_path, [FakeRun("0", steps=3)], TINY)
     first = write_report(study_folder).read_text()
-    assert write_frames_report(load(study_folder), study_folder, with_pictures=False).read_text() == first
-    assert remove_scripts(first).count("<svg") == 7
+    frames = load(study_folder)
+    assert write_frames_report(frames, study_folder, with_pictures=False).read_text() == first
+    assert SCRIPT.sub("", first).count("<svg") == 7
+    own = Section[Any](
+        "own",
+        "Steps of <each> arm",
+        tables=lambda results: [Table([name("arm")], results.frames.trials.to_dict("records"))],
+        files=lambda results: {"own": results.frames.trials[["arm"]]},
+    )
+    report = write_frames_report(frames, study_folder, with_pictures=False, own_sections=[own])
+    page = parse_page(report.read_text())
+    assert page.sections[-1] == "own"
+    assert "Steps of <each> arm arm KL 0 " in page.words
+    # The page names arms by their setting; tables beside it have the arms of the frames.
+    assert (study_folder / "figures" / "own.csv").read_text() == "arm\n0\n"
 
 
-def test_only_studies_of_trees_have_figures_of_children(tmp_path: Path) -> None:
-    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3)))
-    names = {"val_reward", "val_children"}
-    assert pages.draw_figures(frames, names).keys() == names
-    frames.steps["val_children"] = math.nan
-    assert not pages.draw_figures(frames, names)
-
-
-@pytest.mark.long
-def test_the_page_has_styles_for_dark_mode_and_print(folder: Path) -> None:
-    text = (folder / "report.html").read_text()
-    assert "prefers-color-scheme: dark" in text
-    assert "@media print" in text
-    assert "default-src 'none'" in text
-
-
-FAILED_FIELDS = {"status": "failed", "steps": 4, "reason": "RuntimeError: <x>"}
-STOPPED_FIELDS = {"status": "early_stopped", "steps": 10, "stop": STOP}
+FAILED: dict[str, Any] = {"status": "failed", "steps": 4, "reason": "RuntimeError: <x>"}
+STOPPED: dict[str, Any] = {"status": "early_stopped", "steps": 10, "stop": STOP}
 IN_VAIN = {"train_invalid_turns": 1.0}
 
 
@@ -266,38 +268,41 @@ IN_VAIN = {"train_invalid_turns": 1.0}
     ("runs", "words"),
     [
         ([], "No run is recorded."),
-        ([FakeRun("0", status="", steps=0)], "no verdict: seed 0 never ran"),
+        ([FakeRun("0", status="", steps=0)], "KL 0 no verdict – baseline – – 1 never ran not scored: seed 0 never ran"),
         ([FakeRun("0", status="running", steps=0)], "No scored run: arm KL 0."),
         ([FakeRun("0", steps=10)], "No run collapsed, so nothing is said of protection from collapse."),
-        ([FakeRun(arm, **FAILED_FIELDS) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),  # type: ignore[arg-type]
-        ([FakeRun(arm, **STOPPED_FIELDS) for arm in ("0", "0.1")], "Stopped in 1 of 1 run: arms KL 0, 0.1."),  # type: ignore[arg-type]
+        ([FakeRun(arm, **FAILED) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),
+        ([FakeRun(arm, **STOPPED) for arm in ("0", "0.1")], "Stopped in 1 of 1 run: arms KL 0, 0.1."),
         ([FakeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
         ([FakeRun("0.1", steps=10)], "1 arm and no baseline arm, so nothing is compared."),
-        ([FakeRun("0.1", steps=10, rows=IN_VAIN)], "No reply had a valid action: `transcripts` shows them."),
+        ([FakeRun("0.1", steps=10, rows=IN_VAIN)], "No reply had a valid action: transcripts shows them."),
         (
-            [FakeRun("0", **STOPPED_FIELDS, rows=IN_VAIN), FakeRun("0.1", steps=10, rows=IN_VAIN)],  # type: ignore[arg-type]
-            "In all 2 runs, no reply had a valid action: `transcripts` shows them.",
+            [FakeRun("0", **STOPPED, rows=IN_VAIN), FakeRun("0.1", steps=10, rows=IN_VAIN)],
+            "In all 2 runs, no reply had a valid action: transcripts shows them.",
+        ),
+        (
+            [FakeRun("0", seed, settings={"env.name": "bandit.py:Bandit#0123456789abcdef"}) for seed in (0, 1)],
+            "plays Bandit (bandit.py) ·",
         ),
     ],
 )
 def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], words: str) -> None:
-    page = render_without_figures(write_study(tmp_path, runs, SMALL))
-    assert words in " ".join(page.text.split())
+    assert words in render_without_figures(write_study(tmp_path, runs, SMALL)).words
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "runs",
     [
+        [],
         [FakeRun("0", status="", steps=0)],
-        [FakeRun("0", steps=10), FakeRun("0.1", **FAILED_FIELDS)],  # type: ignore[arg-type]
-        [FakeRun(arm, **STOPPED_FIELDS) for arm in ("0", "0.1")],  # type: ignore[arg-type]
+        [FakeRun("0", steps=10), FakeRun("0.1", **FAILED)],
+        [FakeRun("0", **STOPPED)],
     ],
-    ids=["never ran", "failed", "stopped"],
 )
 def test_runs_that_have_not_ended_well_can_be_drawn(tmp_path: Path, runs: list[FakeRun]) -> None:
-    frames = load(write_study(tmp_path, runs, SMALL))
-    assert ("dose_response" in pages.draw_figures(frames)) == (runs[0].steps != 0)
+    figures = draw_figures(load(write_study(tmp_path, runs, SMALL)))
+    assert ("dose_response" in figures) == any(run.steps for run in runs)
 
 
 @pytest.mark.long
@@ -306,38 +311,30 @@ def test_equal_levels_are_counted_only_where_runs_have_the_same_levels_and_some_
     summary = tables.summarize_arms(frames)
 
     def find_caveat(levels: pd.DataFrame) -> str:
-        caveats = findings.list_caveats(replace(frames, levels=levels), summary)
-        return next(line for line in caveats if "were validated on" in line)
+        return "".join(findings.list_caveats(replace(frames, levels=levels), summary))
 
     levels = frames.levels
     assert "the same 200 levels. 175 of them differ: " in find_caveat(levels)
     assert "the same 200 levels. The results" in find_caveat(levels.assign(cluster=levels["level"]))
-    is_first = levels["run_id"] == levels["run_id"].iloc[0]
-    others = levels.assign(level=levels["level"] + 1_000 * is_first)
+    others = levels.assign(level=levels["level"] + 1_000 * (levels["run_id"] == levels["run_id"].iloc[0]))
     assert "different sets of levels, 400 in all. The results" in find_caveat(others)
 
 
 @pytest.mark.long
-def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("preset_steps", "is_short"), [(21, True), (20, False)])
+def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path, preset_steps: int, is_short: bool) -> None:
     runs = [FakeRun("0", steps=10), FakeRun("0.1", steps=10)]
-    short, long = (
-        write_study(tmp_path, runs, FakeStudy(run=f"study_{steps}", levels=40, total_steps=10, extra=extra))
-        for steps, extra in ((21, {"preset_steps": 21}), (20, {"preset_steps": 20}))
-    )
-    sentence = (
-        "A short study: 10 training steps instead of the 21 of preset laptop, so it may not show what longer runs"
-    )
-    assert sentence in render_without_figures(short).text
-    assert pages.conclude(load(short)).headline.startswith(sentence)
-    assert "A short study" not in render_without_figures(long).text
-    assert "A short study" not in pages.conclude(load(long)).headline
+    study = write_study(tmp_path, runs, replace(SMALL, extra={"preset_steps": preset_steps}))
+    sentence = "A short study: 10 training steps instead of the 21 of preset laptop, so it may not show what longer"
+    assert (sentence in render_without_figures(study).text) == is_short
+    assert conclude(load(study)).sentences[0].startswith(sentence) == is_short
 
 
 @pytest.mark.long
 def test_a_running_study_can_be_reported(tmp_path: Path) -> None:
     study_folder = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", status="running", steps=6)], SMALL)
-    assert "1 running" in render_without_figures(study_folder, live=True).text
-    assert "1 interrupted" in render_without_figures(study_folder).text
+    assert "1 running" in render_without_figures(study_folder, live=True).words
+    assert "1 interrupted" in render_without_figures(study_folder).words
 
 
 @pytest.mark.long
@@ -347,9 +344,8 @@ def test_a_running_study_can_be_reported(tmp_path: Path) -> None:
 def test_a_missing_column_leaves_out_only_its_section(tmp_path: Path, missing: str) -> None:
     runs = [FakeRun(arm, steps=10, rows={missing: None}) for arm in ("0", "0.1")]
     study_folder = write_study(tmp_path, runs, SMALL)
-    page = render_without_figures(study_folder)
-    pages.draw_figures(load(study_folder))
-    assert "Verdict for each arm" in page.text
+    draw_figures(load(study_folder))
+    assert "Verdict for each arm" in render_without_figures(study_folder).text
 
 
 @pytest.mark.long
@@ -358,44 +354,71 @@ def test_missing_levels_and_a_study_json_with_the_fewest_keys(tmp_path: Path) ->
     study_folder = write_study(tmp_path, [FakeRun("0", steps=10), run], SMALL)
     (study_folder / "runs" / run.run_id / "levels.jsonl").unlink()
     write_object(study_folder / "study.json", asdict(make_study_record(schema=SCHEMA, name="kl")))
-    assert "The defaults are not recorded" in render_without_figures(study_folder).text
+    assert "Settings in which arms differ: 2" in render_without_figures(study_folder).words
 
 
-def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
-    run = FakeRun("0", status="failed", steps=3, reason="<script>alert(1)</script>")
-    text = pages.render_page(load(write_study(tmp_path, [run], SMALL)), {})
-    assert "<script>" not in text
-    assert "&lt;script&gt;alert(1)" in text
+@pytest.mark.parametrize("report", dict.fromkeys(family.report for family in list_families()))
+def test_sections_and_figures_of_a_report_have_names_of_their_own(report: str) -> None:
+    sections = resolve_name(report).sections
+    names = [section.name for section in sections]
+    figures = [figure.name for section in sections for figure in section.figures]
+    assert len(set(names)) == len(names)
+    assert len(set(figures)) == len(figures) > 0
+    assert all(re.fullmatch("[a-z][a-z0-9-]*", name) for name in names)
 
 
-def list_texts(value: Any) -> str:
-    """All texts of a JSON value, one after another."""
-    if isinstance(value, dict | list):
-        entries = [*value, *value.values()] if isinstance(value, dict) else value
-        return "".join(map(list_texts, entries))
-    return value if isinstance(value, str) else ""
+def test_only_studies_of_trees_have_figures_of_children(tmp_path: Path) -> None:
+    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=3)], TINY))
+    names = {"val_reward", "val_children"}
+    assert draw_figures(frames, names).keys() == names
+    frames.steps["val_children"] = math.nan
+    assert not draw_figures(frames, names)
+    for names in (("dose_responses",), ("dose_response", "curve"), "dose_response"):
+        with pytest.raises(ValueError, match=r"names is .*, and may have .*dose_response, "):
+            draw_figures(frames, names)
+
+
+BASE = ("test_success", "base_val_success", "base_val_greedy_success")
+
+
+@pytest.mark.parametrize(("num_seeds", "missing"), [(1, BASE), (2, ())])
+def test_the_caption_of_the_dose_response_names_what_is_drawn(
+    tmp_path: Path, num_seeds: int, missing: tuple[str, ...]
+) -> None:
+    runs = [FakeRun(arm, n, steps=3, rows=dict.fromkeys(missing)) for arm in ("0", "0.1") for n in range(num_seeds)]
+    results = SweepResults(load(write_study(tmp_path, runs, TINY)))
+    caption = DOSE_RESPONSE.figures[0].get_caption(results)
+    if missing:
+        assert caption.endswith("of training, without intervals, and triangles greedy validation success.")
+    else:
+        basis = findings.describe_interval_basis(results.dose_response)
+        assert caption.startswith(
+            "Circles show sampled validation success at the end of training, with 95 % intervals "
+            f"({basis}), triangles greedy validation success, and squares sampled success on the test levels. "
+        )
+        assert caption.endswith("Horizontal lines show the policy before training: dashed sampled, dotted greedy.")
 
 
 CONTROLS = "\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:Glyph .* missing from font")  # a figure has a box for each
 def test_no_control_character_of_a_text_reaches_a_page(tmp_path: Path) -> None:
-    folder = write_study_of_arms(tmp_path, [f"a {CONTROLS}", f"b {CONTROLS}"], reason=CONTROLS)
+    extra = {"question": CONTROLS, "model": CONTROLS, "declaration": {"path": CONTROLS, "sha256": "", "text": CONTROLS}}
+    folder = write_study_of_arms(tmp_path, [f"a {CONTROLS}", f"b {CONTROLS}"], CONTROLS, **extra)
     frames = load(folder)
     report = write_frames_report(frames, folder, with_pictures=False).read_text()
     live_page = LivePage(frames, ("val_success", "success"), True, "12:00:00", [CONTROLS]).render(10, CONTROLS)
     index = write_index(tmp_path).read_text()
     for page in (report, live_page, index):
         assert is_printable(page, LINE_CHARACTERS)
-    shown = r"\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
-    assert shown in report
-    assert shown in live_page
-    charts = [*map(json.loads, re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', report))]
-    assert charts
-    # As a string of Python: what a browser reads from the JSON has no control character either.
-    assert is_printable("".join(map(list_texts, charts)), LINE_CHARACTERS)
+        assert r"\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00" in page
+        parse_page(page)
+    # What a browser reads from the JSON of a chart has no control character either.
+    (chart,) = re.findall(r'<script type="application/json" id="dose_response-chart">(.*?)</script>', report)
+    texts = {row["arm"] for rows in json.loads(chart)["datasets"].values() for row in rows if "arm" in row}
+    assert len(texts) == 2
+    assert is_printable("".join(texts), LINE_CHARACTERS)
 
 
 @pytest.mark.long
@@ -404,23 +427,30 @@ def test_the_index_links_every_study_and_compares_equal_runs(tmp_path: Path) -> 
     entropy = FakeStudy("entropy", "entropy_sweep", "actor.entropy_coeff", levels=40, total_steps=10)
     entropy = replace(entropy, extra={"preset_steps": 60})
     write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.03", steps=10)], entropy)
-    index_page = parse_page(write_index(tmp_path).read_text())
-    assert index_page.links == ["results/entropy_sweep/report.html", "results/kl_sweep_sokoban-tiny/report.html"]
-    assert all((tmp_path / link).parent.is_dir() for link in index_page.links)
-    words = " ".join(index_page.text.split())
-    assert "entropy/arm0-seed0 and kl/arm0-seed0 have equal rows" in words
-    assert "2 studies" in words
-    assert words.count("A short study: 10 training steps instead of the 60 of preset laptop") == 1
+    page = parse_page(write_index(tmp_path).read_text())
+    links = [link for link in page.links if not link.startswith("#")]
+    assert links == ["results/entropy_sweep/report.html", "results/kl_sweep_sokoban-tiny/report.html"]
+    assert all((tmp_path / link).parent.is_dir() for link in links)
+    assert page.sections == ["study-entropy_sweep", "study-kl_sweep_sokoban-tiny", "consistency"]
+    assert "entropy/arm0-seed0 and kl/arm0-seed0 have equal rows" in page.words
+    assert "2 studies" in page.words
+    assert page.words.count("A short study: 10 training steps instead of the 60 of preset laptop") == 1
 
 
-def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
+def test_the_conclusion_has_the_verdicts_as_a_table(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed, steps=10) for arm in ("0", "0.1") for seed in range(3)]
     runs[5] = FakeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP)
     runs[2] = FakeRun("0", 2, status="failed", steps=5)
     frames = load(write_study(tmp_path, runs, SMALL))
     sentence = "Arm 0.1 collapsed in 1 of 3 runs, at step 5 (seed 2); no run of arm 0 collapsed."
     assert findings.describe_collapses(count_collapses(frames)) == sentence
-    assert pages.conclude(frames).collapse == f"{sentence} {COLLAPSE_DEFINITION}"
+    conclusion = conclude(frames)
+    assert conclusion.sentences[-1] == f"{sentence} {COLLAPSE_DEFINITION}"
+    (row, _) = tables.summarize_arms(frames).to_dict("records")
+    success = f"{row['late_val_success']:.3f} [{row['late_low']:.3f}, {row['late_high']:.3f}]"
+    assert conclusion.verdicts[0][2:4] == ("success, mean of the last 2 validations", "minus the baseline")
+    assert conclusion.verdicts[1][:4] == ("0", "baseline", success, "baseline")
+    assert conclusion.verdicts[2][6] == "2 completed, 1 early stopped"
     assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
         "0: over 2 seeds, with the noise of these runs alone; 0.1: over 3 seeds, with the noise of all arms"
     )
@@ -433,40 +463,30 @@ def test_a_run_is_summarized_with_the_verdict_of_its_arm(tmp_path: Path) -> None
     assert list(summaries) == [run.run_id for run in runs]
     assert [summary["collapsed"] for summary in summaries.values()] == [False] * 5 + [True]
     assert [summary["verdict"] for summary in summaries.values()] == ["baseline"] * 3 + ["open"] * 3
-    assert (summaries[runs[5].run_id]["status"], summaries[runs[5].run_id]["reason"]) == (
-        "early_stopped",
-        "the rule fired",
+    assert (
+        summaries[runs[5].run_id] | {"status": "early_stopped", "reason": "the rule fired"} == summaries[runs[5].run_id]
     )
     never_started = FakeRun("0.3", steps=0, status="never_ran")
     summary = pages.summarize_runs(load(write_study(tmp_path / "more", [*runs, never_started], SMALL)))["arm03-seed0"]
     assert (summary["status"], "collapsed" in summary) == ("never_ran", False)
 
 
-EQUAL_GROUPS = {"zero_std_groups": 8, "groups_kept": 0}
-UNIFORM_STOP = ("empty_filtered_steps", 5.0, 5.0)
-
-
 def test_a_run_that_never_could_learn_says_why_and_has_not_collapsed(tmp_path: Path) -> None:
-    in_vain = FakeRun("0", status="early_stopped", steps=5, stop=UNIFORM_STOP, rows=EQUAL_GROUPS)
-    conclusion = pages.conclude(load(write_study(tmp_path / "stopped", [in_vain], SMALL)))
+    equal_groups: dict[str, Any] = {**STOPPED, "stop": ("empty_filtered_steps", 5.0, 5.0), "steps": 5}
+    equal_groups |= {"rows": {"zero_std_groups": 8, "groups_kept": 0}}
+    conclusion = conclude(load(write_study(tmp_path / "stopped", [FakeRun("0", **equal_groups)], SMALL)))
     clause = "every group had equal scores, so the rewards taught nothing."
-    assert conclusion.headline.startswith(f"E{clause[1:]} ")
-    assert conclusion.collapse == ""
-    in_vain = FakeRun("0", steps=10, rows=IN_VAIN)
-    conclusion = pages.conclude(load(write_study(tmp_path / "invalid", [in_vain], SMALL)))
-    assert conclusion.headline == "No reply had a valid action: `transcripts` shows them."
-    assert conclusion.collapse == ""
+    assert conclusion.sentences[0].startswith(f"E{clause[1:]} ")
+    assert len(conclusion.sentences) == 1
+    conclusion = conclude(load(write_study(tmp_path / "invalid", [FakeRun("0", steps=10, rows=IN_VAIN)], SMALL)))
+    assert conclusion.sentences == ("No reply had a valid action: transcripts shows them.",)
     # Beside runs that learn, it is not one of those that may collapse.
-    runs = [
-        *(FakeRun("0", seed, status="early_stopped", steps=5, stop=UNIFORM_STOP, rows=EQUAL_GROUPS) for seed in (0, 1)),
-        *(FakeRun("0.1", seed, status="early_stopped", steps=5, stop=STOP) for seed in (0, 1)),
-    ]
+    runs = [FakeRun("0", seed, **equal_groups) for seed in (0, 1)]
+    runs += [FakeRun("0.1", seed, status="early_stopped", steps=5, stop=STOP) for seed in (0, 1)]
     frames = load(write_study(tmp_path / "both", runs, SMALL))
-    conclusion = pages.conclude(frames)
-    assert conclusion.headline.startswith(f"In 2 of 4 runs (arm 0), {clause} ")
-    assert conclusion.collapse == (
-        f"Arm 0.1 collapsed in 2 of 2 runs, at steps 5 and 5 (seeds 0, 1). {COLLAPSE_DEFINITION}"
-    )
+    headline, collapse = conclude(frames).sentences
+    assert headline.startswith(f"In 2 of 4 runs (arm 0), {clause} ")
+    assert collapse == f"Arm 0.1 collapsed in 2 of 2 runs, at steps 5 and 5 (seeds 0, 1). {COLLAPSE_DEFINITION}"
     assert find_run_ends(frames)["is_collapse"].tolist() == [False, False, True, True]
 
 
@@ -504,33 +524,6 @@ def test_one_sentence_says_where_the_noise_comes_from(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (240, "240"),
-        (5400, "5 400"),
-        (9_996, "9 996"),
-        (12_345, "12.3 k"),
-        (999_499, "999 k"),
-        (999_500, "1 M"),  # the unit of the rounded value
-        (-999_999, "-1 M"),
-        (1_230_000, "1.23 M"),
-        (999_700_000, "1 G"),
-        (1.2e12, "1.2 T"),
-        (float("nan"), "–"),
-    ],
-)
-def test_format_count(value: float, text: str) -> None:
-    assert format_count(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(12.4, "12 s"), (185, "3 min 05 s"), (3720, "1 h 02 min"), (59.7, "1 min 00 s")]
-)
-def test_format_duration(value: float, text: str) -> None:
-    assert format_duration(value) == text
-
-
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
@@ -546,41 +539,22 @@ def open_in_browser(page: Path, profile: Path) -> str:
 @pytest.mark.long
 @pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
-def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
-    dom = open_in_browser(folder / "report.html", tmp_path)
-    page_text = Page(dom).text
-    assert "Verdict for each arm" in page_text
-    for arm in read_study(folder).trials["arm"]:
-        assert re.search(rf'<th scope="row">KL {re.escape(arm)}</th>', dom)
-    static_dom = remove_scripts(dom)
-    assert static_dom.count('<svg role="img"') == len(list((folder / "figures").glob("*.png"))) > 0
-    # Every chart is drawn, under a policy that allows no `eval`.
-    assert static_dom.count('<figure class="interactive">') == static_dom.count("data-chart=") >= 3
-    assert static_dom.count('<svg xmlns="http://www.w3.org/2000/svg"') >= 3
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        pytest.param({}, "plays sokoban ·", marks=pytest.mark.slow),
-        ({"env.name": "bandit.py:Bandit#0123456789abcdef"}, "plays Bandit (bandit.py) ·"),
-    ],
-)
-def test_the_page_says_which_game_is_played(tmp_path: Path, settings: dict[str, str], text: str) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", seed, settings=settings) for seed in (0, 1)])
-    assert text in " ".join(render_without_figures(folder).text.split())
-
-
-@pytest.mark.long
-@pytest.mark.browser
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
-def test_texts_of_a_study_stay_texts_in_its_charts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hostile", [False, True])
+def test_a_browser_draws_every_chart_and_shows_texts_as_texts(folder: Path, tmp_path: Path, hostile: bool) -> None:
     script = "document.title = 'attacked'"
     arms = (f"</script><script>{script}</script>", f'<img src=x onerror="{script}">', f"{{{{datum}}}}'];{script};//")
-    folder = write_study_of_arms(tmp_path / "study", arms)
-    assert set(load(folder).trials["arm"]) == set(arms)
-    dom = open_in_browser(write_report(folder), tmp_path / "profile")
-    assert "<title>kl: kl_sweep_sokoban-tiny</title>" in dom
-    assert '<figure class="interactive">' in dom
-    assert "<img" not in remove_scripts(dom)
+    shown = folder
+    if hostile:
+        shown = write_study_of_arms(tmp_path / "study", arms)
+        assert set(load(shown).trials["arm"]) == set(arms)
+        write_report(shown)
+    dom = open_in_browser(shown / "report.html", tmp_path / "profile")
+    static_dom = SCRIPT.sub("", dom)
+    assert "<title>Does a KL penalty to the initial policy prevent collapse" in dom
+    assert static_dom.count('<svg role="img"') == len(list((shown / "figures").glob("*.png"))) > 0
+    # Every chart is drawn, under a policy that allows no `eval`.
+    assert static_dom.count('<figure tabindex="0" class="interactive">') == static_dom.count("data-chart=") >= 3
+    assert static_dom.count('<svg xmlns="http://www.w3.org/2000/svg"') >= 3
+    assert "<img" not in static_dom
+    names = arms if hostile else [f"KL {arm}" for arm in load(shown).trials["arm"]]
+    assert all(f'<th scope="row">{html.escape(arm, quote=False)}</th>' in dom for arm in names)

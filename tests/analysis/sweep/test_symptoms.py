@@ -14,7 +14,6 @@ from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.report import pages
 from analysis.sweep import symptoms
-from analysis.sweep.plots import draw_onsets
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.lines import change_records
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -200,26 +199,15 @@ def test_a_short_run_has_no_order(tmp_path: Path) -> None:
     assert sentence.startswith("In the only run that collapsed, no change is resolved: a change needs at least 8")
 
 
-def test_the_figure_draws_its_table(onsets: pd.DataFrame) -> None:
-    onsets = onsets[onsets["is_collapse"]]
-    (axes,) = draw_onsets(onsets, {"0": "#123456", "0.1": "#654321"}).axes
-    changed = onsets.dropna(subset="onset")
-    points = sorted(float(collection.get_offsets()[0][0]) for collection in axes.collections)
-    assert points == sorted(changed["onset"])
-    labels = [text.get_text() for text in axes.get_yticklabels()]
-    assert set(labels) == set(changed["label"])
-    assert labels.index("spread of the rewards in a group") < labels.index("success of the training episodes")
-
-
 @pytest.mark.long
 def test_the_report_tells_the_order(tmp_path: Path) -> None:
     folder = write_collapse(tmp_path, (10, 12))
     pages.write_report(folder)
     text = (folder / "report.html").read_text()
-    words = " ".join(parse_page(text).text.split())
-    assert "What changed before a collapse" in words
-    assert "spread of the rewards in a group 2 of 2 1 of 1 2 " in words
-    assert text.index('id="collapse"') < text.index('id="order"') < text.index('id="verdicts"')
+    page = parse_page(text)
+    assert "What changed before a collapse" in page.words
+    assert "spread of the rewards in a group 2 of 2 1 of 1 2 " in page.words
+    assert page.sections.index("verdicts") < page.sections.index("collapse") < page.sections.index("order")
     assert {"survival.png", "onsets.png", "onsets.csv"} <= {path.name for path in (folder / "figures").iterdir()}
 
 

@@ -24,7 +24,7 @@ from trainable.files.json_lines import read_lines, write_lines
 LOW_SUCCESS = ("low_validation_success", 0.002, 0.01)
 RECORDED = tuple(np.random.default_rng(0).normal(0.6, 0.015, 20))
 ONE_SEED = "over one seed, with the noise of 20 recorded runs"
-NO_INTERVAL = ", without an interval, because one run says nothing about a setting"
+NO_INTERVAL = "no interval, because one run says nothing about a setting"
 
 
 def make_collapsed_run(arm: str, seed: int = 0, steps: int = 45) -> FakeRun:
@@ -91,7 +91,7 @@ def test_one_seed_has_the_noise_of_recorded_runs(six_arm_frames: StudyFrames, su
     assert row["difference_high"] < 0
     assert math.isnan(row["p_holm"])
     assert row["outcome"] == "open"
-    assert row["verdict"].endswith(f"one seed says too little of a setting for a verdict ({ONE_SEED})")
+    assert row["notes"] == "one seed says too little of a setting for a verdict"
 
 
 def test_one_seed_without_recorded_runs_has_numbers_and_no_interval(six_arm_frames: StudyFrames) -> None:
@@ -100,7 +100,7 @@ def test_one_seed_without_recorded_runs_has_numbers_and_no_interval(six_arm_fram
     assert row["difference"] < -0.2
     assert math.isnan(row["difference_low"])
     assert (row["outcome"], row["basis"]) == ("open", "")
-    assert row["verdict"].endswith(f" from the baseline (0){NO_INTERVAL}")
+    assert row["notes"] == NO_INTERVAL
     assert "nothing shows how much runs of one setting differ" in findings.list_caveats(six_arm_frames, summary)[0]
 
 
@@ -237,8 +237,10 @@ def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames) ->
     row = get_row(three_seed_frames, "nofilter")
     assert (row["runs"], row["completed"], row["failed"], row["seeds"]) == (3, 2, 1, 2)
     assert row["basis"] == "over 2 seeds, with the noise of these runs alone"
-    assert "2 seeds say too little of a setting for a verdict" in row["verdict"]
-    assert row["verdict"].endswith("not scored: seed 2 failed after 12 of 60 steps (RuntimeError: no memory)")
+    assert row["notes"] == (
+        "2 seeds say too little of a setting for a verdict; not scored: seed 2 failed after 12 of 60 steps "
+        "(RuntimeError: no memory)"
+    )
     scored = three_seed_frames.trials[
         (three_seed_frames.trials["arm"] == "nofilter") & (three_seed_frames.trials["status"] == "completed")
     ]
@@ -273,8 +275,8 @@ def test_stops_have_their_own_rate(three_seed_frames: StudyFrames) -> None:
     row = get_row(three_seed_frames, "1")
     assert row["stopped_fraction"] == pytest.approx(1 / 3)
     assert row["late_stopped_as_zero"] < row["late_val_success"] < row["late_survivors"]
-    assert row["verdict"].startswith("open: −")
-    assert row["verdict"].endswith("; low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)")
+    assert (row["outcome"], row["difference"] < 0) == ("open", True)
+    assert row["notes"].endswith("; low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)")
 
 
 def test_outcomes_are_a_table_of_arms_and_seeds(three_seed_frames: StudyFrames) -> None:
@@ -309,7 +311,7 @@ def test_a_run_stopped_before_its_first_validation_has_the_success_of_the_base_p
     assert row["gain"] == 0
 
 
-# Verdicts: one sentence for each case.
+# Verdicts: a word for each case, and notes on what it leaves out.
 
 
 @pytest.mark.parametrize(
@@ -323,14 +325,14 @@ def test_a_run_stopped_before_its_first_validation_has_the_success_of_the_base_p
 def test_verdict_of_a_stopped_arm(tmp_path: Path, rule: str, value: float, threshold: float, sentence: str) -> None:
     stopped_run = FakeRun("0.1", status="early_stopped", steps=45, stop=(rule, value, threshold))
     row = get_row(make_frames(tmp_path, FakeRun("0"), stopped_run), "0.1")
-    assert row["verdict"] == f"stopped: {rule} stopped 1 of 1 runs ({sentence})"
+    assert (row["outcome"], row["notes"]) == ("stopped", f"{rule} stopped 1 of 1 runs ({sentence})")
 
 
 def test_verdicts_of_two_rules_in_one_arm(tmp_path: Path) -> None:
     other_run = FakeRun("0.1", 1, status="early_stopped", steps=30, stop=("empty_filtered_steps", 5, 5))
     frames = make_frames(tmp_path, FakeRun("0"), make_collapsed_run("0.1"), other_run, make_collapsed_run("0.1", 2, 50))
-    assert get_row(frames, "0.1")["verdict"] == (
-        "stopped: low_validation_success stopped 2 of 3 runs (step 45: 0.002 < 0.01; step 50: 0.002 < 0.01) "
+    assert get_row(frames, "0.1")["notes"] == (
+        "low_validation_success stopped 2 of 3 runs (step 45: 0.002 < 0.01; step 50: 0.002 < 0.01) "
         "and empty_filtered_steps stopped 1 of 3 runs (step 30: 5 ≥ 5)"
     )
 
@@ -367,11 +369,11 @@ def resolved_summary(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
 
 def test_verdicts_are_about_settings(resolved_summary: pd.DataFrame) -> None:
     better, worse = get_row(resolved_summary, "0.1"), get_row(resolved_summary, "1")
-    interval = f"{better['difference']:+.3f} [{better['difference_low']:+.3f}, {better['difference_high']:+.3f}]"
+    assert (better["outcome"], worse["outcome"]) == ("better", "worse")
+    assert (better["difference_low"] > 0, worse["difference_high"] < 0) == (True, True)
     # The baseline looks noisier than the others, with a doubt of 0.83: the noise of both arms counts as well.
-    basis = "over 3 seeds, with the noise of these runs and of all arms"
-    assert better["verdict"] == f"better than the baseline (0): {interval}, Holm p < 0.001 ({basis})"
-    assert worse["verdict"].startswith("worse than the baseline (0): −0.")
+    assert better["basis"] == "over 3 seeds, with the noise of these runs and of all arms"
+    assert better["notes"] == worse["notes"] == ""
 
 
 def test_the_basis_says_whose_noise_an_interval_has(tmp_path: Path) -> None:
@@ -386,10 +388,8 @@ def test_the_basis_says_whose_noise_an_interval_has(tmp_path: Path) -> None:
 
 def test_verdicts_of_equality_name_the_margin(resolved_summary: pd.DataFrame) -> None:
     row = {**get_row(resolved_summary, "0.3"), "p_holm": 0.6, "p_equal_holm": 0.012}
-    assert verdicts.format_verdict(row).startswith("equal to the baseline (0) within 0.05: ")
-    assert ", Holm p 0.012 (over 3 seeds" in verdicts.format_verdict(row)
-    row |= {"p_holm": 0.02}
-    assert ", Holm p 0.02, and by less than 0.05, Holm p 0.012 (over" in verdicts.format_verdict(row)
+    assert verdicts.describe_verdict(row) == "within 0.05, Holm p 0.012"
+    assert verdicts.describe_verdict({**row, "p_holm": 0.02}) == "by less than 0.05, Holm p 0.012"
 
 
 def test_the_headline_answers_the_question(resolved_summary: pd.DataFrame) -> None:
@@ -416,7 +416,7 @@ def test_few_stopped_runs_condemn_no_setting(tmp_path: Path) -> None:
     assert row["p_stopped"] == pytest.approx(2 / 924)
     fewer = get_row(make_frames(tmp_path / "five", *(run for run in runs if run.seed < 5)), "0.3")
     assert (fewer["outcome"], fewer["failed_stops"]) == ("stopped", 5)
-    assert fewer["verdict"].startswith("stopped: low_validation_success stopped 5 of 5 runs")
+    assert fewer["notes"].startswith("low_validation_success stopped 5 of 5 runs")
     assert fewer["p_stopped"] == pytest.approx(2 / 252)
 
 
@@ -444,8 +444,7 @@ def test_mastery_is_no_collapse(tmp_path: Path) -> None:
     assert (row["outcome"], row["early_stopped"], row["failed_stops"]) == ("better", 3, 0)
     assert row["late_stopped_as_zero"] == row["late_survivors"] == row["late_val_success"] > 0.9
     assert math.isnan(row["p_stopped"])
-    assert row["verdict"].startswith("better than the baseline (0): +0.")
-    assert "; reward_variance_collapse stopped 3 of 3 runs (step 45: 0.01 < 0.05, at success 0.9" in row["verdict"]
+    assert row["notes"].startswith("reward_variance_collapse stopped 3 of 3 runs (step 45: 0.01 < 0.05, at success 0.9")
     assert not find_run_ends(frames)["is_collapse"].any()
     low = [replace(run, success=(0.35, 0.7)) for run in mastered]
     # The last validation may be old: success has gone since then.
@@ -464,7 +463,7 @@ def test_a_verdict_says_if_another_scoring_of_stopped_runs_changes_it(tmp_path: 
     row = get_row(make_frames(tmp_path, *runs, levels=512), "0.1")
     assert row["outcome"] == "better"
     assert row["other_scoring"] == "open with the stopped runs of all arms scored 0"
-    assert row["verdict"].endswith("; it would be open with the stopped runs of all arms scored 0")
+    assert row["notes"].endswith("; it would be open with the stopped runs of all arms scored 0")
     runs[-1] = replace(runs[-1], status="completed", steps=60, stop=None)
     assert get_row(make_frames(tmp_path / "all", *runs, levels=512), "0.1")["other_scoring"] == ""
 
@@ -528,7 +527,7 @@ def test_an_arm_with_the_rows_of_the_baseline_has_no_effect(tmp_path: Path) -> N
     row = get_row(frames, "0.1")
     assert (row["outcome"], row["difference"], row["equal_rows"]) == ("no effect", 0.0, True)
     assert row[["se", "difference_low", "levels_low"]].isna().all()
-    assert row["verdict"] == "no effect in these runs: every row equals the baseline's (0)"
+    assert row["notes"] == "every row equals the baseline's"
     assert math.isnan(row["p_holm"])
     assert "0.1" not in list_open_arms(frames)  # no look is spent on the arm
     assert "equal in every row (no effect in these runs) for arm 0.1" in findings.format_headline(
@@ -555,14 +554,9 @@ def test_an_open_verdict_says_what_would_have_been_missed(tmp_path: Path) -> Non
     runs = [FakeRun(arm, seed, success=(0.35, end)) for arm, end in ends.items() for seed in range(3)]
     row = get_row(make_frames(tmp_path, *runs, levels=20), "1")
     assert row["outcome"] == "open"
-    interval = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
-    assert row["verdict"].startswith(f"open: {interval} from the baseline (0), Holm p ".replace("-", "−"))
-    assert (
-        f"; differences smaller than about {row['detectable']:.3f} would probably be missed (over 3 seeds, with the "
-        "noise of all arms)" in row["verdict"]
-    )
+    assert row["notes"] == f"differences smaller than about {row['detectable']:.3f} would probably be missed"
     hopeless = {**row, "arm": "1", "detectable": 1.7}
-    assert "; any difference would probably be missed (" in verdicts.format_verdict(hopeless)
+    assert verdicts.describe_verdict(hopeless) == "any difference would probably be missed"
 
 
 def test_an_interval_of_a_share_stays_within_its_bounds(three_seed_frames: StudyFrames) -> None:
@@ -573,10 +567,9 @@ def test_an_interval_of_a_share_stays_within_its_bounds(three_seed_frames: Study
 
 def test_verdict_of_the_baseline(summary: pd.DataFrame) -> None:
     row = get_row(summary, "0")
-    assert row["verdict"] == (
-        f"baseline: {row['late_val_success']:.3f} at the end, {row['gain']:+.3f} [{row['gain_low']:+.3f}, "
-        f"{row['gain_high']:+.3f}] from the policy before training ({ONE_SEED})"
-    )
+    interval = f"[{row['gain_low']:+.3f}, {row['gain_high']:+.3f}]"
+    assert row["outcome"] == "baseline"
+    assert row["notes"] == f"{row['gain']:+.3f} {interval} from the policy before training"
 
 
 @pytest.mark.parametrize(
@@ -592,7 +585,7 @@ def test_verdict_of_the_baseline(summary: pd.DataFrame) -> None:
 )
 def test_verdict_of_an_arm_without_a_scored_run(tmp_path: Path, run: FakeRun, sentence: str) -> None:
     row = get_row(make_frames(tmp_path, FakeRun("0"), run), "0.1")
-    assert row["verdict"].startswith(f"no verdict: {sentence}")
+    assert row["notes"].startswith(f"not scored: {sentence}")
     assert row["outcome"] == "no verdict"
     assert math.isnan(row["late_val_success"])
 
@@ -600,13 +593,16 @@ def test_verdict_of_an_arm_without_a_scored_run(tmp_path: Path, run: FakeRun, se
 def test_verdict_without_a_scored_baseline(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, FakeRun("0", status="failed", steps=3, reason="x"), FakeRun("0.1"))
     row = get_row(frames, "0.1")
-    assert row["verdict"] == "no comparison: the baseline (0) or this arm has no scored run with a value"
+    assert (row["outcome"], row["notes"]) == (
+        "no comparison",
+        "the baseline or this arm has no scored run with a value",
+    )
 
 
 def test_verdict_against_a_failed_baseline(tmp_path: Path) -> None:
     row = get_row(make_frames(tmp_path, make_collapsed_run("0"), FakeRun("0.1"), levels=200), "0.1")
-    assert row["verdict"].startswith("open: +0.")
-    assert f" from the baseline (0), itself stopped in all runs{NO_INTERVAL}" in row["verdict"]
+    assert (row["outcome"], row["difference"] > 0) == ("open", True)
+    assert row["notes"].startswith(f"{NO_INTERVAL}; the baseline was itself stopped in all runs; ")
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:
