@@ -228,8 +228,8 @@ def _make_number_tables(results: ToyResults) -> Iterator[Table]:
         yield Table(
             _make_number_columns(rows, key),
             rows,
-            title=f"{columns[key].meaning[0].upper()}{columns[key].meaning[1:]}",
-            caption=f"`{key}`, {columns[key].unit}",
+            title=f"`{key}`",
+            caption=f"{columns[key].meaning} ({columns[key].unit})",
         )
 
 
