@@ -103,7 +103,7 @@ def draw_pareto(table: pd.DataFrame) -> alt.LayerChart:
     """Draw outcome against cost. table: the points with `is_front`."""
     points = _select_points(table).assign(millions=table["cost"] / 1e6, label=table["arm"].str.removeprefix("point-"))
     front = points[points["is_front"]].sort_values("millions")
-    x = alt.X("millions:Q", title="cost (million tokens per run)")
+    x = alt.X("millions:Q", axis=alt.Axis(title="cost (million tokens per run)", tickCount=6))
     line = alt.Chart(front).mark_line(color=INK, strokeWidth=1.2)
     labels = alt.Chart(front).mark_text(dx=6, dy=-6, align="left")
     y = alt.Y("success:Q", axis=_OUTCOME)

@@ -115,21 +115,19 @@ def conclude(frames: StudyFrames) -> Conclusion:
     results = report.make_results(frames)
     remarks = report.make_heading(results).remarks
     sentences = [*remarks, *list_conclusions(report, results)]
-    table = _find_verdict_table(report, results)
-    cells = [tuple(format_plain_cell(column, row) for column in table.columns) for row in table.rows] if table else []
-    headings = [tuple(column.heading.replace("\n", " ") for column in table.columns)] if table else []
+    tables = [] if results.search else _list_verdict_tables(report, results)
+    headings = [tuple(column.heading.replace("\n", " ") for column in table.columns) for table in tables[:1]]
+    cells = [
+        tuple(format_plain_cell(column, row) for column in table.columns) for table in tables for row in table.rows
+    ]
     return Conclusion(tuple(map(format_plain, sentences)), (*headings, *cells))
 
 
-def _find_verdict_table(report: Report[Any], results: Any) -> Table | None:
-    """Return the first table of the sections that conclude."""
-    tables = (
-        table
-        for section in report.sections
-        if section.concludes and section.when(results)
-        for table in section.tables(results)
-    )
-    return next((table for table in tables if isinstance(table, Table)), None)
+def _list_verdict_tables(report: Report[Any], results: Any) -> list[Table]:
+    """List the tables of the first section that concludes and has tables: one, or one for each panel of a grid."""
+    sections = [section for section in report.sections if section.concludes and section.when(results)]
+    tables = ([table for table in section.tables(results) if isinstance(table, Table)] for section in sections)
+    return next((group for group in tables if any(table.rows for table in group)), [])
 
 
 def summarize_runs(frames: StudyFrames) -> dict[str, dict[str, Any]]:
@@ -221,7 +219,7 @@ def _view_study(frames: StudyFrames, link: str) -> SectionView:
     """View a study in an index: what it asks and concludes, and its verdicts."""
     report = find_report(frames)
     results = report.make_results(layout.name_arms(frames))
-    heading, study, table = make_heading(report, results), frames.studies[0], _find_verdict_table(report, results)
+    heading, study = make_heading(report, results), frames.studies[0]
     return SectionView(
         f"study-{study.run}",
         study.name,
@@ -231,7 +229,7 @@ def _view_study(frames: StudyFrames, link: str) -> SectionView:
             *(f"**{remark}**" for remark in heading.remarks),
             *heading.lead,
         ],
-        tables=[table] if table and table.rows else [],
+        tables=[table for table in _list_verdict_tables(report, results) if table.rows],
         link=link,
     )
 
