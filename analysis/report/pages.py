@@ -112,7 +112,7 @@ def list_conclusions(report: Report[Any], results: Any) -> list[str]:
 def conclude(frames: StudyFrames) -> Conclusion:
     """Return what the report concludes, for the terminal: with arms as `--arm` takes them."""
     report = find_report(frames)
-    results = report.make_results(frames)
+    results = report.make_results(frames, has_labels=False)
     remarks = report.make_heading(results).remarks
     sentences = [*remarks, *list_conclusions(report, results)]
     tables = [] if results.search else _list_verdict_tables(report, results)
@@ -144,7 +144,7 @@ def summarize_runs(frames: StudyFrames) -> dict[str, dict[str, Any]]:
     ends = find_run_ends(frames) if family.is_fine_tuning else pd.DataFrame(columns=["run_id", "is_collapse"])
     collapses = dict(zip(ends["run_id"], ends["is_collapse"], strict=True))
     summaries = {}
-    for run in to_records(frames.runs):
+    for run in to_records(frames.trials):
         summary = {"status": run["status"], "reason": run["reason"]}
         summary |= {"collapsed": bool(collapses[run["run_id"]])} if run["run_id"] in collapses else {}
         summary |= {"verdict": verdicts[run["arm"]]} if verdicts.get(run["arm"]) else {}
@@ -159,7 +159,7 @@ def list_open_arms(frames: StudyFrames) -> list[str]:
 
 def _list_verdicts(frames: StudyFrames) -> list[dict[str, Any]]:
     report = find_report(frames)
-    return to_records(report.make_verdicts(report.make_results(frames)))
+    return to_records(report.make_verdicts(report.make_results(frames, has_labels=False)))
 
 
 def draw_figures(frames: StudyFrames, names: Collection[str] | None = None) -> dict[str, alt.TopLevelMixin]:

@@ -206,8 +206,8 @@ class Heading(NamedTuple):
 class Report(Generic[Results_contra]):
     """The report of a family of studies."""
 
-    make_results: Callable[[Any], Results_contra]
-    """Makes what the functions of all sections take, from the frames of a study; called once per report."""
+    make_results: Callable[..., Results_contra]
+    """Makes what the functions of all sections take, from the frames of a study: a class below `StudyResults`."""
     make_heading: Callable[[Results_contra], Heading]
     sections: Sequence[Section[Results_contra]]
     make_verdicts: Callable[[Results_contra], pd.DataFrame]
