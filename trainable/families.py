@@ -123,7 +123,7 @@ class Family:
     are the rows of a run, sorted by step, and the step up to which the run keeps its last values (None: the step of its
     last row)."""
     report: str
-    """The `analysis.report.pages.Page` of a study, as "module:NAME"."""
+    """The `analysis.report.section.Report` of a study, as "module:NAME"."""
     get_environment: Callable[[Mapping[str, Any]], str]
     """Function of the settings of study.json that returns what the policy acts in."""
     progress_columns: tuple[DisplayColumn, ...]

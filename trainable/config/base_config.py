@@ -24,7 +24,7 @@ EXECUTION_SETTINGS = (
 """Settings of the section `trainer` that decide how a run is executed, and not which numbers it computes."""
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     """A group of settings that cannot be changed and refuses unknown keys."""
 
     # `validate_default`: a default is checked and converted like a value that a user types.
@@ -62,7 +62,7 @@ class ReadCondition(NamedTuple):
     """What has to be set for that, or why they are not read."""
 
 
-class BaseTrainerConfig(Section):
+class BaseTrainerConfig(SettingsSection):
     """The settings of the section `trainer` that all families have.
 
     total_training_steps: steps per run. test_freq: steps between two evaluations. save_freq: steps between two saved
@@ -84,7 +84,7 @@ class BaseTrainerConfig(Section):
     logger: tuple[str, ...]
 
 
-class BaseRunConfig(Section):
+class BaseRunConfig(SettingsSection):
     """All settings of a run.
 
     aliases: for each key of the published documents, the dotted field that it stands for. list_command: the command
