@@ -1,7 +1,5 @@
 """Tests of what leaves a report: the conclusion of the terminal, verdicts of runs, and arms that need more seeds."""
 
-from pathlib import Path
-
 import pytest
 
 from analysis.data.frames import StudyFrames
