@@ -108,7 +108,7 @@ def show_warnings() -> None:
     ) -> None:
         if issubclass(category, DamageWarning):
             print_error(f"tune_study: {message}")
-        else:  # such as Matplotlib's, which repeats a character that its font lacks
+        else:  # of a library, which may repeat a text of the study
             print_error(warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n"))
 
     warnings.showwarning = show
