@@ -1,10 +1,8 @@
 """Time the reports of grids with 18, 68, 164 and 500 runs of 50 steps and 512 levels. Prints a JSON object.
 
 Rows are synthetic (tests/fakes/grid_folders.py), and tables are read from parquet files, as after a run. Each report is
-written by a process of its own, and with two cores its figures are drawn in a copy of that. CPU and wall seconds are
-those of one call of `analysis.report.pages.write_report`, both processes together; memory is the peak of the process so
-far, before and after that call, and the peak of the copy, whose memory is that of the process where neither changed it
-(Linux only).
+written by a process of its own. CPU and wall seconds are those of one call of `analysis.report.pages.write_report`;
+memory is the peak of the process so far, before and after that call (Linux only).
 Run: python benchmarks/grid_report.py [--runs 18 68 164 500] [--steps 50] [--levels 512]
 """
 
@@ -26,7 +24,7 @@ from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, make_
 from tests.fakes.run_folders import write_study
 
 WRITE_REPORT = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 from analysis.report.pages import write_report
 
@@ -35,18 +33,13 @@ def read_peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(round(int(line.split()[1]) / 1000) for line in lines if line.startswith("VmHWM"))
 
-def read_cpu_seconds():
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-start_memory, cpu, wall = read_peak(), read_cpu_seconds(), time.perf_counter()
+start_memory, cpu, wall = read_peak(), time.process_time(), time.perf_counter()
 page = write_report(Path(sys.argv[1]))
 print(json.dumps({
-    "cpu_seconds": round(read_cpu_seconds() - cpu, 1),
+    "cpu_seconds": round(time.process_time() - cpu, 1),
     "wall_seconds": round(time.perf_counter() - wall, 1),
     "start_megabytes": start_memory,
     "peak_megabytes": read_peak(),
-    "copy_peak_megabytes": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000),
     "page_megabytes": round(page.stat().st_size / 1e6, 1),
 }))
 """

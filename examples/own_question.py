@@ -30,8 +30,9 @@ frames = tune_study.run(STUDY, "laptop", seeds=1, settings=QUICK, output="my_que
 # The same call again trains nothing: what has ended is read. With more seeds, the call adds them.
 
 # %%
-print(frames.runs[["arm", "seed", "status", "final_val_success"]].to_string())
-print(conclude(frames).headline)
+print(frames.trials[["arm", "seed", "status", "final_val_success"]].to_string())
+for sentence in conclude(frames).sentences:
+    print(sentence)
 
 # %% [markdown]
 # `report.html` in the folder of the results has the figures, and says what this study cannot claim. To keep the study

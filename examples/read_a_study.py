@@ -10,6 +10,7 @@
 
 # %%
 import numpy as np
+import pandas as pd
 
 import analysis
 from analysis.report.pages import conclude, draw_figures
@@ -21,7 +22,7 @@ print(frames)
 # One row per run: how it ended, and success before and after training.
 
 # %%
-print(frames.runs[["arm", "seed", "status", "base_val_success", "final_val_success", "reason"]].to_string())
+print(frames.trials[["arm", "seed", "status", "base_val_success", "final_val_success", "reason"]].to_string())
 
 # %% [markdown]
 # Settings are columns of their own, by section. These differ between the runs:
@@ -31,13 +32,14 @@ settings = frames.settings
 print(settings.loc[:, settings.nunique() > 1].to_string())
 
 # %% [markdown]
-# The sentences of the report. One seed says nothing about settings, and they say so.
+# The verdicts of the report and its sentences. One seed says nothing about settings, and they say so.
 
 # %%
 conclusion = conclude(frames)
-print(conclusion.headline)
-for line in conclusion.arms:
-    print(" ", line)
+headings, *rows = conclusion.verdicts
+print(pd.DataFrame(rows, columns=headings).to_string(index=False))
+for sentence in conclusion.sentences:
+    print(sentence)
 
 # %% [markdown]
 # Every training step is a row, too. Here is the mean of each arm over its last three steps:
@@ -55,12 +57,12 @@ chart.save("curves.json")
 chart  # noqa: B018 (a notebook shows it)
 
 # %% [markdown]
-# The figures of the report are figures of matplotlib: show them in a notebook, change them, save them.
+# The figures of the report are charts of Altair: show them in a notebook, change them, save them.
 
 # %%
 figures = draw_figures(frames)
 print(sorted(figures))
-figures["dose_response"].savefig("success.png", dpi=150)
+figures["dose_response"].save("success.png")
 
 # %% [markdown]
 # What did the policy do in a validation episode that it did not solve?

@@ -4,6 +4,7 @@ python -m tests.golden_outputs        # records everything again, after a change
 """
 
 import hashlib
+import io
 import re
 import tempfile
 from collections import namedtuple
@@ -14,13 +15,13 @@ from unittest import mock
 
 import pandas as pd
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from search_spaces.catalog import STUDIES
 from tests.fakes import grid_folders, sandbox_folders
 from tune_study.commands.cli import app
 from tune_study.demo.archive import read_recorded_study, unpack
-from tune_study.folder.outputs import write_report, write_tables
 from tune_study.host import machine_checks
 from tune_study.host.gpus import Gpu
 from tune_study.placement.memory import GIB
@@ -28,6 +29,7 @@ from tune_study.placement.memory_plan import GpuCapacity, plan_memory
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import make_plan
+from tune_study.tune.conclusion import write_results
 
 GOLDEN = Path(__file__).parent / "golden"
 MAX_RUN_LINES = 3
@@ -112,21 +114,21 @@ def write_folders(root: Path) -> dict[str, Path]:
 def list_reports(root: Path) -> Iterator[str]:
     """The conclusion that the terminal prints of each study, the text of its page, and the tables of its figures."""
     for name, folder in write_folders(root).items():
-        write_tables(folder)
-        page, conclusion = write_report(folder, with_pictures=False)
-        lines = (conclusion.headline, *conclusion.arms, conclusion.collapse, *conclusion.factors)
-        yield f"== {name}: conclusion\n" + "\n".join(lines)
-        yield f"== {name}: page\n{extract_text(page.read_text(encoding='utf-8')).replace(str(root), 'OUT')}"
+        terminal = io.StringIO()
+        assert not write_results(folder, Console(file=terminal), with_pictures=False)
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        yield f"== {name}: conclusion\n{terminal.getvalue().replace(str(root), 'OUT')}"
+        yield f"== {name}: page\n{extract_text(page).replace(str(root), 'OUT')}"
         for path in sorted(folder.glob("figures/*.csv")):
             yield f"== {name}: {path.name}\n{format_table(pd.read_csv(path))}"
 
 
 def extract_text(page: str) -> str:
-    """Return the text of a page without its figures, a line per row of a table, paragraph or other block."""
-    page = re.sub(r"<(script|style|svg|head|details)\b.*?</\1>", "", page, flags=re.DOTALL)
+    """Return the text of a page without its figures and listings, a line per row, paragraph or other block."""
+    page = re.sub(r"<(script|style|svg|head|pre|caption)\b.*?</\1>", "", page, flags=re.DOTALL)
     page = re.sub(r"\s+", " ", page)
     page = re.sub(r"</t[dh]>", " | ", page)
-    page = re.sub(r"</(tr|p|h\d|li|div|figure|section|caption)>", "\n", page)
+    page = re.sub(r"</(tr|p|h\d|li|div|figure|section|summary)>", "\n", page)
     lines = (line.strip() for line in re.sub(r"<[^>]+>", "", page).splitlines())
     return "\n".join(line for line in lines if line)
 

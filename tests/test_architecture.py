@@ -200,19 +200,17 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
         "huggingface_hub",
         "pydantic",
         "pandas",
-        "matplotlib",
     ),
+    "sandboxes.toys.report": ("numpy", "pandas", "altair"),
     "trainable.trial": ("ray", "pyarrow"),
     "search_spaces": (),
     "tune_study.commands.reading.explain": ("numpy", "pandas", "rich"),
     "tune_study.commands.reading.watch": ("rich", "waitress"),
     "analysis.search.trials": ("numpy", "pandas", "optuna"),
-    "analysis": ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
-    "analysis.html.charts": ("altair", "vl_convert"),
-    "analysis.html.figures": ("altair", "matplotlib"),
-    "analysis.notebook.plots": ("altair", "pandas"),
-    "analysis.report.charts": ("altair", "pandas"),
-    "analysis.report.figures": ("altair", "matplotlib", "pandas"),
+    "analysis": ("numpy", "scipy", "pandas", "pyarrow"),
+    "analysis.charts": ("altair", "vl_convert", "numpy", "pandas"),
+    "analysis.notebook": ("altair", "pandas"),
+    "analysis.report": ("altair", "jinja2", "markupsafe", "numpy", "pandas"),
     # tensorboardX is Ray Tune's.
     "tune_study": (
         "ray",
@@ -442,7 +440,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
         ("import search_spaces.catalog", ("torch", "ray", "transformers")),
         # A sandbox can be imported before the studies are listed.
         ("import sandboxes.toys.study", ("torch", "ray", "transformers", "pandas")),
-        ("import tune_study.commands.cli", ("torch", "ray", "transformers", "matplotlib", "pandas")),
+        ("import tune_study.commands.cli", ("torch", "ray", "transformers", "altair", "pandas")),
         ("import trainable.ppo.trainer", ("ray", "transformers", "vllm", "deepspeed", "peft")),
         # What a study's driver imports.
         (

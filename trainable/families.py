@@ -122,7 +122,7 @@ class Family:
     the rows of a run, sorted by step, and the step up to which the run keeps its last values (None: the step of its
     last row)."""
     report: str
-    """The `analysis.report.pages.Page` of a study, as "module:NAME"."""
+    """The `analysis.report.section.Report` of a study, as "module:NAME"."""
     get_environment: Callable[[Mapping[str, Any]], str]
     """Called with the settings of study.json. Returns the name of the environment in which the policy acts."""
     progress_columns: tuple[DisplayColumn, ...]

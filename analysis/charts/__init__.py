@@ -1,1 +1,1 @@
-"""All charts: Vega-Lite by Altair, drawn in pages and saved as files. They draw tables and compute nothing."""
+"""Charts of tables: Vega-Lite by Altair, drawn in pages and saved as files."""

@@ -9,7 +9,7 @@ import html
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import altair as alt
 import numpy as np
@@ -229,11 +229,10 @@ def make_file_chart(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
     spec = make_spec(chart)
     fixed = {**spec, "width": WIDTH} if spec.get("width") == "container" else spec
     content = json.loads(json.dumps({**fixed, "background": "white"}).replace(INK, FILE_INK))
-    file_chart: alt.TopLevelMixin = type(chart).from_dict(content, validate=False)  # type: ignore[attr-defined]
-    # Methods such as `properties` return a chart of the same class. Altair itself would store it as a property.
-    offline_class = type(type(file_chart).__name__, (_Offline, type(file_chart)), {})
-    object.__setattr__(file_chart, "__class__", offline_class)
-    return file_chart
+    file_chart: Any = type(chart).from_dict(content, validate=False)  # type: ignore[attr-defined]
+    # Methods such as `properties` return a chart of the same class. To set an attribute of a chart sets a property.
+    object.__setattr__(file_chart, "__class__", type(type(chart).__name__, (_Offline, type(chart)), {}))
+    return cast(alt.TopLevelMixin, file_chart)
 
 
 class _Offline:

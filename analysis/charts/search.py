@@ -1,7 +1,7 @@
 """Charts of a search. Each draws a table of `SearchResults` and computes no outcomes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import altair as alt
 import pandas as pd
@@ -34,7 +34,7 @@ def draw_history(table: pd.DataFrame, is_higher_better: bool) -> alt.LayerChart:
 def draw_importances(importances: Sequence[Importance]) -> alt.LayerChart:
     """Draw a bar per setting, the largest at the top, with its interval."""
     table = pd.DataFrame(importances, columns=Importance._fields)
-    table = table.assign(name=table["name"].map(shorten_dimension))
+    table = table.assign(name=_shorten_dimensions(table["name"]))
     y = alt.Y("name:N", sort=table["name"].to_list(), axis=alt.Axis(title=None))
     axis, scale = alt.Axis(title="share of importance"), alt.Scale(domain=[0, 1])
     bars = alt.Chart(table).mark_bar(color=POINT_COLOR, opacity=0.7, height=14)
@@ -51,9 +51,9 @@ def draw_importances(importances: Sequence[Importance]) -> alt.LayerChart:
 def draw_slices(table: pd.DataFrame, space: Sequence[Dimension]) -> alt.ConcatChart:
     """Draw a small panel per dimension: outcome against its value, on the scale on which it was searched."""
     panels = []
-    for dimension in space:
+    titles = _shorten_dimensions([dimension.name for dimension in space])
+    for dimension, title in zip(space, titles, strict=True):
         points = _select_points(table, dimension)
-        title = shorten_dimension(dimension.name)
         if dimension.values:
             x = alt.X("value:N", sort=list(dimension.values), axis=alt.Axis(title=title, labelAngle=0))
         else:
@@ -65,7 +65,7 @@ def draw_slices(table: pd.DataFrame, space: Sequence[Dimension]) -> alt.ConcatCh
 
 def draw_parallel(table: pd.DataFrame, space: Sequence[Dimension], is_higher_better: bool) -> alt.LayerChart:
     """Draw a line per point through its settings, each on its own scale from 0 to 1, to its outcome."""
-    names = [shorten_dimension(dimension.name) for dimension in space]
+    names = _shorten_dimensions([dimension.name for dimension in space])
     outcome = table["success"]
     span = outcome.max() - outcome.min()
     rank = outcome.rank(ascending=not is_higher_better, method="first")
@@ -103,7 +103,7 @@ def draw_pareto(table: pd.DataFrame) -> alt.LayerChart:
     """Draw outcome against cost. table: the points with `is_front`."""
     points = _select_points(table).assign(millions=table["cost"] / 1e6, label=table["arm"].str.removeprefix("point-"))
     front = points[points["is_front"]].sort_values("millions")
-    x = alt.X("millions:Q", title="cost (million tokens per run)")
+    x = alt.X("millions:Q", axis=alt.Axis(title="cost (million tokens per run)", tickCount=6))
     line = alt.Chart(front).mark_line(color=INK, strokeWidth=1.2)
     labels = alt.Chart(front).mark_text(dx=6, dy=-6, align="left")
     y = alt.Y("success:Q", axis=_OUTCOME)
@@ -150,9 +150,15 @@ def _scale(column: "pd.Series[object]", dimension: Dimension) -> "pd.Series[floa
     return heights.where(heights.between(-0.01, 1.01))
 
 
-def shorten_dimension(name: str) -> str:
-    """Return the last part of a setting, and the value of its condition: `rollout_filter_value (top_p)`."""
-    setting, _, condition = name.partition(" if ")
-    value = condition.rpartition("=")[2]
-    short = setting.rpartition(".")[2]
-    return f"{short} ({value})" if value and value not in ("True", "False") else short
+def _shorten_dimensions(names: Iterable[str]) -> list[str]:
+    """Shorten names to the last part of the setting and the value of its condition: `rollout_filter_value (top_p)`.
+
+    Names that would be equal then, such as actor.lr and critic.lr, stay whole: they are places on an axis.
+    """
+    names, shortened = list(names), []
+    for name in names:
+        setting, _, condition = name.partition(" if ")
+        value = condition.rpartition("=")[2]
+        short = setting.rpartition(".")[2]
+        shortened.append(f"{short} ({value})" if value and value not in ("True", "False") else short)
+    return [name if shortened.count(short) > 1 else short for name, short in zip(names, shortened, strict=True)]

@@ -29,6 +29,8 @@ class StudyResults:
     """A study, and results that several sections share: computed at their first use and then kept."""
 
     frames: StudyFrames
+    has_labels: bool = True
+    """Whether the arms of a grid are named by their points, and not as `--arm` takes them."""
 
     @property
     def study(self) -> StudyRecord:

@@ -112,24 +112,22 @@ def list_conclusions(report: Report[Any], results: Any) -> list[str]:
 def conclude(frames: StudyFrames) -> Conclusion:
     """Return what the report concludes, for the terminal: with arms as `--arm` takes them."""
     report = find_report(frames)
-    results = report.make_results(frames)
+    results = report.make_results(frames, has_labels=False)
     remarks = report.make_heading(results).remarks
     sentences = [*remarks, *list_conclusions(report, results)]
-    table = _find_verdict_table(report, results)
-    cells = [tuple(format_plain_cell(column, row) for column in table.columns) for row in table.rows] if table else []
-    headings = [tuple(column.heading.replace("\n", " ") for column in table.columns)] if table else []
+    tables = [] if results.search else _list_verdict_tables(report, results)
+    headings = [tuple(column.heading.replace("\n", " ") for column in table.columns) for table in tables[:1]]
+    cells = [
+        tuple(format_plain_cell(column, row) for column in table.columns) for table in tables for row in table.rows
+    ]
     return Conclusion(tuple(map(format_plain, sentences)), (*headings, *cells))
 
 
-def _find_verdict_table(report: Report[Any], results: Any) -> Table | None:
-    """Return the first table of the sections that conclude."""
-    tables = (
-        table
-        for section in report.sections
-        if section.concludes and section.when(results)
-        for table in section.tables(results)
-    )
-    return next((table for table in tables if isinstance(table, Table)), None)
+def _list_verdict_tables(report: Report[Any], results: Any) -> list[Table]:
+    """List the tables of the first section that concludes and has tables: one, or one for each panel of a grid."""
+    sections = [section for section in report.sections if section.concludes and section.when(results)]
+    tables = ([table for table in section.tables(results) if isinstance(table, Table)] for section in sections)
+    return next((group for group in tables if any(table.rows for table in group)), [])
 
 
 def summarize_runs(frames: StudyFrames) -> dict[str, dict[str, Any]]:
@@ -146,7 +144,7 @@ def summarize_runs(frames: StudyFrames) -> dict[str, dict[str, Any]]:
     ends = find_run_ends(frames) if family.is_fine_tuning else pd.DataFrame(columns=["run_id", "is_collapse"])
     collapses = dict(zip(ends["run_id"], ends["is_collapse"], strict=True))
     summaries = {}
-    for run in to_records(frames.runs):
+    for run in to_records(frames.trials):
         summary = {"status": run["status"], "reason": run["reason"]}
         summary |= {"collapsed": bool(collapses[run["run_id"]])} if run["run_id"] in collapses else {}
         summary |= {"verdict": verdicts[run["arm"]]} if verdicts.get(run["arm"]) else {}
@@ -161,7 +159,7 @@ def list_open_arms(frames: StudyFrames) -> list[str]:
 
 def _list_verdicts(frames: StudyFrames) -> list[dict[str, Any]]:
     report = find_report(frames)
-    return to_records(report.make_verdicts(report.make_results(frames)))
+    return to_records(report.make_verdicts(report.make_results(frames, has_labels=False)))
 
 
 def draw_figures(frames: StudyFrames, names: Collection[str] | None = None) -> dict[str, alt.TopLevelMixin]:
@@ -221,7 +219,7 @@ def _view_study(frames: StudyFrames, link: str) -> SectionView:
     """View a study in an index: what it asks and concludes, and its verdicts."""
     report = find_report(frames)
     results = report.make_results(layout.name_arms(frames))
-    heading, study, table = make_heading(report, results), frames.studies[0], _find_verdict_table(report, results)
+    heading, study = make_heading(report, results), frames.studies[0]
     return SectionView(
         f"study-{study.run}",
         study.name,
@@ -231,7 +229,7 @@ def _view_study(frames: StudyFrames, link: str) -> SectionView:
             *(f"**{remark}**" for remark in heading.remarks),
             *heading.lead,
         ],
-        tables=[table] if table and table.rows else [],
+        tables=[table for table in _list_verdict_tables(report, results) if table.rows],
         link=link,
     )
 

@@ -38,13 +38,14 @@ class SweepResults(StudyResults):
         return not (self.grid or self.search or self.frames.trials.empty)
 
     @cached_property
+    def labels(self) -> dict[str, str]:
+        """The name of each arm of a grid by its point."""
+        return layout.make_arm_labels(self.frames, self.grid) if self.grid and self.has_labels else {}
+
+    @cached_property
     def arm_frames(self) -> StudyFrames:
         """The study, with the arms of a grid named by their points."""
-        return (
-            layout.rename_arms(self.frames, layout.make_arm_labels(self.frames, self.grid))
-            if self.grid
-            else self.frames
-        )
+        return layout.rename_arms(self.frames, self.labels)
 
     @cached_property
     def summary(self) -> pd.DataFrame:

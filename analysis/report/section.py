@@ -177,7 +177,7 @@ class Section(Generic[Results_contra]):
     files: Callable[[Results_contra], Mapping[str, pd.DataFrame]] = lambda results: {}
     """The tables that are also written as figures/<name>.csv, by name, whether or not the page shows them."""
     concludes: bool = False
-    """Whether the terminal prints the sentences too, and the index of a suite sentences and first table."""
+    """Whether the terminal and the index of a suite have the sentences too, and the tables of the first one."""
     is_warning: bool = False
     """Whether the sentences are a list in a box, such as the limits of a report."""
 
@@ -206,8 +206,8 @@ class Heading(NamedTuple):
 class Report(Generic[Results_contra]):
     """The report of a family of studies."""
 
-    make_results: Callable[[Any], Results_contra]
-    """Makes what the functions of all sections take, from the frames of a study; called once per report."""
+    make_results: Callable[..., Results_contra]
+    """Makes what the functions of all sections take, from the frames of a study: a class below `StudyResults`."""
     make_heading: Callable[[Results_contra], Heading]
     sections: Sequence[Section[Results_contra]]
     make_verdicts: Callable[[Results_contra], pd.DataFrame]

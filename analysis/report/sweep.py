@@ -69,11 +69,10 @@ def _make_verdict_tables(results: SweepResults) -> Iterator[Table]:
     if not results.grid or len(results.arms) <= MAX_OPEN_ARMS:
         yield Table(columns, results.arms)
         return
-    labels = layout.make_arm_labels(results.frames, results.grid)
     home_rows = results.members[results.members["home"]]
     for panel in layout.list_panels(results.grid, results.members)["panel"]:
         points = home_rows[home_rows["panel"] == panel].sort_values([results.grid.y, results.grid.x])
-        names = {labels[arm] for arm in points["arm"]}
+        names = {results.labels.get(arm, arm) for arm in points["arm"]}
         rows = [row for row in results.arms if row["arm"] in names]
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in Counter(row["outcome"] for row in rows).items())
         # A panel may have only shared runs, whose verdicts are listed in their home panel.

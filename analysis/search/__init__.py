@@ -1,1 +1,1 @@
-"""Points of a search: outcomes, importances, and their section of a report."""
+"""Points of a search: their outcomes, and the importances of its settings."""

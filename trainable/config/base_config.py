@@ -24,7 +24,7 @@ EXECUTION_SETTINGS = (
 """Settings of the section `trainer` that change how a run is executed, but not the numbers that it computes."""
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     """An immutable group of settings that rejects unknown keys."""
 
     # `validate_default`: defaults are checked and converted like values that a user types.
@@ -62,7 +62,7 @@ class ReadCondition(NamedTuple):
     """What to set so that they are read, or why they are not read."""
 
 
-class BaseTrainerConfig(Section):
+class BaseTrainerConfig(SettingsSection):
     """The settings of the section `trainer` that all families have.
 
     total_training_steps: steps per run. test_freq: steps between two evaluations. save_freq: steps between two saved
@@ -84,7 +84,7 @@ class BaseTrainerConfig(Section):
     logger: tuple[str, ...]
 
 
-class BaseRunConfig(Section):
+class BaseRunConfig(SettingsSection):
     """All settings of a run.
 
     aliases: for each key of the published documents, the dotted field that it stands for. list_command: the command

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from trainable.config.base_config import Section
+from trainable.config.base_config import SettingsSection
 from trainable.config.setting_types import (
     Common,
     Endpoint,
@@ -22,7 +22,7 @@ from trainable.config.setting_types import (
 )
 
 
-class FrozenLakeConfig(Section):
+class FrozenLakeConfig(SettingsSection):
     """FrozenLake: the map and the ice, as in RAGEN."""
 
     size: int = Field(4, ge=2, le=16, description="side of the square map")
@@ -32,21 +32,21 @@ class FrozenLakeConfig(Section):
     )
 
 
-class MastermindConfig(Section):
+class MastermindConfig(SettingsSection):
     """Mastermind: the secret code."""
 
     positions: int = Field(3, ge=1, le=6, description="letters of the code")
     colors: int = Field(4, ge=2, le=8, description="different letters that the code may have")
 
 
-class CountdownConfig(Section):
+class CountdownConfig(SettingsSection):
     """Countdown: the numbers of a problem."""
 
     count: int = Field(4, ge=2, le=6, description="numbers of a problem")
     max_number: int = Field(99, ge=9, le=999, description="largest number of a problem")
 
 
-class PapersConfig(Section):
+class PapersConfig(SettingsSection):
     """Papers: questions about documents, which a tree of rollouts answers in Python REPLs, as in rlm_grpo."""
 
     file: Annotated[LocalPath | None, ParseNull, Outside("file")] = Field(
@@ -77,7 +77,7 @@ class Game(NamedTuple):
     environment: str = ""
     """Its `trainable.envs.environment.Environment`, as "module:CLASS", constructed with the settings of its section
     and `reads` as keyword arguments. Empty for a game of trees and for a plug-in."""
-    section: type[Section] | None = None
+    section: type[SettingsSection] | None = None
     """The type of its section in `env`, or None if it has no section."""
     reads: tuple[str, ...] = ()
     """Shared settings of `env` that this game reads, but not every game."""

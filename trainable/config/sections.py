@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from trainable.config.alarm_rule import AlarmText
-from trainable.config.base_config import BaseTrainerConfig, Section
+from trainable.config.base_config import BaseTrainerConfig, SettingsSection
 from trainable.config.choices import (
     ADVANTAGE_ESTIMATORS,
     EXACT_KL,
@@ -68,7 +68,7 @@ EstimatorName = Annotated[str, AfterValidator(Choice(tuple(ADVANTAGE_ESTIMATORS)
 OwnPartName = Annotated[str, AfterValidator(Choice(()))]
 
 
-class ModelConfig(Section):
+class ModelConfig(SettingsSection):
     """The policy model, its prompts, its precision and its LoRA adapters."""
 
     path: Annotated[Common[LocalPath], Outside("model")] = Field(
@@ -121,7 +121,7 @@ class ModelConfig(Section):
     )
 
 
-class EnvConfig(Section):
+class EnvConfig(SettingsSection):
     """The game, its levels and groups, and the limits of an episode."""
 
     name: Common[GameName] = Field(
@@ -173,7 +173,7 @@ class EnvConfig(Section):
         return self
 
 
-class RolloutConfig(Section):
+class RolloutConfig(SettingsSection):
     """Sampling and the inference engine."""
 
     name: Literal["torch", "compiled", "vllm"] = Field(
@@ -263,7 +263,7 @@ class RolloutConfig(Section):
         return self.recompute_logprobs or not self.uses_vllm
 
 
-class FilterConfig(Section):
+class FilterConfig(SettingsSection):
     """The reward-variance filter: which groups of a step are trained on."""
 
     rollout_filter_strategy: Common[FilterStrategyName] = Field(
@@ -319,7 +319,7 @@ class FilterConfig(Section):
         return self
 
 
-class OptimConfig(Section):
+class OptimConfig(SettingsSection):
     """Optimizer settings that actor and critic both have: AdamW and mini-batches."""
 
     betas: tuple[FractionBelowOne, FractionBelowOne] = Field(
@@ -452,7 +452,7 @@ class CriticConfig(OptimConfig):
     shared_trunk: bool = Field(False, description="put the value head on the policy's trunk: one network, one update")
 
 
-class KLControl(Section):
+class KLControl(SettingsSection):
     """The coefficient of the KL penalty in the reward (use_kl_in_reward)."""
 
     type: Literal["fixed", "adaptive"] = Field(
@@ -467,7 +467,7 @@ class KLControl(Section):
     )
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(SettingsSection):
     """Advantage estimation and the KL penalty in the reward."""
 
     adv_estimator: Common[EstimatorName] = Field(
@@ -640,7 +640,7 @@ class TrainerConfig(BaseTrainerConfig):
         return self
 
 
-class CollapseDetectionConfig(Section):
+class CollapseDetectionConfig(SettingsSection):
     """The mutual information between prompts and thoughts: a diagnosis that never stops a run."""
 
     first_turn_enabled: Common[bool] = Field(
@@ -654,7 +654,7 @@ class CollapseDetectionConfig(Section):
     all_quantities: bool = Field(False, description="also write the 28 quantities per sample that published logs have")
 
 
-class EarlyStopConfig(Section):
+class EarlyStopConfig(SettingsSection):
     """The thresholds and windows of the published stop rules, and an optional alarm."""
 
     variance_baseline_steps: int = Field(

@@ -559,7 +559,7 @@ def plot_gradients(
 ) -> None:
     """Plot the gradient analyses of RUN: figures and numbers of each analyzed step."""
     folder = locate.fetch_for_writing(run)
-    from tune_study.commands.reading import plot_gradients  # imports matplotlib
+    from tune_study.commands.reading import plot_gradients  # imports Altair
 
     frames = plot_gradients.read_analyses(folder)
     selections = plot_gradients.select_steps(frames, trial, source, plot_gradients.parse_steps(steps or []))

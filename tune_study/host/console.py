@@ -107,7 +107,7 @@ def show_warnings() -> None:
     ) -> None:
         if issubclass(category, DamageWarning):
             print_error(f"tune_study: {message}")
-        else:  # for example Matplotlib's, which repeats characters that its font lacks
+        else:  # of a library, which may repeat a text of the study
             print_error(warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n"))
 
     warnings.showwarning = show

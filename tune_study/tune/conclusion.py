@@ -192,16 +192,10 @@ def write_results(
         )
     headings, *rows = conclusion.verdicts or ((),)
     if rows:
-        # The last column is sentences, which stand below the table, or once if they are equal.
-        print_table(
-            console, headings[:-1], [row[:-1] for row in rows], optional=("runs", "success at the last validation")
-        )
-        notes = {row[-1] for row in rows} - {"", "–"}
-        for row in rows if len(notes) > 1 else ():
-            if row[-1] in notes:
-                print_line(console, f"  {row[0]}: {row[-1]}")
-        for note in notes if len(notes) == 1 else ():
-            print_line(console, f"  {note}")
+        print_table(console, headings[:-1], [row[:-1] for row in rows], optional=headings[-2:3:-1])
+    # The last column is sentences, which stand below the table.
+    for note in dict.fromkeys(row[-1] for row in rows if row[-1] not in ("", "–")):
+        print_line(console, f"  {', '.join(row[0] for row in rows if row[-1] == note)}: {note}")
     for sentence in conclusion.sentences:
         print_line(console, sentence)
     print_line(console, f"Report: {report}")

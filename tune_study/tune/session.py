@@ -62,7 +62,7 @@ def plan_next_look(plan: StudyPlan, max_concurrent: int) -> tuple[StudyPlan | No
     has `max_seeds`, and all its runs have ended and are in the tables.
     """
     from analysis.data.load import load  # imports pandas
-    from analysis.report.pages import list_open_arms  # imports Matplotlib
+    from analysis.report.pages import list_open_arms  # imports Altair
     from analysis.stats.sequential import find_fewest_seeds
 
     # `set_max_seeds` has checked both.

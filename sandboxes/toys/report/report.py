@@ -334,7 +334,6 @@ def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator
             for (expected, study, rationale), arms in rationales.items()
         ],
         fold="Expected verdicts, with reasons",
-        note="Every other cell is expected to be not distinguishable, without a stated reason.",
     )
 
 
@@ -375,7 +374,7 @@ def _explain_published(frames: StudyFrames) -> str:
         "corrected with Holm's method over the cells that are tested here. **equal** means that two one-sided tests, "
         "each at .05 and not corrected, show a difference below 0.05 (below one evaluation interval for a step). "
         "**open** means that neither is shown; the interval shows how large the difference could be. The expected "
-        "verdicts were written down before the first run."
+        "verdicts were written down before the first run: not distinguishable, except where a reason is listed."
     )
 
 
@@ -411,7 +410,6 @@ def _make_arm_table(results: ToyResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            number("runs", "runs", str),
             STATUS_COUNTS,
             Column("last step", lambda row: row["steps"], "number"),
             *(_make_setting_column(f"`{entry['setting']}`", place) for place, entry in enumerate(settings)),

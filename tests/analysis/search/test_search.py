@@ -11,12 +11,18 @@ import optuna
 import pandas as pd
 import pytest
 
+from analysis.charts import search as charts
+from analysis.charts.chart import INK, POINT_COLOR, STOPPED_COLOR, make_spec
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
-from analysis.report.pages import conclude, draw_figures, render_page
-from analysis.search.page import SearchResults, describe_search, make_context
+from analysis.report.page import format_plain_cell
+from analysis.report.pages import conclude, draw_figures, write_report
+from analysis.report.results import SweepResults
+from analysis.report.search import SEARCH
+from analysis.report.section import Table
 from analysis.search.points import CENSORED_POINT, COMPLETE, FAILED, OPEN, find_best_point, make_points
-from analysis.search.trials import CONSTRAINT, compute_importances, list_pareto_arms, make_optuna_study
+from analysis.search.results import SearchResults, describe_search
+from analysis.search.trials import CONSTRAINT, Importance, compute_importances, list_pareto_arms, make_optuna_study
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
 from tests.strategies.examples import thin_out
@@ -104,9 +110,16 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     return make_frames(tmp_path_factory.mktemp("search"), make_runs(), ("success", "cost"))
 
 
+def list_points(frames: StudyFrames) -> list[dict[str, str]]:
+    """Return the rows of the table of the best points, by heading."""
+    table = next(iter(SEARCH.tables(SweepResults(frames))))
+    assert isinstance(table, Table)
+    return [{column.heading: format_plain_cell(column, row) for column in table.columns} for row in table.rows]
+
+
 def test_a_point_is_the_mean_of_its_seeds_and_a_collapse_counts(frames: StudyFrames) -> None:
     table = make_points(frames).set_index("arm")
-    runs = frames.runs
+    runs = frames.trials
     for arm in ("default", "point-1", "point-2"):
         members = runs[(runs["arm"] == arm)]
         assert table.loc[arm, "success"] == pytest.approx(members["late_val_success"].mean())
@@ -128,8 +141,8 @@ def test_a_censored_run_censors_its_point(tmp_path: Path) -> None:
     # The other run did well, or it would have been stopped too: its outcome is not that of the point.
     assert math.isnan(row["success"])
     assert math.isnan(row["cost"])
-    leaders = {entry["arm"]: entry for entry in make_context(SearchResults(frames))["leaders"]}
-    assert math.isnan(leaders["point-1"]["success"])
+    leaders = {row["point"]: row for row in list_points(frames)}
+    assert (leaders["point-1"]["outcome"], leaders["point-1"]["tokens"]) == ("–", "–")
 
 
 def test_a_point_of_which_every_run_failed_has_no_outcome(tmp_path: Path) -> None:
@@ -151,7 +164,8 @@ def test_the_best_point_is_one_without_a_collapse(frames: StudyFrames) -> None:
 def test_a_study_of_chosen_arms_has_no_points(tmp_path: Path) -> None:
     plain = load(write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")]))
     assert make_points(plain).empty
-    assert "search" not in conclude(plain).headline
+    assert SweepResults(plain).search is None
+    assert "point" not in " ".join(conclude(plain).sentences)
 
 
 def test_the_optuna_study_has_the_points_that_have_ended(frames: StudyFrames) -> None:
@@ -237,20 +251,21 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     assert "The best point at which none did is point-1 (lr 0.001, use_kl_loss False, ppo_epochs 2)" in sentence
     location = os.path.relpath(frames.folders[0])  # a command that works where it is read
     assert f"only fresh seeds say by how much (python -m tune_study confirm {location} --arm" in sentence
-    context = make_context(results)
-    assert [row["arm"] for row in context["leaders"]][:2] == ["point-1", "default"]
-    values = dict(zip(context["settings"], context["leaders"][1]["values"], strict=True))
-    assert values == {"lr": "0.0003", "use_kl_loss": "False", "kl_loss_coef": "–", "ppo_epochs": "1"}
+    assert conclude(frames).sentences[0] == sentence
+    rows = list_points(frames)
+    assert [row["point"] for row in rows][:2] == ["point-1 (front)", "default"]
+    settings = ("lr", "use_kl_loss", "kl_loss_coef", "ppo_epochs")
+    assert [rows[1][name] for name in settings] == ["0.0003", "False", "–", "1"]
     assert set(results.pareto_arms) <= {"default", "point-1"}
     names = {"search_history", "search_slices", "search_parallel", "search_pareto"}
-    figures = draw_figures(frames, names)
-    assert figures.keys() == names
-    page = parse_page(render_page(frames, figures))
+    assert draw_figures(frames, {*names, "search_importances"}).keys() == names
+    page = parse_page(write_report(frames.folders[0]).read_text())
     assert page is not None
-    assert conclude(frames).headline == sentence
-    short = conclude(replace(frames, study=replace(frames.studies[0], preset_steps=100_000))).headline
-    assert short.startswith("A short study: ")
-    assert short.endswith(f" {sentence}")
+    assert {f"{name}.png" for name in names} <= {path.name for path in (frames.folders[0] / "figures").iterdir()}
+    short = conclude(replace(frames, study=replace(frames.studies[0], preset_steps=100_000))).sentences
+    assert short[0].startswith("A short study: ")
+    assert short[1] == sentence
+    assert conclude(frames).verdicts == ()  # the points of a search are in its section
 
 
 def test_the_values_of_the_default_are_those_of_the_study(frames: StudyFrames) -> None:
@@ -258,6 +273,95 @@ def test_the_values_of_the_default_are_those_of_the_study(frames: StudyFrames) -
     assert values.loc["default", "actor.lr"] == 3e-4
     assert values.loc["point-2", "actor.kl_loss_coef if actor.use_kl_loss=True"] == 0.1
     assert pd.isna(values.loc["point-1", "actor.kl_loss_coef if actor.use_kl_loss=True"])
+
+
+def list_marks(spec: dict[str, Any], datasets: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Return the mark of each layer of a chart with its rows."""
+    return [(layer["mark"], datasets[layer.get("data", spec.get("data"))["name"]]) for layer in spec["layer"]]
+
+
+def get_arms(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["arm"] for row in rows]
+
+
+def test_the_history_has_every_point_and_the_best_so_far(frames: StudyFrames) -> None:
+    table = SearchResults(frames).values
+    for is_higher_better in (True, False):
+        spec = make_spec(charts.draw_history(table, is_higher_better))
+        (_, bounds), (line, best), (circle, points), (diamond, default), (cross, failed) = list_marks(
+            spec, spec["datasets"]
+        )
+        assert get_arms(bounds) == ["default", "point-1", "point-2", "point-3"]
+        assert (line["type"], line["interpolate"]) == ("line", "step-after")
+        # Without the points at which a run collapsed or failed.
+        successes = [row["success"] for row in best]
+        assert get_arms(best) == ["default", "point-1"]
+        assert [row["best"] for row in best] == [
+            successes[0],
+            max(successes) if is_higher_better else min(successes),
+        ]
+        assert (circle["color"], get_arms(points)) == (POINT_COLOR, ["point-1"])
+        assert (diamond["shape"], diamond["color"], get_arms(default)) == ("diamond", INK, ["default"])
+        assert (cross["shape"], cross["color"], get_arms(failed)) == ("cross", STOPPED_COLOR, ["point-2", "point-3"])
+
+
+def test_slices_are_on_the_scale_of_the_search_and_leave_out_points_without_the_setting(frames: StudyFrames) -> None:
+    results = SearchResults(frames)
+    spec = make_spec(charts.draw_slices(results.values, results.search.space))
+    panels = spec["concat"]
+    axes = [panel["layer"][0]["encoding"]["x"] for panel in panels]
+    assert [axis["axis"]["title"] for axis in axes] == ["lr", "use_kl_loss", "kl_loss_coef", "ppo_epochs"]
+    assert axes[0]["scale"] == {"domain": [1e-5, 1e-2], "type": "log"}
+    assert axes[1]["sort"] == ["False", "True"]
+    assert axes[3]["scale"] == {"domain": [1.0, 4.0], "type": "linear"}
+    marks = [list_marks(panel, spec["datasets"]) for panel in panels]
+    shown = [{row["arm"]: row["value"] for _, rows in panel for row in rows} for panel in marks]
+    assert shown[0] == pytest.approx({"point-1": 1e-3, "default": 3e-4, "point-2": 1e-2, "point-3": 1e-4})
+    assert shown[2] == {"point-2": 0.1}
+
+
+def test_a_line_of_a_point_goes_from_its_lowest_to_its_highest_settings(frames: StudyFrames) -> None:
+    results = SearchResults(frames)
+    spec = make_spec(charts.draw_parallel(results.values, results.search.space, True))
+    (_, rows), _ = list_marks(spec, spec["datasets"])
+    heights = {(row["arm"], row["axis"]): row["height"] for row in rows}
+    assert heights["point-2", "lr"] == pytest.approx(1.0)
+    assert heights["point-3", "lr"] == pytest.approx(1 / 3)
+    assert (heights["point-1", "use_kl_loss"], heights["point-2", "use_kl_loss"]) == (0.0, 1.0)
+    assert ("point-1", "kl_loss_coef") not in heights
+    assert (heights["default", "outcome"], heights["point-2", "outcome"]) == (0.0, 1.0)
+    assert {row["arm"]: row["group"] for row in rows} == {
+        "default": "other",
+        "point-1": "other",
+        "point-2": "collapsed or failed",
+        "point-3": "collapsed or failed",
+    }
+
+
+def test_the_front_is_a_line_over_costs(frames: StudyFrames) -> None:
+    results = SearchResults(frames)
+    points = results.complete_points.assign(is_front=results.complete_points["arm"].isin(results.pareto_arms))
+    spec = make_spec(charts.draw_pareto(points))
+    (_, line), *marks, (_, labels) = list_marks(spec, spec["datasets"])
+    assert get_arms(line) == list(results.pareto_arms) == ["point-1"]
+    assert [row["label"] for row in labels] == ["1"]
+    drawn = {row["arm"]: row["millions"] for _, rows in marks for row in rows}
+    assert drawn == pytest.approx(dict(zip(points["arm"], points["cost"] / 1e6, strict=True)))
+
+
+def test_importances_are_bars_of_shares_with_intervals() -> None:
+    importances = [Importance("actor.lr", 0.7, 0.5, 0.9), Importance("actor.kl_loss_coef if a.b=True", 0.3, 0.1, 0.5)]
+    spec = make_spec(charts.draw_importances(importances))
+    (bar, rows), (rule, _) = list_marks(spec, spec["datasets"])
+    assert (bar["type"], rule["type"]) == ("bar", "rule")
+    assert spec["layer"][0]["encoding"]["x"]["scale"] == {"domain": [0, 1]}
+    assert [(row["name"], row["value"], row["low"], row["high"]) for row in rows] == [
+        ("lr", 0.7, 0.5, 0.9),
+        ("kl_loss_coef", 0.3, 0.1, 0.5),
+    ]
+    # Bars of one name would lie on each other.
+    spec = make_spec(charts.draw_importances([Importance(f"{name}.lr", 0.5, 0.4, 0.6) for name in ("actor", "critic")]))
+    assert spec["layer"][0]["encoding"]["y"]["sort"] == ["actor.lr", "critic.lr"]
 
 
 def make_foreign_frames(folder: Path, **changes: Any) -> StudyFrames:
@@ -274,7 +378,7 @@ def test_texts_from_a_foreign_folder_stay_text(tmp_path: Path) -> None:
     entry["space"][0]["name"] = evil
     points = {**POINTS, "point-1": {"actor.lr": evil, "actor.use_kl_loss": evil, evil: evil}}
     frames = make_foreign_frames(tmp_path, search=entry, points=points)
-    assert evil not in render_page(frames, draw_figures(frames))
+    assert evil not in write_report(frames.folders[0]).read_text()
 
 
 @pytest.mark.parametrize(
@@ -307,7 +411,7 @@ def test_points_without_settings_are_damage(tmp_path: Path, points: Any) -> None
 def test_a_search_without_points_is_read_as_a_study(tmp_path: Path) -> None:
     frames = make_foreign_frames(tmp_path, points={})
     assert make_points(frames).empty
-    assert render_page(frames, draw_figures(frames))
+    assert write_report(frames.folders[0]).is_file()
 
 
 def test_optuna_does_not_log_to_the_terminal() -> None:

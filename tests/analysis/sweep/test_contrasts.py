@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from analysis.charts.chart import make_spec
 from analysis.data.compare import collect_outcomes, estimate_evaluation_variances
 from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, cast_frame, make_empty_frame, to_records
 from analysis.data.load import load
 from analysis.data.schemas import get_schemas
+from analysis.report.pages import draw_figures
 from analysis.stats.noise import fit_noise
 from analysis.sweep import contrasts as module
 from analysis.sweep.contrasts import (
@@ -26,7 +28,6 @@ from analysis.sweep.contrasts import (
     format_sentences,
 )
 from analysis.sweep.tables import summarize_arms
-from sandboxes.toys.report import plots as sandbox_plots
 from sandboxes.update_rules.records import TRIAL_COLUMNS
 from search_spaces.catalog import FAMILIES
 from tests.fakes import run_folders as language_model
@@ -437,15 +438,22 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
 
 def test_the_figure_shows_the_numbers_of_the_tables(tmp_path: Path) -> None:
     frames = write_and_load(tmp_path, FOUR_ARMS, ("up", [["A", "B"], ["C", "D"]]), ("none", [["A", "nobody"]]))
+    spec = make_spec(draw_figures(frames, ["contrasts"])["contrasts"])
+    marks = [(layer["mark"], spec["datasets"][layer["data"]["name"]]) for layer in spec["layer"]]
+    (zero, lines), (ring, rings), (rule, intervals), (point, points) = marks
+    assert (zero["type"], lines) == ("rule", [{"at": 0.0}])
     table, pair_rows = compute_contrasts(frames), compute_pair_differences(frames)
-    figure = sandbox_plots.draw_contrasts(table, pair_rows)
-    labels = [axes.get_xlabel().split(",")[0] for axes in figure.axes]
-    assert labels == [ERROR, "final_entropy", "mean_entropy"]
-    rings, line, points = figure.axes[0].collections
-    error_rows = table[table["column"] == ERROR]
-    assert np.asarray(points.get_offsets())[0].tolist() == [error_rows["difference"].iloc[0], 0]
-    assert np.asarray(rings.get_offsets())[:2, 0].tolist() == pair_rows["difference"].to_list()[:2]
-    assert np.asarray(line.get_paths()[0].vertices)[:, 0].tolist() == [
-        error_rows["difference_low"].iloc[0],
-        error_rows["difference_high"].iloc[0],
-    ]
+    row = get_row(table, "up")
+    assert (point["filled"], [entry["name"] for entry in points]) == (True, ["up", "none"])
+    assert points[0]["difference"] == pytest.approx(row["difference"])
+    assert (rule["type"], [entry["name"] for entry in intervals]) == ("rule", ["up"])
+    bounds = ("difference_low", "difference_high")
+    assert [intervals[0][name] for name in bounds] == pytest.approx([row[name] for name in bounds])
+    assert not ring.get("filled")
+    expected = pair_rows[(pair_rows["column"] == ERROR) & (pair_rows["contrast"] == "up")]["difference"]
+    assert [entry["difference"] for entry in rings if entry["name"] == "up"] == pytest.approx(expected.to_list())
+    encodings = [layer["encoding"] for layer in spec["layer"][1:]]
+    assert {entry["x"]["axis"]["title"] for entry in encodings} == {f"{ERROR}, first minus second"}
+    assert [entry["x"]["field"] for entry in encodings] == ["difference", "difference_low", "difference"]
+    assert encodings[1]["x2"]["field"] == "difference_high"
+    assert all(entry["y"]["sort"] == ["up", "none"] for entry in encodings)

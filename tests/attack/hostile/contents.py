@@ -261,7 +261,7 @@ def _plant_modules(copy: HostileCopy, rng: random.Random) -> None:
     """Modules in the folder and in the current folder, and files that name them."""
     code = CODE.format(str(copy.home / "ran"))
     current_folder = copy.home.parent / "current"
-    names = ("evil", "sitecustomize", "conftest", "gradient_analysis", "sokoban", "PPO", "matplotlibrc")
+    names = ("evil", "sitecustomize", "conftest", "gradient_analysis", "sokoban", "PPO", "altair")
     for folder in (copy.folder, copy.output, copy.run_dir(), current_folder):
         for name in names:
             (folder / f"{name}.py").write_text(code)

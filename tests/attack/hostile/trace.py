@@ -36,7 +36,7 @@ SYSTEM_PREFIXES = (
 )
 """Files of the operating system that Python and the libraries read: processes, devices, locales, fonts, time zones."""
 
-USER_FOLDERS = (".cache", ".config", ".fonts", ".local", ".matplotlib")
+USER_FOLDERS = (".cache", ".config", ".fonts", ".local")
 """Folders of a home folder in which libraries keep settings and fonts."""
 
 CHANGE_EVENTS = (

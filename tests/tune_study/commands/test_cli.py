@@ -768,7 +768,7 @@ def test_a_folder_of_something_else_is_named_as_such(work_dir: Path) -> None:
     [
         (["settings", "kl"], {"torch", "ray", "pandas", "scipy", "wandb", "analysis"}),
         # What the seeds resolve takes the statistics of a report, but no package that takes seconds.
-        (["run", "kl", "--preset", "laptop", "--dry-run"], {"torch", "ray", "wandb", "matplotlib"}),
+        (["run", "kl", "--preset", "laptop", "--dry-run"], {"torch", "ray", "wandb", "altair", "vl_convert"}),
     ],
 )
 def test_the_command_line_starts_without_slow_packages(arguments: list[str], slow_packages: set[str]) -> None:

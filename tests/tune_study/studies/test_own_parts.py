@@ -100,7 +100,8 @@ def test_the_report_has_the_texts(folder: Path) -> None:
     entries = json.loads((folder / RUN / "study.json").read_text())["code"]
     assert {entry["path"] for entry in entries} == {*NAMES, "parts.py"}
     page = (folder / RUN / "report.html").read_text()
-    assert "Files of the study" in page
+    assert "<summary>Study: <code>parts.py</code>, SHA-256 <code>" in page
+    assert "<summary>Parts: <code>" in page
     assert "A contextual bandit: each of four symbols" in page
     assert all(entry["sha256"] in page for entry in entries)
 

@@ -1,6 +1,7 @@
 """A study of a file from its first run to a probe: what is recorded, and what a folder may choose (nothing)."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,25 @@ SMALL = {
     "trainer.total_training_steps": 1,
 }
 RUN = Path("results/my_lr_sokoban-tiny")
+SECTIONS = """
+from analysis.report.section import Section, Table, name, number
+
+def list_steps(results):
+    rows = results.frames.trials.groupby("arm")["steps_done"].mean().reset_index()
+    yield Table([name("arm"), number("steps", "steps_done", str)], rows.to_dict("records"))
+
+STUDY = Study(
+    sections=[
+        Section(
+            "effort",
+            "Steps of <each> arm",
+            sentences=lambda results: [f"{len(results.frames.trials)} run of `{results.study.name}`"],
+            tables=list_steps,
+            files=lambda results: {"effort": results.frames.trials[["run_id", "steps_done"]]},
+        )
+    ],
+"""
+"""Sections of the report, and the beginning of the declaration."""
 
 
 def type_command(folder: Path, *words: str) -> tuple[int, str, str]:
@@ -41,11 +61,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with lr.py and its study, which has run."""
     path: Path = tmp_path_factory.mktemp("own")
     assert type_command(path, "new", "my-lr", "--vary", "actor.lr=1e-4,3e-4", "--to", "lr.py")[0] == 0
+    text = (path / "lr.py").read_text()
+    (path / "lr.py").write_text(text.replace("\nSTUDY = Study(\n", SECTIONS))
     settings = [f"--set={name}={value}" for name, value in SMALL.items()]
     words = ("--preset", "laptop", "--seeds", "1", "--values", "1e-4", *settings)
     code, output, error = type_command(path, "run", "lr.py", *words)
     assert code == 0, error
     assert "report.html" in output
+    (path / "first_report.html").write_bytes((path / RUN / "report.html").read_bytes())
     return path
 
 
@@ -68,6 +91,33 @@ def test_reading_needs_no_file(folder: Path) -> None:
     assert type_command(elsewhere, "report", run)[0] == 0
     trials = analysis.load(folder).trials
     assert dict(trials.set_index("arm")["status"]) == {"1e-4": "completed"}
+
+
+def find_own_section(page: Path) -> str:
+    """Return the words of the last section of a report, if it is the one of the file; otherwise an empty text."""
+    section = page.read_text(encoding="utf-8").rpartition('<section id="effort">')[2].partition("</main>")[0]
+    return " ".join(re.sub("<[^>]+>", " ", section).split()) if section.count("</section>") == 1 else ""
+
+
+def test_sections_of_the_file_are_the_last_of_the_report(folder: Path) -> None:
+    words = find_own_section(folder / "first_report.html")
+    assert words.startswith("Steps of &lt;each&gt; arm 1 run of my-lr ")
+    assert words.endswith(" arm steps learning rate 1e-4 1.0")
+    report, table = folder / RUN / "report.html", folder / RUN / "figures" / "effort.csv"
+    assert table.read_text().startswith("run_id,steps_done\n")
+    # A results folder never chooses code: without the file, the report has the sections of the package alone.
+    table.unlink()
+    assert type_command(folder, "report", str(RUN))[0] == 0
+    assert find_own_section(report) == ""
+    assert not table.exists()
+    code, output, error = type_command(folder, "report", str(RUN), "--study", "lr.py")
+    assert (code, error) == (0, "")
+    assert "effort" not in output
+    assert find_own_section(report) == words
+    assert table.exists()
+    code, _, error = type_command(folder, "report", str(RUN), "--study", "nowhere.py")
+    assert code == 2
+    assert "There is no file nowhere.py" in error
 
 
 def test_continuing_needs_the_file_that_declared_it(folder: Path) -> None:

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from analysis import load
-from analysis.report.pages import render_page
+from analysis.report.pages import write_report
 from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
@@ -223,7 +223,7 @@ def test_episodes_of_a_study_of_trees_have_answers_and_evidence(tmp_path: Path) 
     frames = load(plan.folder)
     assert len(frames.trained_episodes) == 32
     assert "evidence to quote: " in frames.episodes["text"].iloc[0]
-    page = render_page(frames, {})
+    page = write_report(plan.folder).read_text(encoding="utf-8")
     assert "evidence to quote: " in page
     assert "A short study: 1 training step instead of the " in page
 

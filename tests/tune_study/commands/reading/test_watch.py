@@ -168,8 +168,8 @@ def test_a_failed_look_is_said_and_tried_again(error: Exception, folder: Path, m
 def test_the_measure_of_a_family_is_named(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [SandboxRun("DG", 0), SandboxRun("GRPO", 0)])
     page = LivePage(load(folder), ("test_error", "test error"), False, "12:00:00", ["a line is damaged"]).render(None)
-    assert '<th class="n">test error</th>' in page
-    assert "<p>a line is damaged</p>" in page
+    assert '<th scope="col" class="number">test error</th>' in page
+    assert "<li>a line is damaged</li>" in page
     assert "2 of 2 runs have ended" in page
 
 

@@ -1,0 +1,36 @@
+"""Tests of what leaves a report: the conclusion of the terminal, verdicts of runs, and arms that need more seeds."""
+
+import pytest
+
+from analysis.data.frames import StudyFrames
+from analysis.data.load import load
+from analysis.report.pages import conclude, list_open_arms, summarize_runs
+from tests.fakes.grid_folders import ONE_TYPE, write_grid
+
+
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+    """A grid of 68 arms in three panels, whose report names arms by their points."""
+    return load(write_grid(tmp_path_factory.mktemp("grid"), ONE_TYPE, seeds=2))
+
+
+@pytest.mark.long
+def test_arms_of_a_grid_are_named_as_they_are_typed(frames: StudyFrames) -> None:
+    arms = set(frames.trials["arm"])
+    headings, *rows = conclude(frames).verdicts
+    assert headings[:2] == ("arm", "verdict")
+    assert {row[0] for row in rows} == arms
+    assert len(rows) == len(arms)
+    open_arms = {row[0] for row in rows if row[1] == "open"}
+    assert set(list_open_arms(frames)) == open_arms
+    assert 0 < len(open_arms) < len(arms)
+
+
+@pytest.mark.long
+def test_each_run_of_a_grid_has_the_verdict_of_its_arm(frames: StudyFrames) -> None:
+    _, *rows = conclude(frames).verdicts
+    verdicts = {row[0]: row[1] for row in rows}
+    summaries = summarize_runs(frames)
+    arms = frames.trials.set_index("run_id")["arm"]
+    assert {run_id: summary["verdict"] for run_id, summary in summaries.items()} == dict(arms.map(verdicts))
+    assert verdicts[frames.studies[0].baseline] == "baseline"
