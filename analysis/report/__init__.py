@@ -1,1 +1,1 @@
-"""Writes one HTML report per study, and an index of all studies."""
+"""Reports as lists of sections: one HTML page per study, and an index of several."""

@@ -1,1 +1,1 @@
-"""Studies whose arms lie along one axis: tables, curves, verdicts and figures."""
+"""Studies whose arms lie along one axis: tables, curves and verdicts."""

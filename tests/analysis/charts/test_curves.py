@@ -109,7 +109,7 @@ def test_panels_have_the_order_of_the_table(table: pd.DataFrame, means: pd.DataF
     line, thin, *_, targets = spec["spec"]["layer"]
     assert line["mark"]["type"] == "rule"
     assert thin["encoding"]["strokeDash"]["field"] == "dash"
-        assert "dash" in {tooltip["field"] for tooltip in targets["encoding"]["tooltip"]}
+    assert "dash" in {tooltip["field"] for tooltip in targets["encoding"]["tooltip"]}
     assert "facet" not in read(table.assign(panel="one"))
 
 
