@@ -209,6 +209,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "analysis.search.trials": ("numpy", "pandas", "optuna"),
     "analysis": ("numpy", "scipy", "pandas", "pyarrow"),
     "analysis.charts": ("altair", "vl_convert", "numpy", "pandas"),
+    "analysis.gradients.files": ("altair", "pandas"),
     "analysis.notebook": ("altair", "pandas"),
     "analysis.report": ("altair", "jinja2", "markupsafe", "numpy", "pandas"),
     # tensorboardX is Ray Tune's.

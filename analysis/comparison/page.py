@@ -13,10 +13,10 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.report.common import format_p
 from analysis.report.page import draw_sections, render_page, view_sections, write_page
-from analysis.report.section import Column, Figure, Heading, Section, Table, name, number, text
+from analysis.report.section import Figure, Heading, Section, Table, TableColumn, name, number, text
 from analysis.sweep import findings
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_number, format_p_value, format_signed
-from trainable.runs.records import Column as RecordColumn
+from trainable.runs.records import Column
 
 VERDICTS = ("better", "worse", "equal", "no effect", "open", "no comparison")
 """In the order in which a sentence names them."""
@@ -41,7 +41,7 @@ class Comparison:
         return next(iter(self.studies))
 
     @property
-    def outcome(self) -> RecordColumn:
+    def outcome(self) -> Column:
         """The column of `trials` that is compared."""
         (family,) = self.studies[self.reference].families
         return next(column for column in family.trial_columns if column.name == family.primary_column)
@@ -117,14 +117,14 @@ def _make_arm_table(comparison: Comparison) -> Iterator[Table]:
     reference = comparison.reference
     yield Table(
         [
-            Column("arm", _format_arm, "name"),
-            Column("verdict", _format_verdict, "verdict"),
+            TableColumn("arm", _format_arm, "name"),
+            TableColumn("verdict", _format_verdict, "verdict"),
             text("study", "study"),
             number(reference, "reference", format_fraction),
             number("other", "other", format_fraction),
             number("difference", "difference", format_signed, ("difference_low", "difference_high")),
             number("Holm p", "p_holm", format_p),
-            Column(f"stopped runs,\n{reference} and other", _format_stops, "number"),
+            TableColumn(f"stopped runs,\n{reference} and other", _format_stops, "number"),
             text("basis", "basis"),
         ],
         to_records(comparison.arms),
@@ -166,15 +166,15 @@ def _make_study_table(comparison: Comparison) -> Iterator[Table]:
 def _make_settings_table(comparison: Comparison) -> Iterator[Table]:
     yield Table(
         [
-            Column("setting", lambda row: f"`{row['setting']}`", "name"),
+            TableColumn("setting", lambda row: f"`{row['setting']}`", "name"),
             *(_make_value_column(label) for label in comparison.studies),
         ],
         to_records(comparison.settings),
     )
 
 
-def _make_value_column(label: str) -> Column:
-    return Column(label, lambda row: f"`{row[label]}`" if row[label] else "–")
+def _make_value_column(label: str) -> TableColumn:
+    return TableColumn(label, lambda row: f"`{row[label]}`" if row[label] else "–")
 
 
 SECTIONS: tuple[Section[Comparison], ...] = (

@@ -14,7 +14,7 @@ from analysis.data.compare import has_added_seeds
 from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.report.section import Column, Figure, Listing, Section, Table, is_missing, name, number, text
+from analysis.report.section import Figure, Listing, Section, Table, TableColumn, is_missing, name, number, text
 from analysis.search.results import SearchResults, find_search
 from analysis.sweep import findings
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, format_sentences
@@ -74,7 +74,7 @@ def count_statuses(row: Row) -> str:
     return "\n".join(f"{status} {row[status]} {format_status(status)}" for status in statuses if row.get(status))
 
 
-STATUS_COUNTS = Column("runs", count_statuses, "status")
+STATUS_COUNTS = TableColumn("runs", count_statuses, "status")
 
 
 def format_p(value: float) -> str:
@@ -95,17 +95,17 @@ def format_signed_4(value: float) -> str:
 # ---------------------------------------------------------------------- runs
 
 
-def make_runs_table(frames: StudyFrames, columns: Iterable[Column]) -> Iterator[Table]:
+def make_runs_table(frames: StudyFrames, columns: Iterable[TableColumn]) -> Iterator[Table]:
     """Make the table of all runs, folded. columns: of the numbers of a run."""
     trials = frames.trials
     yield Table(
         [
             name("arm"),
             number("seed", "seed", str),
-            Column("status", lambda run: f"{run['status']} {format_status(run['status'])}", "status"),
-            Column("steps", _format_steps, "number"),
+            TableColumn("status", lambda run: f"{run['status']} {format_status(run['status'])}", "status"),
+            TableColumn("steps", _format_steps, "number"),
             *columns,
-            Column("reason", _format_reason),
+            TableColumn("reason", _format_reason),
             text("run", "run_id"),
         ],
         to_records(trials),
@@ -147,13 +147,13 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
         yield Table(
             [
                 name("contrast", "contrast"),
-                Column("verdict", _format_contrast_verdict, "verdict"),
+                TableColumn("verdict", _format_contrast_verdict, "verdict"),
                 number("first minus\nsecond", "difference", format_signed_4, ("difference_low", "difference_high")),
                 number("Holm p", "p_holm", format_p),
                 number("seeds", "seeds", str),
-                Column("pairs", _format_pairs, "number"),
+                TableColumn("pairs", _format_pairs, "number"),
                 *counts,
-                Column("not counted, or stopped", _format_run_notes),
+                TableColumn("not counted, or stopped", _format_run_notes),
             ],
             to_records(contrasts[contrasts["column"] == key]),
             title=f"`{key}`{rank}",
@@ -169,7 +169,7 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
                 number("first minus\nsecond", "difference", format_signed_4),
                 number("seeds", "seeds", str),
                 *counts,
-                Column("not counted, or stopped", _format_run_notes),
+                TableColumn("not counted, or stopped", _format_run_notes),
             ],
             rows,
             fold=f"All {len(rows)} pairs in {key}",
@@ -291,8 +291,8 @@ def make_reproduction_tables(results: StudyResults, facts: Mapping[str, str]) ->
     differing = findings.list_arm_settings(results.frames)
     yield Table(
         [
-            Column("setting", lambda row: f"`{row['setting']}`", "name"),
-            *(Column(arm, lambda row, place=place: row["values"][place]) for place, arm in enumerate(arms)),  # type: ignore[misc]
+            TableColumn("setting", lambda row: f"`{row['setting']}`", "name"),
+            *(TableColumn(arm, lambda row, place=place: row["values"][place]) for place, arm in enumerate(arms)),  # type: ignore[misc]
         ],
         differing if len(arms) <= MAX_SETTING_ARMS else [],
         fold=f"Settings in which arms differ: {len(differing)}",
@@ -301,9 +301,9 @@ def make_reproduction_tables(results: StudyResults, facts: Mapping[str, str]) ->
     are_known = bool(settings) and settings[0]["changed"] is not None
     yield Table(
         [
-            Column("setting", lambda row: f"`{row['name']}`", "name"),
-            Column("value", lambda row: f"`{row['value']}`"),
-            Column("default", _format_default),
+            TableColumn("setting", lambda row: f"`{row['name']}`", "name"),
+            TableColumn("value", lambda row: f"`{row['value']}`"),
+            TableColumn("default", _format_default),
         ],
         settings,
         fold=f"All {len(settings)} settings, before the arms change them",

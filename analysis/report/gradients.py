@@ -14,7 +14,7 @@ from analysis.gradients import tables
 from analysis.gradients.tables import FILTER_LABELS, SHARE_LABELS
 from analysis.report.common import format_p, format_signed_2
 from analysis.report.results import SweepResults
-from analysis.report.section import Column, Figure, Section, Table, format_count, name, number, text
+from analysis.report.section import Figure, Section, Table, TableColumn, format_count, name, number, text
 from analysis.sweep.findings import describe_span
 from analysis.sweep.symptoms import PERMUTATION_SEED
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_signed
@@ -112,7 +112,9 @@ def make_trend_rows(gradients: pd.DataFrame) -> list[Row]:
 def _make_tables(results: SweepResults) -> Iterator[Table]:
     gradients = results.frames.gradients
     step = number("step", "step", str)
-    batch = Column("analyzed", lambda row: f"{'probe, ' * (row['source'] == 'probe')}{FILTER_LABELS[row['prefilter']]}")
+    batch = TableColumn(
+        "analyzed", lambda row: f"{'probe, ' * (row['source'] == 'probe')}{FILTER_LABELS[row['prefilter']]}"
+    )
     yield Table(
         [
             name("arm"),

@@ -13,10 +13,10 @@ from analysis.grid.layout import MEASURES, Measure
 from analysis.report.common import format_p, format_signed_2
 from analysis.report.results import SweepResults
 from analysis.report.section import (
-    Column,
     Figure,
     Section,
     Table,
+    TableColumn,
     is_missing,
     name,
     number,
@@ -47,7 +47,7 @@ def _make_factor_tables(results: SweepResults) -> Iterator[Table]:
         [
             name("factor", "factor"),
             number("spread", "spread", format_fraction),
-            Column(
+            TableColumn(
                 "mean by value",
                 lambda row: "; ".join(f"{entry['value']}: {format_fraction(entry['mean'])}" for entry in row["means"]),
             ),
@@ -96,10 +96,10 @@ def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("line", "line"),
-            Column("collapsed", lambda row: f"{row['collapsed']} of {row['runs']}", "number"),
+            TableColumn("collapsed", lambda row: f"{row['collapsed']} of {row['runs']}", "number"),
             number("edge", "edge", format_number, ("edge_low", "edge_high")),
-            Column("interval", lambda row: row["method"] or "–"),
-            Column("safe band", _format_safe_band, "number"),
+            TableColumn("interval", lambda row: row["method"] or "–"),
+            TableColumn("safe band", _format_safe_band, "number"),
             number("decades", "safe_decades"),
             number("at most", "safe_decades_max"),
             number("collapse at its\nupper end, at most", "collapse_bound", format_fraction),
@@ -112,7 +112,7 @@ def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
             name("contrast", "contrast"),
             number("collapsed", "collapsed", str),
             number("of the\nreference", "reference_collapsed", str),
-            Column("doses x\nseeds", lambda row: f"{row['doses']} x {row['seeds']}", "number"),
+            TableColumn("doses x\nseeds", lambda row: f"{row['doses']} x {row['seeds']}", "number"),
             number("shift of the\nedge (decades)", "shift", format_signed_2, ("shift_low", "shift_high")),
             number("p", "p", format_p),
             text("what restricts it", "note"),
@@ -301,8 +301,8 @@ def _make_cell_tables(results: SweepResults) -> Iterator[Table]:
     columns = [
         number(shorten_setting(results.known_grid.x), "x"),
         number(shorten_setting(results.known_grid.y), "y"),
-        Column("state", lambda row: f"{'shared: ' * row['shared']}{format_status(row['state'])}"),
-        Column("scored\nof runs", lambda row: f"{row['scored']} of {row['runs']}", "number"),
+        TableColumn("state", lambda row: f"{'shared: ' * row['shared']}{format_status(row['state'])}"),
+        TableColumn("scored\nof runs", lambda row: f"{row['scored']} of {row['runs']}", "number"),
         number("stopped", "early_stopped", str),
         *(_make_measure_column(measure) for measure in MEASURES if cells[measure.name].notna().any()),
     ]
@@ -310,7 +310,7 @@ def _make_cell_tables(results: SweepResults) -> Iterator[Table]:
         yield Table(columns, to_records(rows), fold=f"**{panel}**: all numbers of {count_nouns(len(rows), 'cell')}")
 
 
-def _make_measure_column(measure: Measure) -> Column:
+def _make_measure_column(measure: Measure) -> TableColumn:
     def format_value(row: Row) -> str:
         key = measure.name
         mean, std, low, high = (
@@ -319,7 +319,7 @@ def _make_measure_column(measure: Measure) -> Column:
         )
         return f"{mean}\nstd {std}, {low} to {high}" if std else mean or "–"
 
-    return Column(measure.label.replace(" (", "\n("), format_value, "number")
+    return TableColumn(measure.label.replace(" (", "\n("), format_value, "number")
 
 
 def _make_grid_files(results: SweepResults) -> Mapping[str, pd.DataFrame]:
@@ -351,12 +351,12 @@ def _make_switch_tables(results: SweepResults) -> Iterator[Table]:
         yield Table(
             [
                 *([name("loss", "group")] if rows and rows[0]["group"] else []),
-                Column("measure", lambda row: labels[row["measure"]]),
+                TableColumn("measure", lambda row: labels[row["measure"]]),
                 number("matched\npairs", "pairs", str),
                 number(off, "off"),
                 number(on, "on"),
                 number("difference", "difference", format_signed_number, ("low", "high")),
-                Column("pairs in\nwhich higher", lambda row: f"{row['higher']} of {row['pairs']}", "number"),
+                TableColumn("pairs in\nwhich higher", lambda row: f"{row['higher']} of {row['pairs']}", "number"),
                 number(f"stopped:\n{off}", "stopped_off", str),
                 number(f"stopped:\n{on}", "stopped_on", str),
             ],
@@ -406,7 +406,7 @@ def _make_anchor_tables(results: SweepResults) -> Iterator[Table]:
             number("permutation p", "p", format_p),
             number("KL at the smallest\ncoefficient (nats)", "kl_smallest"),
             number("KL at the largest\ncoefficient (nats)", "kl_largest"),
-            Column("steps\nmeasured", lambda row: f"{row['first_step']} to {row['last_step']}", "number"),
+            TableColumn("steps\nmeasured", lambda row: f"{row['first_step']} to {row['last_step']}", "number"),
         ],
         to_records(results.kl_trends) if _list_anchor_sentences(results) else [],
     )

@@ -6,7 +6,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import name_arms
 from analysis.report.page import SectionView, draw_sections, render_page, view_sections
 from analysis.report.pages import find_report, make_heading
-from analysis.report.section import Column, Table, name, number
+from analysis.report.section import Table, TableColumn, name, number
 from analysis.sweep.verdicts import format_fraction, format_status
 from trainable.runs.study_record import ENDED_STATUSES
 
@@ -44,8 +44,8 @@ class LivePage:
             [
                 name("arm"),
                 number("seed", "seed", str),
-                Column("status", lambda run: f"{run['status']} {format_status(run['status'])}", "status"),
-                Column("step", lambda run: f"{run['step']} of {run.get('steps_total') or '–'}", "number"),
+                TableColumn("status", lambda run: f"{run['status']} {format_status(run['status'])}", "status"),
+                TableColumn("step", lambda run: f"{run['step']} of {run.get('steps_total') or '–'}", "number"),
                 number(metric[1], "value", format_fraction),
             ],
             runs,

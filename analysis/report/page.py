@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from analysis.charts import chart as charts
 from analysis.charts.script import make_script
-from analysis.report.section import Column, Figure, Heading, Listing, Section, Table
+from analysis.report.section import Figure, Heading, Listing, Section, Table, TableColumn
 from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.paths import atomic_write
 from trainable.files.step_phase import STEP_PHASE
@@ -145,7 +145,7 @@ def format_plain(text: str) -> str:
     return _MARKS.sub(lambda match: match[1] or format_plain(match[2]), text)
 
 
-def format_cell(column: Column, row: Any) -> Markup:
+def format_cell(column: TableColumn, row: Any) -> Markup:
     """Return the cell of a table as HTML."""
     content = column.cell(row)
     if column.kind == "status":
@@ -163,7 +163,7 @@ def format_cell(column: Column, row: Any) -> Markup:
     return shown + Markup('<span class="ci">{}</span>').format(lines_below) if small else shown
 
 
-def format_plain_cell(column: Column, row: Any) -> str:
+def format_plain_cell(column: TableColumn, row: Any) -> str:
     """Return the cell of a table as a line for a terminal, with a first interval, but without further ones."""
     lines = column.cell(row).split("\n")
     if column.kind == "status":

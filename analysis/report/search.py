@@ -8,7 +8,7 @@ import pandas as pd
 from analysis.charts import search as charts
 from analysis.data.frames import to_records
 from analysis.report.common import StudyResults
-from analysis.report.section import Column, Figure, Section, Table, format_count, number, text
+from analysis.report.section import Figure, Section, Table, TableColumn, format_count, number, text
 from analysis.search.results import SearchResults, describe_search
 from analysis.search.trials import IMPORTANCE_QUANTILE, Importance
 from analysis.sweep.verdicts import format_fraction
@@ -43,7 +43,7 @@ def _make_point_tables(results: StudyResults) -> Iterator[Table]:
     settings = list(dict.fromkeys(dimension.setting for dimension in search.search.space))
     rows = to_records(order)
     columns = [
-        Column("point", lambda row: f"{row['arm']}{' (front)' * (row['arm'] in search.pareto_arms)}", "name"),
+        TableColumn("point", lambda row: f"{row['arm']}{' (front)' * (row['arm'] in search.pareto_arms)}", "name"),
         text("state", "state"),
         number("outcome", "success", format_fraction, ("low", "high")),
         number("seeds", "seeds", str),
@@ -55,8 +55,8 @@ def _make_point_tables(results: StudyResults) -> Iterator[Table]:
     yield Table(columns, rows if len(rows) > _NUM_LEADERS else [], fold=f"All {len(rows)} points")
 
 
-def _make_setting_column(setting: str) -> Column:
-    return Column(setting.rpartition(".")[2], lambda row: str(row["settings"].get(setting, "–")), "number")
+def _make_setting_column(setting: str) -> TableColumn:
+    return TableColumn(setting.rpartition(".")[2], lambda row: str(row["settings"].get(setting, "–")), "number")
 
 
 def _make_files(results: StudyResults) -> dict[str, pd.DataFrame]:

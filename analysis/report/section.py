@@ -57,7 +57,7 @@ def format_duration(seconds: float) -> str:
 # ---------------------------------------------------------------------- tables
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """A column of a table on a page."""
 
     heading: str
@@ -69,14 +69,14 @@ class Column(NamedTuple):
     (a line per status: its name, and what the line says)."""
 
 
-def name(heading: str, key: str = "arm") -> Column:
+def name(heading: str, key: str = "arm") -> TableColumn:
     """Make the column that names the rows. key: of the rows."""
-    return Column(heading, lambda row: str(row[key]), "name")
+    return TableColumn(heading, lambda row: str(row[key]), "name")
 
 
-def text(heading: str, key: str) -> Column:
+def text(heading: str, key: str) -> TableColumn:
     """Make a column of texts, which may be missing."""
-    return Column(heading, lambda row: "–" if is_missing(row[key]) else str(row[key]))
+    return TableColumn(heading, lambda row: "–" if is_missing(row[key]) else str(row[key]))
 
 
 def number(
@@ -84,7 +84,7 @@ def number(
     key: str,
     format_value: Callable[[Any], str] = format_number,
     bounds: tuple[str, str] | None = None,
-) -> Column:
+) -> TableColumn:
     """Make a column of numbers; a dash where one is missing.
 
     bounds: the keys of the lower and the upper bound of an interval, which is printed below the number if it has one.
@@ -94,7 +94,7 @@ def number(
         value = "–" if is_missing(row[key]) else format_value(row[key])
         return value if bounds is None else f"{value}\n{format_range(row, *bounds, format_value)}".rstrip("\n")
 
-    return Column(heading, format_cell, "number")
+    return TableColumn(heading, format_cell, "number")
 
 
 def format_range(row: Row, low: str, high: str, format_value: Callable[[Any], str]) -> str:
@@ -108,7 +108,7 @@ def format_range(row: Row, low: str, high: str, format_value: Callable[[Any], st
 class Table:
     """A table of a section."""
 
-    columns: Sequence[Column]
+    columns: Sequence[TableColumn]
     rows: Sequence[Row]
     title: str = ""
     """A heading of its own; empty in a section with one table."""

@@ -32,13 +32,13 @@ from analysis.report.pages import CONSISTENCY_SENTENCE, list_consistency
 from analysis.report.results import SweepResults
 from analysis.report.search import SEARCH, SEARCH_FIGURES
 from analysis.report.section import (
-    Column,
     Figure,
     Heading,
     Listing,
     Report,
     Section,
     Table,
+    TableColumn,
     format_count,
     format_duration,
     format_range,
@@ -79,14 +79,14 @@ def _make_verdict_tables(results: SweepResults) -> Iterator[Table]:
         yield Table(columns, rows, fold=f"**{panel}**: {len(rows)} arm{'s' * (len(rows) > 1)}; {outcomes}")
 
 
-def _make_verdict_columns(results: SweepResults) -> list[Column]:
+def _make_verdict_columns(results: SweepResults) -> list[TableColumn]:
     num_late = findings.count_late_validations(results.study)
     late = "the last validation" if num_late == 1 else f"mean of the\nlast {num_late} validations"
     return [
         name("arm"),
-        Column("verdict", lambda row: row["outcome"], "verdict"),
+        TableColumn("verdict", lambda row: row["outcome"], "verdict"),
         number(f"success, {late}", "late_val_success", format_fraction, ("late_low", "late_high")),
-        Column("minus the\nbaseline", _format_difference, "number"),
+        TableColumn("minus the\nbaseline", _format_difference, "number"),
         number("Holm p", "p_holm", format_p),
         number("success at the\nlast validation", "final_val_success", format_fraction),
         STATUS_COUNTS,
@@ -149,7 +149,7 @@ def _make_collapse_table(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            Column("collapsed", lambda row: f"{row['collapsed']} of {row['runs']}", "number"),
+            TableColumn("collapsed", lambda row: f"{row['collapsed']} of {row['runs']}", "number"),
             text("at steps", "collapse_steps"),
             number("mean steps\nwithout", "mean_steps"),
             number("minus the\nbaseline", "difference", format_signed_number, ("difference_low", "difference_high")),
@@ -196,8 +196,10 @@ def _make_order_table(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("symptom", "label"),
-            Column("changed in", lambda row: f"{row['changed']} of {row['runs']}", "number"),
-            Column("stayed well:\nchanged in", lambda row: f"{row['well_changed']} of {row['well_runs']}", "number"),
+            TableColumn("changed in", lambda row: f"{row['changed']} of {row['runs']}", "number"),
+            TableColumn(
+                "stayed well:\nchanged in", lambda row: f"{row['well_changed']} of {row['well_runs']}", "number"
+            ),
             number("was first in", "first", str),
             number("median\nonset", "median_onset"),
             number("before\nsuccess", "earlier", str),
@@ -478,7 +480,7 @@ def _make_time_tables(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            Column("cost", lambda row: time_course.COSTS[row["cost"]]),
+            TableColumn("cost", lambda row: time_course.COSTS[row["cost"]]),
             number("seeds", "seeds", str),
             number("ceiling", "ceiling", format_fraction, ("ceiling_low", "ceiling_high")),
             number(
@@ -520,7 +522,7 @@ def _make_secondary_table(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            Column("outcome", lambda row: findings.SECONDARY_LABELS[row["column"]]),
+            TableColumn("outcome", lambda row: findings.SECONDARY_LABELS[row["column"]]),
             number("minus the\nbaseline", "difference", format_signed, ("difference_low", "difference_high")),
             number("Holm p", "p_holm", format_p),
         ],
@@ -562,7 +564,7 @@ def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
         yield Table(
             [
                 name("arm"),
-                Column(
+                TableColumn(
                     "stopped",
                     lambda row: f"{row['failed_stops']} of {row['early_stopped'] + row['completed']}",
                     "number",

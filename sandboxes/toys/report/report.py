@@ -28,13 +28,13 @@ from analysis.report.common import (
 )
 from analysis.report.search import SEARCH, SEARCH_FIGURES
 from analysis.report.section import (
-    Column,
     Figure,
     Heading,
     Listing,
     Report,
     Section,
     Table,
+    TableColumn,
     format_duration,
     format_range,
     is_missing,
@@ -108,7 +108,7 @@ def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            Column("verdict", _format_verdict, "verdict"),
+            TableColumn("verdict", _format_verdict, "verdict"),
             number(results.description.number, "mean", lambda value: f"{value:.4f}"),
             number("minus the\nbaseline", "difference", format_signed_4, ("difference_low", "difference_high")),
             number("Holm p", "p_holm", format_p),
@@ -233,7 +233,7 @@ def _make_number_tables(results: ToyResults) -> Iterator[Table]:
         )
 
 
-def _make_number_columns(rows: Iterable[Row], key: str) -> list[Column]:
+def _make_number_columns(rows: Iterable[Row], key: str) -> list[TableColumn]:
     def format_number(value: float) -> str:
         return format_ordinary(value, key)
 
@@ -243,24 +243,24 @@ def _make_number_columns(rows: Iterable[Row], key: str) -> list[Column]:
         number("mean", "mean", format_number),
         number("standard\nerror", "standard_error", format_number),
         number("standard\ndeviation", "standard_deviation", format_number),
-        Column("n", _format_n, "number"),
+        TableColumn("n", _format_n, "number"),
     ]
     if any(row["published_mean"] is not None for row in rows):
         result += [
             number("published\nmean", "published_mean", format_number),
-            Column("published standard\ndeviation (n)", _make_published_formatter(format_number), "number"),
+            TableColumn("published standard\ndeviation (n)", _make_published_formatter(format_number), "number"),
         ]
     if any(row["verdict"] for row in rows):
         result += [
             number("minus the\nbaseline", "difference", format_signed_4, ("difference_low", "difference_high")),
             number("Holm p", "p_holm", format_p),
-            Column("verdict", lambda row: _format_verdict(row) if row["verdict"] else "", "verdict"),
+            TableColumn("verdict", lambda row: _format_verdict(row) if row["verdict"] else "", "verdict"),
             text("basis", "basis"),
         ]
     if any(row["missing_seeds"] for row in rows):
         heading = "never reached" if key.startswith("first_step") else "without a value"
         result.append(
-            Column(heading, lambda row: f"seed {row['missing_seeds']}" if row["missing_seeds"] else "", "text")
+            TableColumn(heading, lambda row: f"seed {row['missing_seeds']}" if row["missing_seeds"] else "", "text")
         )
     return result
 
@@ -291,20 +291,20 @@ NUMBERS: Section[ToyResults] = Section(
 def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator[Table]:
     has_studies = [text("study", "study")] * (table["study"].nunique() > 1)
     published, ours = (
-        Column(heading, _make_cell_formatter(prefix), "number")
+        TableColumn(heading, _make_cell_formatter(prefix), "number")
         for heading, prefix in (("published", "published_"), ("ours", ""))
     )
     yield Table(
         [
             name("arm"),
-            Column("verdict", _format_expectation, "verdict"),
+            TableColumn("verdict", _format_expectation, "verdict"),
             *has_studies,
-            Column("column", lambda row: f"`{row['column']}`"),
+            TableColumn("column", lambda row: f"`{row['column']}`"),
             published,
             ours,
-            Column("ours minus\npublished", _format_published_difference, "number"),
+            TableColumn("ours minus\npublished", _format_published_difference, "number"),
             number("Holm p", "p_holm", format_p),
-            Column("notes", lambda row: "; ".join(filter(None, [row["reason"], row["notes"]]))),
+            TableColumn("notes", lambda row: "; ".join(filter(None, [row["reason"], row["notes"]]))),
         ],
         to_records(table[table["kind"] != POOLED]),
     )
@@ -313,7 +313,7 @@ def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator
         [
             name("arm"),
             *has_studies,
-            Column("column", lambda row: f"`{row['column']}`"),
+            TableColumn("column", lambda row: f"`{row['column']}`"),
             text("table", "section"),
             published,
             ours,
@@ -411,15 +411,15 @@ def _make_arm_table(results: ToyResults) -> Iterator[Table]:
         [
             name("arm"),
             STATUS_COUNTS,
-            Column("last step", lambda row: row["steps"], "number"),
+            TableColumn("last step", lambda row: row["steps"], "number"),
             *(_make_setting_column(f"`{entry['setting']}`", place) for place, entry in enumerate(settings)),
         ],
         rows,
     )
 
 
-def _make_setting_column(heading: str, place: int) -> Column:
-    return Column(heading, lambda row: row["settings"][place])
+def _make_setting_column(heading: str, place: int) -> TableColumn:
+    return TableColumn(heading, lambda row: row["settings"][place])
 
 
 def _describe_effort(results: ToyResults) -> Iterator[str]:

@@ -20,7 +20,7 @@ from analysis.report.page import (
     render_page,
     view_sections,
 )
-from analysis.report.section import Column, Figure, Heading, Listing, Section, Table, name, number
+from analysis.report.section import Figure, Heading, Listing, Section, Table, TableColumn, name, number
 from tests.analysis.report.test_pages import CONTROLS, SCRIPT, parse_page
 from trainable.files.control_characters import LINE_CHARACTERS, escape_controls, is_printable
 
@@ -35,7 +35,7 @@ def draw(table: pd.DataFrame, results: Any) -> alt.Chart:
 FIGURE = Figure[Any](
     "points", f"Of {HOSTILE} each. More.", lambda results: DATA, draw, lambda table, _: f"{len(table)} of {HOSTILE}"
 )
-COLUMNS = [name("arm"), number(f"mean\n{HOSTILE}", "value"), Column("verdict", lambda row: "open", "verdict")]
+COLUMNS = [name("arm"), number(f"mean\n{HOSTILE}", "value"), TableColumn("verdict", lambda row: "open", "verdict")]
 
 
 def make_section(section_name: str, **changes: Any) -> Section[Any]:
@@ -147,6 +147,6 @@ def test_marks_are_code_bold_and_links_within_the_server(text: str, marked: str,
     ],
 )
 def test_cells_of_each_kind(kind: str, content: str, cell: str, plain: str) -> None:
-    column = Column("heading", lambda row: row, kind)
+    column = TableColumn("heading", lambda row: row, kind)
     assert format_cell(column, content) == cell
     assert format_plain_cell(column, content) == plain

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from analysis.report.section import Column, format_count, format_duration, format_range, name, number, text
+from analysis.report.section import TableColumn, format_count, format_duration, format_range, name, number, text
 from analysis.sweep.verdicts import format_fraction, format_signed
 
 NAN = float("nan")
@@ -26,7 +26,7 @@ BOUNDS = ("low", "high")
         (number("heading", "value", format_signed, ("none", "nan")), "number", "−0.250"),
     ],
 )
-def test_cells_have_a_dash_where_a_value_is_missing(column: Column, kind: str, cell: str) -> None:
+def test_cells_have_a_dash_where_a_value_is_missing(column: TableColumn, kind: str, cell: str) -> None:
     assert (column.kind, column.cell(ROW)) == (kind, cell)
 
 

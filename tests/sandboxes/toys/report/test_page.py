@@ -270,7 +270,7 @@ def test_pooled_cells_are_listed_apart(tmp_path: Path) -> None:
     runs = [FakeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}, error=(0.6, 0.5)) for seed in range(3)]
     frames = load(write_sandbox(tmp_path, runs, fake_study))
     words = get_words(frames)
-    assert "ReplayDG-5 replay_age replay 4.00SD 0.00, rows 45 4.00SD 0.00, rows 48" in words
+    assert "ReplayDG-5 replay_age replay 4.00 SD 0.00, rows 45 4.00 SD 0.00, rows 48" in words
     assert "All 5 pooled cells" in words
     tested = words.partition("All 5 pooled cells")[0].partition("Comparison with published numbers Each")[2]
     assert "replay_age" not in tested
@@ -298,8 +298,10 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
         "results/sandbox_some-study/report.html",
     ]
     assert "Study influence · update-rule sandbox · 9 runs: 9 completed" in words
-    assert re.search(r"DG baseline 0\.3300 – .*GRPO worse 0\.5100 \+0\.1800\[\+0\.1.*\] < 0\.001 3 over 3 seeds", words)
-    assert re.search(r"TPO equalwithin 0\.05, p 0\.\d+ 0\.3333 \+0\.0033\[−0\.0.*\] 0\.\d+ 3 over 3 seeds", words)
+    assert re.search(
+        r"DG baseline 0\.3300 – .*GRPO worse 0\.5100 \+0\.1800 \[\+0\.1.*\] < 0\.001 3 over 3 seeds", words
+    )
+    assert re.search(r"TPO equal within 0\.05, p 0\.\d+ 0\.3333 \+0\.0033 \[−0\.0.*\] 0\.\d+ 3 over 3 seeds", words)
     assert words.count("Each published cell of these arms is listed once.") == 1
     assert "3 published cells: 1 equal, 1 differs, 1 open" in words
 
@@ -320,7 +322,7 @@ def test_rows_of_several_studies_name_their_study(tmp_path: Path) -> None:
     )
     words = read_words(pages.write_index(tmp_path).read_text())
     for row_text in ("influence final_test_error 0.3345", "reward-noise final_test_error 0.3778"):
-        assert len(re.findall(rf"DG (?:equal|open|differs)(?:not )?as expected {row_text}", words)) == 1
+        assert len(re.findall(rf"DG (?:equal|open|differs) (?:not )?as expected {row_text}", words)) == 1
     assert "reward-noise ASPO, R2VPO with one epoch" in words
     assert "influence final_test_error" not in get_words(load(tmp_path / "results" / "sandbox_influence"))
 
@@ -340,7 +342,7 @@ def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) ->
     words = read_words((study_folder / "report.html").read_text())
     for sentence in (
         "Declared contrasts",
-        "DG against <TPO> open +0.1600[−0.1503, +0.4703] 0.16 3 3 0 3 0 GRPO failed: seed 2; stopped by a rule, "
+        "DG against <TPO> open +0.1600 [−0.1503, +0.4703] 0.16 3 3 0 3 0 GRPO failed: seed 2; stopped by a rule, "
         "counted with the last row: TPO: seed 2 at step 107",
         "never run no comparison –",
         "DG against <TPO>, late_test_error: ",
