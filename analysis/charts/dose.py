@@ -48,7 +48,7 @@ def draw_dose_response(
     legend_choice = alt.selection_point(name="measure", fields=["measure"], bind="legend")
     arm_choice = alt.selection_point(name="arm", fields=["arm"])
     opacity = make_opacity(legend_choice & arm_choice)
-    note = "log scale; 0 and words are separate" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
+    note = "log scale; 0 and named arms stand apart" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
     x = alt.X(
         "x:Q",
         axis=alt.Axis(labels=False, ticks=False, grid=False, title=f"{setting}  ({note})", titlePadding=24),

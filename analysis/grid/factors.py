@@ -166,11 +166,11 @@ def describe_comparison(row: Row) -> str:
     first, second = row["first"], row["second"]
     if row["seeds"] < MIN_SEEDS:
         return (
-            f"Nothing is said of {first} against {second}: that needs {MIN_SEEDS} seeds with a scored run of every "
+            f"{first} and {second} are not compared: that needs {MIN_SEEDS} seeds with a scored run of every "
             f"arm, and there are {row['seeds']}."
         )
     if math.isnan(row["p"]):
-        return f"Nothing is said of {first} against {second}: the runs of all seeds are equal."
+        return f"{first} and {second} are not compared: the runs of all seeds are equal."
     numbers = (
         f"spreads of {row['first_spread']:.3f} and {row['second_spread']:.3f}; {first} minus {second}, squared: "
         f"{row['difference']:+.2g} [{row['low']:+.2g}, {row['high']:+.2g}], {format_holm(row['p_holm'])}, over "

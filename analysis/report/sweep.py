@@ -654,8 +654,8 @@ EXAMPLES: Section[SweepResults] = Section(
     tables=_list_examples,
     explanation="Of the first seed of each arm: a solved and a failed validation episode before training and at the "
     "end, where one was recorded, and of the episodes that were trained on last the one with the largest and the one "
-    "with the smallest advantage. Lines with | are what the policy saw, lines with > what it wrote. The reward below a "
-    "reply is the one used for training. It includes the penalty of an invalid reply, which the policy does not see. "
+    "with the smallest advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards are those "
+    "used for training: they include the penalty of an invalid reply, which the policy is not shown. "
     "`python -m tune_study transcripts` with the folder of this study prints all recorded episodes of validations, and "
     "with `--trained` those that were trained on.",
 )

@@ -114,7 +114,7 @@ def describe_collapses(collapses: pd.DataFrame) -> str:
     if collapses.empty:
         return ""
     if collapsed.empty:
-        return "No run collapsed, so nothing is said of protection from collapse."
+        return "No run collapsed, so this study cannot tell whether an arm protects from collapse."
     if len(collapsed) > MAX_LISTED_COLLAPSES:
         steps = sorted(step for arm_steps in collapsed["steps"] for step in arm_steps)
         clauses = [
@@ -371,7 +371,7 @@ def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     if not (summary["se"] > 0).any():
         return [
             f"{seeds_text}: nothing shows how much runs of one setting differ, so no difference has an interval. Add "
-            "seeds: type the command of this study again, with --seeds 3 --extend instead of its number of seeds."
+            "seeds: repeat the command of this study with --seeds 3 --extend."
         ]
     if num_compared_seeds == 1 < num_seeds:
         return [
@@ -411,8 +411,8 @@ def _list_level_caveats(frames: StudyFrames) -> list[str]:
     # Each run numbers the classes of its own levels.
     has_twins = is_same and num_classes < num_levels
     twins_text = (
-        f" {num_classes} of them differ: levels that the game counts as equal, such as mirrored boards, count as often "
-        "as they occur. Intervals for other levels draw them together."
+        f" {num_classes} of them are distinct: levels that the game counts as equal, such as mirrored boards, count "
+        "as often as they occur. Intervals for other levels draw them together."
     )
     return [
         f"{scope_text}{twins_text if has_twins else ''} The results do not apply to levels of another kind or size."
@@ -557,7 +557,7 @@ def describe_survivors(table: pd.DataFrame) -> str:
     survivors = list(dict.fromkeys(table.loc[table["collapsed"] == 0, "arm"]))
     if not survivors:
         return ""
-    return f"No run of {_format_arms(survivors)} collapsed{': their lines are one, at 1' * (len(survivors) > 1)}."
+    return f"No run of {_format_arms(survivors)} collapsed{': they share the line at 1' * (len(survivors) > 1)}."
 
 
 def describe_span(values: "pd.Series[float]", entry: str = "arm") -> str:
@@ -582,8 +582,8 @@ def describe_confirmation(study: StudyRecord) -> str:
     arms = [arm for arm in study.axis.values if arm != study.baseline]
     return (
         f"Confirmation of {join_arms(arms)} against {study.baseline} in {confirms.run}, with seeds "
-        f"{format_seeds(study.seeds)}: that study had used seeds {format_seeds(confirms.seeds)} when "
-        "this one began, so nothing was chosen by the results below."
+        f"{format_seeds(study.seeds)}. The arm was chosen by seeds {format_seeds(confirms.seeds)} of that study, not "
+        "by the runs below."
     )
 
 
@@ -616,8 +616,8 @@ def describe_short_runs(study: StudyRecord) -> str:
     if not (1 < num_validations <= LATE_EVALUATIONS and get_family(study).primary_column.startswith("late_")):
         return sentence
     return (
-        f"{sentence} What is said of the end is the mean of all {num_validations} validations after step 0, which "
-        "hides how they changed."
+        f"{sentence} Success at the end is the mean of all {num_validations} validations after step 0, so it does not "
+        "show how they changed."
     )
 
 

@@ -98,15 +98,14 @@ def describe_power(study: StudyRecord) -> str:
         )
     column = get_family(study).primary_column
     if num_seeds < MIN_SEEDS:
-        few = "one seed says nothing of a setting" if num_seeds == 1 else "two seeds say too little of a setting"
-        text = f"Power: {few}, so no arm is called better, worse or equal"
+        few = "one seed is" if num_seeds == 1 else "two seeds are"
+        text = f"Power: {few} too few to call an arm better, worse or equal"
     elif math.isnan(difference := find_resolved_difference(study, num_seeds)):
         return "Power: not known before the runs, because none like these are recorded; it is estimated from the runs"
     else:
         text = (
-            f"Power: with {num_seeds} seeds per arm, a difference of {difference:.2g} in {column} is resolved with a "
-            f"probability of {100 * POWER:.0f} % ({num_arms - 1} comparison{'s' if num_arms > 2 else ''}, noise of "
-            "recorded runs)"
+            f"Power: {num_seeds} seeds per arm detect a difference of {difference:.2g} in {column} with a probability "
+            f"of {100 * POWER:.0f} % ({num_arms - 1} comparison{'s' if num_arms > 2 else ''}, noise of recorded runs)"
         )
     margin = get_margin(study, column)
     counts = range(MIN_SEEDS, MAX_SUGGESTED_SEEDS + 1)

@@ -256,8 +256,8 @@ def describe_order(onsets: pd.DataFrame) -> list[str]:
     for counts in to_records(table[(table["symptom"] == "reward_std") & (table["lead"].notna())]):
         compared = counts["earlier"] + counts["later"] + counts["undecided"]
         sentences.append(
-            f"The spread of the rewards fell before success in {counts['earlier']} of {compared} runs in which both "
-            f"fell, and after it in {counts['later']}; in {counts['undecided']} the intervals overlap."
+            f"In {compared} runs both the spread of the rewards and success fell. The spread fell first in "
+            f"{counts['earlier']} and later in {counts['later']}; in {counts['undecided']} the intervals overlap."
         )
     shares = [int(table[name].sum()) for name in ("changed", "runs", "well_changed", "well_runs")]
     num_well = onsets.loc[~is_collapse, "run_id"].nunique()

@@ -145,8 +145,11 @@ def describe_unfinished(runs: pd.DataFrame) -> str:
         steps_text = (
             "" if run["status"] in ("never_ran", "waiting") else f" after {run['steps_done']}{total_text} steps"
         )
-        reason_text = f" ({run['reason']})" if run["reason"] else ""
-        clauses.append(f"seed {run['seed']} {format_status(run['status'])}{steps_text}{reason_text}")
+        ending = f"{format_status(run['status'])}{steps_text}"
+        # Some reasons say all of it.
+        is_told = run["reason"].startswith(run["status"])
+        reason_text = f"{ending} ({run['reason']})" if run["reason"] else ending
+        clauses.append(f"seed {run['seed']} {run['reason'] if is_told else reason_text}")
     return "; ".join(clauses)
 
 
@@ -219,8 +222,8 @@ def _explain_outcome(row: Mapping[str, Any], outcome_name: str) -> str:
     if outcome_name == "equal":
         return f"within {margin_text}, {format_holm(row['p_equal_holm'])}"
     if row["seeds"] < MIN_SEEDS:
-        count = "one seed says" if row["seeds"] == 1 else f"{row['seeds']} seeds say"
-        return f"{count} too little of a setting for a verdict"
+        count = "one seed is" if row["seeds"] == 1 else f"{row['seeds']} seeds are"
+        return f"{count} too few for a verdict"
     detectable_size = row["detectable"]
     if np.isnan(detectable_size):
         return "more seeds may resolve it"

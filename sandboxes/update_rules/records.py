@@ -153,8 +153,8 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column(
         "late_test_error",
         "fraction",
-        "mean of test_error over the last 4 planned evaluations, at which a run that a rule stopped keeps its last "
-        "value; without any it is test_error before training",
+        "mean of test_error over the last 4 planned evaluations; a stopped run keeps its last value for those that it "
+        "missed. Without any, test_error before training",
     ),
     Column("final_test_error", "fraction", "test_error of the last row"),
     Column("final_entropy", "nats", "entropy of the last row"),

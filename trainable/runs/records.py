@@ -331,8 +331,8 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column(
         "late_val_success",
         "fraction",
-        "mean of val_success over the last 4 planned validations, at which a run that a rule stopped keeps its last "
-        "value; without any it is val_success before training",
+        "mean of val_success over the last 4 planned validations; a stopped run keeps its last value for those that it "
+        "missed. Without any, val_success before training",
     ),
     Column(
         "mean_val_success",

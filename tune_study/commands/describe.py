@@ -212,7 +212,8 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
         f"Study {plan.study.name}: {plan.study.question.strip()}",
         f"Preset {plan.preset}: {plan.preset_reason}",
         *([] if plan.model is None else [f"Model: {plan.model}", *_describe_precision(plan), *_describe_losses(plan)]),
-        f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_format_seeds(plan)}",
+        f"{len(plan.runs)} run{'s' * (len(plan.runs) > 1)}: {plan.study.axis.setting} in {values}; seeds "
+        f"{_format_seeds(plan)}",
         f"Steps per run: {trainer.total_training_steps}, validation "
         + (f"every {trainer.test_freq} steps" if trainer.test_freq > 0 else "after the last one only"),
         f"{trial} reserves {reserved_resources}; "

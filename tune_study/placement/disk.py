@@ -286,7 +286,7 @@ def format_disk_line(budget: DiskBudget) -> str:
     verdict = "OK" if budget.total_bytes - budget.written_bytes <= budget.free_bytes else "NOT ENOUGH"
     removal_text = " The state of a run is removed when the run ends (--set trainer.keep_last=true keeps it)."
     return (
-        f"Disk: needs at most {decimal(budget.total_bytes)}{written_text}, {free_text}. {verdict}. Sum: {terms}."
+        f"Disk: needs at most {decimal(budget.total_bytes)}{written_text}, {free_text}. {verdict}. That is {terms}."
         f"{'' if budget.last_states else removal_text}"
     )
 

@@ -54,7 +54,7 @@ def _find_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str:
         if shape is None:
             return f"the sizes of {path} are not known here"
         if not shape.is_plain_qwen2:
-            return f"it runs Qwen2 models without scaled positions only, which {path} is not"
+            return f"it runs plain Qwen2 models only, without scaled positions; {path} is not one of these"
         obstacle = find_size_obstacle(
             shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size
         )

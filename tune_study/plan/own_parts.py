@@ -176,8 +176,8 @@ def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:
         files = " and ".join(format_value(path, 1000) for path in missing_paths)
         options = " ".join(f"{CODE_OPTION} {format_value(path, 1000)}" for path in missing_paths)
         raise PlanError(
-            f"The study in {folder} uses parts of {files}. A results folder never chooses code, so this has to be "
-            f"typed: add {options}, or their place on this machine."
+            f"The study in {folder} uses parts of {files}. For safety, no file that a folder names is "
+            f"executed: name them yourself with {options}, where they are here."
         )
     for entry in entries:
         file = find_registered_file(Path(entry.path).name)

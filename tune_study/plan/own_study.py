@@ -134,8 +134,8 @@ def explain_missing_file(folder: Path, entry: SourceFile) -> str:
         )
     path = format_value(entry.path, 1000)
     return (
-        f"The study in {folder} was declared in the file {path}. A results folder never chooses code, so the file "
-        f"has to be typed: add --study {path} (in Python, study={path!r}), or its place on this machine."
+        f"The study in {folder} was declared in the file {path}. For safety, no file that a folder "
+        f"names is executed: name it yourself with --study {path} (in Python, study={path!r}), where it is here."
     )
 
 

@@ -228,5 +228,5 @@ def summarize_verdicts(table: pd.DataFrame) -> str:
         f" Our arms have at most {max_seeds:.0f} of {PLANNED_SEEDS} planned seeds." if max_seeds < PLANNED_SEEDS else ""
     )
     return (
-        f"{len(table)} published cells: {', '.join(verdict_counts)}; {unexpected_count} not as expected.{seed_warning}"
+        f"{len(table)} published cells: {', '.join(verdict_counts)}; not as expected: {unexpected_count}.{seed_warning}"
     )

@@ -170,7 +170,7 @@ def test_the_report_has_every_arm_with_its_verdict_and_what_reproducing_it_needs
         "low_validation_success stopped 1 of 1 runs (step 45: 0.002 < 0.01)",
         "KL 0.3 0 low_validation_success 45 0.002 0.01 0.015 arm03-seed0",
         "1 seed: nothing shows how much runs of one setting differ, so no difference has an interval.",
-        "the same 200 levels. 175 of them differ: levels that the game counts as equal, such as",
+        "the same 200 levels. 175 of them are distinct: levels that the game counts as equal, such as",
         *("python -m tune_study run kl --preset laptop", "0123456789abcdef", "torch 2.13.0", "seeds 123 to 322"),
     ):
         assert words in page.words
@@ -270,7 +270,10 @@ IN_VAIN = {"train_invalid_turns": 1.0}
         ([], "No run is recorded."),
         ([FakeRun("0", status="", steps=0)], "KL 0 no verdict – baseline – – 1 never ran not scored: seed 0 never ran"),
         ([FakeRun("0", status="running", steps=0)], "No scored run: arm KL 0."),
-        ([FakeRun("0", steps=10)], "No run collapsed, so nothing is said of protection from collapse."),
+        (
+            [FakeRun("0", steps=10)],
+            "No run collapsed, so this study cannot tell whether an arm protects from collapse.",
+        ),
         ([FakeRun(arm, **FAILED) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),
         ([FakeRun(arm, **STOPPED) for arm in ("0", "0.1")], "Stopped in 1 of 1 run: arms KL 0, 0.1."),
         ([FakeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
@@ -314,7 +317,7 @@ def test_equal_levels_are_counted_only_where_runs_have_the_same_levels_and_some_
         return "".join(findings.list_caveats(replace(frames, levels=levels), summary))
 
     levels = frames.levels
-    assert "the same 200 levels. 175 of them differ: " in find_caveat(levels)
+    assert "the same 200 levels. 175 of them are distinct: " in find_caveat(levels)
     assert "the same 200 levels. The results" in find_caveat(levels.assign(cluster=levels["level"]))
     others = levels.assign(level=levels["level"] + 1_000 * (levels["run_id"] == levels["run_id"].iloc[0]))
     assert "different sets of levels, 400 in all. The results" in find_caveat(others)

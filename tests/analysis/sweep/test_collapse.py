@@ -109,7 +109,7 @@ def test_the_sentence_names_arms_runs_steps_and_seeds() -> None:
     )
     assert describe_collapses(make_counts(_0=(20,))) == "Arm 0 collapsed in 1 of 3 runs, at step 20 (seed 1)."
     assert describe_collapses(make_counts(_0=(), _1=())) == (
-        "No run collapsed, so nothing is said of protection from collapse."
+        "No run collapsed, so this study cannot tell whether an arm protects from collapse."
     )
 
 

@@ -72,15 +72,14 @@ def test_differences_are_in_units_of_the_noise() -> None:
 
 def test_the_line_names_the_seeds_that_resolve_the_margin() -> None:
     assert describe_power(make_study(num_seeds=1)) == (
-        "Power: one seed says nothing of a setting, so no arm is called better, worse or equal; for 0.05, type "
-        "--seeds 5"
+        "Power: one seed is too few to call an arm better, worse or equal; for 0.05, type --seeds 5"
     )
     assert find_resolved_difference(make_study(), 5) <= 0.05 < find_resolved_difference(make_study(), 4)
-    assert describe_power(make_study(num_seeds=2)).startswith("Power: two seeds say too little of a setting")
+    assert describe_power(make_study(num_seeds=2)).startswith("Power: two seeds are too few to call an arm")
     line = describe_power(make_study(num_seeds=3))
-    assert line.startswith("Power: with 3 seeds per arm, a difference of 0.07")
+    assert line.startswith("Power: 3 seeds per arm detect a difference of 0.07")
     assert line.endswith(
-        "in late_val_success is resolved with a probability of 80 % (2 comparisons, noise of recorded runs); for 0.05, "
+        "in late_val_success with a probability of 80 % (2 comparisons, noise of recorded runs); for 0.05, "
         "type --seeds 5"
     )
     assert describe_power(make_study(num_seeds=5)).endswith("noise of recorded runs)")

@@ -184,6 +184,6 @@ def test_figures_say_what_their_numbers_come_to() -> None:
 
 def test_arms_whose_lines_hide_each_other_are_named() -> None:
     table = pd.DataFrame({"arm": ["KL 0", "KL 0", "KL 0.1", "KL 1"], "collapsed": [1, 1, 0, 0]})
-    assert findings.describe_survivors(table) == "No run of arms KL 0.1, 1 collapsed: their lines are one, at 1."
+    assert findings.describe_survivors(table) == "No run of arms KL 0.1, 1 collapsed: they share the line at 1."
     assert findings.describe_survivors(table[:3]) == "No run of arm KL 0.1 collapsed."
     assert findings.describe_survivors(table[:2]) == ""

@@ -114,7 +114,7 @@ def test_overlapping_intervals_are_no_order(tmp_path: Path) -> None:
     wide = table.assign(low=table["onset"] - 3, high=table["onset"] + 3, is_first=False)
     first, second, _ = symptoms.describe_order(wide)
     assert first.endswith("no symptom is known to be the first: the intervals of the onsets overlap.")
-    assert second.endswith("in 0 of 2 runs in which both fell, and after it in 0; in 2 the intervals overlap.")
+    assert second.endswith("The spread fell first in 0 and later in 0; in 2 the intervals overlap.")
 
 
 def test_changes_are_corrected_for_all_symptoms_and_runs(onsets: pd.DataFrame) -> None:
@@ -176,7 +176,9 @@ def test_the_sentences_name_what_was_first(onsets: pd.DataFrame) -> None:
         "In 5 of the 6 runs that collapsed, the interval of one onset ends before all others begin: spread of the "
         "rewards in a group (5)."
     )
-    assert second.startswith("The spread of the rewards fell before success in 6 of 6 runs in which both fell, and")
+    assert second.startswith(
+        "In 6 runs both the spread of the rewards and success fell. The spread fell first in 6 and"
+    )
     assert "up to the same step in 1 that stayed well: what changes as often there announces nothing." in third
     assert symptoms.describe_order(onsets.iloc[:0]) == []
 

@@ -91,7 +91,7 @@ def test_one_seed_has_the_noise_of_recorded_runs(six_arm_frames: StudyFrames, su
     assert row["difference_high"] < 0
     assert math.isnan(row["p_holm"])
     assert row["outcome"] == "open"
-    assert row["notes"] == "one seed says too little of a setting for a verdict"
+    assert row["notes"] == "one seed is too few for a verdict"
 
 
 def test_one_seed_without_recorded_runs_has_numbers_and_no_interval(six_arm_frames: StudyFrames) -> None:
@@ -238,8 +238,7 @@ def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames) ->
     assert (row["runs"], row["completed"], row["failed"], row["seeds"]) == (3, 2, 1, 2)
     assert row["basis"] == "over 2 seeds, with the noise of these runs alone"
     assert row["notes"] == (
-        "2 seeds say too little of a setting for a verdict; not scored: seed 2 failed after 12 of 60 steps "
-        "(RuntimeError: no memory)"
+        "2 seeds are too few for a verdict; not scored: seed 2 failed after 12 of 60 steps (RuntimeError: no memory)"
     )
     scored = three_seed_frames.trials[
         (three_seed_frames.trials["arm"] == "nofilter") & (three_seed_frames.trials["status"] == "completed")

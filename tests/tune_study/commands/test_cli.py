@@ -559,7 +559,7 @@ def test_further_seeds_of_the_baseline_are_planned(work_dir: Path) -> None:
     answer = type_in("run kl --preset laptop --kl-values 0,0.1 --seeds 1 --baseline-seeds 3 --dry-run")
     assert answer.code == 0, answer.err
     assert "4 runs: actor.kl_loss_coef in 0,0.1; seeds 0; of the baseline also 1,2" in answer.out
-    assert "Power: one seed says nothing of a setting, so no arm is called better, worse or equal" in answer.out
+    assert "Power: one seed is too few to call an arm better, worse or equal" in answer.out
 
 
 def test_the_plan_of_added_seeds_says_from_when_on_they_decide(work_dir: Path) -> None:

@@ -127,8 +127,8 @@ def test_the_report_says_which_seeds_chose_and_which_confirm(study: StudyPlan) -
     plan = confirm(study)
     outputs.write_study(plan)
     sentence = describe_confirmation(read_study(plan.folder))
-    assert sentence.startswith("Confirmation of 0.01 against 0 in kl_sweep_sokoban-tiny, with seeds 5 to 8: ")
-    assert "had used seeds 0 to 4 when" in sentence
+    assert sentence.startswith("Confirmation of 0.01 against 0 in kl_sweep_sokoban-tiny, with seeds 5 to 8. ")
+    assert "The arm was chosen by seeds 0 to 4 of that study" in sentence
     assert describe_confirmation(read_study(study.folder)) == ""
 
 

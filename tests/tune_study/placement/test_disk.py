@@ -350,7 +350,7 @@ def test_a_condition_that_loads_a_model_has_states_of_its_size(tmp_path: Path) -
 
 def test_the_line() -> None:
     sum_text = (
-        "Sum: 6 runs x (1 last state + 4 saved checkpoints) x 1.8 MB + 2 runs under way x 2 more states x 1.8 MB + "
+        "That is 6 runs x (1 last state + 4 saved checkpoints) x 1.8 MB + 2 runs under way x 2 more states x 1.8 MB + "
         "1.6 MB of rows, episodes and report."
     )
     assert format_disk_line(EXAMPLE) == f"Disk: needs at most 62.8 MB, 52.1 GB free. OK. {sum_text}"
@@ -358,11 +358,11 @@ def test_the_line() -> None:
         format_disk_line(EXAMPLE._replace(written_bytes=3_000_000))
         == f"Disk: needs at most 62.8 MB (3.0 MB already written), 52.1 GB free. OK. {sum_text}"
     )
-    assert "62.8 MB, 62.8 MB free. OK. Sum: " in format_disk_line(EXAMPLE._replace(free_bytes=62_800_000))
-    assert "62.8 MB, 62.8 MB free. NOT ENOUGH. Sum: " in format_disk_line(EXAMPLE._replace(free_bytes=62_799_999))
-    assert " Sum: 1 run x " in format_disk_line(EXAMPLE._replace(remaining_runs=1))
+    assert "62.8 MB, 62.8 MB free. OK. That is " in format_disk_line(EXAMPLE._replace(free_bytes=62_800_000))
+    assert "62.8 MB, 62.8 MB free. NOT ENOUGH. That is " in format_disk_line(EXAMPLE._replace(free_bytes=62_799_999))
+    assert " That is 1 run x " in format_disk_line(EXAMPLE._replace(remaining_runs=1))
     line = format_disk_line(EXAMPLE._replace(last_states=0))
-    assert "Sum: 6 runs x 4 saved checkpoints x 1.8 MB + 2 runs under way x 3 states x 1.8 MB + 1.6 MB" in line
+    assert "That is 6 runs x 4 saved checkpoints x 1.8 MB + 2 runs under way x 3 states x 1.8 MB + 1.6 MB" in line
     assert line.endswith(" The state of a run is removed when the run ends (--set trainer.keep_last=true keeps it).")
 
 

@@ -120,7 +120,7 @@ def test_a_qwen2_that_transformers_runs_is_not_compiled(change: dict[str, object
     config = apply_overrides(make_small_config(), {"model.path": large_folder})
     assert find_compiled_obstacle([config], {}) == ""
     path.write_text(json.dumps(sizes | change), encoding="utf-8")
-    assert find_compiled_obstacle([config], {}).startswith("it runs Qwen2 models without scaled positions only")
+    assert find_compiled_obstacle([config], {}).startswith("it runs plain Qwen2 models only")
 
 
 def test_a_study_is_continued_with_the_code_with_which_it_began(

@@ -89,7 +89,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_a_study_continues_with_the_recorded_texts_only(tmp_path: Path) -> None:
     entry = SourceFile("elsewhere/kept_loss.py", PartFile("", LOSS).sha256, LOSS)
-    with pytest.raises(PlanError, match=r"has to be typed: add --code elsewhere/kept_loss\.py"):
+    with pytest.raises(PlanError, match=r"name them yourself with --code elsewhere/kept_loss\.py"):
         check_recorded_files(tmp_path, [entry])
     Path("kept_loss.py").write_text(LOSS.replace("-(", "-2 * ("))
     load_typed_files(["kept_loss.py"])
@@ -161,5 +161,5 @@ def test_a_setting_with_another_digest_is_refused() -> None:
 
 def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
     entries = [SourceFile(f"gone{number}.py", "0", "") for number in (1, 2)]
-    with pytest.raises(PlanError, match=r"add --code gone1\.py --code gone2\.py, or their place"):
+    with pytest.raises(PlanError, match=r"name them yourself with --code gone1\.py --code gone2\.py, where"):
         check_recorded_files(tmp_path, entries)

@@ -110,7 +110,7 @@ def test_continuing_needs_all_files_and_opens_no_other(folder: Path, monkeypatch
     words = ("resume", str(folder / RUN))
     code, error = invoke(folder, monkeypatch, *words, "--study", "parts.py", "--code", "bandit.py", "--dry-run")
     assert code == 2
-    assert "uses parts of my_parts.py. A results folder never chooses code" in error
+    assert "uses parts of my_parts.py. For safety, no file that a folder names is executed" in error
     # Whatever the folder names, only typed files are opened.
     study_path = folder / RUN / "study.json"
     content = read_object(study_path)

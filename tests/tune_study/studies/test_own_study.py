@@ -124,7 +124,7 @@ def test_continuing_needs_the_file_that_declared_it(folder: Path) -> None:
     for command in ("resume", "probe"):
         code, output, error = type_command(folder, command, str(RUN))
         assert (code, output) == (2, "")
-        assert "A results folder never chooses code" in error
+        assert "For safety, no file that a folder names is executed" in error
         assert "add --study lr.py" in error
     code, _, error = type_command(folder, "resume", str(RUN), "--study", "lr.py")
     assert code == 0, error

@@ -45,8 +45,8 @@ def print_alarms(console: Console, studies: Sequence[StudyFrames], first_test_se
     if table.empty:
         print_line(
             console,
-            f"No alarm can be chosen and scored: that needs collapsed runs with seeds below {first_test_seed}, and "
-            f"runs with seeds from {first_test_seed} on (--first-test-seed).",
+            f"An alarm is chosen on collapsed runs with seeds below {first_test_seed} and scored on runs with seeds "
+            f"from {first_test_seed} on (--first-test-seed). These studies lack one of the two.",
         )
         return
     columns = ("alarm", "announces", "95 %", "lead (steps)", "false alarms", "95 %")

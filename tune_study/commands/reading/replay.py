@@ -34,8 +34,8 @@ _NOTES = (
     "false alarm: the run recovered. The mean of its last (up to 3) validations after the alarm is at least the "
     "val_success before training (if that was not measured, the best one up to the alarm) and at least "
     "success_threshold. right: it did not recover.",
-    "unknown: the run ended at or before the first validation after the alarm, as a run that was really stopped "
-    "there did, or there is nothing to compare with.",
+    "unknown: no validation followed the alarm, for example because the rule stopped the run there, or there is no "
+    "success to compare with.",
     "steps saved: rows after the alarm. false alarms: among the alarms with a known outcome, with Wilson's 95 % "
     "interval. fired live: runs that the rule really stopped, under their original thresholds.",
 )

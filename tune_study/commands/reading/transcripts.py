@@ -23,8 +23,8 @@ _HOW_TO_RECORD_TRAINED = (
 )
 
 LEGEND = (
-    "Lines with | are what the policy saw, lines with > what it wrote; the line after that is what it did. The reward "
-    "there is the one that training uses, with the penalty of an invalid reply, which the policy does not see."
+    "Lines with | are what the policy saw, lines with > what it wrote, and the line after that is what it did. Rewards "
+    "are those used for training: they include the penalty of an invalid reply, which the policy is not shown."
 )
 
 

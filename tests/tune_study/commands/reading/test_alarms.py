@@ -47,7 +47,7 @@ def test_without_collapse_nothing_is_chosen(tmp_path: Path) -> None:
     write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")], STUDY)
     answer = type_in(f"alarms {tmp_path}")
     assert answer.code == 0
-    assert "No alarm can be chosen and scored" in answer.out
+    assert "An alarm is chosen on collapsed runs with seeds below" in answer.out
 
 
 def test_a_study_without_rows_has_no_alarm(tmp_path: Path) -> None:

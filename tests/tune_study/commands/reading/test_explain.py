@@ -118,7 +118,7 @@ def test_a_run_without_collapse_can_be_read_too(folder: Path) -> None:
 def test_without_a_collapse_the_command_says_what_to_type(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")], STUDY)
     first, second = type_in(f"explain {folder}").out.splitlines()
-    assert first == "No run collapsed, so nothing is said of protection from collapse."
+    assert first == "No run collapsed, so this study cannot tell whether an arm protects from collapse."
     assert second.endswith(f"type: python -m tune_study explain {folder} --arm 0 --seed 0")
 
 
@@ -126,7 +126,7 @@ def test_runs_that_never_could_learn_come_before_those_that_collapsed(tmp_path: 
     runs = [FakeRun("0", rows={"train_invalid_turns": 1.0}), FakeRun("0.1")]
     assert type_in(f"explain {write_study(tmp_path, runs, STUDY)}").out.splitlines()[:2] == [
         "In 1 of 2 runs (arm 0), no reply had a valid action: `transcripts` shows them.",
-        "No run collapsed, so nothing is said of protection from collapse.",
+        "No run collapsed, so this study cannot tell whether an arm protects from collapse.",
     ]
 
 
