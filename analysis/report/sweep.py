@@ -112,11 +112,11 @@ def _explain_verdicts(results: SweepResults) -> str:
     return (
         f"Arms differ in `{results.study.axis.setting or 'several settings'}`. They are compared by sampled success "
         "on the validation levels, the mean of the last four validations; this was chosen before the study ran. "
-        "Brackets are 95 % intervals for runs with other seeds, the second one of a difference also for other levels "
-        f"of the same kind; they are not corrected for the number of arms.{intervals} Verdicts are about these "
-        "levels. Arms are better or worse if the difference is resolved, equal if it is shown to be smaller than "
-        f"{format_number(results.arms[0]['margin'])}, without an effect if every row equals the baseline's, and open "
-        "otherwise."
+        "Brackets are 95 % intervals that allow for other seeds. A difference has two: the second also allows for "
+        f"other levels of the same kind. None is corrected for the number of arms.{intervals} Verdicts are about "
+        "these levels. Arms are better or worse if the difference is resolved, equal if it is shown to be smaller "
+        f"than {format_number(results.arms[0]['margin'])}, without an effect if every row equals the baseline's, and "
+        "open otherwise."
     )
 
 
@@ -178,7 +178,7 @@ COLLAPSE: Section[SweepResults] = Section(
     ),
     tables=lambda results: _make_collapse_table(results) if results.has_collapse else (),
     explanation="A secondary outcome. Mean steps are those without collapse, of the planned ones. Differences are over "
-    "common seeds, p from exchanging the runs of each seed, corrected with Holm's method.",
+    "common seeds. p is from a permutation test that exchanges arms within each seed, corrected with Holm's method.",
     files=lambda results: {} if results.grid else {"collapse": results.collapse_times},
     concludes=True,
 )
@@ -653,8 +653,8 @@ EXAMPLES: Section[SweepResults] = Section(
     "What the policy did",
     tables=_list_examples,
     explanation="Of the first seed of each arm: a solved and a failed validation episode before training and at the "
-    "end, where one was recorded, and of the episodes that were trained on last the one with the largest and the one "
-    "with the smallest advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards are those "
+    "end, where one was recorded; and from the last training step the episodes with the largest and the smallest "
+    "advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards are those "
     "used for training: they include the penalty of an invalid reply, which the policy is not shown. "
     "`python -m tune_study transcripts` with the folder of this study prints all recorded episodes of validations, and "
     "with `--trained` those that were trained on.",

@@ -47,7 +47,7 @@ OUTCOME_LABELS = {
     "worse": "lower for",
     "equal": "equal within {margin} for",
     "no effect": f"equal in every row ({NO_EFFECT}) for",
-    "open": "open for",
+    "open": "not resolved (open) for",
 }
 _NO_VERDICT_LABELS = {
     "no comparison": "Not compared",
@@ -72,8 +72,9 @@ def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) 
     compared = summary[summary["outcome"].isin(OUTCOME_LABELS)]
     if len(compared):
         sentences.append(
-            f"Over {format_range(compared['seeds'])} seed{'s' if compared['seeds'].max() > 1 else ''}, success at the "
-            f"end compared with baseline {baseline} is {group_arms(compared, compared['outcome'], OUTCOME_LABELS)}."
+            f"Compared with baseline {baseline} over {format_range(compared['seeds'])} "
+            f"seed{'s' if compared['seeds'].max() > 1 else ''}, success at the end is "
+            f"{group_arms(compared, compared['outcome'], OUTCOME_LABELS)}."
         )
     for outcome, label in _NO_VERDICT_LABELS.items():
         if arms := summary.loc[summary["outcome"] == outcome, "arm"].to_list():
@@ -392,8 +393,8 @@ def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
         else ""
     )
     return [
-        f"{seeds_text}: the noise of a run is estimated from all arms together, and no arm counts as less noisy than "
-        f"its own runs or than its evaluation.{pairing_text}"
+        f"{seeds_text}: the noise of a run is estimated from all arms together. An arm's noise is never taken to be "
+        f"smaller than the spread of its own runs or the sampling error of its evaluation.{pairing_text}"
     ]
 
 
@@ -430,8 +431,8 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[st
         sentences.append(
             "An early stop is part of the protocol: a run keeps the value of its last validation up to the planned "
             f"end, and an arm of which all runs are stopped is a failed regime, from {MIN_REGIME_RUNS} runs on. A stop "
-            f"at a success of {MASTERED_SUCCESS} or more is no failure. A verdict says if it would be another one with "
-            "stopped runs scored 0, or left out; the section on stops has the means."
+            f"at a success of {MASTERED_SUCCESS} or more is no failure. Where scoring stopped runs as 0, or "
+            "leaving them out, would change a verdict, its notes say so; the section on stops has the means."
         )
     group_size = flatten_settings(frames.studies[0].settings).get("env.group_size")
     if type(group_size) is int and group_size > 0:
@@ -525,8 +526,8 @@ def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:
     runs = scored_rows.groupby(["arm", "run_id"], sort=False)["value"]
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())
-    first_span = low if low == high else f"{low} to {high}"
-    return f"{name[0].upper()}{name[1:]}: {first_span} at first, {describe_span(lasts, entry)} at the end."
+    first = f"{low} in every {entry}" if low == high else f"{low} to {high} over the {entry}s"
+    return f"{name[0].upper()}{name[1:]}: {first} at first; {describe_span(lasts, entry)} at the end."
 
 
 def describe_run_spread(table: pd.DataFrame) -> str:
@@ -567,7 +568,7 @@ def describe_span(values: "pd.Series[float]", entry: str = "arm") -> str:
     """
     low, high = format_number(values.min()), format_number(values.max())
     if low != high:
-        return f"from {low} ({values.index[values.argmin()]}) to {high} ({values.index[values.argmax()]})"
+        return f"between {low} ({values.index[values.argmin()]}) and {high} ({values.index[values.argmax()]})"
     return f"{low} in every {entry}" if len(values) > 1 else low
 
 

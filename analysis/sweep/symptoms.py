@@ -256,15 +256,16 @@ def describe_order(onsets: pd.DataFrame) -> list[str]:
     for counts in to_records(table[(table["symptom"] == "reward_std") & (table["lead"].notna())]):
         compared = counts["earlier"] + counts["later"] + counts["undecided"]
         sentences.append(
-            f"In {compared} runs both the spread of the rewards and success fell. The spread fell first in "
-            f"{counts['earlier']} and later in {counts['later']}; in {counts['undecided']} the intervals overlap."
+            f"In {compared} runs both the spread of the rewards and success fell: the spread first in "
+            f"{counts['earlier']}, success first in {counts['later']}, and in {counts['undecided']} the intervals of "
+            "the onsets overlap."
         )
     shares = [int(table[name].sum()) for name in ("changed", "runs", "well_changed", "well_runs")]
     num_well = onsets.loc[~is_collapse, "run_id"].nunique()
     if num_well:
         sentences.append(
-            f"{100 * shares[0] / shares[1]:.0f} % of the symptoms changed in these runs, and "
+            f"{100 * shares[0] / shares[1]:.0f} % of the symptoms changed in these runs before the collapse, and "
             f"{100 * shares[2] / shares[3]:.0f} % up to "
-            f"the same step in {num_well} that stayed well: what changes as often there announces nothing."
+            f"the same step in {num_well} that stayed well. A symptom that changes as often in both predicts nothing."
         )
     return sentences

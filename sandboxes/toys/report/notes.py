@@ -34,8 +34,8 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
         turned = {} if family.is_higher_better else {"better": "lower for", "worse": "higher for"}
         groups = findings.group_arms(compared, compared["verdict"], {**findings.OUTCOME_LABELS, **turned})
         sentences.append(
-            f"Over {findings.format_range(compared['n'])} seed{'s' if compared['n'].max() > 1 else ''}, "
-            f"{tables.get_description(frames).outcome} compared with it is {groups}."
+            f"Compared with it over {findings.format_range(compared['n'])} "
+            f"seed{'s' if compared['n'].max() > 1 else ''}, {tables.get_description(frames).outcome} is {groups}."
         )
     missing = error_rows.loc[error_rows["n"] == 0, "arm"]
     sentences += [f"Not compared: {', '.join(missing)}."] if len(missing) else []

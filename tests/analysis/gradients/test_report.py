@@ -228,8 +228,8 @@ def test_the_sentence_of_a_gradient_figure_counts_the_buckets_above_zero() -> No
     ]
     table = pd.DataFrame(rows, columns=["prefilter", "line", "bucket", "value", "low", "high"])
     assert describe_buckets(table, "the ratio") == (
-        "Before the filter, the ratio is from -0.2 (KL 0, bucket 1) to 3 (KL 0, bucket 2), over 3 buckets; the 95 % "
-        "interval is above 0 in 1 of 2 that have one. After the filter, the ratio is 0.25, over 1 bucket; no bucket "
+        "Before the filter, the ratio is between -0.2 (KL 0, bucket 1) and 3 (KL 0, bucket 2), over 3 buckets; the 95 "
+        "% interval is above 0 in 1 of 2 that have one. After the filter, the ratio is 0.25, over 1 bucket; no bucket "
         "has an interval."
     )
 

@@ -297,8 +297,8 @@ def test_every_figure_of_a_grid_has_a_sentence_made_from_its_numbers(results: Sw
     grid, table, label = get_grid(results), get_table(results, "success"), layout.SUCCESS.label
     sentence = describe_cells(grid, table, label)
     lowest, highest = table.loc[table["value"].idxmin()], table.loc[table["value"].idxmax()]
-    assert sentence.startswith(f"Success at the end (fraction of episodes): from {lowest['value']:.3g} (KL ")
-    assert f" to {highest['value']:.3g} (KL {highest['x']}, entropy {highest['y']}, {highest['panel']})." in sentence
+    assert sentence.startswith(f"Success at the end (fraction of episodes): between {lowest['value']:.3g} (KL ")
+    assert f" and {highest['value']:.3g} (KL {highest['x']}, entropy {highest['y']}, {highest['panel']})." in sentence
     equal = describe_cells(grid, table.assign(value=0.5), label)
     assert equal == "Success at the end (fraction of episodes): 0.5 in every cell."
 
@@ -316,7 +316,7 @@ def test_the_sentence_of_curves_names_their_panel_and_x() -> None:
     ]
     table = pd.DataFrame(rows, columns=["panel", "arm", "run_id", "status", "step", "value"])
     assert grid_sections.describe_panel_curves(table, "success (fraction)") == (
-        "Success (fraction): 0.2 at first, from 0.1 (KL 0.1, b) to 0.6 (KL 0, a) at the end."
+        "Success (fraction): 0.2 in every line at first; between 0.1 (KL 0.1, b) and 0.6 (KL 0, a) at the end."
     )
     one_panel = grid_sections.describe_panel_curves(table.assign(panel="all arms"), "success")
-    assert one_panel == "Success: 0.2 at first, from 0.1 (KL 0.1) to 0.6 (KL 0) at the end."
+    assert one_panel == "Success: 0.2 in every line at first; between 0.1 (KL 0.1) and 0.6 (KL 0) at the end."

@@ -521,8 +521,9 @@ def test_one_sentence_says_where_the_noise_comes_from(tmp_path: Path) -> None:
     unpaired = math.sqrt(values.var(axis=1).mean())
     paired = (values - values.mean()).sub(values.mean(axis=1) - values.mean(axis=None), axis=0)
     assert findings.list_caveats(frames, tables.summarize_arms(frames))[0] == (
-        "5 seeds: the noise of a run is estimated from all arms together, and no arm counts as less noisy than its own "
-        f"runs or than its evaluation. The standard deviation of a run is {unpaired:.3g}, and "
+        "5 seeds: the noise of a run is estimated from all arms together. An arm's noise is never taken to be smaller "
+        "than the spread of its own runs or the sampling error of its evaluation. "
+        f"The standard deviation of a run is {unpaired:.3g}, and "
         f"{math.sqrt((paired**2).sum(axis=None) / 4):.3g} without what its seed does to all arms."
     )
 

@@ -75,10 +75,7 @@ def test_the_trained_episodes_with_the_extreme_advantages_of_the_last_step_are_c
         "Trained in step 60, level 70, rollout 1",
     ]
     text = render_frames(load(folder))
-    assert (
-        "of the episodes that were trained on last the one with the largest and the one with the smallest advantage"
-        in text
-    )
+    assert "from the last training step the episodes with the largest and the smallest advantage" in text
     assert "<summary>Arm KL 0, seed 0: advantage +2 in step 60, advantage -1 in step 60</summary>" in text
     assert "Up, reward -0.1, advantage 2\n" in text or "Up, reward -0.1, advantage 2<" in text
 

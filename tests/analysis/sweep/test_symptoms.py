@@ -114,7 +114,7 @@ def test_overlapping_intervals_are_no_order(tmp_path: Path) -> None:
     wide = table.assign(low=table["onset"] - 3, high=table["onset"] + 3, is_first=False)
     first, second, _ = symptoms.describe_order(wide)
     assert first.endswith("no symptom is known to be the first: the intervals of the onsets overlap.")
-    assert second.endswith("The spread fell first in 0 and later in 0; in 2 the intervals overlap.")
+    assert second.endswith("the spread first in 0, success first in 0, and in 2 the intervals of the onsets overlap.")
 
 
 def test_changes_are_corrected_for_all_symptoms_and_runs(onsets: pd.DataFrame) -> None:
@@ -177,9 +177,11 @@ def test_the_sentences_name_what_was_first(onsets: pd.DataFrame) -> None:
         "rewards in a group (5)."
     )
     assert second.startswith(
-        "In 6 runs both the spread of the rewards and success fell. The spread fell first in 6 and"
+        "In 6 runs both the spread of the rewards and success fell: the spread first in 6, success"
     )
-    assert "up to the same step in 1 that stayed well: what changes as often there announces nothing." in third
+    assert (
+        "up to the same step in 1 that stayed well. A symptom that changes as often in both predicts nothing." in third
+    )
     assert symptoms.describe_order(onsets.iloc[:0]) == []
 
 

@@ -394,14 +394,16 @@ def test_verdicts_of_equality_name_the_margin(resolved_summary: pd.DataFrame) ->
 def test_the_headline_answers_the_question(resolved_summary: pd.DataFrame) -> None:
     summary = resolved_summary.assign(outcome=["baseline", "better", "equal", "worse", "open"], margin=0.05)
     assert findings.format_headline(summary) == (
-        "Over 3 seeds, success at the end compared with baseline 0 is higher for arm 0.1, lower for arm 1, equal "
-        "within 0.05 for arm 0.3 and open for arm nofilter."
+        "Compared with baseline 0 over 3 seeds, success at the end is higher for arm 0.1, lower for arm 1, equal "
+        "within 0.05 for arm 0.3 and not resolved (open) for arm nofilter."
     )
 
 
 def test_the_headline_names_arms_that_were_stopped(summary: pd.DataFrame) -> None:
     headline = findings.format_headline(summary)
-    assert headline.startswith("Over 1 seed, success at the end compared with baseline 0 is open for arms 0.01")
+    assert headline.startswith(
+        "Compared with baseline 0 over 1 seed, success at the end is not resolved (open) for arms 0.01"
+    )
     assert headline.endswith("Stopped in 1 of 1 run: arm 0.3.")
 
 

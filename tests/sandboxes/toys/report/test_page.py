@@ -62,7 +62,7 @@ def get_words(frames: StudyFrames) -> str:
 @pytest.mark.long
 def test_the_terminal_has_the_verdicts_and_what_was_published(folder: Path) -> None:
     headline, published = pages.conclude(load(folder)).sentences
-    assert headline.startswith("4 arms, baseline DG. Over 2 to 3 seeds, test error at the end compared with")
+    assert headline.startswith("4 arms, baseline DG. Compared with it over 2 to 3 seeds, test error at the end")
     assert published.startswith("3 published cells: 1 equal, 2 open; ")
     headings, *rows = pages.conclude(load(folder)).verdicts
     assert headings == ("arm", "verdict", "test error", "minus the baseline", "Holm p", "seeds", "basis")
@@ -78,13 +78,13 @@ def test_the_terminal_has_the_verdicts_and_what_was_published(folder: Path) -> N
 @pytest.mark.long
 def test_the_page_is_complete(words: str) -> None:
     assert (
-        "Test error (fraction): 0.6 at first, from 0.25 (TPO) to 0.68 (GRPO) at the end. Runs of one arm end at most "
-        "0.64 apart (GRPO). Entropy (nats): "
+        "Test error (fraction): 0.6 in every arm at first; between 0.25 (TPO) and 0.68 (GRPO) at the end. Runs of one "
+        "arm end at most 0.64 apart (GRPO). Entropy (nats): "
     ) in words
     for sentence in (
         "12 runs: 10 completed, 1 early stopped, 1 failed",
-        "4 arms, baseline DG. Over 2 to 3 seeds, test error at the end compared with it is open for arms TPO, GRPO, "
-        "SameAsDG.",
+        "4 arms, baseline DG. Compared with it over 2 to 3 seeds, test error at the end is not resolved (open) for "
+        "arms TPO, GRPO, SameAsDG.",
         "3 seeds: intervals are over seeds, with the noise of all arms as far as none stands out, and the band of a "
         "curve is one standard error.",
         "TPO: uniform_groups stopped 1 of 3 runs (step 107: 10 ≥ 10); a stopped run counts with its last row.",
