@@ -165,7 +165,7 @@ def test_figures_say_what_their_numbers_come_to() -> None:
     assert findings.describe_curves(table[table["run_id"] == "r4"], "success") == ""
     single = table[table["step"] == 5]
     assert findings.describe_curves(single, "success") == (
-        "Success: from 0.1 (b) to 0.4 (a) at step 5, where each run was measured once."
+        "Success: between 0.1 (b) and 0.4 (a) at step 5, where each run was measured once."
     )
     assert findings.describe_curves(single.assign(step=[5, 7]), "success") == (
         "Success: from 0.1 (b) to 0.4 (a) at the end, where each run was measured once."
