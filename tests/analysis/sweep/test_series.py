@@ -168,7 +168,7 @@ def test_figures_say_what_their_numbers_come_to() -> None:
         "Success: between 0.1 (b) and 0.4 (a) at step 5, where each run was measured once."
     )
     assert findings.describe_curves(single.assign(step=[5, 7]), "success") == (
-        "Success: from 0.1 (b) to 0.4 (a) at the end, where each run was measured once."
+        "Success: between 0.1 (b) and 0.4 (a) at the end, where each run was measured once."
     )
     assert findings.describe_run_spread(table) == "Runs of one arm end at most 0.2 apart (a)."
     assert findings.describe_run_spread(table[table["arm"] == "b"]) == ""  # one run of two is scored
@@ -178,7 +178,7 @@ def test_figures_say_what_their_numbers_come_to() -> None:
     )
     entropy = pd.DataFrame([("a", "entropy (nats per token)", 5, 1.0, float("nan"))], columns=lines.columns)
     assert findings.describe_retrieval(pd.concat([lines, entropy])) == (
-        "Retrieval, all turns: from 0.3 (b) to 0.9 (a) at the end; guessing would reach 0.02."
+        "Retrieval, all turns: between 0.3 (b) and 0.9 (a) at the end; guessing would reach 0.02."
     )
 
 
