@@ -1,18 +1,16 @@
 """Remarks about settings with which nothing is left to learn: where they appear, and the arithmetic behind them."""
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from sandboxes.distillation.settings import REMARKS as DISTILLATION_REMARKS
-from sandboxes.update_rules.remarks import REMARKS as UPDATE_RULE_REMARKS
+from sandboxes.update_rules.family import REMARKS as UPDATE_RULE_REMARKS
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO
@@ -20,10 +18,7 @@ from tests.strategies.examples import thin_out
 from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus_baseline, rloo
 from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
-from trainable.envs.prompts import format_reply, parse_reply
-from trainable.envs.sokoban.game import Sokoban
-from trainable.families import list_families
-from trainable.models.load import load_policy, make_codec
+from trainable.families import Remark, list_families
 from tune_study.commands.cli import app
 from tune_study.plan import remarks
 from tune_study.plan.remarks import PPO_REMARKS, find_remarks
@@ -31,9 +26,6 @@ from tune_study.plan.study_plan import StudyPlan, make_plan
 
 PPO_CASES: tuple[tuple[str, str], ...] = (
     # The settings of each remark in the order of the table, and the nearest ones without it.
-    ("rollout.temperature=100", "rollout.temperature=99"),
-    ("rollout.temperature=0.01", "rollout.temperature=0.011"),
-    ("rollout.response_length=2", "rollout.response_length=3"),
     (
         "env.max_turn=5 rollout.response_length=24 rollout.max_model_len=120",
         "env.max_turn=5 rollout.response_length=24 rollout.max_model_len=121",
@@ -43,43 +35,12 @@ PPO_CASES: tuple[tuple[str, str], ...] = (
         "env.group_size=1 filter.rollout_filter_include_zero=False",
         "env.group_size=1 filter.rollout_filter_include_zero=False filter.rollout_filter_metric=entropy",
     ),
-    ("env.format_penalty=-134217728", "env.format_penalty=-134217727"),
-    ("actor.entropy_coeff=-1000", "actor.entropy_coeff=-999"),
-    ("actor.use_kl_loss=True actor.kl_loss_coef=1000", "actor.use_kl_loss=False actor.kl_loss_coef=1000"),
-    (
-        "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=1000",
-        "algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=1000",
-    ),
-    (
-        "algorithm.zero_task_advantage=True actor.entropy_coeff=0 actor.use_kl_loss=False",
-        "algorithm.zero_task_advantage=True actor.entropy_coeff=0 actor.use_kl_loss=True",
-    ),
-    (
-        "actor.policy_loss=tpo algorithm.adv_estimator=group_skill actor.tpo_eta=1e12",
-        "actor.policy_loss=tpo algorithm.adv_estimator=group_skill actor.tpo_eta=9e11",
-    ),
-    ("actor.lr=1e-4 actor.grad_clip=1e-16", "actor.lr=1e-4 actor.grad_clip=2e-16"),
     ("actor.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size=128"),
     ("actor.lr=1", "actor.lr=0.99"),
-    ("actor.lr=0.5 actor.weight_decay=2", "actor.lr=0.5 actor.weight_decay=1.9"),
-    ("model.lora_rank=8 model.lora_alpha=8e-9", "model.lora_rank=0 model.lora_alpha=8e-9"),
     ("trainer.critic_warmup=61", "trainer.critic_warmup=60"),
-    ("rollout.val_temperature=1e30", "rollout.val_temperature=99"),
-    ("algorithm.gamma=0", "algorithm.gamma=0.011"),
-    ("actor.entropy_coeff=-5", "actor.entropy_coeff=0"),
-    ("env.max_actions_per_turn=50 env.max_actions_per_traj=1", "env.max_actions_per_turn=1 env.max_actions_per_traj=1"),
-    ("early_stop.variance_ratio=1e30", "early_stop.variance_ratio=0.99"),
     ("trainer.val_before_train=False trainer.test_freq=-1", "trainer.val_before_train=True trainer.test_freq=-1"),
 )
-UPDATE_RULE_CASES: tuple[tuple[str, str], ...] = (
-    ("lr=1e-12", "lr=2e-12"),
-    ("lr=1", "lr=0.99"),
-    ("method=TPO group_size=2 batch_size=8 tpo_eta=1e12", "method=TPO group_size=2 batch_size=8 tpo_eta=9e11"),
-    ("reward_noise=1 reward_noise_mode=random_reward", "reward_noise=0.99 reward_noise_mode=random_reward"),
-    ("reward_noise=0.5 reward_noise_mode=label_flip", "reward_noise=0.4 reward_noise_mode=label_flip"),
-    ("method=FreshDG delay=4 replay_age_decay=26", "method=DG delay=4 replay_age_decay=26"),
-    ("task=lm_bandit kl_weight=1000", "task=lm_bandit kl_weight=999"),
-)
+UPDATE_RULE_CASES: tuple[tuple[str, str], ...] = (("lr=1", "lr=0.99"),)
 TOP_K = "method=OPDTopKReverseKL vocab_size=8 warmup_steps=0"
 DISTILLATION_CASES: tuple[tuple[str, str], ...] = (
     (f"{TOP_K} top_k=1 normalize_top_k=true", f"{TOP_K} top_k=2 normalize_top_k=true"),
@@ -101,7 +62,7 @@ def test_every_remark_has_a_case() -> None:
     assert {family.remarks for family in list_families()} == {
         "",
         "tune_study.plan.remarks:PPO_REMARKS",
-        "sandboxes.update_rules.remarks:REMARKS",
+        "sandboxes.update_rules.family:REMARKS",
         "sandboxes.distillation.settings:REMARKS",
     }
     cases = (PPO_CASES, UPDATE_RULE_CASES, DISTILLATION_CASES)
@@ -124,7 +85,7 @@ def print_plan(study: str, settings: str) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize(("family_remarks", "number", "study", "settings", "harmless"), CASES)
 def test_a_remark_is_in_the_plan_of_its_settings_and_not_of_the_nearest_others(
-    family_remarks: Sequence[remarks.Remark], number: int, study: str, settings: str, harmless: str
+    family_remarks: Sequence[Remark], number: int, study: str, settings: str, harmless: str
 ) -> None:
     ending = family_remarks[number].sentence.rpartition("}")[2]
     (line,) = [line for line in print_plan(study, settings) if ending in line]
@@ -226,21 +187,12 @@ def test_no_shipped_study_has_a_remark_in_any_arm_of_any_preset(study: Study) ->
 
 
 def test_a_remark_says_in_which_arms_it_holds() -> None:
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0", "1e9", "0.1", "1e4"), 2, Path("out"))
-    (line,) = find_remarks(plan)
-    assert line.startswith("Remark: actor.kl_loss_coef=1e+09 outweighs the advantages")
-    assert line.endswith("(in 2 of 4 arms, such as 1e9).")
+    (line,) = find_remarks(make_axis_plan("actor.lr", ("3e-4", "2", "1e-4", "1"), {}))
+    assert line.startswith("Remark: actor.lr=2 changes each weight by about as much")
+    assert line.endswith("(in 2 of 4 arms, such as 2).")
 
 
 # The arithmetic that the remarks state.
-
-
-def test_a_temperature_flattens_or_sharpens_the_distribution_as_stated() -> None:
-    logits = torch.tensor([0.0, 100.0])
-    logprobs = torch.log_softmax(logits / remarks.UNIFORM_TEMPERATURE, dim=-1)
-    assert float(logprobs[1] - logprobs[0]) == pytest.approx(1)
-    logprobs = torch.log_softmax(torch.tensor([0.0, 0.1]) / remarks.GREEDY_TEMPERATURE, dim=-1)
-    assert float(logprobs[1] - logprobs[0]) == pytest.approx(10)
 
 
 def test_an_estimator_compares_a_group_if_and_only_if_a_group_of_one_has_no_advantage() -> None:
@@ -262,42 +214,12 @@ def test_a_spread_is_0_in_a_group_of_one(metric: str) -> None:
     assert is_dropped == FILTER_METRICS[metric].is_spread
 
 
-def test_the_shortest_valid_reply_has_as_many_tokens_as_stated() -> None:
-    reply = format_reply("", ["Up"])
-    assert not parse_reply(reply, 2, Sokoban().read_action).invalid
-    tokens = make_codec(load_policy("sokoban-tiny", torch.device("cpu")).tokenizer).encode([reply])[0]
-    assert len(tokens) == remarks.SHORTEST_REPLY
-
-
-def test_float32_rounds_as_stated() -> None:
-    penalty = np.float32(remarks.COARSE_PENALTY)
-    assert np.spacing(penalty) >= 16 > np.spacing(penalty * np.float32(0.49))
-    weight = np.float32(remarks.SMALLEST_STEP * 2**25)
-    assert weight + np.float32(remarks.SMALLEST_STEP) == weight
-    assert float(torch.exp(torch.tensor(-remarks.VANISHING_EXPONENT))) == 0.0
-    assert float(torch.exp(torch.tensor(-remarks.VANISHING_EXPONENT + 1))) > 0.0
-
-
-@pytest.mark.parametrize(("gradient_size", "share"), [(1.0, 1.0), (1e-12, 1e-4), (1e-16, 1e-8)])
-def test_steps_of_adamw_shrink_below_its_epsilon(gradient_size: float, share: float) -> None:
-    weight = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0)
-    assert optimizer.defaults["eps"] == remarks.ADAM_EPS
-    weight.grad = torch.full((3,), gradient_size)
-    optimizer.step()
-    assert float(weight.detach().abs().max()) == pytest.approx(0.5 * share, rel=1e-2)
-
-
-def test_a_learning_rate_of_1_overwrites_weights_and_a_decay_of_its_inverse_erases_them() -> None:
+def test_a_learning_rate_of_1_overwrites_weights() -> None:
     weight = torch.nn.Parameter(torch.full((3,), 0.02))
-    optimizer = torch.optim.AdamW([weight], lr=1.0, weight_decay=1.0)
+    optimizer = torch.optim.AdamW([weight], lr=1.0, weight_decay=0.0)
     weight.grad = torch.tensor([1.0, -1.0, 1e-3])
     optimizer.step()
-    assert weight.tolist() == pytest.approx([-1, 1, -1], rel=1e-3)
-
-
-def test_half_of_flipped_labels_leave_no_answer_better_than_another() -> None:
-    assert all(math.isclose(0.5 * reward + 0.5 * (1 - reward), 0.5) for reward in (0.0, 0.3, 1.0))
+    assert weight.tolist() == pytest.approx([-1, 1, -1], abs=0.03)
 
 
 def test_a_plan_without_its_baseline_says_what_to_type(tmp_path: Path) -> None:
