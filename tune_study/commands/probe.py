@@ -23,11 +23,8 @@ from trainable.runs.run_files import PROBES_FILE
 from tune_study.folder import outputs
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.host.console import make_console, print_line, show_phases
-from tune_study.host.gpus import detect_gpus
 from tune_study.placement.model_files import check_model
-from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.samplers import check_sampler
-from tune_study.placement.time_estimate import estimate_probe_seconds, format_estimate
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import load_typed_code
 from tune_study.plan.study_plan import fill_template, make_template_values
@@ -232,8 +229,7 @@ def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list
     """
     settings = trainer.config.trainer
     n_groups, group_size = settings.gradient_analysis_env_groups, settings.gradient_analysis_group_size
-    task = f"Playing {n_groups} x {group_size} episodes and measuring their gradients"
-    print_line(console, f"{task}{_format_time(trainer)} ...")
+    print_line(console, f"Playing {n_groups} x {group_size} episodes and measuring their gradients ...")
     with show_phases(console, "gradients"):
         lines = analyze_gradients(trainer, episodes=[], source="probe", overrides=changes)
     if not any(line["groups"] for line in lines):
@@ -243,15 +239,6 @@ def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list
             "filter is measured, or type more groups, like --set trainer.gradient_analysis_env_groups=256."
         )
     return lines
-
-
-def _format_time(trainer: PPOTrainer) -> str:
-    """Format how long the analysis takes, as the end of a sentence; empty if unknown."""
-    shape = read_model_shape(trainer.config.model.path, os.environ)
-    names = [gpu.name for gpu in detect_gpus(os.environ)] or ["unknown"]
-    gpu_name = names[0] if trainer.device.type == "cuda" else ""
-    seconds = None if shape is None else estimate_probe_seconds(shape, trainer.config, gpu_name)
-    return "" if seconds is None else f", about {format_estimate(seconds, digits=2)} by measurements of another machine"
 
 
 def _describe_groups(line: Mapping[str, Any]) -> str:

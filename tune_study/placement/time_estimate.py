@@ -2,7 +2,8 @@
 
 On GPUs the estimate is an upper bound at their published speed. It assumes that passes over whole sequences are limited
 by arithmetic, and sampling by reading weights and KV cache. It also assumes that every conversation has maximum length,
-so a run with shorter replies is faster. No estimate has been compared with a measurement on a GPU.
+so a run with shorter replies is faster. Swapping to host memory, a few seconds per step, is not counted. No estimate
+has been compared with a measurement on a GPU.
 
 On a CPU the estimate is for cores like the one on which the rates below were measured.
 """
@@ -25,12 +26,7 @@ ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
 """Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach. No run on a
 GPU has been measured."""
 FLOAT32_SLOWDOWN = 15
-"""Duration of float32 passes relative to bfloat16, as on an H100: 67 against 989 TFLOP/s (NVIDIA's data sheet).
-
-Tensor cores could compute float32 products as TF32 at half the bfloat16 rate, but torch does not by default.
-"""
-HOST_BANDWIDTH = 50e9
-"""Bytes per second between pinned host memory and a GPU over PCIe 5. An assumption; the standard has 64 GB/s."""
+"""Duration of float32 passes relative to bfloat16, as on an H100: 67 against 989 TFLOP/s (NVIDIA's data sheet)."""
 OFFLOADED_SECONDS_PER_PARAMETER = 6.8e-9
 """Seconds per parameter of an offloaded AdamW step on one CPU thread, as measured with torch 2.13."""
 
@@ -48,12 +44,6 @@ class CpuRates(NamedTuple):
 COMPILED_RATES, TORCH_RATES = CpuRates(passes=48e9, sampling=35e9), CpuRates(passes=40e9, sampling=11e9)
 TYPICAL_FILL = 0.5
 """Typical tokens of an episode relative to the maximum, as measured: 105 of 200 in the laptop preset."""
-PROBE_PASSES = 28
-"""Duration of a probe's rollout and gradients in forward passes over its episodes.
-
-Measured with 8, 32 and 128 groups of the laptop preset. There are two batches, the published measure and ours, and up
-to three terms, each with a backward pass.
-"""
 RUN_START_SECONDS = 4.0
 """Seconds before the first step of a run on a CPU: for imports, levels and the model."""
 
@@ -165,24 +155,15 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
     return decode_seconds + prefill_flops / (ASSUMED_MFU * rates.peak_flops_per_s)
 
 
-def estimate_host_seconds(shape: ModelShape, config: RunConfig) -> float:
-    """Estimate the seconds per training step for swapping and for optimizer steps on the CPU (offload_optimizer).
-
-    In a step, each trained network and its moments go to the GPU and back once, and the policy's weights once more for
-    the log-probs, for each sync and for values. Both are divided among the ranks.
-    """
-    seconds, ranks = 0.0, memory.count_ranks(config)
+def estimate_offload_seconds(shape: ModelShape, config: RunConfig) -> float:
+    """Estimate the seconds per training step of optimizer steps on the CPU (trainer.offload_optimizer)."""
+    if not (config.trainer.uses_deepspeed and config.trainer.offload_optimizer):
+        return 0.0
+    seconds = 0.0
     for name, parameters in memory.count_trained_parameters(shape, config).items():
-        network = memory.compute_network_bytes(parameters, config)
-        if config.trainer.swap_to_host:
-            state_bytes = network.master + network.moments
-            weight_bytes = 0 if memory.shards_weights(config) else network.weights
-            reads = 1 + (name == "policy" and recomputes_logprobs(config))
-            seconds += (2 * state_bytes + (2 + reads) * weight_bytes) / HOST_BANDWIDTH
-        if config.trainer.uses_deepspeed and config.trainer.offload_optimizer:
-            optim = config.actor if name == "policy" else config.critic
-            steps = optim.ppo_epochs * math.ceil(config.max_batch_size / optim.ppo_mini_batch_size)
-            seconds += steps * parameters / ranks * OFFLOADED_SECONDS_PER_PARAMETER
+        optim = config.actor if name == "policy" else config.critic
+        steps = optim.ppo_epochs * math.ceil(config.max_batch_size / optim.ppo_mini_batch_size)
+        seconds += steps * parameters / memory.count_ranks(config) * OFFLOADED_SECONDS_PER_PARAMETER
     return seconds
 
 
@@ -196,7 +177,7 @@ def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates)
     rows = -(-env.env_groups * env.group_size * env.max_conversations_per_rollout // memory.count_ranks(config))
     update_seconds = estimate_update_flops(shape, config) / memory.count_ranks(config) / flops_per_s
     gpu_seconds = update_seconds + estimate_sampling_seconds(shape, config, rows, rates)
-    return gpu_seconds / min(config.trainer.n_gpus_per_node, 1.0) + estimate_host_seconds(shape, config)
+    return gpu_seconds / min(config.trainer.n_gpus_per_node, 1.0) + estimate_offload_seconds(shape, config)
 
 
 def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
@@ -261,21 +242,6 @@ def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | 
         f"start and to report; an estimate from measurements on one machine, others take half as long or twice as long"
         f"{types_text}"
     )
-
-
-def estimate_probe_seconds(shape: ModelShape, config: RunConfig, gpu_name: str) -> float | None:
-    """Estimate the seconds of a probe after loading; None if the GPU's rates are unknown. gpu_name: empty on a CPU."""
-    episodes = (config.trainer.gradient_analysis_env_groups or 0) * (config.trainer.gradient_analysis_group_size or 0)
-    if not gpu_name:
-        flops = estimate_forward_flops(
-            shape, episodes, round(TYPICAL_FILL * compute_max_tokens(config)), with_head=True
-        )
-        return PROBE_PASSES * flops / TORCH_RATES.passes
-    if (rates := find_rates(gpu_name)) is None:
-        return None
-    flops = estimate_forward_flops(shape, episodes, compute_max_tokens(config), with_head=True)
-    sampling_seconds = estimate_sampling_seconds(shape, config, episodes, rates)
-    return sampling_seconds + PROBE_PASSES * flops / (ASSUMED_MFU * rates.peak_flops_per_s)
 
 
 def _count_validations(config: RunConfig) -> int:

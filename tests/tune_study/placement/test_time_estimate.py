@@ -19,7 +19,7 @@ from tune_study.placement.time_estimate import (
     GpuRates,
     estimate_cpu_run_seconds,
     estimate_forward_flops,
-    estimate_host_seconds,
+    estimate_offload_seconds,
     estimate_run_seconds,
     estimate_step_seconds,
     estimate_update_flops,
@@ -153,25 +153,18 @@ def test_shares_of_a_card_take_longer_and_ranks_share_the_work(share: float, ran
     assert estimate_run_seconds(shape, config, H100_RATES) > 400 * full_card_seconds / share
 
 
-def test_swapping_and_offloading_cost_time() -> None:
+def test_offloading_costs_time() -> None:
     policy, critic = 3_085_938_688, 3_085_938_688 + 2049
     shape = read_model_shape("Qwen/Qwen2.5-3B", {})
     assert shape is not None
-    plain = apply_overrides(RunConfig(), {"trainer.swap_to_host": False})
-    assert estimate_host_seconds(shape, plain) == 0
-    # Weights (4 bytes) and moments (8) of both networks to the GPU and back, and more reads of weights alone.
-    moved_bytes = 24 * (policy + critic) + 8 * policy + 4 * critic
-    swapped = apply_overrides(plain, {"trainer.swap_to_host": True})
-    assert estimate_host_seconds(shape, swapped) == pytest.approx(moved_bytes / 50e9)
-    sampled_only = apply_overrides(swapped, {"rollout.recompute_logprobs": False})
-    assert estimate_host_seconds(shape, sampled_only) == pytest.approx((moved_bytes - 4 * policy) / 50e9)
+    assert estimate_offload_seconds(shape, RunConfig()) == 0
+    changes = {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True}
+    offloaded = apply_overrides(RunConfig(), changes)
     # 128 sequences in mini-batches of 32 are four optimizer steps of each network.
-    offloaded = apply_overrides(plain, {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True})
-    assert estimate_host_seconds(shape, offloaded) == pytest.approx(4 * (policy + critic) * 6.8e-9)
-    rates = find_rates("NVIDIA H200")
-    assert rates is not None
-    slower = estimate_step_seconds(shape, swapped, rates) - estimate_step_seconds(shape, plain, rates)
-    assert slower == pytest.approx(moved_bytes / 50e9)
+    seconds = estimate_offload_seconds(shape, offloaded)
+    assert seconds == pytest.approx(4 * (policy + critic) * 6.8e-9)
+    slower = estimate_step_seconds(shape, offloaded, H100_RATES) - estimate_step_seconds(shape, RunConfig(), H100_RATES)
+    assert slower == pytest.approx(seconds)
 
 
 def test_a_run_on_a_core_is_its_steps_validations_and_tests() -> None:
