@@ -100,11 +100,6 @@ def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head:
     return rows * (block_flops + attention_flops + with_head * 2.0 * hidden * shape.vocab_size * tokens)
 
 
-def recomputes_logprobs(config: RunConfig) -> bool:
-    """Check whether the trainer has a separate pass for the log-probs of the sampled tokens."""
-    return config.rollout.has_own_weights and config.rollout.recompute_logprobs
-
-
 def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     """Estimate the FLOP of one training step without sampling: passes of the reference, for values, and updates.
 
@@ -123,7 +118,7 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     total_flops = (
         config.actor.ppo_epochs * (train_factor + recompute_factor) * policy_flops
         + config.trains_with_reference * policy_flops
-        + recomputes_logprobs(config) * policy_flops
+        + (config.rollout.has_own_weights and config.rollout.recompute_logprobs) * policy_flops
     )
     if config.algorithm.estimator.needs_critic:  # values of the rollouts, one pass without gradients
         total_flops += critic_flops
