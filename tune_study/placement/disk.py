@@ -46,8 +46,8 @@ _EPISODE_BYTES, _TURN_BYTES, _TOKEN_BYTES = 1_000, 700, 5
 """Bytes in episodes.jsonl per episode, per turn, and per token of a reply."""
 _RUN_BYTES = 250_000
 """Bytes per run that do not depend on its steps: Tune's experiment state, figures, and settings."""
-_STUDY_BYTES = 1_650_000
-"""Bytes per study that do not depend on its runs: scripts and layout of the report, and tables."""
+_STUDY_BYTES = 2_050_000
+"""Bytes per study that do not depend on its runs: scripts, layout and pictures of the report, and tables."""
 
 
 class DiskBudget(NamedTuple):
