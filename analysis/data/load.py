@@ -130,12 +130,7 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
     rank = {arm: index for index, arm in enumerate(study.axis.values)}
     runs = sorted(
         study_runs,
-        key=lambda run: (
-            rank.get(run.header.arm, len(rank)),
-            run.header.arm,
-            run.header.seed,
-            run.header.run_id,
-        ),
+        key=lambda run: (rank.get(run.header.arm, len(rank)), run.header.arm, run.header.seed, run.header.run_id),
     )
     trials = [_make_trial_row(study, run, family) for run in runs]
     steps = [row for run in runs for row in _make_step_rows(study, run, family)]
@@ -230,12 +225,7 @@ def _read_probes(path: Path) -> Lines:
 
 
 def _make_run_columns(study: StudyRecord, run: RunFiles) -> Row:
-    return {
-        "run_id": run.header.run_id,
-        "study": study.name,
-        "arm": run.header.arm,
-        "seed": run.header.seed,
-    }
+    return {"run_id": run.header.run_id, "study": study.name, "arm": run.header.arm, "seed": run.header.seed}
 
 
 def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:

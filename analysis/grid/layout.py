@@ -146,8 +146,7 @@ def find_grid(frames: StudyFrames) -> Grid | None:
         return None
     dose = frames.studies[0].axis.dose
     y, x = max(
-        pairs,
-        key=lambda pair: (dose in pair, set(pair) == PLANE_SETTINGS, len(values[list(pair)].drop_duplicates())),
+        pairs, key=lambda pair: (dose in pair, set(pair) == PLANE_SETTINGS, len(values[list(pair)].drop_duplicates()))
     )
     y, x = (x, y) if y == dose else (y, x)
     factor_values |= {axis: tuple(sorted(factor_values[axis])) for axis in (x, y)}

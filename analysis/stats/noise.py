@@ -182,11 +182,7 @@ def compute_level_variance(differences: ArrayLike, clusters: ArrayLike) -> float
 
 
 def estimate_paired_contrast(
-    per_seed: ArrayLike,
-    noise: Noise,
-    weight_norm: float = 2.0,
-    min_variance: float = 0.0,
-    doubt: float = 0.0,
+    per_seed: ArrayLike, noise: Noise, weight_norm: float = 2.0, min_variance: float = 0.0, doubt: float = 0.0
 ) -> Estimate:
     """Estimate the mean of one contrast per seed (n,), such as a paired difference, with the noise of all arms.
 

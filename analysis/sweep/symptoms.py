@@ -74,11 +74,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     Symptom("train_invalid_turns", "turns without a valid action", UP, False, highs=(0.05, 0.1, 0.2, 0.3, 0.5)),
     Symptom("train_response_tokens", "length of the replies", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),
     Symptom(
-        "collapse_trajectory_retrieval_accuracy",
-        "retrieval of the prompt from a thought",
-        DOWN,
-        True,
-        lows=FRACTIONS,
+        "collapse_trajectory_retrieval_accuracy", "retrieval of the prompt from a thought", DOWN, True, lows=FRACTIONS
     ),
     Symptom("collapse_trajectory_mi_estimate", "mutual information of prompt and thought", DOWN, True, lows=FRACTIONS),
     SUCCESS,

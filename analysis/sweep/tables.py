@@ -37,14 +37,7 @@ from analysis.data.compare import (
 )
 from analysis.data.frames import SCHEMAS, StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.stats.estimates import (
-    Estimate,
-    Trend,
-    holm_adjust,
-    page_trend_p_value,
-    spearman_trend,
-    wilson_interval,
-)
+from analysis.stats.estimates import Estimate, Trend, holm_adjust, page_trend_p_value, spearman_trend, wilson_interval
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
 from analysis.sweep.series import BUDGETS
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, describe_verdict

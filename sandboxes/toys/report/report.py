@@ -135,10 +135,7 @@ VERDICTS: Section[ToyResults] = Section(
     concludes=True,
 )
 NOTES: Section[ToyResults] = Section(
-    "notes",
-    "Limits of these numbers",
-    sentences=lambda results: notes.make_notes(results.frames),
-    is_warning=True,
+    "notes", "Limits of these numbers", sentences=lambda results: notes.make_notes(results.frames), is_warning=True
 )
 
 
