@@ -45,15 +45,8 @@ from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
 
 _MEAN_COLUMNS = (
-    "base_val_success",
-    "base_val_greedy_success",
-    "final_val_success",
-    "final_val_greedy_success",
-    "mean_val_success",
-    "final_val_success_unseen",
-    "peak_val_success",
-    "test_success",
-    "test_greedy_success",
+    *("base_val_success", "base_val_greedy_success", "final_val_success", "final_val_greedy_success"),
+    *("mean_val_success", "final_val_success_unseen", "peak_val_success", "test_success", "test_greedy_success"),
 )
 # Fraction of the length of a log axis: closer values would have overlapping marks and labels.
 MIN_GAP_FRACTION = 0.05
@@ -75,10 +68,10 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
       `late_survivors` is the mean without them. `other_scoring` says whether this would change the outcome.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
-    baseline = require_single_study(frames).studies[0].baseline
+    (study,) = require_single_study(frames).studies
+    baseline = study.baseline
     # Settings columns are not needed, and copying them for every arm takes time.
     frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
-    study = frames.studies[0]
     measures = _Measures(
         late=collect_outcomes(frames, "late_val_success"),
         base=replace(
@@ -106,11 +99,10 @@ def _describe_other_scorings(frames: StudyFrames, table: pd.DataFrame, baseline:
     texts: dict[str, list[str]] = {arm: [] for arm in table["arm"]}
     if not table["failed_stops"].any():
         return [""] * len(table)
-    margin = get_margin(frames.studies[0], "late_val_success")
     scorings: tuple[StopScoring, ...] = ("scored 0", "left out")
     for scoring in scorings:
         outcomes = collect_outcomes(frames, "late_val_success", scoring)
-        rows = [_compare_outcomes(outcomes, arm, baseline, margin) for arm in table["arm"]]
+        rows = [_compare_outcomes(outcomes, arm, baseline, table["margin"].iloc[0]) for arm in table["arm"]]
         other = pd.DataFrame(rows).assign(outcome=table["outcome"], arm=table["arm"])
         other = other.assign(p_holm=holm_adjust(other["p"]), p_equal_holm=holm_adjust(other["p_equal"]))
         for row in to_records(other):
@@ -128,12 +120,9 @@ def _find_detectable_difference(study: StudyRecord, outcomes: Outcomes, row: Row
     of their difference.
     """
     pool, num_seeds = outcomes.noise.paired, int(row["seeds"])
+    is_testable = row["se"] > 0 and is_paired(outcomes, row["arm"], row["baseline"])
     # With a test at every look, the detectable difference depends on how many looks follow.
-    if (
-        outcomes.num_comparisons
-        or pool is None
-        or not (row["se"] > 0 and is_paired(outcomes, row["arm"], row["baseline"]))
-    ):
+    if outcomes.num_comparisons or pool is None or not is_testable:
         return math.nan
     deviation = find_recorded_deviation(study)
     if max(outcomes.get_doubts(row["arm"], row["baseline"])) > 0:
@@ -150,18 +139,15 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
     outcome and are not verdicts: p is corrected over all rows together. Outcomes that no run has are left out.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
-    baseline = study.baseline
     rows = []
     for column in family.secondary_columns:
         outcomes, margin = collect_outcomes(frames, column), get_margin(study, column)
-        for arm in [name for name in list_arms(frames) if name != baseline]:
-            estimate = estimate_difference(outcomes, arm, baseline)
-            # With looks, an arm without a value still counts in the number of comparisons.
-            is_counted = outcomes.num_comparisons and outcomes.values.notna().any(axis=None)
-            if is_counted or not math.isnan(estimate.value):
-                equal_rows = outcomes.has_equal_rows(arm, baseline)
-                test_columns = make_test_columns(outcomes, estimate, margin, equal_rows=equal_rows)
-                rows.append({"column": column, "arm": arm, **test_columns, "n": estimate.n})
+        # With looks, an arm without a value still counts in the number of comparisons.
+        is_counted = outcomes.num_comparisons and outcomes.values.notna().any(axis=None)
+        for arm in [name for name in list_arms(frames) if name != study.baseline]:
+            row = _compare_outcomes(outcomes, arm, study.baseline, margin)
+            if is_counted or not math.isnan(row["difference"]):
+                rows.append({"column": column, "arm": arm, **row, "n": row["seeds"]})
     table = pd.DataFrame(rows, columns=["column", "arm", *TEST_COLUMNS, "n"])
     return add_adjusted_p_values(table, family.primary_column)
 
@@ -191,8 +177,8 @@ def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline:
         **_summarize_success(measures, arm, scored_runs),
         **_compare_to_baseline(frames, measures, arm, baseline),
         **_summarize_stops(scored_runs),
-        **{name: _mean(paid_runs[name]) for name in BUDGETS},
-        "kept_ratio": _mean(frames.steps.loc[frames.steps["run_id"].isin(paid_runs["run_id"]), "kept_ratio"]),
+        **{name: paid_runs[name].mean() for name in BUDGETS},
+        "kept_ratio": frames.steps.loc[frames.steps["run_id"].isin(paid_runs["run_id"]), "kept_ratio"].mean(),
         "stops": describe_stops(scored_runs),
         "unfinished": describe_unfinished(runs),
     }
@@ -202,7 +188,7 @@ def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame)
     late = cut_interval(estimate_mean(measures.late, arm), 0.0, 1.0)
     gain = estimate_gain(measures.late, measures.base, arm)
     return {
-        **{name: _mean(scored_runs[name]) for name in _MEAN_COLUMNS},
+        **{name: scored_runs[name].mean() for name in _MEAN_COLUMNS},
         "late_val_success": late.value,
         "late_low": late.low,
         "late_high": late.high,
@@ -210,10 +196,6 @@ def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame)
         "gain_basis": describe_basis(measures.late, gain, measures.late.get_doubt(measures.late.noise.unpaired, arm)),
         **make_estimate_columns("gain_greedy", estimate_gain(measures.greedy, measures.base_greedy, arm)),
     }
-
-
-def _mean(values: "pd.Series[float]") -> float:
-    return float(values.mean()) if values.notna().any() else float("nan")
 
 
 def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
@@ -264,8 +246,8 @@ def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
         "stopped_fraction": estimate.value,
         "stopped_low": estimate.low,
         "stopped_high": estimate.high,
-        "late_stopped_as_zero": _mean(scored_runs["late_val_success"].mask(is_stopped, 0.0)),
-        "late_survivors": _mean(scored_runs["late_val_success"][~is_stopped]),
+        "late_stopped_as_zero": scored_runs["late_val_success"].mask(is_stopped, 0.0).mean(),
+        "late_survivors": scored_runs["late_val_success"][~is_stopped].mean(),
     }
 
 
@@ -318,7 +300,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     """
     names, positions, scale = compute_axis_positions(require_single_study(frames))
     outcomes = collect_outcomes(frames, "late_val_success")
-    base, base_greedy = (_mean(frames.trials[name]) for name in ("base_val_success", "base_val_greedy_success"))
+    base, base_greedy = (frames.trials[name].mean() for name in ("base_val_success", "base_val_greedy_success"))
     rows = []
     for arm, x in zip(names, positions, strict=True):
         runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
@@ -339,8 +321,8 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
                 "low": estimate.low,
                 "high": estimate.high,
                 "basis": describe_basis(outcomes, estimate, outcomes.get_doubt(outcomes.noise.unpaired, arm)),
-                "greedy": _mean(scored_runs["final_val_greedy_success"]),
-                "test": _mean(scored_runs["test_success"]),
+                "greedy": scored_runs["final_val_greedy_success"].mean(),
+                "test": scored_runs["test_success"].mean(),
                 "base": base,
                 "base_greedy": base_greedy,
             }
@@ -357,7 +339,5 @@ def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[
     runs = runs[runs["status"].isin(SCORED_STATUSES)].dropna(subset=["axis_value", "late_val_success"])
     table = runs.pivot_table(index="seed", columns="axis_value", values="late_val_success").sort_index(axis=1)
     # Page's test needs complete rows: every seed in every arm.
-    page_p_value = (
-        page_trend_p_value(table.to_numpy()) if len(table) and not table.isna().to_numpy().any() else float("nan")
-    )
+    page_p_value = math.nan if table.empty or table.isna().any(axis=None) else page_trend_p_value(table.to_numpy())
     return spearman_trend(runs["axis_value"], runs["late_val_success"], runs["seed"], generator), page_p_value
