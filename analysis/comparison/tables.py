@@ -47,10 +47,11 @@ def compare_settings(studies: Mapping[str, StudyRecord]) -> pd.DataFrame:
     rows = []
     for setting in dict.fromkeys(name for settings in values.values() for name in settings):
         texts = {label: json.dumps(own[setting]) if setting in own else "" for label, own in values.items()}
-        owners = [label for label in values if setting in values[label]]
-        is_new = len(owners) < len(values) and all(
-            setting in defaults[label] and defaults[label][setting] == values[label][setting] for label in owners
-        )
+        # NaN, for a missing default, equals no value.
+        owners = [
+            (own[setting], defaults[label].get(setting, math.nan)) for label, own in values.items() if setting in own
+        ]
+        is_new = len(owners) < len(values) and all(value == default for value, default in owners)
         if len(set(texts.values())) > 1 and not is_new:
             rows.append({"setting": setting, **texts})
     return pd.DataFrame(rows, columns=["setting", *values])
@@ -62,12 +63,10 @@ def find_common_arms(reference: StudyFrames, other: StudyFrames) -> list[tuple[s
     Within one axis, arms are shared if their values are equal: `0.1` is `0.10`. Between different axes, such as `kl`
     and `top-p`, arms are shared if their runs have the same settings.
     """
-    if reference.studies[0].axis.setting == other.studies[0].axis.setting:
-        others = {_get_axis_key(other, arm): arm for arm in list_arms(other)}
-        keys = {arm: _get_axis_key(reference, arm) for arm in list_arms(reference)}
-    else:
-        others = {key: arm for arm in list_arms(other) if (key := _get_config_hash(other, arm))}
-        keys = {arm: _get_config_hash(reference, arm) for arm in list_arms(reference)}
+    is_same_axis = reference.studies[0].axis.setting == other.studies[0].axis.setting
+    get_key = _get_axis_key if is_same_axis else _get_config_hash
+    others = {key: arm for arm in list_arms(other) if (key := get_key(other, arm)) != ""}
+    keys = {arm: get_key(reference, arm) for arm in list_arms(reference)}
     return [(arm, others[key]) for arm, key in keys.items() if key in others]
 
 
@@ -76,7 +75,7 @@ def _get_axis_key(frames: StudyFrames, arm: str) -> str | float:
     return arm if math.isnan(value) else value
 
 
-def _get_config_hash(frames: StudyFrames, arm: str) -> str:
+def _get_config_hash(frames: StudyFrames, arm: str) -> str | float:
     return str(select_runs(frames, arm)["config_hash"].iloc[0])
 
 

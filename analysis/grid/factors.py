@@ -22,8 +22,7 @@ from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, require_s
 from analysis.data.frames import StudyFrames
 from analysis.data.schemas import Row
 from analysis.grid.layout import label_value
-from analysis.stats.estimates import MIN_SEEDS, Estimate, holm_adjust
-from analysis.stats.noise import make_estimate
+from analysis.stats.estimates import MIN_SEEDS, Estimate, holm_adjust, make_estimate
 from analysis.sweep.verdicts import format_holm
 from trainable.config.aliases import shorten_setting
 

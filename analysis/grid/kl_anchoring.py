@@ -23,8 +23,7 @@ import pandas as pd
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, cut_interval, make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import LATE_START
-from analysis.stats.estimates import MIN_SEEDS, Estimate, spearman_trend
-from analysis.stats.noise import make_estimate
+from analysis.stats.estimates import MIN_SEEDS, Estimate, make_estimate, spearman_trend
 from analysis.sweep.verdicts import count_nouns, format_interval, format_p_value, format_signed
 
 K1_NAMES = ("kl", "k1")
