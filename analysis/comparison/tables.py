@@ -10,12 +10,10 @@ from analysis.data.compare import (
     TEST_COLUMNS,
     add_adjusted_p_values,
     collect_joint_outcomes,
-    describe_difference_basis,
-    estimate_difference,
+    compare_with_baseline,
     get_margin,
     label_arm,
     list_arms,
-    make_test_columns,
     require_single_study,
     select_runs,
 )
@@ -114,7 +112,6 @@ def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
     rows: list[Row] = []
     for label, arm, other_arm in pairs:
         names = (label_arm(label, other_arm), label_arm(reference_label, arm))
-        estimate = estimate_difference(outcomes, *names)
         rows.append(
             {
                 "study": label,
@@ -123,9 +120,7 @@ def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
                 **_describe_side("reference", reference, arm, outcomes.get_values(names[1])),
                 **_describe_side("other", studies[label], other_arm, outcomes.get_values(names[0])),
                 "column": column,
-                **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(*names)),
-                "seeds": estimate.n,
-                "basis": describe_difference_basis(outcomes, estimate, *names),
+                **compare_with_baseline(outcomes, *names, margin),
             }
         )
     table = add_adjusted_p_values(pd.DataFrame(rows), column)

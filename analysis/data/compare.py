@@ -476,6 +476,16 @@ def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float, *, 
     }
 
 
+def compare_with_baseline(outcomes: Outcomes, arm: str, baseline: str, margin: float) -> Row:
+    """Make the columns of a test, the number of seeds and the basis of the interval; empty for the baseline itself."""
+    estimate = Estimate() if arm == baseline else estimate_difference(outcomes, arm, baseline)
+    return {
+        **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(arm, baseline)),
+        "seeds": estimate.n,
+        "basis": describe_difference_basis(outcomes, estimate, arm, baseline),
+    }
+
+
 def add_adjusted_p_values(table: pd.DataFrame, primary_column: str) -> pd.DataFrame:
     """Add p_holm and p_equal_holm to a table of differences in several outcomes (`column`).
 

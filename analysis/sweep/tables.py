@@ -18,10 +18,9 @@ from analysis.data.compare import (
     add_adjusted_p_values,
     classify_difference,
     collect_outcomes,
+    compare_with_baseline,
     cut_interval,
     describe_basis,
-    describe_difference_basis,
-    estimate_difference,
     estimate_evaluation_variances,
     estimate_gain,
     estimate_level_variances,
@@ -31,7 +30,6 @@ from analysis.data.compare import (
     is_paired,
     list_arms,
     make_estimate_columns,
-    make_test_columns,
     require_single_study,
     select_runs,
 )
@@ -102,7 +100,7 @@ def _describe_other_scorings(frames: StudyFrames, table: pd.DataFrame, baseline:
     scorings: tuple[StopScoring, ...] = ("scored 0", "left out")
     for scoring in scorings:
         outcomes = collect_outcomes(frames, "late_val_success", scoring)
-        rows = [_compare_outcomes(outcomes, arm, baseline, table["margin"].iloc[0]) for arm in table["arm"]]
+        rows = [compare_with_baseline(outcomes, arm, baseline, table["margin"].iloc[0]) for arm in table["arm"]]
         other = pd.DataFrame(rows).assign(outcome=table["outcome"], arm=table["arm"])
         other = other.assign(p_holm=holm_adjust(other["p"]), p_equal_holm=holm_adjust(other["p_equal"]))
         for row in to_records(other):
@@ -145,7 +143,7 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
         # With looks, an arm without a value still counts in the number of comparisons.
         is_counted = outcomes.num_comparisons and outcomes.values.notna().any(axis=None)
         for arm in [name for name in list_arms(frames) if name != study.baseline]:
-            row = _compare_outcomes(outcomes, arm, study.baseline, margin)
+            row = compare_with_baseline(outcomes, arm, study.baseline, margin)
             if is_counted or not math.isnan(row["difference"]):
                 rows.append({"column": column, "arm": arm, **row, "n": row["seeds"]})
     table = pd.DataFrame(rows, columns=["column", "arm", *TEST_COLUMNS, "n"])
@@ -201,7 +199,7 @@ def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame)
 def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
     """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
     runs, baseline_runs = (select_runs(frames, name, scored_only=True) for name in (arm, baseline))
-    row = _compare_outcomes(measures.late, arm, baseline, measures.margin)
+    row = compare_with_baseline(measures.late, arm, baseline, measures.margin)
     # A test at every look has no standard error to which the variance of levels could be added.
     level_variance = math.nan if measures.late.num_comparisons else measures.level_variances.get(arm, math.nan)
     half_width = special.stdtrit(row["df"], 0.975) * math.sqrt(row["se"] ** 2 + level_variance)
@@ -214,16 +212,6 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
         "p_stopped": math.nan
         if arm == baseline or row["equal_rows"] or measures.late.num_comparisons
         else _compare_stops(runs, baseline_runs),
-    }
-
-
-def _compare_outcomes(outcomes: Outcomes, arm: str, baseline: str, margin: float) -> Row:
-    """Make the columns of a test, the number of seeds and the basis of the interval; empty for the baseline."""
-    estimate = Estimate() if arm == baseline else estimate_difference(outcomes, arm, baseline)
-    return {
-        **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(arm, baseline)),
-        "seeds": estimate.n,
-        "basis": describe_difference_basis(outcomes, estimate, arm, baseline),
     }
 
 

@@ -19,11 +19,9 @@ from analysis.data.compare import (
     TEST_COLUMNS,
     add_adjusted_p_values,
     collect_outcomes,
-    describe_difference_basis,
-    estimate_difference,
+    compare_with_baseline,
     get_margin,
     list_arms,
-    make_test_columns,
     require_single_study,
     select_runs,
 )
@@ -97,17 +95,8 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     for name in columns if baseline in arms else []:
         outcomes, margin = collect_outcomes(frames, name), get_margin(study, name)
         for arm in [arm for arm in arms if arm != baseline]:
-            estimate = estimate_difference(outcomes, arm, baseline)
-            rows.append(
-                {
-                    "arm": arm,
-                    "column": name,
-                    "baseline": baseline,
-                    **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(arm, baseline)),
-                    "n": estimate.n,
-                    "basis": describe_difference_basis(outcomes, estimate, arm, baseline),
-                }
-            )
+            row = compare_with_baseline(outcomes, arm, baseline, margin)
+            rows.append({"arm": arm, "column": name, "baseline": baseline, **row, "n": row["seeds"]})
     table = pd.DataFrame(rows, columns=["arm", "column", "baseline", *TEST_COLUMNS, "n", "basis"])
     table = add_adjusted_p_values(table, family.primary_column)
     return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
