@@ -49,11 +49,11 @@ class Comparison:
     @property
     def other_arms(self) -> Mapping[str, Sequence[str]]:
         """The arms that are not compared, by label. Studies without any are left out."""
-        remaining = {}
-        for label, frames in self.studies.items():
-            is_reference = label == self.reference
-            compared = self.arms["arm"] if is_reference else self.arms.loc[self.arms["study"] == label, "other_arm"]
-            remaining[label] = [arm for arm in list_arms(frames) if arm not in set(compared)]
+        compared = {self.reference: self.arms["arm"], **dict(list(self.arms.groupby("study")["other_arm"]))}
+        remaining = {
+            label: [arm for arm in list_arms(frames) if arm not in set(compared.get(label, ()))]
+            for label, frames in self.studies.items()
+        }
         return {label: arms for label, arms in remaining.items() if arms}
 
     def describe(self) -> list[str]:
@@ -61,10 +61,9 @@ class Comparison:
         sentences = []
         for label in list(self.studies)[1:]:  # B against A, 6 arms in common: worse in 0.3; equal in 0, 0.01.
             rows = self.arms[self.arms["study"] == label]
-            names = {verdict: rows.loc[rows["verdict"] == verdict, "other_arm"].to_list() for verdict in VERDICTS}
-            clauses = [f"{verdict} in {', '.join(arms)}" for verdict, arms in names.items() if arms]
-            count = count_nouns(len(rows), "arm")
-            sentences.append(f"{label} against {self.reference}, {count} in common: {'; '.join(clauses)}.")
+            names = {verdict: rows.loc[rows["verdict"] == verdict, "other_arm"] for verdict in VERDICTS}
+            clauses = "; ".join(f"{verdict} in {', '.join(arms)}" for verdict, arms in names.items() if len(arms))
+            sentences.append(f"{label} against {self.reference}, {count_nouns(len(rows), 'arm')} in common: {clauses}.")
         seeds = {frozenset(frames.trials["seed"]) for frames in self.studies.values()}
         if len(seeds) > 1:
             sentences.append(
@@ -108,8 +107,7 @@ def compare(studies: Mapping[str, StudyFrames], folders: Mapping[str, str]) -> C
 def write_comparison(comparison: Comparison, path: Path) -> Path:
     """Write the page of a comparison to `path` and return it."""
     figures = draw_sections(SECTIONS, comparison, with_charts=True)
-    title = f"Comparison of {len(comparison.studies)} studies"
-    heading = Heading("", title, lead=comparison.describe())
+    heading = Heading("", f"Comparison of {len(comparison.studies)} studies", lead=comparison.describe())
     return write_page(path, render_page(heading, view_sections(SECTIONS, comparison, figures)))
 
 
@@ -117,7 +115,7 @@ def _make_arm_table(comparison: Comparison) -> Iterator[Table]:
     reference = comparison.reference
     yield Table(
         [
-            TableColumn("arm", _format_arm, "name"),
+            TableColumn("arm", lambda row: " = ".join(dict.fromkeys((row["arm"], row["other_arm"]))), "name"),
             TableColumn("verdict", _format_verdict, "verdict"),
             text("study", "study"),
             number(reference, "reference", format_fraction),
@@ -129,10 +127,6 @@ def _make_arm_table(comparison: Comparison) -> Iterator[Table]:
         ],
         to_records(comparison.arms),
     )
-
-
-def _format_arm(row: Row) -> str:
-    return row["arm"] if row["arm"] == row["other_arm"] else f"{row['arm']} = {row['other_arm']}"
 
 
 def _format_verdict(row: Row) -> str:
@@ -158,23 +152,14 @@ def _explain_arms(comparison: Comparison) -> str:
 
 def _make_study_table(comparison: Comparison) -> Iterator[Table]:
     headings = ("name", "preset", "seeds", "statuses", "commit", "folder")
-    yield Table(
-        [name("study", "label"), *(text(heading, heading) for heading in headings)], comparison.describe_studies()
-    )
+    columns = [name("study", "label"), *(text(heading, heading) for heading in headings)]
+    yield Table(columns, comparison.describe_studies())
 
 
 def _make_settings_table(comparison: Comparison) -> Iterator[Table]:
-    yield Table(
-        [
-            TableColumn("setting", lambda row: f"`{row['setting']}`", "name"),
-            *(_make_value_column(label) for label in comparison.studies),
-        ],
-        to_records(comparison.settings),
-    )
-
-
-def _make_value_column(label: str) -> TableColumn:
-    return TableColumn(label, lambda row: f"`{row[label]}`" if row[label] else "–")
+    # An empty text is a setting that a study lacks.
+    quoted = comparison.settings.map(lambda value: f"`{value}`" if value else "–")
+    yield Table([name("setting", "setting"), *(text(label, label) for label in comparison.studies)], to_records(quoted))
 
 
 SECTIONS: tuple[Section[Comparison], ...] = (

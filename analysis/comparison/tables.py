@@ -10,12 +10,10 @@ from analysis.data.compare import (
     TEST_COLUMNS,
     add_adjusted_p_values,
     collect_joint_outcomes,
-    describe_difference_basis,
-    estimate_difference,
+    compare_with_baseline,
     get_margin,
     label_arm,
     list_arms,
-    make_test_columns,
     require_single_study,
     select_runs,
 )
@@ -47,10 +45,11 @@ def compare_settings(studies: Mapping[str, StudyRecord]) -> pd.DataFrame:
     rows = []
     for setting in dict.fromkeys(name for settings in values.values() for name in settings):
         texts = {label: json.dumps(own[setting]) if setting in own else "" for label, own in values.items()}
-        owners = [label for label in values if setting in values[label]]
-        is_new = len(owners) < len(values) and all(
-            setting in defaults[label] and defaults[label][setting] == values[label][setting] for label in owners
-        )
+        # NaN, for a missing default, equals no value.
+        owners = [
+            (own[setting], defaults[label].get(setting, math.nan)) for label, own in values.items() if setting in own
+        ]
+        is_new = len(owners) < len(values) and all(value == default for value, default in owners)
         if len(set(texts.values())) > 1 and not is_new:
             rows.append({"setting": setting, **texts})
     return pd.DataFrame(rows, columns=["setting", *values])
@@ -62,12 +61,10 @@ def find_common_arms(reference: StudyFrames, other: StudyFrames) -> list[tuple[s
     Within one axis, arms are shared if their values are equal: `0.1` is `0.10`. Between different axes, such as `kl`
     and `top-p`, arms are shared if their runs have the same settings.
     """
-    if reference.studies[0].axis.setting == other.studies[0].axis.setting:
-        others = {_get_axis_key(other, arm): arm for arm in list_arms(other)}
-        keys = {arm: _get_axis_key(reference, arm) for arm in list_arms(reference)}
-    else:
-        others = {key: arm for arm in list_arms(other) if (key := _get_config_hash(other, arm))}
-        keys = {arm: _get_config_hash(reference, arm) for arm in list_arms(reference)}
+    is_same_axis = reference.studies[0].axis.setting == other.studies[0].axis.setting
+    get_key = _get_axis_key if is_same_axis else _get_config_hash
+    others = {key: arm for arm in list_arms(other) if (key := get_key(other, arm)) != ""}
+    keys = {arm: get_key(reference, arm) for arm in list_arms(reference)}
     return [(arm, others[key]) for arm, key in keys.items() if key in others]
 
 
@@ -76,7 +73,7 @@ def _get_axis_key(frames: StudyFrames, arm: str) -> str | float:
     return arm if math.isnan(value) else value
 
 
-def _get_config_hash(frames: StudyFrames, arm: str) -> str:
+def _get_config_hash(frames: StudyFrames, arm: str) -> str | float:
     return str(select_runs(frames, arm)["config_hash"].iloc[0])
 
 
@@ -115,7 +112,6 @@ def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
     rows: list[Row] = []
     for label, arm, other_arm in pairs:
         names = (label_arm(label, other_arm), label_arm(reference_label, arm))
-        estimate = estimate_difference(outcomes, *names)
         rows.append(
             {
                 "study": label,
@@ -124,9 +120,7 @@ def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
                 **_describe_side("reference", reference, arm, outcomes.get_values(names[1])),
                 **_describe_side("other", studies[label], other_arm, outcomes.get_values(names[0])),
                 "column": column,
-                **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(*names)),
-                "seeds": estimate.n,
-                "basis": describe_difference_basis(outcomes, estimate, *names),
+                **compare_with_baseline(outcomes, *names, margin),
             }
         )
     table = add_adjusted_p_values(pd.DataFrame(rows), column)

@@ -187,20 +187,15 @@ def collect_joint_outcomes(studies: Mapping[str, StudyFrames], column: str, num_
             studies after a look.
     """
     parts = {label: collect_outcomes(frames, column) for label, frames in studies.items()}
-    tables = [outcomes.values.rename(index=functools.partial(label_arm, label)) for label, outcomes in parts.items()]
+    tables, digests, min_variances = [], dict[str, Any](), dict[str, float]()
+    for label, outcomes in parts.items():
+        tables.append(outcomes.values.rename(index=functools.partial(label_arm, label)))
+        digests |= {label_arm(label, arm): seeds for arm, seeds in outcomes.digests.items()}
+        min_variances |= {label_arm(label, arm): variance for arm, variance in outcomes.min_variances.items()}
     values = pd.concat(tables).sort_index(axis=1)
-    digests = {
-        label_arm(label, arm): seeds for label, outcomes in parts.items() for arm, seeds in outcomes.digests.items()
-    }
     noise, num_replicates = _fit_noise(next(iter(studies.values())).studies[0], column, values, digests)
-    min_variances = {
-        label_arm(label, arm): variance
-        for label, outcomes in parts.items()
-        for arm, variance in outcomes.min_variances.items()
-    }
-    has_looks = any(outcomes.num_comparisons for outcomes in parts.values())
-    is_fraction = all(outcomes.is_fraction for outcomes in parts.values())
-    num_comparisons = num_comparisons if has_looks else 0
+    num_comparisons = num_comparisons if any(part.num_comparisons for part in parts.values()) else 0
+    is_fraction = all(part.is_fraction for part in parts.values())
     return Outcomes(column, values, min_variances, noise, num_replicates, num_comparisons, digests, is_fraction)
 
 
@@ -303,13 +298,14 @@ def estimate_level_variances(frames: StudyFrames, baseline: str) -> dict[str, fl
     rates = rates.reindex(scored_runs["run_id"])  # a run stopped before its first validation has no rates
     if clusters.nunique() < 2 or rates.isna().any(axis=None):
         return {}
-    run_ids = {arm: runs.set_index("seed")["run_id"] for arm, runs in scored_runs.groupby("arm", sort=False)}
+    run_ids = {str(arm): runs.set_index("seed")["run_id"] for arm, runs in scored_runs.groupby("arm", sort=False)}
+    baseline_ids = run_ids.pop(baseline, pd.Series(dtype=object))
     variances = {}
     for arm, ids in run_ids.items():
-        seeds = ids.index.intersection(run_ids[baseline].index) if baseline in run_ids else []
-        if arm != baseline and len(seeds):
-            differences = rates.loc[ids[seeds]].to_numpy() - rates.loc[run_ids[baseline][seeds]].to_numpy()
-            variances[str(arm)] = compute_level_variance(differences, clusters.to_numpy())
+        seeds = ids.index.intersection(baseline_ids.index)
+        if len(seeds):
+            differences = rates.loc[ids[seeds]].to_numpy() - rates.loc[baseline_ids[seeds]].to_numpy()
+            variances[arm] = compute_level_variance(differences, clusters.to_numpy())
     return variances
 
 
@@ -319,18 +315,14 @@ def _count_missed_validations(levels: pd.DataFrame, scored_runs: pd.DataFrame) -
     levels: rows of sampled validations. Only runs stopped by a rule have missed any, see `compute_late_mean`.
     """
     steps = levels.groupby("run_id", observed=True)["step"].agg(["min", "max"])
-    runs = scored_runs.set_index("run_id").loc[steps.index]
-    return pd.Series(
-        [
-            min(count_missed_evaluations(first, last, int(end)), LATE_EVALUATIONS - 1)
-            if status == "early_stopped" and first > 0 and not pd.isna(end)
-            else 0
-            for first, last, status, end in zip(
-                steps["min"], steps["max"], runs["status"], runs["steps_total"], strict=True
-            )
-        ],
-        index=steps.index,
-    )
+    rows = steps.join(scored_runs.set_index("run_id")[["status", "steps_total"]])
+    counts = [
+        min(count_missed_evaluations(first, last, int(end)), LATE_EVALUATIONS - 1)
+        if status == "early_stopped" and first > 0 and not pd.isna(end)
+        else 0
+        for first, last, status, end in rows.itertuples(index=False)
+    ]
+    return pd.Series(counts, index=steps.index)
 
 
 def estimate_mean(outcomes: Outcomes, arm: str) -> Estimate:
@@ -426,14 +418,13 @@ def describe_basis(outcomes: Outcomes, estimate: Estimate, doubt: float) -> str:
         return ""
     # An arm with a single seed shows no noise.
     num_noisy_arms = int((outcomes.values.notna().sum(axis=1) > 1).sum())
+    source = "all arms" if num_noisy_arms > 1 else "the only arm with several runs"
     if outcomes.num_replicates:
         source = f"{outcomes.num_replicates} recorded runs"
     elif estimate.n == 2 or doubt == 1:
         source = "these runs alone"
     elif doubt > 0:
         source = "these runs and of all arms"
-    else:
-        source = "all arms" if num_noisy_arms > 1 else "the only arm with several runs"
     return f"over {_count_seeds(estimate.n)}, with the noise of {source}"
 
 
@@ -471,10 +462,8 @@ def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float, *, 
     """
     if equal_rows:
         estimate = Estimate(0.0, n=estimate.n)
-    compute_p_equal = (
-        compute_sequential_equivalence_p_value if outcomes.num_comparisons else compute_equivalence_p_value
-    )
-    is_tested = estimate.n >= MIN_SEEDS
+    has_looks, is_tested = bool(outcomes.num_comparisons), estimate.n >= MIN_SEEDS
+    compute_p_equal = compute_sequential_equivalence_p_value if has_looks else compute_equivalence_p_value
     limit = 1.0 if outcomes.is_fraction else math.inf
     return {
         **make_estimate_columns("difference", cut_interval(estimate, -limit, limit)),
@@ -484,6 +473,16 @@ def make_test_columns(outcomes: Outcomes, estimate: Estimate, margin: float, *, 
         "p_equal": compute_p_equal(estimate, margin) if is_tested else math.nan,
         "margin": margin,
         "equal_rows": equal_rows,
+    }
+
+
+def compare_with_baseline(outcomes: Outcomes, arm: str, baseline: str, margin: float) -> Row:
+    """Make the columns of a test, the number of seeds and the basis of the interval; empty for the baseline itself."""
+    estimate = Estimate() if arm == baseline else estimate_difference(outcomes, arm, baseline)
+    return {
+        **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(arm, baseline)),
+        "seeds": estimate.n,
+        "basis": describe_difference_basis(outcomes, estimate, arm, baseline),
     }
 
 

@@ -29,7 +29,8 @@ def read_contrasts(study: StudyRecord) -> list[DeclaredContrast]:
             raise ValueError(
                 f"The contrast {name!r} of `{study.name}` pairs {problem}: list each pair of different arms once."
             )
-        if not (pairs and compute_weight_norm(pairs) > 0):
+        # Pairs may form a circle, such as A with B, B with C, and C with A: their mean is 0 whatever the outcomes.
+        if not any(compute_arm_weights(pairs).values()):
             raise ValueError(
                 f"The contrast {name!r} of `{study.name}` compares nothing: in its {len(pairs)} pairs every arm is "
                 "as often first as second. Give pairs that differ in the same way."
@@ -40,14 +41,6 @@ def read_contrasts(study: StudyRecord) -> list[DeclaredContrast]:
         for contrast in study.contrasts
         if not contrast.needs_all_pairs or arms.issuperset(arm for pair in contrast.pairs for arm in pair)
     ]
-
-
-def compute_weight_norm(pairs: Sequence[tuple[str, str]]) -> float:
-    """Compute the sum of the squared weights of the arms in the mean over `pairs`; 2 for one pair.
-
-    It is 0 if the pairs form a circle, such as A with B, B with C, and C with A: that mean is 0 whatever the outcomes.
-    """
-    return sum(weight**2 for weight in compute_arm_weights(pairs).values())
 
 
 def compute_arm_weights(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:

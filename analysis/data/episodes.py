@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.data.run_files import has_valid_entries, is_bool, is_int64, is_number, is_text
-from analysis.data.schemas import FLOAT, TEXT, Row
+from analysis.data.schemas import BOOL, FLOAT, INT, TEXT, Row
 from trainable.files.control_characters import escape_controls
 from trainable.files.json_values import DamageWarning
 from trainable.files.paths import check_path
@@ -65,10 +65,12 @@ def read_episodes_frame(studies: Iterable[tuple[Path, StudyRecord]], *, is_train
     types = {**_FRAME_TYPES, **(_TRAINED_TYPES if is_trained else {})}
     rows = [
         {
+            **episode._asdict(),
             "study": study.name,
-            **{name: getattr(entry, name) for name in ("run_id", "arm", "seed")},
-            **{name: getattr(episode, name) for name in ("step", "level", "success", "score", "stop_reason")},
-            **({"rollout": episode.rollout, "advantage": episode.advantage} if is_trained else {}),
+            "run_id": entry.run_id,
+            "arm": entry.arm,
+            "seed": entry.seed,
+            "advantage": episode.advantage,
             "turns": len(episode.turns),
             "invalid_turns": sum(not turn.valid for turn in episode.turns),
             "text": "\n".join(format_turns(episode)),
@@ -88,8 +90,7 @@ def format_turns(episode: RecordedEpisode) -> Iterator[str]:
     and then the evidence that a perfect answer quotes.
     """
     for number, turn in enumerate(episode.turns):
-        reward = f", reward {turn.reward:.3g}"
-        yield from _format_turn(turn, reward)
+        yield from _format_turn(turn, f", reward {turn.reward:.3g}")
         for place, child in enumerate(episode.children, start=1):
             if child.parent_turn == number:
                 yield f"    Child {place}: {_CHILD_ENDS.get(child.stop_reason, child.stop_reason)}"
@@ -133,14 +134,14 @@ def _find_problem(line: Row) -> str:
 
 
 def _make_episode(line: Row) -> RecordedEpisode:
-    fields = {name: line[name] for name in _EPISODE_VALIDATORS if name in line}
-    children = tuple(
-        RecordedChild(
-            child["parent_turn"], tuple(map(_make_turn, child["turns"])), child["stop_reason"], child.get("answer")
-        )
-        for child in line.get("children") or ()
-    )
-    return RecordedEpisode(**{**fields, "turns": tuple(map(_make_turn, line["turns"])), "children": children})
+    children = tuple(RecordedChild(**_read_fields(child, _CHILD_VALIDATORS)) for child in line.get("children") or ())
+    return RecordedEpisode(**{**_read_fields(line, _EPISODE_VALIDATORS), "children": children})
+
+
+def _read_fields(entry: Row, names: Iterable[str]) -> Row:
+    """Read the fields of an episode or a child, with its turns."""
+    fields = {name: entry[name] for name in names if name in entry}
+    return {**fields, "turns": tuple(map(_make_turn, entry["turns"]))}
 
 
 def _make_turn(turn: Row) -> RecordedTurn:
@@ -149,20 +150,16 @@ def _make_turn(turn: Row) -> RecordedTurn:
 
 
 _FRAME_TYPES: Mapping[str, str] = {
-    "study": TEXT,
-    "run_id": TEXT,
-    "arm": TEXT,
-    "seed": "int64",
-    "step": "int64",
-    "level": "int64",
-    "success": "bool",
+    **dict.fromkeys(("study", "run_id", "arm"), TEXT),
+    **dict.fromkeys(("seed", "step", "level"), INT),
+    "success": BOOL,
     "score": FLOAT,
     "stop_reason": TEXT,
-    "turns": "int64",
-    "invalid_turns": "int64",
+    "turns": INT,
+    "invalid_turns": INT,
     "text": TEXT,
 }
-_TRAINED_TYPES: Mapping[str, str] = {"rollout": "int64", "advantage": FLOAT}
+_TRAINED_TYPES: Mapping[str, str] = {"rollout": INT, "advantage": FLOAT}
 
 
 def _is_count(value: object) -> bool:

@@ -63,17 +63,11 @@ class StudyFrames:
 
     def _repr_html_(self) -> str:
         """The same for a notebook: a table of the studies, and the names of all tables with their numbers of rows."""
-        studies = pd.DataFrame(
-            [
-                {
-                    "study": study.name,
-                    "preset": study.preset,
-                    "runs": int((self.trials["study"] == study.name).sum()),
-                    "question": study.question,
-                }
-                for study in self.studies
-            ]
-        )
+        rows = [
+            (study.name, study.preset, (self.trials["study"] == study.name).sum(), study.question)
+            for study in self.studies
+        ]
+        studies = pd.DataFrame(rows, columns=["study", "preset", "runs", "question"])
         sizes = ", ".join(f"<code>{name}</code> {len(getattr(self, name)):,}" for name in FRAME_NAMES)
         return f"{studies.to_html(index=False, border=0)}<p>Rows: {sizes}.</p>"
 
@@ -165,15 +159,15 @@ class StudyFrames:
         names = [study.name for study in self.studies]
         if name not in names:
             raise ValueError(f"There is no study `{name}` here. Choose one of: {', '.join(names)}.")
-        study = self.studies[names.index(name)]
+        place = names.index(name)
+        study = self.studies[place]
         schemas = get_schemas(get_family(study).name)
         rows = {}
         for frame_name in FRAME_NAMES:
             foreign_columns = merge_schemas(self.families, frame_name).keys() - schemas[frame_name].keys()
             frame = getattr(self, frame_name).drop(columns=list(foreign_columns))
             rows[frame_name] = frame[frame["study"] == name].reset_index(drop=True)
-        folders = (self.folders[names.index(name)],) if self.folders else ()
-        return replace(self, **rows, study=study, folders=folders)
+        return replace(self, **rows, study=study, folders=self.folders[place : place + 1])
 
     def write_parquet(self, folder: Path | str, damage: Sequence[str] = ()) -> None:
         """Write every frame to `folder` as <name>.parquet, each with an atomic rename.
@@ -239,14 +233,11 @@ def _cast_column(values: Any, dtype: str) -> Any:
 
 def _cast_categories(values: Any) -> Any:
     """Cast a Series to categories that are sorted texts; missing text becomes empty text."""
-    if (
-        not isinstance(values.dtype, pd.CategoricalDtype)
-        or values.hasnans
-        or values.cat.categories.dtype != _DTYPES[TEXT]
-    ):
-        return _cast_column(values, TEXT).astype(CATEGORY)
-    # A parquet file has its categories in order of first occurrence.
-    return values.cat.reorder_categories(sorted(values.cat.categories))
+    is_category = isinstance(values.dtype, pd.CategoricalDtype)
+    if is_category and not values.hasnans and values.cat.categories.dtype == _DTYPES[TEXT]:
+        # A parquet file has its categories in order of first occurrence.
+        return values.cat.reorder_categories(sorted(values.cat.categories))
+    return _cast_column(values, TEXT).astype(CATEGORY)
 
 
 def _fill_text(values: Any) -> Any:
@@ -261,15 +252,14 @@ def make_setting_column(values: list[Any]) -> Any:
 
     A missing value (None) stays missing, or becomes empty text. Lists must already be JSON text.
     """
-    present_values = [value for value in values if value is not None]
-    # bool is a subclass of int in Python: without these checks, True and 1 would share a numeric column.
-    if present_values and all(isinstance(value, bool) for value in present_values):
+    # bool is a subclass of int in Python: it comes first, or True and 1 would share a numeric column.
+    order = (bool, int, float, object)
+    kinds = {next(kind for kind in order if isinstance(value, kind)) for value in values if value is not None}
+    if kinds == {bool}:
         return pd.array(values, dtype="boolean")
-    if present_values and all(isinstance(value, int) and not isinstance(value, bool) for value in present_values):
+    if kinds == {int}:
         return pd.array(values, dtype=_DTYPES[NULLABLE_INT])
-    if present_values and all(
-        isinstance(value, int | float) and not isinstance(value, bool) for value in present_values
-    ):
+    if kinds in ({float}, {int, float}):
         return np.array([np.nan if value is None else value for value in values], dtype=FLOAT)
     return pd.array(["" if value is None else str(value) for value in values], dtype=_DTYPES[TEXT])
 
@@ -286,52 +276,35 @@ def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
     """
     if len(study_frames) == 1:
         return study_frames[0]
-    renamed_studies = [
-        _rename_study(frames, name) for frames, name in zip(study_frames, _list_names(study_frames), strict=True)
-    ]
-    families = [family for frames in renamed_studies for family in frames.families]
-    merged_frames = {
-        name: cast_frame(
-            pd.concat([getattr(frames, name) for frames in renamed_studies], ignore_index=True),
-            merge_schemas(families, name),
-        )
-        for name in FRAME_NAMES
-    }
-    folders = tuple(folder for frames in renamed_studies for folder in frames.folders)
-    return StudyFrames(**merged_frames, study=[frames.studies[0] for frames in renamed_studies], folders=folders)
+    names = _list_names(study_frames)
+    families = [family for frames in study_frames for family in frames.families]
+    merged_frames = {}
+    for frame_name in FRAME_NAMES:
+        renamed = [
+            getattr(frames, frame_name).assign(study=name) for frames, name in zip(study_frames, names, strict=True)
+        ]
+        merged = pd.concat(renamed, ignore_index=True)
+        merged_frames[frame_name] = cast_frame(merged, merge_schemas(families, frame_name))
+    studies = [replace(frames.studies[0], name=name) for frames, name in zip(study_frames, names, strict=True)]
+    folders = tuple(folder for frames in study_frames for folder in frames.folders)
+    return StudyFrames(**merged_frames, study=studies, folders=folders)
 
 
 def _list_names(study_frames: Sequence[StudyFrames]) -> list[str]:
     """Choose distinct names for studies: the study's name, its folder's name, its path, or a name with a number."""
-    studies = [frames.studies[0] for frames in study_frames]
     # A confirmation shares its study's name and run, and differs only in its folder.
-    folders = [
-        frames.folders[0] if frames.folders else Path(study.run)
-        for frames, study in zip(study_frames, studies, strict=True)
-    ]
+    folders = [frames.folders[0] if frames.folders else Path(frames.studies[0].run) for frames in study_frames]
     loaded_parents = {frames.folders[0].parent for frames in study_frames if frames.folders}
     parent = Path(os.path.commonpath(loaded_parents)) if loaded_parents else Path()
-    names = [study.name for study in studies]
-    for other_names in (
-        [folder.name for folder in folders],
-        [str(folder.relative_to(parent)) if folder.is_relative_to(parent) else folder.name for folder in folders],
-    ):
-        names = [
-            other_name if names.count(name) > 1 else name for name, other_name in zip(names, other_names, strict=True)
-        ]
+    paths = [str(path.relative_to(parent)) if path.is_relative_to(parent) else path.name for path in folders]
+    names = [frames.studies[0].name for frames in study_frames]
+    for other_names in ([path.name for path in folders], paths):
+        names = [other if names.count(name) > 1 else name for name, other in zip(names, other_names, strict=True)]
     # The same study loaded twice.
     return [
         f"{name} ({names[:index].count(name) + 1})" if names.count(name) > 1 else name
         for index, name in enumerate(names)
     ]
-
-
-def _rename_study(study_frames: StudyFrames, study_name: str) -> StudyFrames:
-    study = study_frames.studies[0]
-    if study.name == study_name:
-        return study_frames
-    frames = {name: getattr(study_frames, name).assign(study=study_name) for name in FRAME_NAMES}
-    return replace(study_frames, **frames, study=replace(study, name=study_name))
 
 
 def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str] = ()) -> list[str]:
@@ -346,10 +319,8 @@ def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str]
         return [f"columns differ: {sorted(set(columns_a) ^ set(columns_b)) or 'in order'}"]
     if len(a) != len(b):
         return [f"{len(a)} rows against {len(b)}"]
-    differences = (
-        _describe_difference(name, a[name].reset_index(drop=True), b[name].reset_index(drop=True)) for name in columns_a
-    )
-    return [difference for difference in differences if difference]
+    a, b = (frame.reset_index(drop=True) for frame in (a, b))
+    return [*filter(None, (_describe_difference(name, a[name], b[name]) for name in columns_a))]
 
 
 def _describe_difference(name: str, a: Any, b: Any) -> str:

@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -130,12 +131,7 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
     rank = {arm: index for index, arm in enumerate(study.axis.values)}
     runs = sorted(
         study_runs,
-        key=lambda run: (
-            rank.get(run.header.arm, len(rank)),
-            run.header.arm,
-            run.header.seed,
-            run.header.run_id,
-        ),
+        key=lambda run: (rank.get(run.header.arm, len(rank)), run.header.arm, run.header.seed, run.header.run_id),
     )
     trials = [_make_trial_row(study, run, family) for run in runs]
     steps = [row for run in runs for row in _make_step_rows(study, run, family)]
@@ -145,9 +141,10 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
         "trials": _make_trials_frame(trials, [flatten_config(run.header.config) for run in runs], schemas["trials"]),
         "steps": _make_frame(steps, [*schemas["steps"], *own_columns[:MAX_OWN_COLUMNS]]),
         "levels": _make_levels_frame(study, runs, schemas["levels"]),
-        "gradients": _make_analysis_frame(schemas["gradients"], make_gradient_rows, study, runs),
-        "gradient_groups": _make_analysis_frame(schemas["gradient_groups"], make_group_rows, study, runs),
     }
+    for name, make_rows in (("gradients", make_gradient_rows), ("gradient_groups", make_group_rows)):
+        rows = [{**_make_run_columns(study, run), **row} for run in runs for row in make_rows(run.analyses)]
+        frames[name] = _make_frame(rows, schemas[name])
     typed_frames = {name: cast_frame(frame, schemas[name]) for name, frame in frames.items()}
     return StudyFrames(**typed_frames, study=study, folders=folders)
 
@@ -230,12 +227,7 @@ def _read_probes(path: Path) -> Lines:
 
 
 def _make_run_columns(study: StudyRecord, run: RunFiles) -> Row:
-    return {
-        "run_id": run.header.run_id,
-        "study": study.name,
-        "arm": run.header.arm,
-        "seed": run.header.seed,
-    }
+    return {"run_id": run.header.run_id, "study": study.name, "arm": run.header.arm, "seed": run.header.seed}
 
 
 def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
@@ -254,10 +246,9 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
 
 def _parse_number(text: str) -> float:
     """Parse `text` as a number; NaN for a word such as nofilter."""
-    try:
+    with suppress(ValueError):
         return float(text)
-    except ValueError:
-        return float("nan")
+    return float("nan")
 
 
 def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) -> pd.DataFrame:
@@ -274,10 +265,9 @@ def _make_step_rows(study: StudyRecord, run: RunFiles, family: Family) -> list[R
     stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None  # None matches no row
     return [
         {
-            **names,
-            "step": row["step"],
             # Absent columns are not filled in: a run may have 100,000 rows, few of which have all columns.
-            **{name: value for name, value in row.items() if name not in names and name not in stop_columns},
+            **{name: value for name, value in row.items() if name not in stop_columns},
+            **names,
             **(stop_columns if row["step"] == stop_step else {}),
         }
         for row in run.rows
@@ -296,13 +286,6 @@ def _make_levels_frame(study: StudyRecord, runs: Iterable[RunFiles], schema: Sch
     return frame.reset_index(drop=True).assign(
         **{name: np.concatenate([columns[name] for columns in episodes]) for name in episodes[0]}
     )
-
-
-def _make_analysis_frame(
-    schema: Schema, make_rows: Callable[[Iterable[Row]], list[Row]], study: StudyRecord, runs: Iterable[RunFiles]
-) -> pd.DataFrame:
-    rows = [{**_make_run_columns(study, run), **row} for run in runs for row in make_rows(run.analyses)]
-    return _make_frame(rows, schema)
 
 
 def _make_frame(rows: Sequence[Row], columns: Iterable[str]) -> pd.DataFrame:

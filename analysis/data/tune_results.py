@@ -9,12 +9,7 @@ from typing import Any
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import RunFiles, make_frames
-from analysis.data.run_files import (
-    flatten_config,
-    get_analysis_key,
-    get_evaluation_key,
-    parse_step_row,
-)
+from analysis.data.run_files import flatten_config, get_analysis_key, get_evaluation_key, parse_step_row
 from analysis.data.schemas import Row
 from trainable.families import Family
 from trainable.families import get_family as get_named_family

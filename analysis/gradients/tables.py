@@ -8,7 +8,7 @@ that the filter emptied has a single row without a gradient, which the tables le
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -23,26 +23,12 @@ ANALYSIS_KEYS = ["study", "run_id", "arm", "seed", "source", "step", "prefilter"
 WHOLE_BATCH = "all"
 REGULARIZERS = ("kl", "entropy")
 COMPONENTS = ("task", *REGULARIZERS)
+_REWARD_STDS = ("reward_std_mean", "reward_std_min", "reward_std_max")
 TREND_MEASURES = ("norm", "mean_norm", "signal")
 SIGNAL_COLUMNS = (
-    "reward_std_mean",
-    "group_count",
-    "fold_count",
-    "norm",
-    "mean_norm",
-    "signal",
-    "noise",
-    "snr",
-    "snr_low",
-    "snr_high",
-    "share",
-    "signal_share",
-    "signal_share_low",
-    "signal_share_high",
-    "weight",
-    "cosine_task",
-    "cosine_entropy",
-    "cosine_kl",
+    *("reward_std_mean", "group_count", "fold_count", "norm", "mean_norm", "signal", "noise"),
+    *("snr", "snr_low", "snr_high", "share", "signal_share", "signal_share_low", "signal_share_high", "weight"),
+    *("cosine_task", "cosine_entropy", "cosine_kl"),
 )
 FILTER_LABELS: Mapping[bool, str] = {True: "before the filter", False: "after the filter"}
 SHARE_LABELS: Mapping[str, str] = {
@@ -67,28 +53,13 @@ def make_analysis_table(gradients: pd.DataFrame) -> pd.DataFrame:
     entropy").
     """
     rows = []
-    for names, analysis_rows in gradients.groupby(ANALYSIS_KEYS, sort=False):
-        whole_batch_rows, bucket_rows = (
-            analysis_rows[analysis_rows["bucket"] == WHOLE_BATCH],
-            select_buckets(analysis_rows),
-        )
-        components = [name for name in dict.fromkeys(analysis_rows["component"]) if name != "total"]
-        if len(bucket_rows):
-            rows.append(
-                {
-                    **dict(zip(ANALYSIS_KEYS, names, strict=True)),
-                    "groups": whole_batch_rows["group_count"].max(),
-                    "sequences": whole_batch_rows["sample_count"].max(),
-                    "buckets": bucket_rows["bucket"].nunique(),
-                    "components": ", ".join(components),
-                }
-            )
+    for names, analysis in gradients.groupby(ANALYSIS_KEYS, sort=False):
+        is_whole = analysis["bucket"] == WHOLE_BATCH
+        sizes = [analysis.loc[is_whole, name].max() for name in ("group_count", "sample_count")]
+        components = ", ".join(name for name in dict.fromkeys(analysis["component"]) if name != "total")
+        if not is_whole.all():
+            rows.append((*names, *sizes, analysis.loc[~is_whole, "bucket"].nunique(), components))
     return pd.DataFrame(rows, columns=[*ANALYSIS_KEYS, "groups", "sequences", "buckets", "components"])
-
-
-def select_step(frame: pd.DataFrame, run_id: str, source: str, step: int) -> pd.DataFrame:
-    """Select the rows of `gradients` or `gradient_groups` of one run, source and step, before and after the filter."""
-    return frame[(frame["run_id"] == run_id) & (frame["source"] == source) & (frame["step"] == step)]
 
 
 def drop_empty_batches(gradients: pd.DataFrame) -> pd.DataFrame:
@@ -113,10 +84,7 @@ def check_single_analysis(frame: pd.DataFrame, columns: list[str]) -> None:
         listing = "; ".join(
             ", ".join(f"{name} {value}" for name, value in row.items()) for row in to_records(distinct_rows)
         )
-        raise ValueError(
-            f"These rows belong to {len(distinct_rows)} analyses ({listing}). Select the rows of one, for example with "
-            "select_step(frame, run_id, source, step)."
-        )
+        raise ValueError(f"These rows belong to {len(distinct_rows)} analyses ({listing}). Select the rows of one.")
 
 
 def select_buckets(frame: pd.DataFrame) -> pd.DataFrame:
@@ -141,27 +109,15 @@ def make_bucket_table(frame: pd.DataFrame) -> pd.DataFrame:
     """
     check_single_analysis(frame, ANALYSIS_KEYS)
     value_columns = ["norm", "norm_per_sample", "norm_per_token", "loss"]
-    bucket_columns = [
-        "bucket",
-        "bucket_mode",
-        "reward_std_mean",
-        "reward_std_min",
-        "reward_std_max",
-        "sample_count",
-        "group_count",
-    ]
+    bucket_columns = ["bucket_mode", *_REWARD_STDS, "sample_count", "group_count"]
     rows = select_buckets(drop_empty_batches(frame))
     # Every bucket with every component: a component that is off has no rows, but figures show that it is off.
-    grid = (
-        rows[bucket_columns]
-        .drop_duplicates("bucket")
-        .merge(pd.DataFrame({"component": [*COMPONENTS, "total"]}), how="cross")
-    )
-    table = grid.merge(
-        rows[["bucket", "component", *value_columns]].assign(on=True), how="left", on=["bucket", "component"]
-    )
+    buckets = rows[["bucket", *bucket_columns]].drop_duplicates("bucket")
+    grid = buckets.merge(pd.DataFrame({"component": [*COMPONENTS, "total"]}), how="cross")
+    values = rows[["bucket", "component", *value_columns]].assign(on=True)
+    table = grid.merge(values, how="left", on=["bucket", "component"])
     table["on"] = table["on"].notna()
-    return table[["bucket", "component", "on", *value_columns, *bucket_columns[1:]]]
+    return table[["bucket", "component", "on", *value_columns, *bucket_columns]]
 
 
 def make_summary_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -173,7 +129,7 @@ def make_summary_table(frame: pd.DataFrame) -> pd.DataFrame:
     """
     table = make_bucket_table(frame)
     bucket_rows = table.drop_duplicates("bucket")
-    reward_stds = bucket_rows[["bucket", "reward_std_mean", "reward_std_min", "reward_std_max"]]
+    reward_stds = bucket_rows[["bucket", *_REWARD_STDS]]
     prefixes = np.where(bucket_rows["bucket_mode"] == "quantile", "Q", "")
     norms = table.pivot_table(index="bucket", columns="component", values="norm", dropna=False)
     # pivot_table sorts buckets as text and leaves out components that are off.
@@ -230,18 +186,14 @@ def make_share_table(gradients: pd.DataFrame, column: str = "share") -> pd.DataF
     is_on, has_no_value_term = wide[list(REGULARIZERS)].notna(), wide["value"].isna()
     # min_count=1: without any regularizer the sum is missing instead of 0. Without a task there is no share to compare.
     wide["regularizer"] = wide[list(REGULARIZERS)].sum(axis=1, min_count=1).where(wide["task"].notna())
-    for end, other in (("low", "high"), ("high", "low")):
-        if column == "share":
-            wide[f"regularizer_{end}"] = np.nan
-            continue
-        term_bounds = _pivot_by_component(rows, f"{column}_{end}")[list(REGULARIZERS)].where(is_on)
+    wide[["regularizer_low", "regularizer_high"]] = np.nan
+    for end, other in (("low", "high"), ("high", "low")) if column == "signal_share" else ():
+        term_bounds = _pivot_by_component(rows, f"{column}_{end}")[list(REGULARIZERS)].where(is_on).max(axis=1)
         # With one regularizer on, its interval is used. With both, their sum is 1 minus the share of the task, so its
         # low end follows from the high end of the task. This does not hold with a value term (a shared trunk).
-        task_bounds = _pivot_by_component(rows, f"{column}_{other}")["task"].where(has_no_value_term)
-        complement = 1 - task_bounds
-        wide[f"regularizer_{end}"] = term_bounds.max(axis=1).where(
-            is_on.sum(axis=1) == 1, complement.where(is_on.all(axis=1))
-        )
+        complement = 1 - _pivot_by_component(rows, f"{column}_{other}")["task"].where(has_no_value_term)
+        both_bounds = complement.where(is_on.all(axis=1))
+        wide[f"regularizer_{end}"] = term_bounds.where(is_on.sum(axis=1) == 1, both_bounds)
     return wide.reset_index().rename_axis(columns=None)
 
 
@@ -274,11 +226,10 @@ def select_report_lines(gradients: pd.DataFrame, max_lines: int = 6) -> pd.DataF
             return f"step {step}{', probe' * (source == 'probe')}"
         return f"{arm}, probe{f' of step {step}' * (probe_counts[arm] > 1)}" if source == "probe" else arm
 
-    # Legend order follows row order: by step for one arm, by the order of the study for several.
-    row_groups = [
-        rows if has_several_arms else rows.sort_values("step", kind="stable") for rows in (training_rows, probe_rows)
-    ]
-    line_rows = pd.concat(row_groups)
+    # Legend order follows row order: training first, by step for one arm, by the order of the study for several.
+    line_rows = pd.concat([training_rows, probe_rows])
+    if not has_several_arms:
+        line_rows = line_rows.sort_values(["source", "step"], ascending=[False, True], kind="stable")
     names = [format_line_name(*row) for row in line_rows[["arm", "step", "source"]].itertuples(index=False, name=None)]
     return line_rows.assign(line=pd.Series(names, index=line_rows.index, dtype=object))
 
@@ -289,26 +240,21 @@ def make_signal_lines(gradients: pd.DataFrame) -> pd.DataFrame:
     Columns: `ANALYSIS_KEYS`, line, bucket, reward_std (mean of the bucket), value, low, high.
     """
     rows = select_buckets(select_report_lines(gradients))
-    rows = rows[rows["component"] == "task"].rename(
-        columns={"reward_std_mean": "reward_std", "snr": "value", "snr_low": "low", "snr_high": "high"}
-    )
-    return rows.dropna(subset="value")[[*ANALYSIS_KEYS, "line", "bucket", "reward_std", "value", "low", "high"]]
+    return _make_lines(rows[rows["component"] == "task"], "snr")
+
+
+def _make_lines(rows: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """Select the columns of lines of a measure with an interval, and name them alike for all measures."""
+    names = {"reward_std_mean": "reward_std", measure: "value", f"{measure}_low": "low", f"{measure}_high": "high"}
+    return rows[[*ANALYSIS_KEYS, "line", "bucket", *names]].rename(columns=names).dropna(subset="value")
 
 
 def make_share_lines(gradients: pd.DataFrame) -> pd.DataFrame:
     """Make lines of the regularizer's signed share, like `make_signal_lines`; see `choose_share_column`."""
     lines = select_report_lines(gradients)
     names = lines[[*ANALYSIS_KEYS, "line"]].drop_duplicates()
-    line_rows = make_share_table(lines, choose_share_column(lines)).merge(names, on=ANALYSIS_KEYS).drop(columns="value")
-    line_rows = line_rows.rename(
-        columns={
-            "reward_std_mean": "reward_std",
-            "regularizer": "value",
-            "regularizer_low": "low",
-            "regularizer_high": "high",
-        }
-    )
-    return line_rows.dropna(subset="value")[[*ANALYSIS_KEYS, "line", "bucket", "reward_std", "value", "low", "high"]]
+    shares = make_share_table(lines, choose_share_column(lines))
+    return _make_lines(shares.merge(names, on=ANALYSIS_KEYS), "regularizer")
 
 
 def compute_trends(
@@ -321,23 +267,12 @@ def compute_trends(
     upper half of the buckets / mean over the lower half, without the middle bucket. `signal` has no ratio because it
     may be negative. With six buckets the smallest p is 2/720. With fewer than 3 buckets there is no rho.
     """
-    rows = []
-    for names, points in _make_points(gradients, measures).groupby(
-        [*ANALYSIS_KEYS, "component", "measure"], sort=False
-    ):
-        trend = spearman_trend(
-            points["reward_std"], points["value"], np.zeros(len(points)), generator, NUM_PERMUTATIONS
-        )
-        rows.append(
-            {
-                **dict(zip([*ANALYSIS_KEYS, "component", "measure"], names, strict=True)),
-                "buckets": trend.n,
-                "rho": trend.rho,
-                "p": trend.p,
-                "ratio": _compute_half_ratio(points),
-            }
-        )
-    return pd.DataFrame(rows, columns=[*ANALYSIS_KEYS, "component", "measure", "buckets", "rho", "p", "ratio"])
+    rows, keys = [], [*ANALYSIS_KEYS, "component", "measure"]
+    for names, points in _make_points(gradients, measures).groupby(keys, sort=False):
+        x, y = points["reward_std"], points["value"]
+        trend = spearman_trend(x, y, np.zeros(len(points)), generator, NUM_PERMUTATIONS)
+        rows.append((*names, trend.n, trend.rho, trend.p, _compute_half_ratio(points)))
+    return pd.DataFrame(rows, columns=[*keys, "buckets", "rho", "p", "ratio"])
 
 
 def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
@@ -374,43 +309,38 @@ def summarize_trends(
     runs, because the steps of one run are not independent runs.
     """
     analysis_trends = compute_trends(gradients, generator, measures)
-    points = _make_points(gradients, measures)
-    group_columns = ["study", "arm", "source", "prefilter", "component", "measure"]
+    points, axes = _make_points(gradients, measures), ["reward_std", "value"]
+    keys = ["study", "arm", "source", "prefilter", "component", "measure"]
     # Ranks within an analysis: analyses differ in scale, and only the order within each one is permuted.
     ranked = points.assign(block=points.groupby(ANALYSIS_KEYS, sort=False).ngroup())
-    ranked[["reward_std", "value"]] = points.groupby([*ANALYSIS_KEYS, "component", "measure"])[
-        ["reward_std", "value"]
-    ].rank()
-    grouped_points: Any = ranked.groupby(group_columns, sort=False)
+    ranked[axes] = points.groupby([*ANALYSIS_KEYS, "component", "measure"])[axes].rank()
     pooled_trends = {
         names: spearman_trend(rows["reward_std"], rows["value"], rows["block"], generator, NUM_PERMUTATIONS)
-        for names, rows in grouped_points
+        for names, rows in ranked.groupby(keys, sort=False)
     }
     rows = [
         {
-            **dict(zip(group_columns, names, strict=True)),
+            **dict(zip(keys, names, strict=True)),
             "runs": arm_trends["run_id"].nunique(),
             "analyses": len(arm_trends),
             "buckets": int(arm_trends["buckets"].sum()),
             **_estimate_over_runs(arm_trends),
             "p": pooled_trends[names].p,
         }
-        for names, arm_trends in analysis_trends.groupby(group_columns, sort=False)
+        for names, arm_trends in analysis_trends.groupby(keys, sort=False)
     ]
     estimates = ("rho", "rho_low", "rho_high", "ratio", "ratio_low", "ratio_high")
-    return pd.DataFrame(rows, columns=[*group_columns, "runs", "analyses", "buckets", *estimates, "p"])
+    return pd.DataFrame(rows, columns=[*keys, "runs", "analyses", "buckets", *estimates, "p"])
 
 
 def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
     """Estimate mean and interval over runs of rho and ratio. trend_rows: from `compute_trends`."""
     log_rows = trend_rows.assign(ratio=np.log(trend_rows["ratio"].where(trend_rows["ratio"] > 0)))
     # Average over the steps of a run first, then over runs: steps of one run are not independent.
-    rho, ratio = (_estimate_mean(log_rows.groupby("run_id")[name].mean().dropna()) for name in ("rho", "ratio"))
+    means = [log_rows.groupby("run_id")[name].mean().dropna() for name in ("rho", "ratio")]
+    rho, ratio = (
+        mean_over_seeds(values) if len(values) >= MIN_SEEDS else Estimate(float(values.mean()), n=len(values))
+        for values in means
+    )
     ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
     return make_estimate_columns("rho", cut_interval(rho, -1.0, 1.0)) | make_estimate_columns("ratio", ratio)
-
-
-def _estimate_mean(per_run: "pd.Series[float]") -> Estimate:
-    estimate = mean_over_seeds(per_run)
-    has_few_runs = len(per_run) < MIN_SEEDS
-    return Estimate(estimate.value, n=estimate.n) if has_few_runs else estimate

@@ -24,7 +24,6 @@ def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFram
     Pairs of one seed share random numbers, so each seed counts as one number, the mean over its pairs. The interval is
     over these numbers, with the noise of all grid points; with one seed there is none. table: from
     `layout.make_member_table`.
-    `layout.make_member_table`.
     """
     # One contrast per loss: a switch may act differently under each, which a mean over losses would hide.
     word_settings = [name for name in grid.panels if isinstance(grid.factor_values[name][0], str)]
@@ -44,9 +43,10 @@ def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFram
 
 
 def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str, noise: Noise) -> dict[str, Any]:
-    complete_pairs = pairs.dropna(subset=[f"{measure}_off", f"{measure}_on"])
-    difference = complete_pairs[f"{measure}_on"] - complete_pairs[f"{measure}_off"]
-    by_seed = difference.groupby(complete_pairs["seed"])
+    pairs = pairs.dropna(subset=[f"{measure}_off", f"{measure}_on"])
+    off, on = pairs[f"{measure}_off"], pairs[f"{measure}_on"]
+    difference = on - off
+    by_seed = difference.groupby(pairs["seed"])
     # In a mean of m pairs without a common run, each run has the weight 1/m.
     weight_norm = float((2 / by_seed.size()).mean()) if len(difference) else float("nan")
     # Extra baseline seeds show the noise of runs, but a contrast of one seed would rest on them alone.
@@ -58,14 +58,14 @@ def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str, noise: Noi
     return {
         "group": ", ".join(group) if isinstance(group, tuple) else group,
         "measure": measure,
-        "pairs": len(complete_pairs),
+        "pairs": len(pairs),
         "seeds": estimate.n,
-        "off": complete_pairs[f"{measure}_off"].mean(),
-        "on": complete_pairs[f"{measure}_on"].mean(),
+        "off": off.mean(),
+        "on": on.mean(),
         "difference": estimate.value,
         "low": estimate.low,
         "high": estimate.high,
         "higher": int((difference > 0).sum()),
-        "stopped_off": int((complete_pairs["status_off"] == "early_stopped").sum()),
-        "stopped_on": int((complete_pairs["status_on"] == "early_stopped").sum()),
+        "stopped_off": int((pairs["status_off"] == "early_stopped").sum()),
+        "stopped_on": int((pairs["status_on"] == "early_stopped").sum()),
     }

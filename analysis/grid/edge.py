@@ -67,17 +67,9 @@ def summarize_doses(runs: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for line, line_runs in runs.groupby("line", sort=False):
         for dose, dose_runs in line_runs.groupby("dose"):
-            num_collapsed = int(dose_runs["collapsed"].sum())
-            rows.append(
-                {
-                    "line": line,
-                    "dose": dose,
-                    "runs": len(dose_runs),
-                    "collapsed": num_collapsed,
-                    **make_estimate_columns("fraction", wilson_interval(num_collapsed, len(dose_runs))),
-                    "success": dose_runs["success"].mean(),
-                }
-            )
+            num_runs, num_collapsed = len(dose_runs), int(dose_runs["collapsed"].sum())
+            fraction = wilson_interval(num_collapsed, num_runs)[:3]
+            rows.append((line, dose, num_runs, num_collapsed, *fraction, dose_runs["success"].mean()))
     names = ["line", "dose", "runs", "collapsed", "fraction", "fraction_low", "fraction_high", "success"]
     return pd.DataFrame(rows, columns=names)
 
@@ -95,10 +87,9 @@ def summarize_edges(frames: StudyFrames) -> pd.DataFrame:
     * collapse_bound: the largest probability of collapse at safe_high that is compatible, at 95 %, with no collapse.
     * note: what limits these numbers, or why they are missing.
     """
-    runs = make_run_table(frames)
     margin = get_margin(frames.studies[0], SUCCESS_COLUMN)
-    rows = [_make_edge_row(str(line), line_runs, margin) for line, line_runs in runs.groupby("line", sort=False)]
-    return pd.DataFrame(rows, columns=list(_EDGE_COLUMNS))
+    lines = make_run_table(frames).groupby("line", sort=False)
+    return pd.DataFrame([_make_edge_row(str(line), runs, margin) for line, runs in lines], columns=list(_EDGE_COLUMNS))
 
 
 def _make_edge_row(line: str, runs: pd.DataFrame, margin: float) -> Row:
@@ -122,7 +113,7 @@ def _make_edge_row(line: str, runs: pd.DataFrame, margin: float) -> Row:
         "bracket_low": _raise(estimate.bracket_low),
         "bracket_high": _raise(estimate.bracket_high),
         **safe_band,
-        "note": "; ".join(note for note in (_describe_edge(estimate, edge, counts, num_seeds), band_note) if note),
+        "note": "; ".join(filter(None, (_describe_edge(estimate, edge, counts, num_seeds), band_note))),
     }
 
 
@@ -134,18 +125,17 @@ def _raise(exponent: float) -> float:
 def _describe_edge(estimate: EdgeEstimate, edge: Estimate, counts: DoseCounts, num_seeds: int) -> str:
     """Describe what limits an edge, or why there is none. edge: the estimate's, with the interval as reported."""
     low, high = (label_value(_raise(value)) for value in (estimate.bracket_low, estimate.bracket_high))
-    notes = [estimate.refusal]
+    note = estimate.refusal
     if estimate.is_separated and math.isnan(estimate.bracket_high):
-        notes = [f"no run collapsed, so the edge is above {low}"]
+        note = f"no run collapsed, so the edge is above {low}"
     elif estimate.is_separated and math.isnan(estimate.bracket_low):
-        notes = [f"every run collapsed, so the edge is below {high}"]
+        note = f"every run collapsed, so the edge is below {high}"
     elif estimate.is_separated:
-        notes = [f"separated: no run collapsed up to {low}, and all did from {high} on"]
+        note = f"separated: no run collapsed up to {low}, and all did from {high} on"
     elif not counts.doses[0] <= edge.value <= counts.doses[-1] and not estimate.refusal:
-        notes = ["the edge is extrapolated beyond the doses of the study"]
-    if num_seeds < MIN_SEEDS_OF_EDGE or not estimate.refusal:
-        notes.append(_describe_bounds(edge, "edge", num_seeds))
-    return "; ".join(filter(None, notes))
+        note = "the edge is extrapolated beyond the doses of the study"
+    is_bounded = estimate.refusal and num_seeds >= MIN_SEEDS_OF_EDGE
+    return "; ".join(filter(None, (note, "" if is_bounded else _describe_bounds(edge, "edge", num_seeds))))
 
 
 def _describe_bounds(estimate: Estimate, name: str, num_seeds: int) -> str:
@@ -186,26 +176,24 @@ def compare_edges(frames: StudyFrames, generator: np.random.Generator) -> pd.Dat
     swapping the collapses of the two lines within each seed; the statistic is the number of collapses at common doses
     and seeds. It is at least 2 / 2^seeds, and missing with one seed. A contrast without arms in this study is left out.
     """
-    study = require_single_study(frames).studies[0]
     runs = make_run_table(frames)
     rows = []
-    for contrast in read_contrasts(study) if len(runs) else []:
+    for contrast in read_contrasts(require_single_study(frames).studies[0]):
         present_pairs = [pair for pair in contrast.pairs if set(pair) <= set(runs["arm"])]
-        first_runs, second_runs = (runs[runs["arm"].isin([pair[side] for pair in present_pairs])] for side in range(2))
         if present_pairs:
-            rows.append({"contrast": contrast.name, **_compare_lines(first_runs, second_runs, generator)})
+            line, reference = (runs[runs["arm"].isin(arms)] for arms in zip(*present_pairs, strict=True))
+            rows.append({"contrast": contrast.name, **_compare_lines(line, reference, generator)})
     names = ["contrast", "line", "reference", "doses", "seeds", "shift", "shift_low", "shift_high"]
     return pd.DataFrame(rows, columns=[*names, "collapsed", "reference_collapsed", "p", "note"])
 
 
 def _compare_lines(runs: pd.DataFrame, reference: pd.DataFrame, generator: np.random.Generator) -> Row:
     """Estimate the shift between two lines, over the seeds and doses that they share."""
-    lines, reference_lines = (", ".join(table["line"].unique()) for table in (runs, reference))
     pairs = runs.merge(reference, on=["seed", "dose"], suffixes=("", "_reference"))
     num_seeds = int(pairs["seed"].nunique())
     row: Row = {
-        "line": lines,
-        "reference": reference_lines,
+        "line": ", ".join(runs["line"].unique()),
+        "reference": ", ".join(reference["line"].unique()),
         "doses": int(pairs["dose"].nunique()),
         "seeds": num_seeds,
         **make_estimate_columns("shift", Estimate()),
@@ -217,17 +205,21 @@ def _compare_lines(runs: pd.DataFrame, reference: pd.DataFrame, generator: np.ra
         return row | {"note": "the pairs of this contrast belong to several lines"}
     if pairs.empty:
         return row | {"note": "no seed and dose in common"}
-    line_counts, reference_counts = (
-        count_events(pairs["dose"], pairs[column]) for column in ("collapsed", "collapsed_reference")
-    )
-    shift = estimate_shift(line_counts, reference_counts)
+    columns = ["collapsed", "collapsed_reference"]
+    counts = [count_events(pairs["dose"], pairs[column]) for column in columns]
+    shift = estimate_shift(*counts)
     if num_seeds < MIN_SEEDS_OF_EDGE:
         shift = shift._replace(low=math.nan, high=math.nan)
-    by_seed = pairs.groupby("seed")[["collapsed", "collapsed_reference"]].sum()
+    notes = [_describe_bounds(shift, "shift", num_seeds)]
+    for name, side in zip(("the line", "the reference"), counts, strict=True):
+        if not side.num_events.any():
+            notes.append(f"no run of {name} collapsed")
+        elif (side.num_events == side.num_runs).all():
+            notes.append(f"every run of {name} collapsed")
     return row | {
         **make_estimate_columns("shift", shift),
-        "p": _exchange_lines(by_seed.to_numpy(dtype=float), generator),
-        "note": _describe_shift(shift, line_counts, reference_counts, num_seeds),
+        "p": _exchange_lines(pairs.groupby("seed")[columns].sum().to_numpy(dtype=float), generator),
+        "note": "; ".join(filter(None, notes)),
     }
 
 
@@ -249,14 +241,3 @@ def _exchange_lines(num_collapses: Floats, generator: np.random.Generator) -> fl
         rng=generator,
     )
     return float(result.pvalue)
-
-
-def _describe_shift(shift: Estimate, line: DoseCounts, reference: DoseCounts, num_seeds: int) -> str:
-    """Say why a shift is missing, or bounded on one side only."""
-    notes = [_describe_bounds(shift, "shift", num_seeds)]
-    for name, counts in (("the line", line), ("the reference", reference)):
-        if not counts.num_events.any():
-            notes.append(f"no run of {name} collapsed")
-        elif (counts.num_events == counts.num_runs).all():
-            notes.append(f"every run of {name} collapsed")
-    return "; ".join(filter(None, notes))

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from scipy import special
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, require_single_study
 from analysis.data.frames import StudyFrames
 from analysis.data.schemas import Row
 from analysis.grid.layout import label_value
-from analysis.stats.estimates import MIN_SEEDS, holm_adjust
+from analysis.stats.estimates import MIN_SEEDS, Estimate, holm_adjust, make_estimate
 from analysis.sweep.verdicts import format_holm
 from trainable.config.aliases import shorten_setting
 
@@ -48,10 +47,8 @@ def make_factor_grid(frames: StudyFrames) -> FactorGrid | None:
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
     settings = study.axis.factors
-    if len(settings) < 2:
-        return None
     columns = [f"config/{setting}" for setting in settings]
-    if not set(columns) <= set(frames.trials):
+    if len(settings) < 2 or not set(columns) <= set(frames.trials):
         return None
     # As text, since a missing value (null) is not equal to itself.
     points = frames.trials[columns].map(lambda value: "null" if pd.isna(value) else value)
@@ -118,7 +115,7 @@ def list_factors(grid: FactorGrid) -> list[Row]:
                 ],
             }
         )
-    return sorted(rows, key=lambda row: -row["squared_spread"] if not math.isnan(row["squared_spread"]) else 0.0)
+    return sorted(rows, key=lambda row: -np.nan_to_num(row["squared_spread"]))
 
 
 def compare_factors(grid: FactorGrid) -> list[Row]:
@@ -131,31 +128,28 @@ def compare_factors(grid: FactorGrid) -> list[Row]:
     for first, second in combinations(range(len(grid.settings)), 2):
         means = [_compute_marginal_means(grid, factor) for factor in (first, second)]
         squared_spreads = [estimate_squared_spread(factor_means) for factor_means in means]
-        difference = squared_spreads[0] - squared_spreads[1]
-        row = {
-            "first": shorten_setting(grid.settings[first]),
-            "second": shorten_setting(grid.settings[second]),
-            "first_spread": _take_root(squared_spreads[0]),
-            "second_spread": _take_root(squared_spreads[1]),
-            "difference": difference,
-            "low": math.nan,
-            "high": math.nan,
-            "p": math.nan,
-            "seeds": num_seeds,
-        }
+        estimate = Estimate(squared_spreads[0] - squared_spreads[1])
         if num_seeds >= MIN_SEEDS:
             without_one = [
                 estimate_squared_spread(np.delete(means[0], seed, axis=0))
                 - estimate_squared_spread(np.delete(means[1], seed, axis=0))
                 for seed in range(num_seeds)
             ]
-            pseudo_values = num_seeds * difference - (num_seeds - 1) * np.array(without_one)
-            standard_error = float(pseudo_values.std(ddof=1) / math.sqrt(num_seeds))
-            half_width = float(special.stdtrit(num_seeds - 1, 1 - SIGNIFICANCE_LEVEL / 2)) * standard_error
-            if standard_error > 0:
-                p_value = float(2 * special.stdtr(num_seeds - 1, -abs(difference) / standard_error))
-                row |= {"low": difference - half_width, "high": difference + half_width, "p": p_value}
-        rows.append(row)
+            pseudo_values = num_seeds * estimate.value - (num_seeds - 1) * np.array(without_one)
+            estimate = make_estimate(estimate.value, pseudo_values.var(ddof=1) / num_seeds, num_seeds - 1, num_seeds)
+        rows.append(
+            {
+                "first": shorten_setting(grid.settings[first]),
+                "second": shorten_setting(grid.settings[second]),
+                "first_spread": _take_root(squared_spreads[0]),
+                "second_spread": _take_root(squared_spreads[1]),
+                "difference": estimate.value,
+                "low": estimate.low,
+                "high": estimate.high,
+                "p": estimate.p,
+                "seeds": num_seeds,
+            }
+        )
     for row, p_holm in zip(rows, holm_adjust([row["p"] for row in rows]), strict=True):
         row["p_holm"] = p_holm
     return rows

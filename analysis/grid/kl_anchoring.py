@@ -23,16 +23,12 @@ import pandas as pd
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, cut_interval, make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import LATE_START
-from analysis.stats.estimates import MIN_SEEDS, Estimate, spearman_trend
-from analysis.stats.noise import make_estimate
+from analysis.stats.estimates import MIN_SEEDS, Estimate, make_estimate, spearman_trend
 from analysis.sweep.verdicts import count_nouns, format_interval, format_p_value, format_signed
 
 K1_NAMES = ("kl", "k1")
-FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN = (
-    "config/actor.kl_loss_type",
-    "config/actor.kl_loss_coef",
-    "config/actor.use_kl_loss",
-)
+FORM_COLUMN, COEFFICIENT_COLUMN = "config/actor.kl_loss_type", "config/actor.kl_loss_coef"
+SWITCH_COLUMN = "config/actor.use_kl_loss"
 NO_INTERVAL_TEXT = "(no interval with fewer than three seeds that differ)"
 
 
@@ -64,11 +60,9 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
     table["last_step"] = table.groupby("match")["last_step"].transform("min")
     # Earlier, runs have not yet moved as far from the reference as they will.
     table["first_step"] = (LATE_START * table["last_step"]).astype(int) + 1
-    window_steps = steps[["run_id", "step", "kl_to_reference"]].merge(
-        table[["run_id", "first_step", "last_step"]], on="run_id"
-    )
-    late_steps = window_steps[window_steps["step"].between(window_steps["first_step"], window_steps["last_step"])]
-    table["kl"] = table["run_id"].map(late_steps.groupby("run_id")["kl_to_reference"].mean())
+    rows = steps[["run_id", "step", "kl_to_reference"]].merge(table[["run_id", "first_step", "last_step"]], on="run_id")
+    late_rows = rows[rows["step"].between(rows["first_step"], rows["last_step"])]
+    table["kl"] = table["run_id"].map(late_rows.groupby("run_id")["kl_to_reference"].mean())
     return table.dropna(subset="kl")[columns].reset_index(drop=True)
 
 
@@ -97,14 +91,13 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
     kl_smallest, largest, kl_largest (coefficients, and the geometric mean of KL at each, in nats), first_step,
     last_step (range of the measured steps). table: from `make_kl_table`.
     """
-    rhos = compute_correlations(table)
     rows = []
-    for form, form_rhos in rhos.groupby("form", sort=False):
+    for form, form_rhos in compute_correlations(table).groupby("form", sort=False):
         runs = table[(table["form"] == form) & table["match"].isin(form_rhos["match"])]
         # Ranks relative to the size of the set, so that sets of different sizes can be pooled.
         kl_ranks = runs.groupby("match")["kl"].rank() / (1 + runs.groupby("match")["kl"].transform("size"))
         rho_estimate = _estimate_over_seeds(form_rhos.set_index("seed")["rho"], limit=1.0)
-        coefficient_range = {"smallest": runs["coefficient"].min(), "largest": runs["coefficient"].max()}
+        smallest, largest = runs["coefficient"].min(), runs["coefficient"].max()
         rows.append(
             {
                 "form": form,
@@ -114,11 +107,10 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
                 "early_stopped": int((runs["status"] == "early_stopped").sum()),
                 **make_estimate_columns("rho", rho_estimate),
                 "p": spearman_trend(runs["coefficient"], kl_ranks, runs["match"], generator).p,
-                **coefficient_range,
-                **{
-                    f"kl_{end}": _geometric_mean(runs.loc[runs["coefficient"] == coefficient, "kl"])
-                    for end, coefficient in coefficient_range.items()
-                },
+                "smallest": smallest,
+                "largest": largest,
+                "kl_smallest": _geometric_mean(runs.loc[runs["coefficient"] == smallest, "kl"]),
+                "kl_largest": _geometric_mean(runs.loc[runs["coefficient"] == largest, "kl"]),
                 "first_step": int(runs["first_step"].min()),
                 "last_step": int(runs["last_step"].max()),
             }
@@ -161,19 +153,10 @@ def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
     k1 = next((form for form in K1_NAMES if form in rhos), None)
     rows = []
     for form in [name for name in dict.fromkeys(table["form"]) if name in rhos and name != k1] if k1 else []:
-        rho_differences = (rhos[k1] - rhos[form]).dropna()
-        if len(rho_differences):
-            estimate = _estimate_over_seeds(rho_differences.droplevel("match"), limit=2.0)
-            rows.append(
-                {
-                    "form": form,
-                    "sets": len(rho_differences),
-                    "seeds": estimate.n,
-                    "difference": estimate.value,
-                    "low": estimate.low,
-                    "high": estimate.high,
-                }
-            )
+        differences = (rhos[k1] - rhos[form]).dropna()
+        if len(differences):
+            estimate = _estimate_over_seeds(differences.droplevel("match"), limit=2.0)
+            rows.append((form, len(differences), estimate.n, *estimate[:3]))
     return pd.DataFrame(rows, columns=["form", "sets", "seeds", "difference", "low", "high"])
 
 
@@ -190,7 +173,7 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
         "the gradient of log pi at the sampled tokens. The reference does not occur in this gradient, whose "
         "expectation is 0 on policy. The runs of this grid show the following."
     )
-    falling_forms = {row["form"] for row in rows if _is_falling(row)}
+    falling_forms = {row["form"] for row in rows if _find_direction(row) == "falls"}
     # Forms under which KL to the reference falls with the coefficient, unless it also falls under k1.
     anchoring_forms = falling_forms if falling_forms.isdisjoint(K1_NAMES) else set()
     comparisons = [_describe_difference(row, row["form"] in anchoring_forms) for row in to_records(differences)]
@@ -198,32 +181,27 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
     return [theory, *(_describe_trend(row) for row in rows), *(comparisons or missing)]
 
 
-def _is_falling(row: dict[str, Any]) -> bool:
-    """Check whether KL to the reference falls significantly with the coefficient."""
-    return bool(row["rho"] < 0 and row["p"] < SIGNIFICANCE_LEVEL)
+def _find_direction(row: dict[str, Any]) -> str:
+    """Say whether KL to the reference significantly falls or rises with the coefficient."""
+    if row["rho"] == 0 or not row["p"] < SIGNIFICANCE_LEVEL:
+        return "neither clearly falls nor clearly rises"
+    return "falls" if row["rho"] < 0 else "rises"
 
 
 def _describe_trend(row: dict[str, Any]) -> str:
-    is_rising = row["rho"] > 0 and row["p"] < SIGNIFICANCE_LEVEL
-    verb = "falls" if _is_falling(row) else "rises" if is_rising else "neither clearly falls nor clearly rises"
     interval_text = format_interval(row["rho_low"], row["rho_high"], decimals=2) or NO_INTERVAL_TEXT
     stopped_text = f"{row['early_stopped']} of them stopped by a rule" if row["early_stopped"] else "none stopped"
     return (
-        f"Under the loss {row['form']}, KL to the reference {verb} with the coefficient: the mean rank correlation is "
-        f"{format_signed(row['rho'], decimals=2)} {interval_text} over {row['sets']} sets of runs that differ only in "
-        f"the coefficient, {row['runs']} runs of {count_nouns(row['seeds'], 'seed')} in all ({stopped_text}), "
-        f"permutation {format_p_value(row['p'])}. The KL is {row['kl_smallest']:.2g} nats at the coefficient "
-        f"{row['smallest']:g} and {row['kl_largest']:.2g} nats at {row['largest']:g}."
+        f"Under the loss {row['form']}, KL to the reference {_find_direction(row)} with the coefficient: the mean rank "
+        f"correlation is {format_signed(row['rho'], decimals=2)} {interval_text} over {row['sets']} sets of runs that "
+        f"differ only in the coefficient, {row['runs']} runs of {count_nouns(row['seeds'], 'seed')} in all "
+        f"({stopped_text}), permutation {format_p_value(row['p'])}. The KL is {row['kl_smallest']:.2g} nats at the "
+        f"coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at {row['largest']:g}."
     )
 
 
 def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
     """Describe a comparison with k1. is_anchoring: KL falls with the coefficient of this form, but not of k1."""
-    interval_text = format_interval(row["low"], row["high"], decimals=2) or NO_INTERVAL_TEXT
-    estimate_text = (
-        f"{format_signed(row['difference'], decimals=2)} {interval_text} over {row['sets']} matching sets of "
-        f"{count_nouns(row['seeds'], 'seed')}"
-    )
     # A lower correlation alone may mean that KL rises less than under k1: anchoring also requires that it falls.
     if row["low"] > 0 and is_anchoring:
         statement = f"At the same coefficients, {row['form']} pulls the policy toward the reference and k1 does not"
@@ -237,4 +215,9 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
         statement = f"Whether k1 and {row['form']} differ is open: that needs an interval over seeds"
     else:
         statement = f"There is no clear difference between k1 and {row['form']} in this grid"
-    return f"{statement}: the rank correlation of k1 minus that of {row['form']} is {estimate_text}."
+    interval_text = format_interval(row["low"], row["high"], decimals=2) or NO_INTERVAL_TEXT
+    return (
+        f"{statement}: the rank correlation of k1 minus that of {row['form']} is "
+        f"{format_signed(row['difference'], decimals=2)} {interval_text} over {row['sets']} matching sets of "
+        f"{count_nouns(row['seeds'], 'seed')}."
+    )

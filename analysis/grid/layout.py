@@ -5,7 +5,7 @@ the panels, which a reader compares side by side. Each measure is a column of `m
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_si
 from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
 from analysis.sweep import series
 from trainable.config.aliases import shorten_setting
-from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
+from trainable.runs.study_record import OPEN_STATUSES
 
 PLANE_SETTINGS = {"actor.kl_loss_coef", "actor.entropy_coeff"}
 """The settings that span the plane whenever a study varies both."""
@@ -131,23 +131,19 @@ def find_grid(frames: StudyFrames) -> Grid | None:
         return None
     values = select_settings(trials)
     factor_values: dict[str, tuple[Any, ...]] = {}
+    numeric_settings = []
     for setting in map(str, values):
         distinct_values = values[setting].dropna().drop_duplicates().to_list()
         is_switch = pd.api.types.is_bool_dtype(values[setting])  # False before True
         factor_values[setting] = tuple(sorted(distinct_values) if is_switch else distinct_values)
-    numeric_settings = [
-        setting
-        for setting in factor_values
-        if pd.api.types.is_numeric_dtype(values[setting]) and not pd.api.types.is_bool_dtype(values[setting])
-    ]
+        numeric_settings += [setting] * (pd.api.types.is_numeric_dtype(values[setting]) and not is_switch)
     pairs = list(combinations(numeric_settings, 2))
     # Arms that differ in text or switches only, such as PPO and GRPO, do not span a plane.
     if not pairs:
         return None
     dose = frames.studies[0].axis.dose
     y, x = max(
-        pairs,
-        key=lambda pair: (dose in pair, set(pair) == PLANE_SETTINGS, len(values[list(pair)].drop_duplicates())),
+        pairs, key=lambda pair: (dose in pair, set(pair) == PLANE_SETTINGS, len(values[list(pair)].drop_duplicates()))
     )
     y, x = (x, y) if y == dose else (y, x)
     factor_values |= {axis: tuple(sorted(factor_values[axis])) for axis in (x, y)}
@@ -158,12 +154,8 @@ def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
     """Select the settings in which arms differ, a column each, without the seed and `SWITCH_SETTINGS`."""
     columns = {name: name.removeprefix("config/") for name in map(str, trials.columns) if name.startswith("config/")}
     settings = trials[list(columns)].rename(columns=columns)
-    differing_settings = [
-        name for name in columns.values() if name != "seed" and settings[name].astype(str).nunique() > 1
-    ]
-    return settings[
-        [setting for setting in differing_settings if SWITCH_SETTINGS.get(setting) not in differing_settings]
-    ]
+    differing = [name for name in columns.values() if name != "seed" and settings[name].astype(str).nunique() > 1]
+    return settings[[name for name in differing if SWITCH_SETTINGS.get(name) not in differing]]
 
 
 def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
@@ -175,10 +167,11 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     steps. They are missing if the run is not scored.
     """
     trials = frames.trials
-    table = trials[["run_id", "arm", "seed", "status"]].assign(is_failed_stop=find_failed_stops(trials))
-    for setting in grid.factor_values:
-        table[setting] = trials[f"config/{setting}"]
-    table["success"] = trials["late_val_success"]
+    table = trials[["run_id", "arm", "seed", "status"]].assign(
+        is_failed_stop=find_failed_stops(trials),
+        **{setting: trials[f"config/{setting}"] for setting in grid.factor_values},
+        success=trials["late_val_success"],
+    )
     last_steps = frames.steps.groupby("run_id")["step"].transform("max")
     late_steps = frames.steps[frames.steps["step"] > LATE_START * last_steps].groupby("run_id")
     for measure in LATE_MEANS:
@@ -210,15 +203,19 @@ def make_panel_curves(frames: StudyFrames, grid: Grid, member_table: pd.DataFram
     arm and dash name the x and the y of the run. Rows are in the order of panels, x and y. member_table: from
     `make_member_table`. Step 0 is the policy before training, for columns that have this value.
     """
-    order = {panel: place for place, panel in enumerate(arrange_panels(grid, member_table)[0])}
-    rows = member_table.sort_values([grid.x, grid.y], kind="stable").sort_values(
-        "panel", key=lambda names: names.map(order), kind="stable"
+    rows = _sort_by_panel(
+        member_table.sort_values([grid.x, grid.y], kind="stable"), arrange_panels(grid, member_table)[0]
     )
     names = rows[["run_id", "panel"]].assign(
         arm=[grid.format_factor(grid.x, value) for value in rows[grid.x]],
         dash=[grid.format_factor(grid.y, value) for value in rows[grid.y]],
     )
     return names.merge(series.make_curves(frames, column).drop(columns="arm"), on="run_id", sort=False)
+
+
+def _sort_by_panel(rows: pd.DataFrame, panels: Iterable[str]) -> pd.DataFrame:
+    order = {panel: place for place, panel in enumerate(panels)}
+    return rows.sort_values("panel", key=lambda names: names.map(order), kind="stable")
 
 
 def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
@@ -239,12 +236,12 @@ def arrange_panels(grid: Grid, member_table: pd.DataFrame) -> tuple[list[str], i
     The values of the first text factor, such as the type of loss, stand side by side. Without one, or if it is the only
     factor, a row has three.
     """
-    panel_rows = list_panels(grid, member_table)
+    rows = list_panels(grid, member_table)
     words = [name for name in grid.panels if any(isinstance(value, str) for value in grid.factor_values[name])]
     if not words or len(grid.panels) < 2:
-        return panel_rows["panel"].to_list(), 3
+        return rows["panel"].to_list(), 3
     others = [name for name in grid.panels if name != words[0]]
-    rows = panel_rows.assign(place=panel_rows.groupby(others, sort=False).ngroup()).sort_values("place", kind="stable")
+    rows = rows.assign(place=rows.groupby(others, sort=False).ngroup()).sort_values("place", kind="stable")
     return rows["panel"].to_list(), len(grid.factor_values[words[0]])
 
 
@@ -260,26 +257,24 @@ def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
     # serious one.
     ranked_rows = member_table.assign(
         scored=member_table["status"].isin(SCORED_STATUSES),
-        early_stopped=member_table["is_failed_stop"],
         concern=member_table["status"].map({status: place for place, status in enumerate(_UNSCORED_STATUSES)}),
     )
     points = ranked_rows.groupby(["panel", grid.y, grid.x], sort=True)
-    cell_rows = points[[*grid.panels, "shared"]].first()
-    cell_rows["arms"] = points["arm"].agg(lambda arms: ", ".join(dict.fromkeys(arms)))
-    cell_rows = cell_rows.assign(
-        runs=points.size(), **{name: points[name].sum() for name in ("scored", "early_stopped")}
-    )
+    scored, early_stopped = points["scored"].sum(), points["is_failed_stop"].sum()
     unscored_states = points["concern"].min().map(dict(enumerate(_UNSCORED_STATUSES)))
-    cell_rows["state"] = unscored_states.mask(cell_rows["scored"] > 0, "scored").mask(
-        cell_rows["early_stopped"] > 0, "stopped"
+    cells = points[[*grid.panels, "shared"]].first()
+    cells = cells.assign(
+        arms=points["arm"].agg(lambda arms: ", ".join(dict.fromkeys(arms))),
+        runs=points.size(),
+        scored=scored,
+        early_stopped=early_stopped,
+        state=unscored_states.mask(scored > 0, "scored").mask(early_stopped > 0, "stopped"),
     )
     for name in (measure.name for measure in MEASURES):
-        cell_rows[[name, f"{name}_std", f"{name}_low", f"{name}_high"]] = points[name].agg(
-            ["mean", "std", "min", "max"]
-        )
-    order = {panel: place for place, panel in enumerate(list_panels(grid, member_table)["panel"])}
-    cell_rows = cell_rows.reset_index().rename(columns={grid.x: "x", grid.y: "y"}).astype({"x": float, "y": float})
-    return cell_rows.sort_values("panel", key=lambda names: names.map(order), kind="stable").reset_index(drop=True)
+        numbers = points[name].agg(["mean", "std", "min", "max"])
+        cells[[name, f"{name}_std", f"{name}_low", f"{name}_high"]] = numbers
+    cells = cells.reset_index().rename(columns={grid.x: "x", grid.y: "y"}).astype({"x": float, "y": float})
+    return _sort_by_panel(cells, list_panels(grid, member_table)["panel"]).reset_index(drop=True)
 
 
 def make_arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
@@ -289,9 +284,8 @@ def make_arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
     """
     trials = frames.trials.drop_duplicates("arm")
     columns = {f"config/{setting}": setting for setting in grid.factor_values}
-    rows = to_records(trials[["arm", *columns]].rename(columns=columns))
     labels = {}
-    for row in rows:
+    for row in to_records(trials[["arm", *columns]].rename(columns=columns)):
         # With a KL coefficient of 0 the form of the loss has no effect, so the name leaves it out.
         idle_settings = {setting for setting, other in IDLE_SETTINGS.items() if other in row and row[other] == 0}
         settings = [setting for setting in (*grid.panels, grid.x, grid.y) if setting not in idle_settings]
@@ -319,18 +313,17 @@ def rename_arms(frames: StudyFrames, labels: Mapping[str, str]) -> StudyFrames:
     """Rename arms by `labels`, in all frames and in study.json."""
     if not labels:
         return frames
-    frames_by_name = {name: getattr(frames, name) for name in FRAME_NAMES}
-    renamed_frames = {
-        name: frame.assign(arm=frame["arm"].map(labels).fillna(frame["arm"])) for name, frame in frames_by_name.items()
-    }
-    return replace(frames, **renamed_frames, study=_rename_study(frames.studies[0], labels))
 
-
-def _rename_study(study: StudyRecord, labels: Mapping[str, str]) -> StudyRecord:
     def rename(arm: str) -> str:
         return labels.get(arm, arm)
 
-    return replace(
+    renamed_frames = {
+        name: frame.assign(arm=frame["arm"].map(labels).fillna(frame["arm"]))
+        for name in FRAME_NAMES
+        for frame in [getattr(frames, name)]
+    }
+    study = frames.studies[0]
+    renamed_study = replace(
         study,
         baseline=rename(study.baseline),
         axis=replace(study.axis, values=tuple(map(rename, study.axis.values))),
@@ -340,6 +333,7 @@ def _rename_study(study: StudyRecord, labels: Mapping[str, str]) -> StudyRecord:
             for contrast in study.contrasts
         ),
     )
+    return replace(frames, **renamed_frames, study=renamed_study)
 
 
 def group_arms_by_panel(frames: StudyFrames, grid: Grid) -> StudyFrames:

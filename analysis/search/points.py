@@ -115,10 +115,8 @@ def find_best_point(points: pd.DataFrame, is_higher_better: bool) -> Row | None:
     Among equal points, the one drawn first wins.
     """
     feasible = points[points["is_feasible"] & points["success"].notna()]
-    if feasible.empty:
-        return None
     order = feasible.sort_values("success", ascending=not is_higher_better, kind="stable")
-    return to_records(order.iloc[:1])[0]
+    return next(iter(to_records(order)), None)
 
 
 def read_values(search: Search, settings: Mapping[str, str], *, is_exact: bool) -> dict[str, Any]:
@@ -133,12 +131,11 @@ def read_values(search: Search, settings: Mapping[str, str], *, is_exact: bool) 
         is_exact: skip numbers outside the interval. Otherwise they are moved to its nearest end, since rounding may
             have moved a drawn value slightly outside.
     """
-    values: dict[str, Any] = {}
-    for dimension in _list_dimensions(search, settings):
-        value = _parse_value(dimension, settings.get(dimension.setting), is_exact)
-        if value is not None:
-            values[dimension.name] = value
-    return values
+    return {
+        dimension.name: value
+        for dimension in _list_dimensions(search, settings)
+        if (value := _parse_value(dimension, settings.get(dimension.setting), is_exact)) is not None
+    }
 
 
 def _list_dimensions(search: Search, settings: Mapping[str, str]) -> list[Dimension]:

@@ -59,20 +59,12 @@ def make_optuna_study(
         storage: where to write the study, which must not contain one of this name; None keeps it in memory.
         name: of the study in the storage.
     """
-    directions = {
-        SUCCESS: StudyDirection.MAXIMIZE if is_higher_better else StudyDirection.MINIMIZE,
-        COST: StudyDirection.MINIMIZE,
-    }
-    objectives = search.objectives
-    study = optuna.create_study(
-        directions=[directions[objective] for objective in objectives],
-        sampler=sampler,
-        storage=storage,
-        study_name=name,
-    )
+    success_direction = StudyDirection.MAXIMIZE if is_higher_better else StudyDirection.MINIMIZE
+    directions = [StudyDirection.MINIMIZE if name == COST else success_direction for name in search.objectives]
+    study = optuna.create_study(directions=directions, sampler=sampler, storage=storage, study_name=name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        study.set_metric_names(list(objectives))
+        study.set_metric_names(list(search.objectives))
     study.add_trials([] if points is None else _make_trials(search, points))
     return study
 
@@ -127,14 +119,13 @@ def compute_importances(
     complete_points = points[(points["number"] > 0) & (points["state"] == COMPLETE)]
     if len(complete_points) < _MIN_POINTS:
         return []
-    values = _compute_shares(single, complete_points, is_higher_better)
     count = len(complete_points)
     resamples = [
         _compute_shares(single, complete_points.iloc[generator.integers(count, size=count)], is_higher_better)
         for _ in range(_NUM_RESAMPLES)
     ]
     importances = []
-    for name, value in values.items():
+    for name, value in _compute_shares(single, complete_points, is_higher_better).items():
         low, high = np.quantile([resample.get(name, 0.0) for resample in resamples], (0.05, 0.95))
         importances.append(Importance(name, value, float(low), float(high)))
     return sorted(importances, key=lambda importance: -importance.value)

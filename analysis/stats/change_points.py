@@ -41,12 +41,7 @@ class Change(NamedTuple):
     p: float = NAN
 
 
-def find_change(
-    steps: ArrayLike,
-    values: ArrayLike,
-    generator: np.random.Generator,
-    direction: int = 0,
-) -> Change:
+def find_change(steps: ArrayLike, values: ArrayLike, generator: np.random.Generator, direction: int = 0) -> Change:
     """Fit a ramp to `values` (n,), measured at ascending `steps` (n,), by least squares.
 
     The interval contains every onset whose best ramp is not rejected by an F test of its squared residuals. The

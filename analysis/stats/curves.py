@@ -112,15 +112,8 @@ def fit_curves(validations: Validations) -> CurveFit:
     dispersion, covariance = _estimate_noise(parameters, counts)
     if refusal := _refuse_curve(parameters, counts, log_likelihood, dispersion, covariance):
         return _refuse_fit(num_seeds, refusal)
-    return CurveFit(
-        float(parameters[0]),
-        math.exp(parameters[1]),
-        math.exp(parameters[2]),
-        parameters[3:],
-        covariance,
-        dispersion,
-        first_cost=math.exp(low),
-    )
+    start, midpoint, steepness = float(parameters[0]), math.exp(parameters[1]), math.exp(parameters[2])
+    return CurveFit(start, midpoint, steepness, parameters[3:], covariance, dispersion, first_cost=math.exp(low))
 
 
 def estimate_curve(validations: Validations, generator: np.random.Generator, num_draws: int = 500) -> CurveEstimates:
@@ -160,10 +153,8 @@ def compare_curves(arm: CurveEstimates, baseline: CurveEstimates) -> CurveCompar
     """
     difference = welch_t_test(_summarize(arm.ceiling), _summarize(baseline.ceiling))
     log_midpoints = [side.midpoint._replace(value=math.log(side.midpoint.value)) for side in (arm, baseline)]
-    log_ratio = welch_t_test(_summarize(log_midpoints[0]), _summarize(log_midpoints[1]))
-    ratio = log_ratio._replace(
-        value=math.exp(log_ratio.value), low=math.exp(log_ratio.low), high=math.exp(log_ratio.high)
-    )
+    ratio = welch_t_test(_summarize(log_midpoints[0]), _summarize(log_midpoints[1]))
+    ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
     refusals = [f"{name}: {side.refusal}" for name, side in (("Arm", arm), ("Baseline", baseline)) if side.refusal]
     return CurveComparison(difference, ratio, " ".join(refusals))
 
@@ -326,16 +317,9 @@ def _maximize(counts: _Counts, starts: list[Floats], min_log_midpoint: float = -
     midpoint_bounds = (max(low - margin, min_log_midpoint), high + margin)
     rate_bounds = [RATE_BOUNDS] * len(counts.successes)
     bounds = [RATE_BOUNDS, midpoint_bounds, tuple(np.log(STEEPNESS_BOUNDS)), *rate_bounds]
+    options = {"ftol": 1e-12, "maxiter": 300}
     solutions = [
-        optimize.minimize(
-            _compute_loss,
-            start,
-            args=(counts,),
-            jac=True,
-            method="SLSQP",
-            bounds=bounds,
-            options={"ftol": 1e-12, "maxiter": 300},
-        )
+        optimize.minimize(_compute_loss, start, (counts,), "SLSQP", jac=True, bounds=bounds, options=options)
         for start in starts
     ]
     parameters = min(solutions, key=lambda solution: solution.fun).x

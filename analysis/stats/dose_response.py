@@ -117,13 +117,9 @@ def _maximize(model: _Model, edge: float | None = None, shift: float | None = No
         point[is_free] = free_values
         return -float(model.compute(*point))
 
-    result = optimize.minimize(
-        compute_loss,
-        start[is_free],
-        method="Nelder-Mead",
-        bounds=[ends for ends in bounds if ends[0] < ends[1]],
-        options={"xatol": 1e-5, "fatol": 1e-9},
-    )
+    options = {"xatol": 1e-5, "fatol": 1e-9}
+    free_bounds = [ends for ends in bounds if ends[0] < ends[1]]
+    result = optimize.minimize(compute_loss, start[is_free], method="Nelder-Mead", bounds=free_bounds, options=options)
     point = start.copy()
     point[is_free] = result.x
     return -float(result.fun), point
@@ -213,11 +209,9 @@ def estimate_shift(line: DoseCounts, reference: DoseCounts) -> Estimate:
     are NaN if nothing bounds the difference.
     """
     num_runs = int(line.num_runs.sum() + reference.num_runs.sum())
-    has_event, has_reference_event = (bool(counts.num_events.any()) for counts in (line, reference))
-    has_survivor, has_reference_survivor = (
-        bool((counts.num_events < counts.num_runs).any()) for counts in (line, reference)
-    )
-    has_low, has_high = has_survivor and has_reference_event, has_event and has_reference_survivor
+    has_events = [bool(counts.num_events.any()) for counts in (line, reference)]
+    has_survivors = [bool((counts.num_events < counts.num_runs).any()) for counts in (line, reference)]
+    has_low, has_high = has_survivors[0] and has_events[1], has_events[0] and has_survivors[1]
     if not (has_low or has_high):
         return Estimate(n=num_runs)
     counts = DoseCounts(*(np.concatenate(fields) for fields in zip(line, reference, strict=True)))

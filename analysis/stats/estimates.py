@@ -77,11 +77,20 @@ def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = CONFIDENCE_LE
     # Equal up to rounding of their mean.
     if values.size < 2 or np.ptp(values) <= 1e-12 * np.abs(values).max():
         return Estimate(mean, n=values.size)
-    se = float(values.std(ddof=1)) / math.sqrt(values.size)
-    df = values.size - 1
+    squared_error = float(values.var(ddof=1)) / values.size
+    return make_estimate(mean, squared_error, values.size - 1, values.size, confidence_level)
+
+
+def make_estimate(
+    value: float, squared_error: float, df: float, n: int, confidence_level: float = CONFIDENCE_LEVEL
+) -> Estimate:
+    """Make the t interval and the two-sided p of a value; none if its squared standard error or df is 0 or missing."""
+    if not (squared_error > 0 and df > 0):
+        return Estimate(value, n=n)
+    se = math.sqrt(squared_error)
     half_width = float(special.stdtrit(df, 0.5 + confidence_level / 2)) * se
-    p = 2 * float(special.stdtr(df, -abs(mean) / se))
-    return Estimate(mean, mean - half_width, mean + half_width, values.size, se, df, p)
+    p = 2 * float(special.stdtr(df, -abs(value) / se))
+    return Estimate(value, value - half_width, value + half_width, n, se, df, p)
 
 
 class SampleStats(NamedTuple):
@@ -99,19 +108,14 @@ def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: 
     either sample there is no interval. If both standard deviations are 0, there is no test: the caller must replace
     them.
     """
-    value = sample.mean - reference.mean
+    value, n = sample.mean - reference.mean, sample.n + reference.n
     if min(sample.n, reference.n) < 2:
-        return Estimate(value, n=sample.n + reference.n)
+        return Estimate(value, n=n)
     squared_errors = [side.std**2 / side.n for side in (sample, reference)]
-    se = math.sqrt(sum(squared_errors))
-    # Without any spread df is 0 / 0: it is set to NaN, and so are the interval and p.
-    df_denominator = sum(
-        squared_error**2 / (side.n - 1) for squared_error, side in zip(squared_errors, (sample, reference), strict=True)
-    )
-    df = se**4 / df_denominator if df_denominator > 0 else NAN
-    half_width = float(special.stdtrit(df, 0.5 + confidence_level / 2)) * se
-    p = 2 * float(special.stdtr(df, -abs(value) / se)) if se > 0 else NAN
-    return Estimate(value, value - half_width, value + half_width, sample.n + reference.n, se, df, p)
+    terms = [error**2 / (side.n - 1) for error, side in zip(squared_errors, (sample, reference), strict=True)]
+    # Without any spread df is 0 / 0.
+    df = math.sqrt(sum(squared_errors)) ** 4 / sum(terms) if sum(terms) > 0 else NAN
+    return make_estimate(value, sum(squared_errors), df, n, confidence_level)
 
 
 def holm_adjust(p_values: ArrayLike) -> Floats:

@@ -74,10 +74,7 @@ def restricted_mean(end_steps: ArrayLike, is_event: ArrayLike, horizon: float) -
 
 
 def compare_restricted_means(
-    arm: EventTimes,
-    baseline: EventTimes,
-    horizon: float,
-    generator: np.random.Generator,
+    arm: EventTimes, baseline: EventTimes, horizon: float, generator: np.random.Generator
 ) -> Estimate:
     """Estimate the difference of restricted means, arm minus baseline, by a permutation test paired by seed.
 

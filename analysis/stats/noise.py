@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from analysis.stats.estimates import CONFIDENCE_LEVEL, Estimate, Floats
+from analysis.stats.estimates import Estimate, Floats, make_estimate
 
 _RELATIVE_ROUNDING = 1e-12
 """Numbers that differ by less than this fraction of their size count as equal: the rest is rounding of their mean."""
@@ -182,11 +182,7 @@ def compute_level_variance(differences: ArrayLike, clusters: ArrayLike) -> float
 
 
 def estimate_paired_contrast(
-    per_seed: ArrayLike,
-    noise: Noise,
-    weight_norm: float = 2.0,
-    min_variance: float = 0.0,
-    doubt: float = 0.0,
+    per_seed: ArrayLike, noise: Noise, weight_norm: float = 2.0, min_variance: float = 0.0, doubt: float = 0.0
 ) -> Estimate:
     """Estimate the mean of one contrast per seed (n,), such as a paired difference, with the noise of all arms.
 
@@ -201,10 +197,16 @@ def estimate_paired_contrast(
     weight_norm with n - 1 degrees of freedom; the standard error is sqrt(weight_norm v / n). With one seed the pool is
     the only estimate. There is no interval without any estimate, or if v is 0: equal numbers are no certainty.
     """
-    values = np.asarray(per_seed, dtype=float)
+    return _estimate_mean(per_seed, noise.paired, weight_norm, min_variance, doubt)
+
+
+def _estimate_mean(
+    numbers: ArrayLike, pool: Pool | None, weight_norm: float, min_variance: float, doubt: float
+) -> Estimate:
+    values = np.asarray(numbers, dtype=float)
     if not values.size:
         return Estimate()
-    variance, df = _estimate_variance(values, noise.paired, doubt, weight_norm)
+    variance, df = _estimate_variance(values, pool, doubt, weight_norm)
     return make_estimate(float(values.mean()), weight_norm * max(variance, min_variance) / values.size, df, values.size)
 
 
@@ -221,12 +223,7 @@ def _estimate_variance(
 
 def estimate_sample_mean(sample: ArrayLike, noise: Noise, min_variance: float = 0.0, doubt: float = 0.0) -> Estimate:
     """Estimate the mean of one number per run (n,), such as an arm's outcome, with the noise of all arms."""
-    values = np.asarray(sample, dtype=float)
-    if not values.size:
-        return Estimate()
-    variance, df = _estimate_variance(values, noise.unpaired, doubt)
-    squared_error = max(variance, min_variance) / values.size
-    return make_estimate(float(values.mean()), squared_error, df, values.size)
+    return _estimate_mean(sample, noise.unpaired, 1.0, min_variance, doubt)
 
 
 def estimate_unpaired_difference(
@@ -256,16 +253,6 @@ def estimate_unpaired_difference(
     if noise.unpaired is not None:
         df = min(df, noise.unpaired.df)
     return make_estimate(float(x.mean() - y.mean()), squared_error, df, min(x.size, y.size))
-
-
-def make_estimate(value: float, squared_error: float, df: float, n: int) -> Estimate:
-    """Make the t interval and the two-sided p of a value; none if its squared standard error or df is 0 or missing."""
-    if not (squared_error > 0 and df > 0):
-        return Estimate(value, n=n)
-    se = math.sqrt(squared_error)
-    half_width = float(special.stdtrit(df, 0.5 + CONFIDENCE_LEVEL / 2)) * se
-    p = 2 * float(special.stdtr(df, -abs(value) / se))
-    return Estimate(value, value - half_width, value + half_width, n, se, df, p)
 
 
 def compute_equivalence_p_value(estimate: Estimate, margin: float) -> float:

@@ -47,10 +47,8 @@ def find_distinct_ends(studies: Sequence[StudyFrames]) -> list[pd.DataFrame]:
     for frames in studies:
         ends = find_run_ends(frames)
         ends = ends[ends["signal_problem"] == ""]
-        keys = []
-        for run in to_records(ends):
-            symptoms = frames.get_run_steps(run["run_id"]).reindex(columns=columns).astype(float)
-            keys.append((int(run["seed"]), symptoms.to_numpy().tobytes()))
+        symptoms = [frames.get_run_steps(run_id).reindex(columns=columns).astype(float) for run_id in ends["run_id"]]
+        keys = [(seed, rows.to_numpy().tobytes()) for seed, rows in zip(ends["seed"], symptoms, strict=True)]
         is_new = [key not in seen_runs for key in keys]
         seen_runs.update(keys)
         tables.append(ends[np.array(is_new, dtype=bool)])  # an empty list would select columns
@@ -68,12 +66,11 @@ def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> p
         for run in to_records(ends[ends["status"].isin(SCORED_STATUSES)]):
             steps = frames.get_run_steps(run["run_id"])
             steps = steps[steps["step"] <= run["end_step"]]
-            head = {"study": frames.studies[0].name, **{name: run[name] for name in ("run_id", "arm", "seed")}}
-            end = {"is_collapse": run["is_collapse"], "end_step": run["end_step"]}
             for index, rule in enumerate(rules):
                 if rule.column in steps and steps[rule.column].notna().any():
                     decision = find_alarm(steps["step"], steps[rule.column].astype(float), rule)
-                    rows.append({"rule": index, **head, **end, "alarm_step": decision.step if decision else NAN})
+                    alarm = {"rule": index, "study": frames.studies[0].name}
+                    rows.append({**run, **alarm, "alarm_step": decision.step if decision else NAN})
     names = ["rule", "study", "run_id", "arm", "seed", "is_collapse", "end_step", "alarm_step"]
     return pd.DataFrame(rows, columns=names)
 
@@ -92,9 +89,8 @@ def score_rules(alarms: pd.DataFrame, rules: Sequence[AlarmRule]) -> pd.DataFram
         collapsed, healthy = rule_rows[rule_rows["is_collapse"]], rule_rows[~rule_rows["is_collapse"]]
         leads = (collapsed["end_step"] - collapsed["alarm_step"]).dropna()
         leads = leads[leads > 0]
-        detected, false = wilson_interval(len(leads), len(collapsed)), healthy["alarm_step"].notna()
-        false_rate = wilson_interval(int(false.sum()), len(healthy))
-        lead = estimate_median_lead(leads.to_numpy(dtype=float))
+        num_false = int(healthy["alarm_step"].notna().sum())
+        detected, false = wilson_interval(len(leads), len(collapsed)), wilson_interval(num_false, len(healthy))
         rows.append(
             {
                 "rule": index,
@@ -105,11 +101,11 @@ def score_rules(alarms: pd.DataFrame, rules: Sequence[AlarmRule]) -> pd.DataFram
                 "detected_low": detected.low,
                 "detected_high": detected.high,
                 "healthy": len(healthy),
-                "false_alarms": int(false.sum()),
-                "false_fraction": false_rate.value,
-                "false_low": false_rate.low,
-                "false_high": false_rate.high,
-                **make_estimate_columns("lead", lead),
+                "false_alarms": num_false,
+                "false_fraction": false.value,
+                "false_low": false.low,
+                "false_high": false.high,
+                **make_estimate_columns("lead", estimate_median_lead(leads)),
             }
         )
     return pd.DataFrame(rows)
@@ -141,11 +137,8 @@ def compare_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> pd.D
     alarms = find_alarms(studies, rules)
     is_test = alarms["seed"] >= first_test_seed
     scores = score_rules(alarms[~is_test], rules)
-    if scores.empty:
-        return scores
-    chosen_rules = choose_rules(scores, rules)
-    test_scores = score_rules(alarms[is_test & alarms["rule"].isin(chosen_rules)], rules)
-    if test_scores.empty:
-        return test_scores
+    if len(scores):
+        is_chosen = alarms["rule"].isin(choose_rules(scores, rules))
+        scores = score_rules(alarms[is_test & is_chosen], rules)
     order = ["detected_fraction", "lead"]
-    return test_scores.sort_values(order, ascending=False, kind="stable").reset_index(drop=True)
+    return scores.sort_values(order, ascending=False, kind="stable", ignore_index=True) if len(scores) else scores

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, find_failed_stops, list_arms, require_single_study
+from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_single_study
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.events import find_collapse, kaplan_meier
 from analysis.sweep.series import make_curves
@@ -64,13 +64,11 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
             stop_step = float(run["steps_done"] if pd.isna(run["stop_step"]) else run["stop_step"])
         step = float(np.fmin(collapse_step, stop_step))
         signal_problem = describe_missing_signal(to_records(frames.get_run_steps(run["run_id"])[signal_columns]))
-        is_collapse = not math.isnan(step) and not signal_problem
-        cause = ""
-        if is_collapse:
+        end = {"end_step": run["steps_done"], "is_collapse": False, "cause": "", "signal_problem": signal_problem}
+        if not math.isnan(step) and not signal_problem:
             # status.json may lack the name of the rule.
             cause = (run["stop_rule"] or "a rule") if stop_step == step else HALVED_SUCCESS
-        end_step = step if is_collapse else float(run["steps_done"])
-        end = {"end_step": end_step, "is_collapse": is_collapse, "cause": cause, "signal_problem": signal_problem}
+            end |= {"end_step": step, "is_collapse": True, "cause": cause}
         rows.append({**run, **end})
     table = pd.DataFrame(rows, columns=_END_COLUMNS)
     return table.astype({"end_step": "float64", "is_collapse": "bool"})
@@ -82,26 +80,15 @@ def compute_survival(frames: StudyFrames) -> pd.DataFrame:
     Columns: arm, step, surviving_fraction, runs, collapsed. A run that failed or was interrupted is censored at its
     last step. The last row of an arm is at the last step of its runs. Arms without a step are left out.
     """
-    ends = find_run_ends(frames)
-    curve_frames = []
-    for arm in list_arms(frames):
-        runs = ends[ends["arm"] == arm]
-        if runs.empty:
-            continue
+    curve_frames = [pd.DataFrame(columns=["arm", "step", "surviving_fraction", "runs", "collapsed"])]
+    for arm, runs in find_run_ends(frames).groupby("arm", sort=False):
         steps, fractions = kaplan_meier(runs["end_step"], runs["is_collapse"])
         # The curve ends at its last drop; continue it to the last step of the arm.
-        last_step = float(runs["end_step"].max())
-        extra_steps = [last_step] if last_step > steps[-1] else []
-        table = pd.DataFrame(
-            {
-                "arm": arm,
-                "step": [*steps, *extra_steps],
-                "surviving_fraction": [*fractions, *fractions[len(fractions) - len(extra_steps) :]],
-            }
-        )
+        if (last_step := runs["end_step"].max()) > steps[-1]:
+            steps, fractions = np.append(steps, last_step), np.append(fractions, fractions[-1])
+        table = pd.DataFrame({"arm": arm, "step": steps, "surviving_fraction": fractions})
         curve_frames.append(table.assign(runs=len(runs), collapsed=int(runs["is_collapse"].sum())))
-    columns = ["arm", "step", "surviving_fraction", "runs", "collapsed"]
-    return pd.concat(curve_frames, ignore_index=True) if curve_frames else pd.DataFrame(columns=columns)
+    return pd.concat(curve_frames[1:] or curve_frames, ignore_index=True)
 
 
 def count_collapses(frames: StudyFrames) -> pd.DataFrame:
@@ -112,18 +99,7 @@ def count_collapses(frames: StudyFrames) -> pd.DataFrame:
     ends = find_run_ends(frames)
     ends = ends[ends["status"].isin(SCORED_STATUSES) & (ends["signal_problem"] == "")]
     rows = []
-    for arm in list_arms(frames):
-        runs = ends[ends["arm"] == arm]
-        if runs.empty:
-            continue
-        collapsed_runs = runs[runs["is_collapse"]].sort_values(["end_step", "seed"])
-        rows.append(
-            {
-                "arm": arm,
-                "runs": len(runs),
-                "collapsed": len(collapsed_runs),
-                "steps": tuple(collapsed_runs["end_step"]),
-                "seeds": tuple(collapsed_runs["seed"]),
-            }
-        )
+    for arm, runs in ends.groupby("arm", sort=False):
+        collapsed = runs[runs["is_collapse"]].sort_values(["end_step", "seed"])
+        rows.append((arm, len(runs), len(collapsed), tuple(collapsed["end_step"]), tuple(collapsed["seed"])))
     return pd.DataFrame(rows, columns=["arm", "runs", "collapsed", "steps", "seeds"])

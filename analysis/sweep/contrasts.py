@@ -25,11 +25,10 @@ from analysis.data.compare import (
     collect_outcomes,
     estimate_contrast,
     get_margin,
-    has_added_seeds,
     make_test_columns,
     require_single_study,
 )
-from analysis.data.contrasts import compute_arm_weights, compute_weight_norm, read_contrasts
+from analysis.data.contrasts import compute_arm_weights, read_contrasts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
@@ -109,10 +108,8 @@ def _is_contrasted(
     if column in family.common_columns:
         return any(not math.isnan(_read_value(run, column)) for run in runs.values())
     arms = {arm for pair in pairs for arm in pair}
-    scored_values = [
-        _read_value(run, column) for (arm, _), run in runs.items() if arm in arms and run["status"] in SCORED_STATUSES
-    ]
-    return bool(scored_values) and not np.isnan(scored_values).any()
+    values = [run[column] for (arm, _), run in runs.items() if arm in arms and run["status"] in SCORED_STATUSES]
+    return bool(values) and not any(map(math.isnan, values))
 
 
 def compute_pair_differences(frames: StudyFrames) -> pd.DataFrame:
@@ -139,20 +136,12 @@ def _make_pair_rows(differences: Sequence[Row], runs: Mapping[tuple[str, int], R
         seed_rows = list(group)
         counted_rows = [row for row in seed_rows if not math.isnan(row["difference"])]
         seed_differences = [row["difference"] for row in counted_rows]
-        pair_columns = dict(zip(_SEED_COLUMNS[:4], key, strict=True))
-        rows.append(
-            {
-                **pair_columns,
-                "first_mean": _mean_or_nan([row["first_value"] for row in counted_rows]),
-                "second_mean": _mean_or_nan([row["second_value"] for row in counted_rows]),
-                "difference": round(_mean_or_nan(seed_differences), _DECIMALS),
-                "seeds": len(counted_rows),
-                **_count_signs(seed_differences),
-                "first_steps": _format_planned_steps(runs, pair_columns["first"]),
-                "second_steps": _format_planned_steps(runs, pair_columns["second"]),
-                **_collect_run_notes(seed_rows, runs),
-            }
-        )
+        row = dict(zip(_SEED_COLUMNS[:4], key, strict=True))
+        for side in ("first", "second"):
+            row[f"{side}_mean"] = _mean_or_nan([seed_row[f"{side}_value"] for seed_row in counted_rows])
+            row[f"{side}_steps"] = _format_planned_steps(runs, row[side])
+        row |= {"difference": round(_mean_or_nan(seed_differences), _DECIMALS), "seeds": len(counted_rows)}
+        rows.append(row | _count_signs(seed_differences) | _collect_run_notes(seed_rows, runs))
     return rows
 
 
@@ -195,22 +184,17 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
         column: collect_outcomes(frames, column) for column in dict.fromkeys(row["column"] for row in differences)
     }
     contrasts = read_contrasts(study)
-    num_contrasts = len(contrasts)
     interactions = {contrast.name for contrast in contrasts if contrast.needs_all_pairs}
     rows = []
     for (column, name), group in groupby(differences, key=itemgetter("column", "contrast")):
         seed_rows = list(group)
         pair_rows = _make_pair_rows(seed_rows, runs)
+        num_comparisons = len(contrasts) * (1 if column == family.primary_column else len(outcomes) - 1)
         rows.append(
             {
                 "column": column,
                 "contrast": name,
-                **_estimate_contrast(
-                    seed_rows,
-                    outcomes[column],
-                    get_margin(study, column),
-                    num_contrasts * (1 if column == family.primary_column else len(outcomes) - 1),
-                ),
+                **_estimate_contrast(seed_rows, outcomes[column], get_margin(study, column), num_comparisons),
                 "pairs": len(pair_rows),
                 "pairs_used": sum(pair["seeds"] > 0 for pair in pair_rows),
                 **_count_signs([pair["difference"] for pair in pair_rows]),
@@ -232,27 +216,21 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
     seed_rows: the rows of `compute_seed_differences` for this contrast and column. outcomes: of the column.
     num_comparisons: size of this test's family.
     """
-    differences_by_seed: dict[int, dict[tuple[str, str], float]] = {}
+    by_seed: dict[int, dict[tuple[str, str], float]] = {}
     for row in seed_rows:
         if not math.isnan(row["difference"]):
-            differences_by_seed.setdefault(row["seed"], {})[row["first"], row["second"]] = row["difference"]
-    seed_means = [
-        round(_mean_or_nan(list(pair_differences.values())), _DECIMALS)
-        for _, pair_differences in sorted(differences_by_seed.items())
-    ]
+            by_seed.setdefault(row["seed"], {})[row["first"], row["second"]] = row["difference"]
+    seed_means = [round(_mean_or_nan(list(by_seed[seed].values())), _DECIMALS) for seed in sorted(by_seed)]
     # Seeds may miss different pairs. Their mean has the variance of one run times the mean of their norms.
-    weight_norm = _mean_or_nan([compute_weight_norm(list(pairs)) for pairs in differences_by_seed.values()])
+    weights = [compute_arm_weights(list(differences)) for differences in by_seed.values()]
+    weight_norm = _mean_or_nan([sum(weight**2 for weight in arms.values()) for arms in weights])
     # The evaluation noise bounds the variance from below; each arm contributes with the square of its weight.
     evaluation_variance = _mean_or_nan(
-        [
-            sum(weight**2 * outcomes.get_min_variance(arm) for arm, weight in compute_arm_weights(list(pairs)).items())
-            for pairs in differences_by_seed.values()
-        ]
+        [sum(weight**2 * outcomes.get_min_variance(arm) for arm, weight in arms.items()) for arms in weights]
     )
     min_variance = evaluation_variance / weight_norm if weight_norm > 0 else 0.0
-    pairs = {pair for differences in differences_by_seed.values() for pair in differences}
-    arms = {arm for pair in pairs for arm in pair}
-    doubt = outcomes.get_doubt(outcomes.noise.paired, *arms)
+    pairs = sorted({pair for differences in by_seed.values() for pair in differences})
+    doubt = outcomes.get_doubt(outcomes.noise.paired, *(arm for pair in pairs for arm in pair))
     estimate = (
         estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm, min_variance, doubt)
         if weight_norm > 0 or outcomes.num_comparisons
@@ -260,35 +238,31 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
     )
     # If seeds miss different pairs, their means are over different pairs. The second difference shows whether this
     # matters.
-    common_pairs = set.intersection(*map(set, differences_by_seed.values())) if differences_by_seed else set()
+    common_pairs = [pair for pair in pairs if all(pair in differences for differences in by_seed.values())]
     equal_rows = bool(pairs) and all(outcomes.has_equal_rows(*pair) for pair in pairs)
     return {
         **make_test_columns(outcomes, estimate, margin, equal_rows=equal_rows),
         "seeds": len(seed_means),
         "difference_same_pairs": _mean_or_nan(
-            [
-                pair_differences[pair]
-                for pair_differences in differences_by_seed.values()
-                for pair in sorted(common_pairs)
-            ]
+            [differences[pair] for differences in by_seed.values() for pair in common_pairs]
         ),
     }
 
 
 def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], Row]) -> Row:
     """Collect the runs that exclude a pair for a seed, by arm and reason, and the stopped runs that count, by arm."""
-    excluded_seeds: dict[str, set[str]] = {}
-    stopped_seeds: dict[str, set[str]] = {}
+    excluded_seeds: dict[str, dict[int, str]] = {}
+    stopped_seeds: dict[str, dict[int, str]] = {}
     for row in seed_rows:
         for arm, value in ((row["first"], row["first_value"]), (row["second"], row["second_value"])):
             run = runs.get((arm, row["seed"]))
             if math.isnan(value):
                 is_scored = run is not None and run["status"] in SCORED_STATUSES
                 reason = "not run" if run is None else "without a value" if is_scored else format_status(run["status"])
-                excluded_seeds.setdefault(f"{arm} {reason}", set()).add(str(row["seed"]))
+                excluded_seeds.setdefault(f"{arm} {reason}", {})[row["seed"]] = str(row["seed"])
             # A stopped run whose partner is missing is not counted.
             elif run is not None and run["status"] == "early_stopped" and not math.isnan(row["difference"]):
-                stopped_seeds.setdefault(arm, set()).add(f"{row['seed']} at step {run['steps_done']}")
+                stopped_seeds.setdefault(arm, {})[row["seed"]] = f"{row['seed']} at step {run['steps_done']}"
     return {
         "excluded_runs": _format_seed_lists(excluded_seeds),
         "early_stopped_runs": _format_seed_lists(stopped_seeds),
@@ -296,12 +270,11 @@ def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], 
     }
 
 
-def _format_seed_lists(seeds_by_name: Mapping[str, set[str]]) -> str:
-    # A seed may be followed by text, such as "2 at step 107".
-    sorted_items = [
-        (name, sorted(seeds, key=lambda seed: int(seed.split()[0]))) for name, seeds in seeds_by_name.items()
-    ]
-    return "; ".join(f"{name}: seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}" for name, seeds in sorted_items)
+def _format_seed_lists(seeds_by_name: Mapping[str, Mapping[int, str]]) -> str:
+    return "; ".join(
+        f"{name}: seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds[seed] for seed in sorted(seeds))}"
+        for name, seeds in seeds_by_name.items()
+    )
 
 
 def format_sentence(row: Row) -> str:
@@ -344,12 +317,11 @@ def _format_size(row: Row) -> str:
     interval_text += f", {format_holm(row['p_holm'])}"
     if row["verdict"] != "open":
         return interval_text
-    unadjusted_text = (
-        "; the difference is significant alone, but not with Holm's correction" if row["p"] < SIGNIFICANCE_LEVEL else ""
-    )
+    if row["p"] < SIGNIFICANCE_LEVEL:
+        interval_text += "; the difference is significant alone, but not with Holm's correction"
     # The farther end of the interval is the largest difference that the data do not exclude.
     missed_size = max(-row["difference_low"], row["difference_high"])
-    return f"{interval_text}{unadjusted_text}; a difference of up to {missed_size:.2g} could have been missed"
+    return f"{interval_text}; a difference of up to {missed_size:.2g} could have been missed"
 
 
 def _format_unbalanced(row: Row) -> str:
@@ -368,33 +340,3 @@ def _format_unbalanced(row: Row) -> str:
 def format_sentences(table: pd.DataFrame) -> list[str]:
     """Format a line per contrast and column. table: from `compute_contrasts`."""
     return [format_sentence(row) for row in to_records(table)]
-
-
-def make_contrast_context(frames: StudyFrames) -> Row:
-    """Make a page's context: the number of contrasts, sentences, and the rows of contrasts and pairs by column."""
-    (family,) = require_single_study(frames).families
-    meanings = {column.name: f"{column.meaning} ({column.unit})" for column in family.trial_columns}
-    table, pair_table = compute_contrasts(frames), compute_pair_differences(frames)
-    column_sections = [
-        {
-            "column": column,
-            "meaning": meanings[column],
-            "reason": family.contrasted_columns[column],
-            "rows": to_records(table[table["column"] == column]),
-            "pairs": to_records(pair_table[pair_table["column"] == column]),
-        }
-        for column in dict.fromkeys(table["column"])
-    ]
-    unequal_pairs = pair_table[pair_table["first_steps"] != pair_table["second_steps"]].drop_duplicates(
-        ["first", "second"]
-    )
-    return {
-        "primary": family.primary_column,
-        "has_looks": has_added_seeds(frames.studies[0]),
-        "contrast_count": len(read_contrasts(frames.studies[0])),
-        "contrasts": column_sections,
-        "contrast_lines": format_sentences(table),
-        "unequal_pairs": to_records(
-            unequal_pairs[(unequal_pairs["first_steps"] != "") & (unequal_pairs["second_steps"] != "")]
-        ),
-    }

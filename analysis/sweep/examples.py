@@ -37,36 +37,32 @@ def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
     An arm without recorded episodes is left out. The result is empty if the frames were not loaded from a folder, and
     for studies of more than `MAX_ARMS` arms.
     """
-    runs = frames.runs.sort_values("seed").drop_duplicates("arm")
-    arms = list(dict.fromkeys(frames.runs["arm"]))
-    if not frames.folders or len(arms) > MAX_ARMS:
+    if not frames.folders or len(frames.runs_by_arm) > MAX_ARMS:
         return []
     (folder,) = frames.folders
-    first_runs = {arm: (run_id, seed) for arm, run_id, seed in runs[["arm", "run_id", "seed"]].itertuples(index=False)}
     examples = []
-    for arm in arms:
-        run_id, seed = first_runs[arm]
+    for arm, runs in frames.runs_by_arm.items():
+        first_run = runs.loc[runs["seed"].idxmin()]
         with warnings.catch_warnings():  # damaged lines were reported when the frames were loaded
             warnings.simplefilter("ignore", DamageWarning)
-            episodes = read_episodes_of_run(folder, run_id)
+            episodes = read_episodes_of_run(folder, first_run["run_id"])
         validated, trained = (
             [episode for episode in episodes if episode.is_trained == is_trained] for is_trained in (False, True)
         )
         chosen = [*_choose_episodes(validated), *_choose_trained_episodes(trained)]
         if chosen:
-            examples.append(ArmExamples(arm, int(seed), tuple(map(_describe_episode, chosen))))
+            examples.append(ArmExamples(arm, int(first_run["seed"]), tuple(map(_describe_episode, chosen))))
     return examples
 
 
 def _choose_episodes(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
     """Choose a solved and a failed episode of the first and of the last step, if any. The input is sorted."""
+    firsts: dict[tuple[int, bool], RecordedEpisode] = {}
+    for episode in episodes:
+        firsts.setdefault((episode.step, episode.success), episode)
     steps = sorted({episode.step for episode in episodes})
-    chosen = []
-    for step in dict.fromkeys((*steps[:1], *steps[-1:])):
-        for success in (True, False):
-            of_kind = [episode for episode in episodes if (episode.step, episode.success) == (step, success)]
-            chosen += of_kind[:1]
-    return chosen
+    keys = [(step, success) for step in dict.fromkeys((*steps[:1], *steps[-1:])) for success in (True, False)]
+    return [firsts[key] for key in keys if key in firsts]
 
 
 def _choose_trained_episodes(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
@@ -93,17 +89,10 @@ def _shorten(text: str) -> str:
 
 def _describe_episode(episode: RecordedEpisode) -> dict[str, Any]:
     text = escape_controls("\n".join(format_turns(episode)), allowed=LINE_CHARACTERS)
-    fields = ("step", "level", "success", "stop_reason", "score")
-    is_trained = episode.is_trained
-    outcome = "solved" if episode.success else "failed"
-    return {
-        **{name: getattr(episode, name) for name in fields},
-        "title": f"Trained in step {episode.step}, level {episode.level}, rollout {episode.rollout}"
-        if is_trained
-        else f"After step {episode.step}, level {episode.level}",
-        "is_trained": is_trained,
-        "name": f"advantage {_get_advantage(episode):+.3g} in step {episode.step}"
-        if is_trained
-        else f"{outcome} after step {episode.step}",
-        "text": _shorten(text),
-    }
+    fields = ("step", "level", "success", "stop_reason", "score", "is_trained")
+    title = f"After step {episode.step}, level {episode.level}"
+    name = f"{'solved' if episode.success else 'failed'} after step {episode.step}"
+    if episode.is_trained:
+        title = f"Trained in step {episode.step}, level {episode.level}, rollout {episode.rollout}"
+        name = f"advantage {_get_advantage(episode):+.3g} in step {episode.step}"
+    return {**{key: getattr(episode, key) for key in fields}, "title": title, "name": name, "text": _shorten(text)}

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from analysis.data.summaries import LATE_EVALUATIONS
 from analysis.stats.estimates import Trend
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,
-    NO_EFFECT,
     count_nouns,
     format_fraction,
     format_interval,
@@ -46,7 +45,7 @@ OUTCOME_LABELS = {
     "better": "higher for",
     "worse": "lower for",
     "equal": "equal within {margin} for",
-    "no effect": f"equal in every row ({NO_EFFECT}) for",
+    "no effect": "equal in every row (no effect in these runs) for",
     "open": "not resolved (open) for",
 }
 _NO_VERDICT_LABELS = {
@@ -64,7 +63,7 @@ def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) 
     if summary.empty:
         return "No run is recorded."
     baseline = summary["baseline"].iloc[0]
-    if not isinstance(baseline, str) or not baseline or baseline not in set(summary["arm"]):
+    if baseline not in set(summary["arm"]):
         return " ".join(signal_problems) or (
             f"{count_nouns(len(summary), 'arm')} and no baseline arm, so nothing is compared."
         )
@@ -237,16 +236,10 @@ def _interpret_gain(row: dict[str, Any]) -> str:
         return "Nothing shows how much runs of one setting differ, so it is open whether this gain is more than chance."
     if not row["gain_low"] > 0:
         return "Sampled success does not clearly rise."
-    if np.isnan(row["gain_greedy"]):
-        return (
-            "Greedy success was not measured, so it is open whether the policy can solve more levels or only samples "
-            "with less noise."
-        )
     if np.isnan(row["gain_greedy_low"]):
-        return (
-            "The gain in greedy success has no interval, so it is open whether the policy can solve more levels or "
-            "only samples with less noise."
-        )
+        is_missing = np.isnan(row["gain_greedy"])
+        reason = "Greedy success was not measured" if is_missing else "The gain in greedy success has no interval"
+        return f"{reason}, so it is open whether the policy can solve more levels or only samples with less noise."
     if row["gain_greedy_low"] > 0:
         return (
             "Both rise: the most likely reply solves more levels than before, so the gain is more than a reduction of "
@@ -271,8 +264,7 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     return [
         *_list_seed_caveats(frames, summary),
         *describe_looks(frames.studies[0]),
-        *_describe_longer_runs(frames.studies[0]),
-        *_describe_changed_declaration(frames.studies[0]),
+        *_describe_changes(frames.studies[0]),
         *_list_level_caveats(frames),
         *_list_scoring_caveats(frames, summary),
         *_list_mismatch_caveats(frames),
@@ -284,51 +276,44 @@ def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     ]
 
 
-def _describe_changed_declaration(study: StudyRecord) -> list[str]:
-    """That the file of the study was changed after its start, if it was."""
-    count = len(study.earlier_declarations)
-    if not count:
-        return []
-    return [
-        f"The file that declares this study was changed {'once' if count == 1 else f'{count} times'} after the study "
-        "had started; all texts are at the end of this page. Baseline, contrasts and margins are those of the first "
-        "text."
-    ]
-
-
-def _describe_longer_runs(study: StudyRecord) -> list[str]:
-    """That the runs were made longer when they had ended, if they were."""
+def _describe_changes(study: StudyRecord) -> Iterator[str]:
+    """That the runs were made longer when they had ended, or the file of the study changed after its start."""
     earlier_steps, steps = study.earlier_steps, study.total_steps
-    if not earlier_steps or steps is None:
-        return []
-    return [
-        f"The runs were planned with {' and then '.join(f'{number:,}' for number in earlier_steps)} training steps and "
-        f"made longer, to {steps:,}, when results could be seen. Verdicts are about step {steps:,}, and do not count "
-        "that they had a first chance before."
-    ]
+    if earlier_steps and steps is not None:
+        yield (
+            f"The runs were planned with {' and then '.join(f'{number:,}' for number in earlier_steps)} training steps "
+            f"and made longer, to {steps:,}, when results could be seen. Verdicts are about step {steps:,}, and do not "
+            "count that they had a first chance before."
+        )
+    if count := len(study.earlier_declarations):
+        yield (
+            f"The file that declares this study was changed {_count_times(count)} after the study had started; all "
+            "texts are at the end of this page. Baseline, contrasts and margins are those of the first text."
+        )
+
+
+def _count_times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def describe_looks(study: StudyRecord) -> list[str]:
-    """How often a study with added seeds was looked at, and what follows; none if its seeds were fixed.
-
-    study: content of study.json.
-    """
+    """How often a study with added seeds was looked at, and what follows; none if its seeds were fixed."""
     if not has_added_seeds(study):
         return []
     looks = study.looks
-    count = {1: "once", 2: "twice"}.get(len(looks), f"{len(looks)} times")
     numbers = ", ".join(str(look.seeds) for look in looks)
-    looks_text = f"The results were looked at {count}" + (f", with up to {numbers} seeds per arm" if looks else "")
+    seeds_text = f", with up to {numbers} seeds per arm" if looks else ""
     planned_text = (
         f"Seeds are added to open arms, up to {study.max_seeds} per arm."
         if study.max_seeds is not None
         else "Seeds were added after a look: more were run than planned."
     )
     return [
-        f"{planned_text} {looks_text}. Verdicts use a test that keeps its error rate over all looks together. It is "
-        "weaker than a test of a number of seeds that was fixed before the first run: a study of few seeds can be "
-        "less decided after more were added. Other intervals and p-values, such as those of a trend, of the time to "
-        "collapse, of learning curves and of a grid's sections, are those of a fixed number of seeds."
+        f"{planned_text} The results were looked at {_count_times(len(looks))}{seeds_text}. Verdicts use a test that "
+        "keeps its error rate over all looks together. It is weaker than a test of a number of seeds that was fixed "
+        "before the first run: a study of few seeds can be less decided after more were added. Other intervals and "
+        "p-values, such as those of a trend, of the time to collapse, of learning curves and of a grid's sections, are "
+        "those of a fixed number of seeds."
     ]
 
 
@@ -340,24 +325,18 @@ DEFAULT_MISMATCH_LIMIT = 0.05
 """Nats per token, where study.json has no rollout.logprob_tolerance."""
 
 
-def _list_mismatch_caveats(frames: StudyFrames) -> list[str]:
+def _list_mismatch_caveats(frames: StudyFrames) -> Iterator[str]:
     """That the sampler and the trainer of some runs differed over sampled tokens, if they did."""
-    steps = frames.steps
-    if "engine_mismatch_mean" not in steps or steps["engine_mismatch_mean"].isna().all():
-        return []
-    settings = frames.studies[0].settings
-    limit = (settings.get("rollout") or {}).get("logprob_tolerance", DEFAULT_MISMATCH_LIMIT)
-    large = steps[steps["engine_mismatch_mean"] > limit]
-    if large.empty:
-        return []
-    (worst,) = to_records(large.nlargest(1, "engine_mismatch_mean"))
-    return [
-        f"In {large['run_id'].nunique()} of {len(frames.trials)} runs the log-probs of sampler and trainer "
-        f"differed by more than {format_number(limit)} nats per sampled token in some step (the most by "
-        f"{format_number(worst['engine_mismatch_mean'])}, arm {worst['arm']}, seed {worst['seed']}, step "
-        f"{worst['step']}). Their episodes come from a policy that is not quite the one that is trained, and part of "
-        "what these runs show may be due to that."
-    ]
+    limit = (frames.studies[0].settings.get("rollout") or {}).get("logprob_tolerance", DEFAULT_MISMATCH_LIMIT)
+    large = frames.steps[frames.steps["engine_mismatch_mean"] > limit]
+    for worst in to_records(large.nlargest(1, "engine_mismatch_mean")):
+        yield (
+            f"In {large['run_id'].nunique()} of {len(frames.trials)} runs the log-probs of sampler and trainer "
+            f"differed by more than {format_number(limit)} nats per sampled token in some step (the most by "
+            f"{format_number(worst['engine_mismatch_mean'])}, arm {worst['arm']}, seed {worst['seed']}, step "
+            f"{worst['step']}). Their episodes come from a policy that is not quite the one that is trained, and part "
+            "of what these runs show may be due to that."
+        )
 
 
 def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
@@ -384,18 +363,15 @@ def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
             "1 seed: the noise is that of recorded runs of a similar arm. If the runs of this study are noisier, its "
             "intervals are too narrow. Outcomes without recorded runs have no interval."
         ]
-    noise = collect_outcomes(frames, "late_val_success").noise
-    deviations = [format_number(math.sqrt(pool.variance)) for pool in (noise.unpaired, noise.paired) if pool]
-    pairing_text = (
-        f" The standard deviation of a run is {deviations[0]}, and {deviations[1]} without what its seed does to all "
-        "arms."
-        if len(deviations) == 2
-        else ""
-    )
-    return [
+    text = (
         f"{seeds_text}: the noise of a run is estimated from all arms together. An arm's noise is never taken to be "
-        f"smaller than the spread of its own runs or the sampling error of its evaluation.{pairing_text}"
-    ]
+        "smaller than the spread of its own runs or the sampling error of its evaluation."
+    )
+    noise = collect_outcomes(frames, "late_val_success").noise
+    if noise.unpaired and noise.paired:
+        unpaired, paired = (format_number(math.sqrt(pool.variance)) for pool in (noise.unpaired, noise.paired))
+        text += f" The standard deviation of a run is {unpaired}, and {paired} without what its seed does to all arms."
+    return [text]
 
 
 def _list_level_caveats(frames: StudyFrames) -> list[str]:
@@ -403,32 +379,28 @@ def _list_level_caveats(frames: StudyFrames) -> list[str]:
     if levels.empty:
         return ["The outcomes of single levels are missing, so the noise of the evaluation is not known."]
     num_levels, num_classes = levels["level"].nunique(), levels["cluster"].nunique()
-    is_same = (levels.groupby(["run_id", "step", "mode"])["level"].nunique() == num_levels).all()
-    scope_text = (
-        f"All arms were validated on the same {num_levels} levels."
-        if is_same
-        else f"Runs were validated on different sets of levels, {num_levels} in all."
-    )
-    # Each run numbers the classes of its own levels.
-    has_twins = is_same and num_classes < num_levels
-    twins_text = (
-        f" {num_classes} of them are distinct: levels that the game counts as equal, such as mirrored boards, count "
-        "as often as they occur. Intervals for other levels draw them together."
-    )
-    return [
-        f"{scope_text}{twins_text if has_twins else ''} The results do not apply to levels of another kind or size."
-    ]
+    scope_text = f"All arms were validated on the same {num_levels} levels."
+    if (levels.groupby(["run_id", "step", "mode"])["level"].nunique() < num_levels).any():
+        scope_text = f"Runs were validated on different sets of levels, {num_levels} in all."
+    elif num_classes < num_levels:  # each run numbers the classes of its own levels
+        scope_text += (
+            f" {num_classes} of them are distinct: levels that the game counts as equal, such as mirrored boards, "
+            "count as often as they occur. Intervals for other levels draw them together."
+        )
+    return [f"{scope_text} The results do not apply to levels of another kind or size."]
 
 
-def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
-    sentences = [
-        f"The margin of {format_number(row['margin'])} is {100 * row['margin'] / row['late_val_success']:.0f} % "
-        "of the baseline's success: equal arms may differ by that much of it."
-        for row in (to_records(summary[summary["is_baseline"]]) if len(summary) else ())
-        if row["margin"] > MAX_MARGIN_SHARE * row["late_val_success"] > 0
-    ]
-    if len(summary) and (summary["early_stopped"] > 0).any():
-        sentences.append(
+def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> Iterator[str]:
+    rows, statuses = to_records(summary), frames.trials["status"]
+    for row in rows:
+        if row["is_baseline"] and row["margin"] > MAX_MARGIN_SHARE * row["late_val_success"] > 0:
+            share = 100 * row["margin"] / row["late_val_success"]
+            yield (
+                f"The margin of {format_number(row['margin'])} is {share:.0f} % of the baseline's success: equal arms "
+                "may differ by that much of it."
+            )
+    if any(row["early_stopped"] for row in rows):
+        yield (
             "An early stop is part of the protocol: a run keeps the value of its last validation up to the planned "
             f"end, and an arm of which all runs are stopped is a failed regime, from {MIN_REGIME_RUNS} runs on. A stop "
             f"at a success of {MASTERED_SUCCESS} or more is no failure. Where scoring stopped runs as 0, or "
@@ -439,36 +411,29 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[st
         episodes = frames.steps["groups_kept"] * group_size
         ratios = (frames.steps["batch_size"] / episodes.where(episodes > 0)).groupby(frames.steps["arm"]).mean()
         if (ratios > MAX_COPY_RATIO).any():
-            sentences.append(
+            yield (
                 f"Batches were filled with random copies of their episodes, as published: in arm {ratios.idxmax()} one "
                 f"counts {ratios.max():.2g} times on average. `actor.ppo_mini_batch_size` decides how many there are."
             )
-    num_unscored = int((~frames.trials["status"].isin(SCORED_STATUSES)).sum())
-    if num_unscored:
-        sentences.append(
-            f"{num_unscored} of {len(frames.trials)} runs neither completed nor were stopped by a rule; they are not "
-            "scored."
-        )
+    if count := int((~statuses.isin(SCORED_STATUSES)).sum()):
+        yield f"{count} of {len(statuses)} runs neither completed nor were stopped by a rule; they are not scored."
     # Below 1 % of dropped groups, the budgets of the arms are nearly equal anyway.
-    if len(summary) and summary["kept_ratio"].min() < 0.99:
-        sentences.append(
+    if any(row["kept_ratio"] < 0.99 for row in rows):
+        yield (
             "The filter dropped groups, and arms that keep fewer groups make fewer optimizer steps on fewer tokens. "
             "Compare arms at equal budgets before calling one more efficient."
         )
-    return sentences
 
 
-def _list_comparison_caveats(summary: pd.DataFrame) -> list[str]:
-    num_comparisons = int(summary["p"].notna().sum()) if len(summary) else 0
-    if num_comparisons == 0:
-        return []
-    return [
-        f"{count_nouns(num_comparisons, 'comparison')} with the baseline: p-values are "
-        "corrected with Holm's method within this study, separately for differences and for equality within the "
-        "margin. Intervals are not corrected: each covers the difference of its own arm only. Secondary outcomes, "
-        "contrasts, stops, times to collapse, learning curves, symptoms and both tests of the trend are families of "
-        "their own: each of them finds something in about 5 % of studies in which nothing has an effect."
-    ]
+def _list_comparison_caveats(summary: pd.DataFrame) -> Iterator[str]:
+    if len(summary) and (num_comparisons := int(summary["p"].notna().sum())):
+        yield (
+            f"{count_nouns(num_comparisons, 'comparison')} with the baseline: p-values are corrected with Holm's "
+            "method within this study, separately for differences and for equality within the margin. Intervals are "
+            "not corrected: each covers the difference of its own arm only. Secondary outcomes, contrasts, stops, "
+            "times to collapse, learning curves, symptoms and both tests of the trend are families of their own: each "
+            "of them finds something in about 5 % of studies in which nothing has an effect."
+        )
 
 
 def summarize_levels(frames: StudyFrames) -> list[dict[str, Any]]:
@@ -573,10 +538,7 @@ def describe_span(values: "pd.Series[float]", entry: str = "arm") -> str:
 
 
 def describe_confirmation(study: StudyRecord) -> str:
-    """What a study confirms, and with which seeds, as a sentence; empty for a study that confirms none.
-
-    study: content of study.json.
-    """
+    """What a study confirms, and with which seeds, as a sentence; empty for a study that confirms none."""
     confirms = study.confirms
     if not confirms:
         return ""
@@ -590,10 +552,15 @@ def describe_confirmation(study: StudyRecord) -> str:
 
 def count_late_validations(study: StudyRecord) -> int:
     """Count the validations that success at the end is the mean of."""
+    return min(_count_validations(study) or LATE_EVALUATIONS, LATE_EVALUATIONS)
+
+
+def _count_validations(study: StudyRecord) -> int:
+    """Count the planned validations after step 0; 0 if their number is not known."""
     steps, test_freq = study.total_steps, flatten_settings(study.settings).get("trainer.test_freq")
     if steps is None or type(test_freq) is not int:
-        return LATE_EVALUATIONS
-    return min(math.ceil(steps / test_freq), LATE_EVALUATIONS) if test_freq > 0 else 1
+        return 0
+    return math.ceil(steps / test_freq) if test_freq > 0 else 1
 
 
 SHORT_SHARE = 0.5
@@ -601,10 +568,7 @@ SHORT_SHARE = 0.5
 
 
 def describe_short_runs(study: StudyRecord) -> str:
-    """That a study was planned with far fewer steps than its preset has, as a sentence; empty if it was not.
-
-    study: content of study.json. Folders of earlier versions do not have the steps of the preset.
-    """
+    """That a study was planned with far fewer steps than its preset has, as a sentence; empty if it was not."""
     steps, preset_steps = study.total_steps, study.preset_steps
     if steps is None or preset_steps is None or steps >= SHORT_SHARE * preset_steps:
         return ""
@@ -612,14 +576,13 @@ def describe_short_runs(study: StudyRecord) -> str:
         f"A short study: {steps:,} training step{'' if steps == 1 else 's'} instead of the {preset_steps:,} of preset "
         f"{study.preset}, so it may not show what longer runs do."
     )
-    test_freq = flatten_settings(study.settings).get("trainer.test_freq")
-    num_validations = math.ceil(steps / test_freq) if type(test_freq) is int and test_freq > 0 else 1
-    if not (1 < num_validations <= LATE_EVALUATIONS and get_family(study).primary_column.startswith("late_")):
-        return sentence
-    return (
-        f"{sentence} Success at the end is the mean of all {num_validations} validations after step 0, so it does not "
-        "show how they changed."
-    )
+    count = _count_validations(study)
+    if 1 < count <= LATE_EVALUATIONS and get_family(study).primary_column.startswith("late_"):
+        sentence += (
+            f" Success at the end is the mean of all {count} validations after step 0, so it does not show how they "
+            "changed."
+        )
+    return sentence
 
 
 def format_seeds(seeds: Sequence[int]) -> str:
@@ -628,10 +591,6 @@ def format_seeds(seeds: Sequence[int]) -> str:
     >>> format_seeds([0, 1, 2, 7])
     '0 to 2, 7'
     """
-    stretches: list[list[int]] = []
-    for seed in seeds:
-        if stretches and seed == stretches[-1][-1] + 1:
-            stretches[-1].append(seed)
-        else:
-            stretches.append([seed])
-    return ", ".join(f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0]) for seeds in stretches)
+    firsts = [seed for previous, seed in zip([None, *seeds], seeds, strict=False) if previous != seed - 1]
+    lasts = [seed for seed, following in zip(seeds, [*seeds[1:], None], strict=True) if following != seed + 1]
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in zip(firsts, lasts, strict=True))

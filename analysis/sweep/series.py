@@ -38,18 +38,18 @@ def make_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
             f"There is no step column `{column}` in this study. docs/metrics.md lists all columns; try "
             f"{' or '.join(f'`{name}`' for name in nearest) or '`entropy`'}."
         )
-    status = dict(zip(require_single_study(frames).trials["run_id"], frames.trials["status"], strict=True))
-    names = ["arm", "seed", "run_id", "step"]
-    value_frames = [frames.steps[[*names, column]].rename(columns={column: "value"})]
+    trials = require_single_study(frames).trials
+    heads = frames.steps[["arm", "seed", "run_id", "step"]]
+    table = heads.assign(value=frames.steps[column])
     if f"base_{column}" in columns:
         # The value before training is logged in the row of the first step, in a separate column.
-        base = frames.steps[[*names, f"base_{column}"]].rename(columns={f"base_{column}": "value"})
-        value_frames.insert(0, base.assign(step=0))
-    table = pd.concat(value_frames, ignore_index=True).dropna(subset="value")
-    rank = {run_id: index for index, run_id in enumerate(status)}
-    table = table.assign(rank=table["run_id"].map(rank)).sort_values(["rank", "step"], kind="stable")
-    table = table.assign(status=table["run_id"].map(status))
-    return table[["arm", "seed", "run_id", "status", "step", "value"]].reset_index(drop=True)
+        table = pd.concat([heads.assign(step=0, value=frames.steps[f"base_{column}"]), table])
+    table = table.dropna(subset="value").assign(
+        rank=lambda rows: rows["run_id"].map(dict(zip(trials["run_id"], range(len(trials)), strict=True))),
+        status=lambda rows: rows["run_id"].map(dict(zip(trials["run_id"], trials["status"], strict=True))),
+    )
+    table = table.sort_values(["rank", "step"], kind="stable", ignore_index=True)
+    return table[["arm", "seed", "run_id", "status", "step", "value"]]
 
 
 def compute_mean_curves(table: pd.DataFrame, *, carry_forward: bool = False) -> pd.DataFrame:
@@ -80,19 +80,15 @@ def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
     is the accuracy of thoughts that do not depend on the prompt, averaged over all runs at the step (missing for
     entropy). Empty if no run measured retrieval.
     """
-    names = [*RETRIEVAL_LABELS, "entropy"]
-    measured_columns = {
-        name: frames.steps[name] for name in names if name in frames.steps and frames.steps[name].notna().any()
-    }
+    names = [name for name in (*RETRIEVAL_LABELS, "entropy") if frames.steps[name].notna().any()]
     columns = ["arm", "measure", "step", "value", "chance"]
     # Entropy alone has its own figure; here it is drawn only for comparison with retrieval.
-    if not measured_columns.keys() & RETRIEVAL_LABELS.keys():
+    if not set(names) & set(RETRIEVAL_LABELS):
         return pd.DataFrame(columns=columns)
     line_frames = []
-    for name, values in measured_columns.items():
-        chance_column = name.replace("_accuracy", "_chance_level")
-        chance = frames.steps[chance_column] if name != "entropy" and chance_column in frames.steps else np.nan
-        rows = frames.steps[["arm", "step"]].assign(value=values, chance=chance).dropna(subset="value")
+    for name in names:
+        chance = np.nan if name == "entropy" else frames.steps[name.replace("_accuracy", "_chance_level")]
+        rows = frames.steps[["arm", "step"]].assign(value=frames.steps[name], chance=chance).dropna(subset="value")
         rows["chance"] = rows.groupby("step")["chance"].transform("mean")
         means = rows.groupby(["arm", "step"], sort=False, as_index=False).mean().sort_values("step", kind="stable")
         line_frames.append(means.assign(measure=RETRIEVAL_LABELS.get(name, "entropy (nats per token)")))
@@ -109,17 +105,11 @@ def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
     for arm in list_arms(require_single_study(frames)):
         steps = frames.steps[frames.steps["arm"] == arm]
         progress = steps["step"] / steps.groupby("run_id")["step"].transform("max")
-        first_quarter, last_quarter = steps[progress <= 0.25], steps[progress > 0.75]
-        rows.append(
-            {
-                "arm": arm,
-                "groups": steps["groups"].mean(),
-                "kept_first_quarter": first_quarter["groups_kept"].mean(),
-                "kept_last_quarter": last_quarter["groups_kept"].mean(),
-                "zero_std_first_quarter": first_quarter["zero_std_groups"].mean(),
-                "zero_std_last_quarter": last_quarter["zero_std_groups"].mean(),
-            }
-        )
+        row = {"arm": arm, "groups": steps["groups"].mean()}
+        for name, column in (("kept", "groups_kept"), ("zero_std", "zero_std_groups")):
+            row[f"{name}_first_quarter"] = steps.loc[progress <= 0.25, column].mean()
+            row[f"{name}_last_quarter"] = steps.loc[progress > 0.75, column].mean()
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -141,7 +131,7 @@ def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
     )
     rows = []
     for budget in BUDGETS:
-        amount = float(completed_runs[budget].min()) if len(completed_runs) else float("nan")
+        amount = float(completed_runs[budget].min())
         if np.isnan(amount):  # no completed run has recorded this budget
             continue
         for arm in dict.fromkeys(scored_runs["arm"]):
@@ -172,12 +162,12 @@ def check_consistency(frames: StudyFrames) -> pd.DataFrame:
     trials = frames.trials.loc[is_comparable, ["config_hash", "seed", "study", "run_id"]]
     rows = []
     for (_, seed), runs in trials.groupby(["config_hash", "seed"], sort=False):
-        for a, b in combinations(to_records(runs), 2):
+        for pair in combinations(to_records(runs), 2):
             steps_a, steps_b = (
                 frames.steps[(frames.steps["study"] == run["study"]) & (frames.steps["run_id"] == run["run_id"])]
-                for run in (a, b)
+                for run in pair
             )
             differences = diff_frames(steps_a, steps_b, ignored_columns=("run_id", "study", "arm"))
-            names = {name: f"{run['study']}/{run['run_id']}" for name, run in (("a", a), ("b", b))}
-            rows.append({**names, "seed": seed, "agree": not differences, "difference": "; ".join(differences)})
+            names = (f"{run['study']}/{run['run_id']}" for run in pair)
+            rows.append((*names, seed, not differences, "; ".join(differences)))
     return pd.DataFrame(rows, columns=["a", "b", "seed", "agree", "difference"])

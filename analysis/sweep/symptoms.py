@@ -51,7 +51,7 @@ class Symptom(NamedTuple):
     """`lows` and `highs`: thresholds below and above which `analysis.sweep.alarms` tests an alarm."""
 
 
-FRACTIONS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8)
+FRACTIONS, LOW_FRACTIONS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 MULTIPLES = (1.25, 1.5, 2.0, 3.0, 5.0)
 SUCCESS = Symptom("train_success", "success of the training episodes", DOWN, True, lows=FRACTIONS)
 """The symptom with which the others are compared: do they come before it?"""
@@ -64,21 +64,11 @@ SYMPTOMS: tuple[Symptom, ...] = (
     Symptom("pg_clipfrac", "tokens with a clipped ratio", UP, True, highs=MULTIPLES),
     Symptom("actor_grad_norm", "gradient norm of the policy", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),
     Symptom("critic_grad_norm", "gradient norm of the critic", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),
-    Symptom(
-        "explained_variance",
-        "variance of the returns that the critic explains",
-        DOWN,
-        False,
-        lows=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5),
-    ),
+    Symptom("explained_variance", "variance of the returns that the critic explains", DOWN, False, lows=LOW_FRACTIONS),
     Symptom("train_invalid_turns", "turns without a valid action", UP, False, highs=(0.05, 0.1, 0.2, 0.3, 0.5)),
     Symptom("train_response_tokens", "length of the replies", EITHER, True, lows=FRACTIONS, highs=MULTIPLES),
     Symptom(
-        "collapse_trajectory_retrieval_accuracy",
-        "retrieval of the prompt from a thought",
-        DOWN,
-        True,
-        lows=FRACTIONS,
+        "collapse_trajectory_retrieval_accuracy", "retrieval of the prompt from a thought", DOWN, True, lows=FRACTIONS
     ),
     Symptom("collapse_trajectory_mi_estimate", "mutual information of prompt and thought", DOWN, True, lows=FRACTIONS),
     SUCCESS,
@@ -142,8 +132,8 @@ def _find_first(table: pd.DataFrame) -> list[bool]:
     """Mark each onset that is the first of several in its run: its interval ends before all others begin."""
     is_first = []
     for run_id, symptom, high in table[["run_id", "symptom", "high"]].itertuples(index=False):
-        others = table.loc[(table["run_id"] == run_id) & (table["symptom"] != symptom), "low"].dropna()
-        is_first.append(bool(len(others)) and bool(high < others.min()))
+        others = table.loc[(table["run_id"] == run_id) & (table["symptom"] != symptom), "low"]
+        is_first.append(bool(high < others.min()))  # False where no other symptom has an onset
     return is_first
 
 
@@ -260,12 +250,11 @@ def describe_order(onsets: pd.DataFrame) -> list[str]:
             f"{counts['earlier']}, success first in {counts['later']}, and in {counts['undecided']} the intervals of "
             "the onsets overlap."
         )
-    shares = [int(table[name].sum()) for name in ("changed", "runs", "well_changed", "well_runs")]
-    num_well = onsets.loc[~is_collapse, "run_id"].nunique()
-    if num_well:
+    if num_well := onsets.loc[~is_collapse, "run_id"].nunique():
+        sums = table[["changed", "runs", "well_changed", "well_runs"]].sum()
         sentences.append(
-            f"{100 * shares[0] / shares[1]:.0f} % of the symptoms changed in these runs before the collapse, and "
-            f"{100 * shares[2] / shares[3]:.0f} % up to "
-            f"the same step in {num_well} that stayed well. A symptom that changes as often in both predicts nothing."
+            f"{100 * sums['changed'] / sums['runs']:.0f} % of the symptoms changed in these runs before the collapse, and "
+            f"{100 * sums['well_changed'] / sums['well_runs']:.0f} % up to the same step in {num_well} that stayed "
+            "well. A symptom that changes as often in both predicts nothing."
         )
     return sentences

@@ -18,10 +18,9 @@ from analysis.data.compare import (
     add_adjusted_p_values,
     classify_difference,
     collect_outcomes,
+    compare_with_baseline,
     cut_interval,
     describe_basis,
-    describe_difference_basis,
-    estimate_difference,
     estimate_evaluation_variances,
     estimate_gain,
     estimate_level_variances,
@@ -31,20 +30,12 @@ from analysis.data.compare import (
     is_paired,
     list_arms,
     make_estimate_columns,
-    make_test_columns,
     require_single_study,
     select_runs,
 )
 from analysis.data.frames import SCHEMAS, StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.stats.estimates import (
-    Estimate,
-    Trend,
-    holm_adjust,
-    page_trend_p_value,
-    spearman_trend,
-    wilson_interval,
-)
+from analysis.stats.estimates import Estimate, Trend, holm_adjust, page_trend_p_value, spearman_trend, wilson_interval
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
 from analysis.sweep.series import BUDGETS
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, describe_verdict
@@ -52,15 +43,8 @@ from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
 
 _MEAN_COLUMNS = (
-    "base_val_success",
-    "base_val_greedy_success",
-    "final_val_success",
-    "final_val_greedy_success",
-    "mean_val_success",
-    "final_val_success_unseen",
-    "peak_val_success",
-    "test_success",
-    "test_greedy_success",
+    *("base_val_success", "base_val_greedy_success", "final_val_success", "final_val_greedy_success"),
+    *("mean_val_success", "final_val_success_unseen", "peak_val_success", "test_success", "test_greedy_success"),
 )
 # Fraction of the length of a log axis: closer values would have overlapping marks and labels.
 MIN_GAP_FRACTION = 0.05
@@ -82,10 +66,10 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
       `late_survivors` is the mean without them. `other_scoring` says whether this would change the outcome.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
-    baseline = require_single_study(frames).studies[0].baseline
+    (study,) = require_single_study(frames).studies
+    baseline = study.baseline
     # Settings columns are not needed, and copying them for every arm takes time.
     frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
-    study = frames.studies[0]
     measures = _Measures(
         late=collect_outcomes(frames, "late_val_success"),
         base=replace(
@@ -113,11 +97,10 @@ def _describe_other_scorings(frames: StudyFrames, table: pd.DataFrame, baseline:
     texts: dict[str, list[str]] = {arm: [] for arm in table["arm"]}
     if not table["failed_stops"].any():
         return [""] * len(table)
-    margin = get_margin(frames.studies[0], "late_val_success")
     scorings: tuple[StopScoring, ...] = ("scored 0", "left out")
     for scoring in scorings:
         outcomes = collect_outcomes(frames, "late_val_success", scoring)
-        rows = [_compare_outcomes(outcomes, arm, baseline, margin) for arm in table["arm"]]
+        rows = [compare_with_baseline(outcomes, arm, baseline, table["margin"].iloc[0]) for arm in table["arm"]]
         other = pd.DataFrame(rows).assign(outcome=table["outcome"], arm=table["arm"])
         other = other.assign(p_holm=holm_adjust(other["p"]), p_equal_holm=holm_adjust(other["p_equal"]))
         for row in to_records(other):
@@ -135,12 +118,9 @@ def _find_detectable_difference(study: StudyRecord, outcomes: Outcomes, row: Row
     of their difference.
     """
     pool, num_seeds = outcomes.noise.paired, int(row["seeds"])
+    is_testable = row["se"] > 0 and is_paired(outcomes, row["arm"], row["baseline"])
     # With a test at every look, the detectable difference depends on how many looks follow.
-    if (
-        outcomes.num_comparisons
-        or pool is None
-        or not (row["se"] > 0 and is_paired(outcomes, row["arm"], row["baseline"]))
-    ):
+    if outcomes.num_comparisons or pool is None or not is_testable:
         return math.nan
     deviation = find_recorded_deviation(study)
     if max(outcomes.get_doubts(row["arm"], row["baseline"])) > 0:
@@ -157,18 +137,15 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
     outcome and are not verdicts: p is corrected over all rows together. Outcomes that no run has are left out.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
-    baseline = study.baseline
     rows = []
     for column in family.secondary_columns:
         outcomes, margin = collect_outcomes(frames, column), get_margin(study, column)
-        for arm in [name for name in list_arms(frames) if name != baseline]:
-            estimate = estimate_difference(outcomes, arm, baseline)
-            # With looks, an arm without a value still counts in the number of comparisons.
-            is_counted = outcomes.num_comparisons and outcomes.values.notna().any(axis=None)
-            if is_counted or not math.isnan(estimate.value):
-                equal_rows = outcomes.has_equal_rows(arm, baseline)
-                test_columns = make_test_columns(outcomes, estimate, margin, equal_rows=equal_rows)
-                rows.append({"column": column, "arm": arm, **test_columns, "n": estimate.n})
+        # With looks, an arm without a value still counts in the number of comparisons.
+        is_counted = outcomes.num_comparisons and outcomes.values.notna().any(axis=None)
+        for arm in [name for name in list_arms(frames) if name != study.baseline]:
+            row = compare_with_baseline(outcomes, arm, study.baseline, margin)
+            if is_counted or not math.isnan(row["difference"]):
+                rows.append({"column": column, "arm": arm, **row, "n": row["seeds"]})
     table = pd.DataFrame(rows, columns=["column", "arm", *TEST_COLUMNS, "n"])
     return add_adjusted_p_values(table, family.primary_column)
 
@@ -198,8 +175,8 @@ def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline:
         **_summarize_success(measures, arm, scored_runs),
         **_compare_to_baseline(frames, measures, arm, baseline),
         **_summarize_stops(scored_runs),
-        **{name: _mean(paid_runs[name]) for name in BUDGETS},
-        "kept_ratio": _mean(frames.steps.loc[frames.steps["run_id"].isin(paid_runs["run_id"]), "kept_ratio"]),
+        **{name: paid_runs[name].mean() for name in BUDGETS},
+        "kept_ratio": frames.steps.loc[frames.steps["run_id"].isin(paid_runs["run_id"]), "kept_ratio"].mean(),
         "stops": describe_stops(scored_runs),
         "unfinished": describe_unfinished(runs),
     }
@@ -209,7 +186,7 @@ def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame)
     late = cut_interval(estimate_mean(measures.late, arm), 0.0, 1.0)
     gain = estimate_gain(measures.late, measures.base, arm)
     return {
-        **{name: _mean(scored_runs[name]) for name in _MEAN_COLUMNS},
+        **{name: scored_runs[name].mean() for name in _MEAN_COLUMNS},
         "late_val_success": late.value,
         "late_low": late.low,
         "late_high": late.high,
@@ -219,14 +196,10 @@ def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame)
     }
 
 
-def _mean(values: "pd.Series[float]") -> float:
-    return float(values.mean()) if values.notna().any() else float("nan")
-
-
 def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
     """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
     runs, baseline_runs = (select_runs(frames, name, scored_only=True) for name in (arm, baseline))
-    row = _compare_outcomes(measures.late, arm, baseline, measures.margin)
+    row = compare_with_baseline(measures.late, arm, baseline, measures.margin)
     # A test at every look has no standard error to which the variance of levels could be added.
     level_variance = math.nan if measures.late.num_comparisons else measures.level_variances.get(arm, math.nan)
     half_width = special.stdtrit(row["df"], 0.975) * math.sqrt(row["se"] ** 2 + level_variance)
@@ -239,16 +212,6 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
         "p_stopped": math.nan
         if arm == baseline or row["equal_rows"] or measures.late.num_comparisons
         else _compare_stops(runs, baseline_runs),
-    }
-
-
-def _compare_outcomes(outcomes: Outcomes, arm: str, baseline: str, margin: float) -> Row:
-    """Make the columns of a test, the number of seeds and the basis of the interval; empty for the baseline."""
-    estimate = Estimate() if arm == baseline else estimate_difference(outcomes, arm, baseline)
-    return {
-        **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(arm, baseline)),
-        "seeds": estimate.n,
-        "basis": describe_difference_basis(outcomes, estimate, arm, baseline),
     }
 
 
@@ -271,8 +234,8 @@ def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
         "stopped_fraction": estimate.value,
         "stopped_low": estimate.low,
         "stopped_high": estimate.high,
-        "late_stopped_as_zero": _mean(scored_runs["late_val_success"].mask(is_stopped, 0.0)),
-        "late_survivors": _mean(scored_runs["late_val_success"][~is_stopped]),
+        "late_stopped_as_zero": scored_runs["late_val_success"].mask(is_stopped, 0.0).mean(),
+        "late_survivors": scored_runs["late_val_success"][~is_stopped].mean(),
     }
 
 
@@ -325,7 +288,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     """
     names, positions, scale = compute_axis_positions(require_single_study(frames))
     outcomes = collect_outcomes(frames, "late_val_success")
-    base, base_greedy = (_mean(frames.trials[name]) for name in ("base_val_success", "base_val_greedy_success"))
+    base, base_greedy = (frames.trials[name].mean() for name in ("base_val_success", "base_val_greedy_success"))
     rows = []
     for arm, x in zip(names, positions, strict=True):
         runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
@@ -346,8 +309,8 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
                 "low": estimate.low,
                 "high": estimate.high,
                 "basis": describe_basis(outcomes, estimate, outcomes.get_doubt(outcomes.noise.unpaired, arm)),
-                "greedy": _mean(scored_runs["final_val_greedy_success"]),
-                "test": _mean(scored_runs["test_success"]),
+                "greedy": scored_runs["final_val_greedy_success"].mean(),
+                "test": scored_runs["test_success"].mean(),
                 "base": base,
                 "base_greedy": base_greedy,
             }
@@ -364,7 +327,5 @@ def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[
     runs = runs[runs["status"].isin(SCORED_STATUSES)].dropna(subset=["axis_value", "late_val_success"])
     table = runs.pivot_table(index="seed", columns="axis_value", values="late_val_success").sort_index(axis=1)
     # Page's test needs complete rows: every seed in every arm.
-    page_p_value = (
-        page_trend_p_value(table.to_numpy()) if len(table) and not table.isna().to_numpy().any() else float("nan")
-    )
+    page_p_value = math.nan if table.empty or table.isna().any(axis=None) else page_trend_p_value(table.to_numpy())
     return spearman_trend(runs["axis_value"], runs["late_val_success"], runs["seed"], generator), page_p_value

@@ -12,7 +12,6 @@ from analysis.data.compare import (
     list_arms,
     make_estimate_columns,
     require_single_study,
-    select_runs,
 )
 from analysis.data.frames import StudyFrames
 from analysis.data.schemas import Row
@@ -62,19 +61,9 @@ def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> p
             estimate, note = _compare_times(table, times[baseline], horizon, generator)
             if outcomes.has_equal_rows(arm, baseline):
                 estimate, note = Estimate(estimate.value, n=estimate.n), "every row equals the baseline's"
-        rows.append(
-            {
-                "arm": arm,
-                "runs": len(table),
-                "collapsed": len(events),
-                "collapse_steps": ", ".join(f"{step:g}" for step in sorted(events)),
-                "mean_steps": restricted_mean(table["end_step"], table["is_collapse"], horizon),
-                **make_estimate_columns("difference", estimate),
-                "n": estimate.n,
-                "p": estimate.p,
-                "note": note,
-            }
-        )
+        steps_text = ", ".join(f"{step:g}" for step in sorted(events))
+        mean_steps = restricted_mean(table["end_step"], table["is_collapse"], horizon)
+        rows.append((arm, len(table), len(events), steps_text, mean_steps, *estimate[:4], estimate.p, note))
     names = ["arm", "runs", "collapsed", "collapse_steps", "mean_steps", "difference", "difference_low"]
     result = pd.DataFrame(rows, columns=[*names, "difference_high", "n", "p", "note"])
     return result.assign(p_holm=holm_adjust(result["p"]))
@@ -92,17 +81,14 @@ def _compare_times(
         return estimate, ""
     if not len(seeds):
         return estimate, "no seed in common with the baseline"
-    if not (np.any(arm_times.is_event) or np.any(baseline_times.is_event)):
+    runs = pd.concat([table.loc[seeds] for table in (arm, baseline)])
+    if not runs["is_collapse"].any():
         # That all runs end at the same step is no evidence that later times would be equal.
         return estimate._replace(p=math.nan), "no run collapsed"
     if len(seeds) < MIN_SEEDS_OF_INTERVAL:
         return estimate, f"an interval needs {MIN_SEEDS_OF_INTERVAL} seeds"
-    is_censored = any(
-        np.any(~np.asarray(times.is_event) & (np.asarray(times.end_steps) < horizon))
-        for times in (arm_times, baseline_times)
-    )
-    reason = "a run ended early without a collapse" if is_censored else "the differences of all seeds are equal"
-    return estimate, reason
+    is_censored = (~runs["is_collapse"] & (runs["end_step"] < horizon)).any()
+    return estimate, "a run ended early without a collapse" if is_censored else "the differences of all seeds are equal"
 
 
 def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.DataFrame:
@@ -118,12 +104,12 @@ def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.
     baseline = require_single_study(frames).studies[0].baseline
     outcomes = collect_outcomes(frames, "late_val_success")
     copies = {arm for arm in list_arms(frames) if outcomes.has_equal_rows(arm, baseline)}
+    scored = validations[validations["status"].isin(SCORED_STATUSES)]
     rows = []
     for cost in COSTS:
         curves = {
-            arm: estimate_curve(_select_validations(frames, arm, validations, cost), generator, NUM_DRAWS)
-            for arm in list_arms(frames)
-            if _select_scored(frames, arm, validations)[cost].notna().any()
+            str(arm): estimate_curve(_collect_validations(arm_rows, cost), generator, NUM_DRAWS)
+            for arm, arm_rows in scored.dropna(subset=cost).groupby("arm", sort=False)
         }
         rows += [_make_curve_row(cost, arm, curves, "" if arm in copies else baseline) for arm in curves]
     names = ["cost", "arm", "seeds", "ceiling", "midpoint", "ceiling_difference", "midpoint_ratio", "refusal"]
@@ -132,12 +118,7 @@ def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.
     return table.assign(p_ceiling_holm=adjusted[: len(table)], p_midpoint_holm=adjusted[len(table) :])
 
 
-def _select_scored(frames: StudyFrames, arm: str, validations: pd.DataFrame) -> pd.DataFrame:
-    return validations[validations["run_id"].isin(select_runs(frames, arm, scored_only=True)["run_id"])]
-
-
-def _select_validations(frames: StudyFrames, arm: str, validations: pd.DataFrame, cost: str) -> Validations:
-    rows = _select_scored(frames, arm, validations).dropna(subset=cost)
+def _collect_validations(rows: pd.DataFrame, cost: str) -> Validations:
     tables = [rows.pivot_table(index="seed", columns="step", values=name) for name in (cost, "value", "episodes")]
     # A cost is missing where a run has no validation: any number will do, but NaN will not.
     costs, values, episodes = (table.to_numpy(dtype=float) for table in tables)

@@ -7,29 +7,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SIGNIFICANCE_LEVEL, classify_difference
+from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, classify_difference
 from analysis.data.frames import to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import MIN_SEEDS
 from trainable.families import Family
 from trainable.runs.history import MASTERED_SUCCESS
-from trainable.runs.study_record import OPEN_STATUSES
 
 MIN_REGIME_RUNS = 6
 """Minimum number of runs, all stopped, of a failed regime: Wilson's interval then begins at 61 %, not at 44 %."""
-NO_EFFECT = "no effect in these runs"
-UNFINISHED_STATUSES = ("censored", "failed", "interrupted", "never_ran", *OPEN_STATUSES)
-_STOP_COLUMNS = [
-    *("stop_rule", "stop_value", "stop_threshold", "stop_step"),
-    *("final_val_success", "final_train_success"),
-]
-_END_COLUMNS = ["seed", "status", "reason", "steps_done", "steps_total"]
-STATUS_WORDS = {"never_ran": "never ran", "early_stopped": "early stopped"}
 
 
 def format_status(status: str) -> str:
     """Format a status as readable text: `early stopped`, `never ran`."""
-    return STATUS_WORDS.get(status, status)
+    return status.replace("_", " ")
 
 
 def name_verdict(row: Row, family: Family, *, has_sides: bool = True) -> str:
@@ -111,7 +102,7 @@ def describe_stops(runs: pd.DataFrame) -> str:
     Example: `low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)`.
     """
     stops_by_rule: dict[str, list[str]] = {}
-    for run in to_records(runs.loc[runs["status"] == "early_stopped"].reindex(columns=_STOP_COLUMNS)):
+    for run in to_records(runs[runs["status"] == "early_stopped"]):
         # status.json may lack the name of the rule.
         stops_by_rule.setdefault(run["stop_rule"] or "a rule", []).append(describe_stop(run))
     return " and ".join(
@@ -128,9 +119,9 @@ def describe_stop(run: Mapping[str, Any]) -> str:
     step_text = "" if pd.isna(run["stop_step"]) else f"step {run['stop_step']}: "
     value, threshold = run["stop_value"], run["stop_threshold"]
     # Families without these columns do not show whether a game was mastered.
-    successes = [run.get(name, math.nan) for name in ("final_val_success", "final_train_success")]
-    is_mastered = all(success >= MASTERED_SUCCESS for success in successes)
-    mastery_text = f", at success {format_number(successes[0])}" if is_mastered else ""
+    success, train_success = (run.get(f"final_{split}_success", math.nan) for split in ("val", "train"))
+    is_mastered = success >= MASTERED_SUCCESS and train_success >= MASTERED_SUCCESS
+    mastery_text = f", at success {format_number(success)}" if is_mastered else ""
     # Some rules fire below their threshold (success), others at or above it (a count of empty steps).
     sign = "<" if value < threshold else "≥"
     return f"{step_text}{format_number(value)} {sign} {format_number(threshold)}{mastery_text}"
@@ -139,17 +130,16 @@ def describe_stop(run: Mapping[str, Any]) -> str:
 def describe_unfinished(runs: pd.DataFrame) -> str:
     """List the runs of an arm that neither completed nor were stopped by a rule, with reasons; empty if none."""
     clauses = []
-    for run in to_records(runs.loc[runs["status"].isin(UNFINISHED_STATUSES), _END_COLUMNS]):
-        # The length of the run is missing if run.json was never written.
-        total_text = "" if pd.isna(run["steps_total"]) else f" of {run['steps_total']}"
-        steps_text = (
-            "" if run["status"] in ("never_ran", "waiting") else f" after {run['steps_done']}{total_text} steps"
-        )
-        ending = f"{format_status(run['status'])}{steps_text}"
+    for run in to_records(runs[~runs["status"].isin(SCORED_STATUSES)]):
+        ending = format_status(run["status"])
+        if run["status"] not in ("never_ran", "waiting"):
+            # The length of the run is missing if run.json was never written.
+            total_text = "" if pd.isna(run["steps_total"]) else f" of {run['steps_total']}"
+            ending += f" after {run['steps_done']}{total_text} steps"
         # Some reasons say all of it.
         is_told = run["reason"].startswith(run["status"])
-        reason_text = f"{ending} ({run['reason']})" if run["reason"] else ending
-        clauses.append(f"seed {run['seed']} {run['reason'] if is_told else reason_text}")
+        reason_text = f" ({run['reason']})" if run["reason"] else ""
+        clauses.append(f"seed {run['seed']} {run['reason'] if is_told else ending + reason_text}")
     return "; ".join(clauses)
 
 
@@ -179,17 +169,15 @@ def describe_verdict(row: Mapping[str, Any]) -> str:
     difference could be, or why there is no interval. Runs that failed, were interrupted or never ran are listed; they
     are not scored.
     """
-    outcome_name, clauses = classify_outcome(row), []
-    if outcome_name not in ("failed regime", "stopped", "no verdict"):
-        clauses.append(_describe_gain(row) if row["is_baseline"] else _explain_outcome(row, outcome_name))
-    if row["baseline_failed"] and outcome_name in ("better", "worse", "equal", "no effect", "open"):
-        clauses.append("the baseline was itself stopped in all runs")
-    # How many runs of the arm each rule stopped.
-    clauses.append(row["stops"])
-    if row["other_scoring"]:
-        clauses.append(f"it would be {row['other_scoring']}")
-    if row["unfinished"]:
-        clauses.append(f"not scored: {row['unfinished']}")
+    outcome_name = classify_outcome(row)
+    is_compared = outcome_name in ("better", "worse", "equal", "no effect", "open")
+    clauses = [
+        _explain_outcome(row, outcome_name),
+        "the baseline was itself stopped in all runs" if row["baseline_failed"] and is_compared else "",
+        row["stops"],
+        f"it would be {row['other_scoring']}" if row["other_scoring"] else "",
+        f"not scored: {row['unfinished']}" if row["unfinished"] else "",
+    ]
     return "; ".join(filter(None, clauses))
 
 
@@ -201,19 +189,21 @@ def _describe_gain(row: Mapping[str, Any]) -> str:
 
 
 def _explain_outcome(row: Mapping[str, Any], outcome_name: str) -> str:
-    if not isinstance(row["baseline"], str) or not row["baseline"]:
+    if outcome_name in ("failed regime", "stopped", "no verdict"):
+        return ""
+    if row["is_baseline"]:
+        return _describe_gain(row)
+    if not row["baseline"]:
         return "the baseline arm is not in this study"
     if outcome_name == "no comparison":
         return "the baseline or this arm has no scored run with a value"
     if row["equal_rows"]:
         return "every row equals the baseline's"
-    if not row["se"] > 0:
-        if row["se"] == 0:
-            reason = "the differences of all seeds are equal"
-        elif row["completed"] + row["early_stopped"] <= 1:
-            reason = "one run says nothing about a setting"
-        else:
-            reason = "no arm has runs of two seeds that differ"
+    if row["se"] == 0:
+        return "no interval, because the differences of all seeds are equal"
+    if math.isnan(row["se"]):
+        is_single = row["completed"] + row["early_stopped"] <= 1
+        reason = "one run says nothing about a setting" if is_single else "no arm has runs of two seeds that differ"
         return f"no interval, because {reason}"
     margin_text = format_number(row["margin"])
     if outcome_name in ("better", "worse"):

@@ -181,24 +181,24 @@ def _format_seeds(rows: pd.DataFrame) -> str:
 def format_sentence(row: Row) -> str:
     """State the verdict on one cell in words. row: from `compare_to_published`."""
     name = f"{row['study']} {row['arm']} {row['column']}" + (f" ({row['section']})" if row["kind"] == POOLED else "")
-    published_text = (
-        f"never (n {row['published_n']})" if row["kind"] == NEVER_REACHED else _format_number(row, "published_")
-    )
     if row["verdict"] == NOT_TESTED:
         verdict_text = f"{NOT_TESTED}: {row['reason']}"
     else:
         interval_text = f"{row['difference']:+.4g} [{row['low']:+.4g}, {row['high']:+.4g}]"
         expectation_text = {True: "as expected", False: "not as expected", None: "no expectation"}[row["as_expected"]]
-        word = f"{EQUAL} within {row['margin']:g}" if row["verdict"] == EQUAL else row["verdict"]
-        p_value = row["p_equal"] if row["verdict"] == EQUAL else row["p_holm"]
-        p_text = f"{'' if row['verdict'] == EQUAL else 'Holm '}{format_p_value(p_value)}"
+        word, p_text = row["verdict"], f"Holm {format_p_value(row['p_holm'])}"
+        if word == EQUAL:
+            word, p_text = f"{EQUAL} within {row['margin']:g}", format_p_value(row["p_equal"])
         verdict_text = f"{word}: {interval_text}, {p_text}, {expectation_text}"
     notes = f" ({row['notes']})" if row["notes"] else ""
-    return f"{name}: published {published_text}, ours {_format_number(row, '')}: {verdict_text}{notes}"
+    published, ours = _format_number(row, "published_"), _format_number(row, "")
+    return f"{name}: published {published}, ours {ours}: {verdict_text}{notes}"
 
 
 def _format_number(row: Row, prefix: str) -> str:
     """Format a number such as `0.3345 (SD 0.0043, n 3)`. prefix: "published_", or "" for ours."""
+    if row["kind"] == NEVER_REACHED and prefix:
+        return f"never (n {row['published_n']})"
     if not row[f"{prefix}n"]:
         return "none"
     std_text = "" if math.isnan(row[f"{prefix}std"]) else f"SD {row[f'{prefix}std']:.3g}, "

@@ -55,18 +55,10 @@ They are the source's defaults, except for batch size, steps and evaluation inte
 """
 STUDY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "influence": {"task": "token_reversal"},
-    "reward-noise": {
-        "task": "token_reversal",
-        "reward_noise": 0.2,
-        "reward_noise_mode": "false_positive_rare_token",
-    },
+    "reward-noise": {"task": "token_reversal", "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token"},
     "replay": {"task": "token_reversal", "delay": 4},
     "partial-credit": {"task": "masked_reversal"},
-    "dense-correction": {
-        "task": "chain_reversal",
-        "trainer.total_training_steps": 1500,
-        "trainer.test_freq": 50,
-    },
+    "dense-correction": {"task": "chain_reversal", "trainer.total_training_steps": 1500, "trainer.test_freq": 50},
     "grpo-entropy": {"task": "token_reversal"},
 }
 # The documents call this condition "grouped": 12 prompts with 8 rollouts, and four optimizer steps per batch.

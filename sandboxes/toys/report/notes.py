@@ -5,7 +5,7 @@ import pandas as pd
 from analysis.data.compare import SCORED_STATUSES, has_added_seeds, list_arms, select_runs
 from analysis.data.frames import StudyFrames
 from analysis.sweep import findings
-from analysis.sweep.verdicts import describe_stops, describe_unfinished
+from analysis.sweep.verdicts import count_nouns, describe_stops, describe_unfinished
 from sandboxes.toys.report import tables
 
 CHANCE_TOLERANCE = 0.02  # a mean error that is less than this below chance is noted too
@@ -24,10 +24,10 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
     if frames.trials.empty:
         return "No run is recorded."
     error_rows = select_primary(frames, differences)
-    baseline, arm_count = frames.studies[0].baseline, len(list_arms(frames))
+    baseline, arms = frames.studies[0].baseline, list_arms(frames)
     # `--arms` may select arms without the baseline.
-    baseline_text = f"baseline {baseline}" if baseline in list_arms(frames) else "no baseline among them"
-    sentences = [f"{arm_count} arm{'s' if arm_count > 1 else ''}, {baseline_text}."]
+    baseline_text = f"baseline {baseline}" if baseline in arms else "no baseline among them"
+    sentences = [f"{count_nouns(len(arms), 'arm')}, {baseline_text}."]
     compared = error_rows[error_rows["n"] > 0]
     if len(compared):
         (family,) = frames.families
@@ -65,25 +65,23 @@ def make_notes(frames: StudyFrames) -> list[str]:
         # Only scored runs: the last row of a failed run is no final number, and its notes would be about an early
         # state.
         runs = select_runs(frames, arm, scored_only=True)
-        if tables.SEPARATOR_COLUMN in runs:  # a task of sequences
-            collapsed_runs = runs[runs[tables.SEPARATOR_COLUMN] > COLLAPSE_THRESHOLD]
-            if len(collapsed_runs):
-                lines.append(
-                    f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed "
-                    f"{', '.join(map(str, collapsed_runs['seed']))}) more than half of the greedily decoded tokens are "
-                    "separators, which are never correct. The error of these runs is that of a collapse onto one token."
-                )
-        if chance_error is not None and len(runs):
-            mean_error = float(runs["final_test_error"].mean())
-            if mean_error >= chance_error - CHANCE_TOLERANCE:
-                lines.append(
-                    f"{arm}: the mean test error of {mean_error:.3f} is no better than that of random content tokens "
-                    f"({chance_error:.2f}). On average, the policy has learned at most to avoid separators."
-                )
+        # Only tasks of sequences have separators.
+        separator_rates = runs.reindex(columns=[tables.SEPARATOR_COLUMN])[tables.SEPARATOR_COLUMN]
+        collapsed_runs = runs[separator_rates > COLLAPSE_THRESHOLD]
+        if len(collapsed_runs):
+            lines.append(
+                f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed "
+                f"{', '.join(map(str, collapsed_runs['seed']))}) more than half of the greedily decoded tokens are "
+                "separators, which are never correct. The error of these runs is that of a collapse onto one token."
+            )
+        if chance_error is not None and (error := runs["final_test_error"].mean()) >= chance_error - CHANCE_TOLERANCE:
+            lines.append(
+                f"{arm}: the mean test error of {error:.3f} is no better than that of random content tokens "
+                f"({chance_error:.2f}). On average, the policy has learned at most to avoid separators."
+            )
         steps = frames.steps[frames.steps["run_id"].isin(runs["run_id"])]
         # Only update rules have a filter.
-        kept_fractions = steps["kept_frac"].dropna() if "kept_frac" in steps else pd.Series(dtype=float)
-        if len(kept_fractions) and (kept_fractions == 0).all():
+        if "kept_frac" in steps and steps["kept_frac"].max() == 0:
             lines.append(
                 f"{arm}: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
             )

@@ -1,9 +1,10 @@
 """The report of a study of toy tasks."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import altair as alt
@@ -96,12 +97,7 @@ class ToyResults(StudyResults):
 
 
 def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
-    differences = {row["arm"]: row for row in to_records(notes.select_primary(results.frames, results.differences))}
-    untested = dict.fromkeys(results.differences.columns)
-    rows = [
-        {**untested, **differences.get(row["arm"], {}), **row, "num_seeds": row["n"]}
-        for row in to_records(notes.select_primary(results.frames, results.statistics))
-    ]
+    rows = _add_differences(results, to_records(notes.select_primary(results.frames, results.statistics)))
     for row in rows:
         row["is_baseline"] = row["arm"] == results.study.baseline
         row["verdict"] = "baseline" if row["is_baseline"] else row["verdict"] or "–"
@@ -109,14 +105,21 @@ def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
         [
             name("arm"),
             TableColumn("verdict", _format_verdict, "verdict"),
-            number(results.description.number, "mean", lambda value: f"{value:.4f}"),
+            number(results.description.number, "mean", "{:.4f}".format),
             number("minus the\nbaseline", "difference", format_signed_4, ("difference_low", "difference_high")),
             number("Holm p", "p_holm", format_p),
-            number("seeds", "num_seeds", str),
+            number("seeds", "n", str),
             text("basis", "basis"),
         ],
         rows,
     )
+
+
+def _add_differences(results: ToyResults, rows: Iterable[Row]) -> list[Row]:
+    """Add the columns of `tables.compute_differences` to rows with arm and column; None without a difference."""
+    differences = {(row["arm"], row["column"]): row for row in to_records(results.differences)}
+    untested = dict.fromkeys(results.differences.columns)
+    return [{**untested, **differences.get((row["arm"], row["column"]), {}), **row} for row in rows]
 
 
 def _format_verdict(row: Row) -> str:
@@ -135,10 +138,7 @@ VERDICTS: Section[ToyResults] = Section(
     concludes=True,
 )
 NOTES: Section[ToyResults] = Section(
-    "notes",
-    "Limits of these numbers",
-    sentences=lambda results: notes.make_notes(results.frames),
-    is_warning=True,
+    "notes", "Limits of these numbers", sentences=lambda results: notes.make_notes(results.frames), is_warning=True
 )
 
 
@@ -216,28 +216,21 @@ CURVES: Section[ToyResults] = Section(
 
 def _make_number_tables(results: ToyResults) -> Iterator[Table]:
     (family,) = results.frames.families
-    columns = {column.name: column for column in family.trial_columns}
-    comparisons = {(row["arm"], row["column"]): row for row in to_records(results.differences)}
-    untested = dict.fromkeys(results.differences.columns)
-    all_rows = [
-        {**untested, **comparisons.get((row["arm"], row["column"]), {}), **row}
-        for row in tables.add_published(results.statistics, to_records(results.published))
-    ]
-    for key in dict.fromkeys(row["column"] for row in all_rows):
-        rows = [row for row in all_rows if row["column"] == key]
-        yield Table(
-            _make_number_columns(rows, key),
-            rows,
-            title=f"`{key}`",
-            caption=f"{columns[key].meaning} ({columns[key].unit})",
-        )
+    captions = {column.name: f"{column.meaning} ({column.unit})" for column in family.trial_columns}
+    published = tables.add_published(results.statistics, to_records(results.published))
+    for key, rows in groupby(_add_differences(results, published), key=itemgetter("column")):
+        key_rows = list(rows)
+        yield Table(_make_number_columns(key_rows, key), key_rows, title=f"`{key}`", caption=captions[key])
 
 
-def _make_number_columns(rows: Iterable[Row], key: str) -> list[TableColumn]:
+def _make_number_columns(rows: Sequence[Row], key: str) -> list[TableColumn]:
     def format_number(value: float) -> str:
         return format_ordinary(value, key)
 
-    rows = list(rows)
+    def format_published_deviation(row: Row) -> str:
+        is_published = not is_missing(row["published_mean"])
+        return f"{format_number(row['published_std'])} ({row['published_n']})" if is_published else "–"
+
     result = [
         name("arm"),
         number("mean", "mean", format_number),
@@ -248,7 +241,7 @@ def _make_number_columns(rows: Iterable[Row], key: str) -> list[TableColumn]:
     if any(row["published_mean"] is not None for row in rows):
         result += [
             number("published\nmean", "published_mean", format_number),
-            TableColumn("published standard\ndeviation (n)", _make_published_formatter(format_number), "number"),
+            TableColumn("published standard\ndeviation (n)", format_published_deviation, "number"),
         ]
     if any(row["verdict"] for row in rows):
         result += [
@@ -259,20 +252,12 @@ def _make_number_columns(rows: Iterable[Row], key: str) -> list[TableColumn]:
         ]
     if any(row["missing_seeds"] for row in rows):
         heading = "never reached" if key.startswith("first_step") else "without a value"
-        result.append(
-            TableColumn(heading, lambda row: f"seed {row['missing_seeds']}" if row["missing_seeds"] else "", "text")
-        )
+        result.append(TableColumn(heading, lambda row: f"seed {row['missing_seeds']}" if row["missing_seeds"] else ""))
     return result
 
 
 def _format_n(row: Row) -> str:
     return f"{row['n']}" if row["n"] == row["scored_runs"] else f"{row['n']} of {row['scored_runs']}"
-
-
-def _make_published_formatter(format_number: Callable[[float], str]) -> Callable[[Row], str]:
-    return lambda row: (
-        "–" if is_missing(row["published_mean"]) else f"{format_number(row['published_std'])} ({row['published_n']})"
-    )
 
 
 NUMBERS: Section[ToyResults] = Section(
@@ -290,18 +275,17 @@ NUMBERS: Section[ToyResults] = Section(
 
 def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator[Table]:
     has_studies = [text("study", "study")] * (table["study"].nunique() > 1)
-    published, ours = (
-        TableColumn(heading, _make_cell_formatter(prefix), "number")
-        for heading, prefix in (("published", "published_"), ("ours", ""))
-    )
+    numbers = [
+        TableColumn("column", lambda row: f"`{row['column']}`"),
+        TableColumn("published", _make_cell_formatter("published_"), "number"),
+        TableColumn("ours", _make_cell_formatter(""), "number"),
+    ]
     yield Table(
         [
             name("arm"),
             TableColumn("verdict", _format_expectation, "verdict"),
             *has_studies,
-            TableColumn("column", lambda row: f"`{row['column']}`"),
-            published,
-            ours,
+            *numbers,
             TableColumn("ours minus\npublished", _format_published_difference, "number"),
             number("Holm p", "p_holm", format_p),
             TableColumn("notes", lambda row: "; ".join(filter(None, [row["reason"], row["notes"]]))),
@@ -310,29 +294,16 @@ def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator
     )
     pooled = to_records(table[table["kind"] == POOLED])
     yield Table(
-        [
-            name("arm"),
-            *has_studies,
-            TableColumn("column", lambda row: f"`{row['column']}`"),
-            text("table", "section"),
-            published,
-            ours,
-        ],
+        [name("arm"), *has_studies, numbers[0], text("table", "section"), *numbers[1:]],
         pooled,
         fold=f"All {len(pooled)} pooled cells",
         note="These published numbers are pooled over the logged rows of all seeds. No standard deviation over seeds "
         "is published, so nothing is tested.",
     )
-    rationales: dict[tuple[str, str, str], list[str]] = {}
-    for cell in to_records(table):
-        if cell["rationale"]:
-            rationales.setdefault((cell["expected_verdict"], cell["study"], cell["rationale"]), []).append(cell["arm"])
+    rationales = table[table["rationale"] != ""].groupby(["expected_verdict", "study", "rationale"], sort=False)["arm"]
     yield Table(
-        [name("expected", "expected"), *has_studies, text("arms", "arms"), text("reason", "reason")],
-        [
-            {"expected": expected, "study": study, "arms": ", ".join(dict.fromkeys(arms)), "reason": rationale}
-            for (expected, study, rationale), arms in rationales.items()
-        ],
+        [name("expected", "expected_verdict"), *has_studies, text("arms", "arm"), text("reason", "rationale")],
+        to_records(rationales.agg(lambda arms: ", ".join(dict.fromkeys(arms))).reset_index()),
         fold="Expected verdicts, with reasons",
     )
 
@@ -402,32 +373,19 @@ INDEX_PUBLISHED: Section[StudyFrames] = Section(
 
 
 def _make_arm_table(results: ToyResults) -> Iterator[Table]:
-    settings = findings.list_arm_settings(results.frames)
+    settings = {f"`{entry['setting']}`": entry["values"] for entry in findings.list_arm_settings(results.frames)}
     rows = [
-        {**row, "settings": [entry["values"][place] for entry in settings]}
+        {**row, **{setting: values[place] for setting, values in settings.items()}}
         for place, row in enumerate(tables.count_statuses(results.frames))
     ]
-    yield Table(
-        [
-            name("arm"),
-            STATUS_COUNTS,
-            TableColumn("last step", lambda row: row["steps"], "number"),
-            *(_make_setting_column(f"`{entry['setting']}`", place) for place, entry in enumerate(settings)),
-        ],
-        rows,
-    )
-
-
-def _make_setting_column(heading: str, place: int) -> TableColumn:
-    return TableColumn(heading, lambda row: row["settings"][place])
+    columns = [name("arm"), STATUS_COUNTS, number("last step", "steps", str)]
+    yield Table([*columns, *(text(setting, setting) for setting in settings)], rows)
 
 
 def _describe_effort(results: ToyResults) -> Iterator[str]:
     seconds = notes.sum_trial_seconds(results.frames)
     time = (
-        ""
-        if math.isnan(seconds)
-        else f" Run time of all trials: {format_duration(seconds)}, which depends on the load."
+        f" Run time of all trials: {format_duration(seconds)}, which depends on the load." if pd.notna(seconds) else ""
     )
     yield f"{len(list_arms(results.frames))} arms; {findings.format_status_counts(results.frames.trials)}.{time}"
 
@@ -437,9 +395,7 @@ ARMS: Section[ToyResults] = Section("arms", "What was run", sentences=_describe_
 
 def _make_run_tables(results: ToyResults) -> Iterator[Table]:
     columns = results.description.run_columns.items()
-    yield from make_runs_table(
-        results.frames, [number(heading, key, lambda value: f"{value:.4f}") for key, heading in columns]
-    )
+    yield from make_runs_table(results.frames, [number(heading, key, "{:.4f}".format) for key, heading in columns])
 
 
 def _make_reproduction_tables(results: ToyResults) -> Iterator[Table | Listing]:

@@ -19,11 +19,9 @@ from analysis.data.compare import (
     TEST_COLUMNS,
     add_adjusted_p_values,
     collect_outcomes,
-    describe_difference_basis,
-    estimate_difference,
+    compare_with_baseline,
     get_margin,
     list_arms,
-    make_test_columns,
     require_single_study,
     select_runs,
 )
@@ -71,24 +69,13 @@ def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
     scored runs without a value, such as those that never reach a step. A single value has neither a standard error nor
     a standard deviation.
     """
-    measured_columns = list_measured_columns(frames)
-    scored_runs = {arm: select_runs(frames, arm, scored_only=True) for arm in list_arms(frames)}
     rows = []
-    for name, (arm, runs) in product(measured_columns, scored_runs.items()):
+    for name, arm in product(list_measured_columns(frames), list_arms(frames)):
+        runs = select_runs(frames, arm, scored_only=True)
         values = runs[name].dropna().to_numpy(dtype=float)
-        std = sample_std(values)
-        rows.append(
-            {
-                "arm": arm,
-                "column": name,
-                "mean": float(values.mean()) if len(values) else math.nan,
-                "standard_error": std / math.sqrt(len(values)) if len(values) else math.nan,
-                "standard_deviation": std,
-                "n": len(values),
-                "scored_runs": len(runs),
-                "missing_seeds": ", ".join(str(seed) for seed in runs.loc[runs[name].isna(), "seed"]),
-            }
-        )
+        mean, std = float(values.mean()) if len(values) else math.nan, sample_std(values)
+        missing_seeds = ", ".join(map(str, runs.loc[runs[name].isna(), "seed"]))
+        rows.append((arm, name, mean, std / math.sqrt(len(values) or 1), std, len(values), len(runs), missing_seeds))
     names = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored_runs", "missing_seeds"]
     return pd.DataFrame(rows, columns=names)
 
@@ -108,17 +95,8 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     for name in columns if baseline in arms else []:
         outcomes, margin = collect_outcomes(frames, name), get_margin(study, name)
         for arm in [arm for arm in arms if arm != baseline]:
-            estimate = estimate_difference(outcomes, arm, baseline)
-            rows.append(
-                {
-                    "arm": arm,
-                    "column": name,
-                    "baseline": baseline,
-                    **make_test_columns(outcomes, estimate, margin, equal_rows=outcomes.has_equal_rows(arm, baseline)),
-                    "n": estimate.n,
-                    "basis": describe_difference_basis(outcomes, estimate, arm, baseline),
-                }
-            )
+            row = compare_with_baseline(outcomes, arm, baseline, margin)
+            rows.append({"arm": arm, "column": name, "baseline": baseline, **row, "n": row["seeds"]})
     table = pd.DataFrame(rows, columns=["arm", "column", "baseline", *TEST_COLUMNS, "n", "basis"])
     table = add_adjusted_p_values(table, family.primary_column)
     return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
@@ -141,10 +119,9 @@ def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
     # The number of runs of the arm, in every row: runs that have a value at any step.
     run_counts = value_table.notna().groupby(level="arm", observed=True).transform("any").sum(axis=1)
     standard_error = value_table.std(axis=1, ddof=1) / np.sqrt(run_counts)
-    mean_curves = pd.DataFrame(
-        {"value": value_table.mean(axis=1), "standard_error": standard_error, "runs": run_counts}
-    )
-    return mean_curves[value_table.count(axis=1) == run_counts].reset_index().astype({"arm": table["arm"].dtype})
+    columns = {"value": value_table.mean(axis=1), "standard_error": standard_error, "runs": run_counts}
+    is_complete = value_table.count(axis=1) == run_counts
+    return pd.DataFrame(columns)[is_complete].reset_index().astype({"arm": table["arm"].dtype})
 
 
 def count_statuses(frames: StudyFrames) -> list[Row]:
@@ -163,14 +140,14 @@ def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
 
     With a single seed, equal numbers may be a coincidence, such as an error of 0 in both arms.
     """
-    measured_columns = [name for name in list_measured_columns(frames) if name.startswith(("final_", "log10_"))]
-    final_values: dict[str, Any] = {}
-    for arm in list_arms(frames):
-        runs = select_runs(frames, arm, scored_only=True).set_index("seed")[measured_columns].sort_index()
-        if len(runs) > 1 and len(measured_columns):
-            final_values[arm] = runs
+    names = [name for name in list_measured_columns(frames) if name.startswith(("final_", "log10_"))]
+    values: dict[str, Any] = {
+        arm: select_runs(frames, arm, scored_only=True).set_index("seed")[names].sort_index()
+        for arm in list_arms(frames)
+    }
+    arms = [arm for arm, runs in values.items() if len(runs) > 1 and names]
     # DataFrame.equals compares the index as well, so the seeds must be the same; two missing values are equal.
-    return [(a, b) for a, b in combinations(final_values, 2) if final_values[a].equals(final_values[b])]
+    return [(a, b) for a, b in combinations(arms, 2) if values[a].equals(values[b])]
 
 
 def add_published(table: pd.DataFrame, cells: Iterable[Row]) -> list[Row]:

@@ -263,5 +263,5 @@ def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:
         plan = make_plan(study, "laptop", "a test", {}, None, 1, output)
         write_study(replace(plan, source=own_study.source))
         assert read_study(plan.folder).contrasts == ()
-    (caveat,) = findings._describe_changed_declaration(content)
+    (caveat,) = findings._describe_changes(content)
     assert caveat.startswith("The file that declares this study was changed once after the study had started;")
