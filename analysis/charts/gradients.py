@@ -132,8 +132,7 @@ def draw_steps(table: pd.DataFrame, title: str, labels: Mapping[bool, str]) -> a
 
     table: from `make_steps_table`. labels: of the batch before and after the filter.
     """
-    states = table["prefilter"].map(labels)
-    rows = table.assign(step="step " + table["step"].astype(str) + ", " + states)
+    rows = table.assign(step="step " + table["step"].astype(str) + ", " + table["prefilter"].map(labels))
     heading = "Comparison of steps; reward std: logarithmic above 0.1, linear below"
     # Reward stds are from 0 to several units: a log scale that can also show 0.
     return _draw_norms_by_reward_std(rows, [heading, title], symlog=0.1)
@@ -243,9 +242,8 @@ def draw_lines(
         label: of the vertical axis.
         labels: of the batch before and after the filter.
     """
-    curves = table["run_id"] + " " + table["step"].astype(str)
     probes = {*table.loc[table["source"] == "probe", "line"]}
-    rows = table.assign(curve=curves, note="")
+    rows = table.assign(curve=table["run_id"] + " " + table["step"].astype(str), note="")
     return _draw_by_reward_std(rows, colors, label, labels, dashed=probes, choice=choose("line"))
 
 
@@ -263,8 +261,8 @@ def _draw_by_reward_std(
 
     table: with prefilter, line, curve, bucket, reward_std, value, low, high and note. dashed: lines. choice: of a line.
     """
-    data = table.assign(state=table["prefilter"].map(labels))
-    data = data[["state", "line", "curve", "bucket", "reward_std", "value", "low", "high", "note"]]
+    columns = ["state", "line", "curve", "bucket", "reward_std", "value", "low", "high", "note"]
+    data = table.assign(state=table["prefilter"].map(labels))[columns]
     scale, axis = _make_scale(data[["value", "low", "high"]].to_numpy(dtype=float), 1.0)
     x_axis = alt.Axis(title=REWARD_STD_LABEL, tickCount=5)
     x = alt.X("reward_std:Q", axis=x_axis, scale=alt.Scale(zero=False, padding=8))

@@ -127,8 +127,8 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
             points.encode(x, y, color, shape, opacity=opacity, tooltip=tooltips),
         ]
 
-    fraction_title, fraction_scale = "collapsed runs (fraction)", alt.Scale(domain=[0, 1.0])
-    fraction_lines, fraction_points = draw_lines("fraction", at("place"), fraction_title, fraction_scale)
+    scale_to_1 = alt.Scale(domain=[0, 1.0])
+    fraction_lines, fraction_points = draw_lines("fraction", at("place"), "collapsed runs (fraction)", scale_to_1)
     bounds = alt.Y("fraction_low:Q"), alt.Y2("fraction_high")
     intervals = alt.Chart(data).mark_rule().encode(at("place"), *bounds, color, opacity=opacity)
     y = alt.Y("line:N", sort=lines, axis=alt.Axis(title="edge", labels=False, ticks=False, domain=False, grid=False))

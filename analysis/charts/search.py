@@ -13,12 +13,14 @@ from trainable.runs.study_record import Dimension
 _BEST_FRACTION = 0.25
 _PANEL_WIDTH = 150
 _PANELS_PER_ROW = 4
+_COLUMNS = ["arm", "number", "success", "low", "high", "is_feasible", "is_front"]
+"""What marks need of a table of points."""
 _OUTCOME = alt.Axis(title="outcome", tickCount=5)
 
 
 def draw_history(table: pd.DataFrame, is_higher_better: bool) -> alt.LayerChart:
     """Draw outcomes by the number of the point, and the best one so far. table: `SearchResults.values`."""
-    points = _select_points(table)
+    points = table.filter(_COLUMNS)
     feasible = points[points["is_feasible"]]
     best = feasible.assign(best=feasible["success"].cummax() if is_higher_better else feasible["success"].cummin())
     x = alt.X("number:Q", title="number of the point (0: default)", axis=alt.Axis(tickMinStep=1, grid=False))
@@ -52,7 +54,8 @@ def draw_slices(table: pd.DataFrame, space: Sequence[Dimension]) -> alt.ConcatCh
     panels = []
     titles = _shorten_dimensions([dimension.name for dimension in space])
     for dimension, title in zip(space, titles, strict=True):
-        points = _select_points(table, dimension)
+        values = table[dimension.name]
+        points = table.filter(_COLUMNS).assign(value=values)[_scale(values, dimension).notna()]
         if dimension.values:
             x = alt.X("value:N", sort=list(dimension.values), axis=alt.Axis(title=title, labelAngle=0))
         else:
@@ -91,22 +94,13 @@ def draw_parallel(table: pd.DataFrame, space: Sequence[Dimension], is_higher_bet
 
 def draw_pareto(table: pd.DataFrame) -> alt.LayerChart:
     """Draw outcome against cost. table: the points with `is_front`."""
-    points = _select_points(table).assign(millions=table["cost"] / 1e6, label=table["arm"].str.removeprefix("point-"))
+    points = table.filter(_COLUMNS).assign(millions=table["cost"] / 1e6, label=table["arm"].str.removeprefix("point-"))
     front = points[points["is_front"]].sort_values("millions")
     x = alt.X("millions:Q", axis=alt.Axis(title="cost (million tokens per run)", tickCount=6))
     line = alt.Chart(front).mark_line(color=INK, strokeWidth=1.2)
     labels = alt.Chart(front).mark_text(dx=6, dy=-6, align="left")
     y = alt.Y("success:Q", axis=_OUTCOME)
     return layer(line.encode(x, y), *_draw_points(points, x), labels.encode(x, y, text=alt.Text("label:N")))
-
-
-def _select_points(table: pd.DataFrame, dimension: Dimension | None = None) -> pd.DataFrame:
-    """Select the columns that marks need, and the `value` of a dimension; without points that have none inside it."""
-    points = table.filter(["arm", "number", "success", "low", "high", "is_feasible", "is_front"])
-    if dimension is None:
-        return points
-    points = points.assign(value=table[dimension.name])
-    return points[_scale(table[dimension.name], dimension).notna()]
 
 
 def _draw_points(points: pd.DataFrame, x: alt.X, *, shade: bool = False) -> list[alt.Chart]:
