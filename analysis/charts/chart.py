@@ -8,7 +8,7 @@ data and scale domains, and never part of an expression.
 import html
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import altair as alt
@@ -37,32 +37,15 @@ MAX_ROWS = 5_000
 TARGETS = "targets"
 """Beginning of the name of a layer of invisible points, at which the pointer finds the values of lines."""
 _FAINT_OPACITY = 0.08
+_TEXTS = {"labelColor": INK, "titleColor": INK}
+_LINES = {"gridColor": INK, "gridOpacity": 0.1, "tickColor": INK, "tickOpacity": 0.4}
+_AXIS = {**_LINES, "domainColor": INK, "domainOpacity": 0.4, "titleFontWeight": "normal"}
+_SYMBOLS = {"symbolBaseFillColor": INK, "symbolBaseStrokeColor": INK}
 _CONFIG = {
     "view": {"stroke": None},
-    "axis": {
-        "gridColor": INK,
-        "gridOpacity": 0.1,
-        "domainColor": INK,
-        "domainOpacity": 0.4,
-        "tickColor": INK,
-        "tickOpacity": 0.4,
-        "labelColor": INK,
-        "titleColor": INK,
-        "titleFontWeight": "normal",
-        "labelFontSize": 11,
-        "titleFontSize": 12,
-        "labelLimit": 240,
-    },
-    "legend": {
-        "labelColor": INK,
-        "titleColor": INK,
-        "symbolBaseFillColor": INK,
-        "symbolBaseStrokeColor": INK,
-        "labelFontSize": 11,
-        "titleFontSize": 11,
-        "labelLimit": 180,
-    },
-    "header": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "labelFontWeight": "bold", "labelLimit": 300},
+    "axis": {**_TEXTS, **_AXIS, "labelFontSize": 11, "titleFontSize": 12, "labelLimit": 240},
+    "legend": {**_TEXTS, **_SYMBOLS, "labelFontSize": 11, "titleFontSize": 11, "labelLimit": 180},
+    "header": {**_TEXTS, "labelFontSize": 12, "labelFontWeight": "bold", "labelLimit": 300},
     "title": {"color": INK, "subtitleColor": INK, "fontSize": 12, "anchor": "start"},
     "rule": {"color": INK},
     "text": {"color": INK, "fontSize": 11},
@@ -87,10 +70,21 @@ def make_arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str,
     return colors | dict(zip(words, WORD_COLORS, strict=False))
 
 
-def make_color_scale(colors: Mapping[str, str], names: Collection[str] | None = None) -> alt.Scale:
-    """Make the scale of arms. names: the arms in the chart; None: all."""
-    shown = [name for name in colors if names is None or name in names]
-    return alt.Scale(domain=shown, range=[colors[name] for name in shown])
+def make_color(column: str, colors: Mapping[str, str], legend: alt.Legend | None) -> alt.Color:
+    """Make the color of marks by the values of a column, such as `arm`."""
+    scale = alt.Scale(domain=list(colors), range=list(colors.values()))
+    return alt.Color(f"{column}:N", legend=legend, scale=scale)
+
+
+def make_arm_color(colors: Mapping[str, str], table: pd.DataFrame) -> alt.Color:
+    """Make the color of marks by arm, with a legend of the arms in `table`."""
+    arms = set(table["arm"])
+    return make_color("arm", {arm: color for arm, color in colors.items() if arm in arms}, make_legend())
+
+
+def choose(column: str, key: str = "") -> alt.Parameter:
+    """Make the choice of values of a column by clicks on the legend. key: beginning of its name."""
+    return alt.selection_point(name=f"{key}{column}", fields=[column], bind="legend")
 
 
 # ---------------------------------------------------------------------- pieces of charts
@@ -130,9 +124,8 @@ def mark_stop(size: int = 90) -> dict[str, Any]:
 
 def draw_line_at(x: float | None = None, y: float | None = None) -> alt.Chart:
     """Draw a dashed line through the chart at a value of one axis."""
-    channel = {"x": alt.X("at:Q")} if x is not None else {"y": alt.Y("at:Q")}
-    at = x if x is not None else y
-    return alt.Chart(pd.DataFrame({"at": [at]})).mark_rule(strokeDash=[4, 3], opacity=0.6).encode(**channel)
+    channel, at = (alt.X("at:Q"), x) if x is not None else (alt.Y("at:Q"), y)
+    return alt.Chart(pd.DataFrame({"at": [at]})).mark_rule(strokeDash=[4, 3], opacity=0.6).encode(channel)
 
 
 def layer(*charts: alt.Chart, height: int | alt.Step = HEIGHT, width: Any = "container") -> alt.LayerChart:
@@ -176,23 +169,23 @@ def count_rows(spec: Mapping[str, Any]) -> int:
 
 def draw_svg(spec: Mapping[str, Any]) -> str:
     """Draw a chart as an SVG document whose ink is `INK` and whose background is transparent."""
-    fixed = {**spec, "width": WIDTH} if spec.get("width") == "container" else dict(spec)
-    svg = str(vl_convert.vegalite_to_svg(_drop_targets(fixed)))
+    svg = str(vl_convert.vegalite_to_svg(_drop_targets(_fix_width(spec))))
     # Vega counts gradients through all charts of a process, and a chart has one at most, the scale of its colors.
     return re.sub(r"\bgradient_\d+", "gradient_0", svg)
 
 
+def _fix_width(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {**spec, "width": WIDTH} if spec.get("width") == "container" else dict(spec)
+
+
 def _drop_targets(spec: dict[str, Any]) -> dict[str, Any]:
     """Drop the layers that only the pointer needs, which would be most of a picture."""
-    changes: dict[str, Any] = {}
-    if "layer" in spec:
-        changes["layer"] = [entry for entry in spec["layer"] if not str(entry.get("name")).startswith(TARGETS)]
-    for key in ("concat", "vconcat"):
-        if key in spec:
-            changes[key] = [_drop_targets(entry) for entry in spec[key]]
-    if isinstance(spec.get("spec"), dict):
-        changes["spec"] = _drop_targets(spec["spec"])
-    return {**spec, **changes}
+    panels: dict[str, Any] = {
+        key: [_drop_targets(entry) for entry in spec[key] if not str(entry.get("name")).startswith(TARGETS)]
+        for key in ("layer", "concat", "vconcat")
+        if key in spec
+    }
+    return spec | panels | ({"spec": _drop_targets(spec["spec"])} if "spec" in spec else {})
 
 
 def embed_svg(name: str, svg: str, label: str) -> str:
@@ -226,9 +219,8 @@ def make_file_chart(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
 
     It is saved as `chart.save("x.png")`, with .svg, .pdf, .html or .json likewise.
     """
-    spec = make_spec(chart)
-    fixed = {**spec, "width": WIDTH} if spec.get("width") == "container" else spec
-    content = json.loads(json.dumps({**fixed, "background": "white"}).replace(INK, FILE_INK))
+    fixed = {**_fix_width(make_spec(chart)), "background": "white"}
+    content = json.loads(json.dumps(fixed).replace(INK, FILE_INK))
     file_chart: Any = type(chart).from_dict(content, validate=False)  # type: ignore[attr-defined]
     # Methods such as `properties` return a chart of the same class. To set an attribute of a chart sets a property.
     object.__setattr__(file_chart, "__class__", type(type(chart).__name__, (_Offline, type(chart)), {}))

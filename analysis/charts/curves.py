@@ -11,9 +11,10 @@ import pandas as pd
 from analysis.charts.chart import (
     INK,
     TARGETS,
+    choose,
     draw_line_at,
     layer,
-    make_color_scale,
+    make_arm_color,
     make_legend,
     make_opacity,
     make_step_axis,
@@ -53,49 +54,33 @@ def draw_curves(
         key: beginning of the names of its layers and its selection, which differs between the charts of one picture.
     """
     data = _collect_points(table, means, ["run_id", *([panel] if panel else [])])
-    choices = [
-        alt.selection_point(name=f"{key}{field}", fields=[field], bind="legend")
-        for field in ("arm", *([dash] if dash else []))
-    ]
+    choices = [choose(column, key) for column in ("arm", *([dash] if dash else []))]
     is_chosen = reduce(and_, choices)
-    x = make_step_axis()
+    opacity = make_opacity(is_chosen)
+    x, color, runs = make_step_axis(), make_arm_color(colors, table), alt.Detail("run_id:N")
     # As the title of a channel, the label would become a part of an expression.
     y = alt.Y("value:Q", axis=alt.Axis(title=label, tickCount=5), scale=alt.Scale(zero=True))
-    color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(table["arm"])))
     dashes = alt.Scale(domain=list(dict.fromkeys(table[dash]))) if dash else alt.Undefined
     channels = [alt.StrokeDash(f"{dash}:N", legend=make_legend(), scale=dashes)] if dash else []
-    details = alt.Detail("run_id:N")
+    tooltips = make_tooltips("arm:N", "seed:N", "step:Q", "value:Q", "status:N")
+    tooltips[1:1] = [alt.Tooltip(f"{dash}:N", title="with")] if dash else []
 
     def select(condition: str) -> alt.Chart:
         return alt.Chart(data).transform_filter(condition)
 
+    thin = select("datum.line == 'thin'").mark_line(strokeWidth=1).add_params(*choices)
+    thick = select("datum.line == 'thick'").mark_line(strokeWidth=2.5)
+    # As a line, a curve of one point would be invisible.
+    points = select("datum.line == 'point'").mark_point(size=50, filled=True)
+    # Points are the targets of the pointer: a line has no value under it.
+    targets = select("isValid(datum.seed)").mark_point(size=60, filled=True, opacity=0)
     layers = [
-        select("datum.line == 'thin'")
-        .mark_line(strokeWidth=1)
-        .encode(x, y, color, details, *channels, opacity=make_opacity(is_chosen, 0.5))
-        .add_params(*choices),
-        select("datum.line == 'thick'")
-        .mark_line(strokeWidth=2.5)
-        .encode(x, y, color, details, *channels, opacity=make_opacity(is_chosen)),
-        # As a line, a curve of one point would be invisible.
-        select("datum.line == 'point'")
-        .mark_point(size=50, filled=True)
-        .encode(x, y, color, opacity=make_opacity(is_chosen)),
-        select("datum.end == 'other'").mark_point(size=60, color=INK).encode(x, y, opacity=make_opacity(is_chosen)),
-        select("datum.end == 'early_stopped'").mark_point(**mark_stop()).encode(x, y, opacity=make_opacity(is_chosen)),
-        # Points are the targets of the pointer: a line has no value under it.
-        select("isValid(datum.seed)")
-        .mark_point(size=60, filled=True, opacity=0)
-        .encode(
-            x,
-            y,
-            color,
-            tooltip=[
-                *make_tooltips("arm:N"),
-                *([alt.Tooltip(f"{dash}:N", title="with")] if dash else []),
-                *make_tooltips("seed:N", "step:Q", "value:Q", "status:N"),
-            ],
-        ),
+        thin.encode(x, y, color, runs, *channels, opacity=make_opacity(is_chosen, 0.5)),
+        thick.encode(x, y, color, runs, *channels, opacity=opacity),
+        points.encode(x, y, color, opacity=opacity),
+        select("datum.end == 'other'").mark_point(size=60, color=INK).encode(x, y, opacity=opacity),
+        select("datum.end == 'early_stopped'").mark_point(**mark_stop()).encode(x, y, opacity=opacity),
+        targets.encode(x, y, color, tooltip=tooltips),
     ]
     if "low" in data:
         band = select("isValid(datum.low)").mark_area(opacity=0.2)
@@ -107,16 +92,11 @@ def draw_curves(
         chart.name = f"{TARGETS}{key}" if index == len(layers) - 1 else f"{key} layer {index}"
     if panel is None or table[panel].nunique() < 2:
         return layer(*layers)
-    shared = alt.LayerChart(
-        data=data, layer=[_drop_data(chart) for chart in layers], width=_PANEL_WIDTH, height=_PANEL_HEIGHT
-    )
+    for chart in layers:
+        chart.data = alt.Undefined
     order = list(dict.fromkeys(table[panel]))
-    return shared.facet(facet=alt.Facet(f"{panel}:N", title=None, sort=order), columns=_PANELS_PER_ROW)
-
-
-def _drop_data(chart: alt.Chart) -> alt.Chart:
-    chart.data = alt.Undefined
-    return chart
+    panels = alt.LayerChart(data=data, layer=layers, width=_PANEL_WIDTH, height=_PANEL_HEIGHT)
+    return panels.facet(facet=alt.Facet(f"{panel}:N", title=None, sort=order), columns=_PANELS_PER_ROW)
 
 
 def _collect_points(table: pd.DataFrame, means: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
@@ -131,16 +111,13 @@ def _collect_points(table: pd.DataFrame, means: pd.DataFrame, keys: Sequence[str
     status = runs["status"].where(is_last.loc[runs.index])
     runs = runs.assign(
         line=np.where(runs["arm"].isin(means["arm"]), "thin", "thick"),
-        end=status.map(lambda value: value if value == "early_stopped" else "other", na_action="ignore").where(
-            status.ne("completed"), ""
-        ),
+        end=np.select([status.isna() | (status == "completed"), status == "early_stopped"], ["", status], "other"),
     )
     curves = means.assign(run_id="mean of " + means["arm"].astype(str), line="thick")
     if "standard_error" in curves:
-        curves = curves.assign(
-            low=curves["value"] - curves["standard_error"], high=curves["value"] + curves["standard_error"]
-        )
-    data = pd.concat([curves, runs], ignore_index=True).drop(columns=["standard_error"], errors="ignore")
+        error = curves.pop("standard_error")
+        curves = curves.assign(low=curves["value"] - error, high=curves["value"] + error)
+    data = pd.concat([curves, runs], ignore_index=True)
     is_single = ~data.duplicated(["arm", *keys], keep=False)
     return data.assign(line=data["line"].mask(is_single, "point"), end=data["end"].fillna(""))
 
@@ -150,29 +127,14 @@ def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.LayerCh
 
     table: from `collapse.compute_survival`.
     """
-    choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
-    x = make_step_axis()
+    choice = choose("arm")
     y = alt.Y("surviving_fraction:Q", title="fraction of runs not collapsed", scale=alt.Scale(domain=[0, 1]))
-    color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(table["arm"])))
-    lines = (
-        alt.Chart(table, name="lines")
-        .mark_line(interpolate="step-after", strokeWidth=2.5)
-        .encode(x, y, color, opacity=make_opacity(choice))
-        .add_params(choice)
-    )
+    channels = [make_step_axis(), y, make_arm_color(colors, table), make_opacity(choice)]
+    lines = alt.Chart(table, name="lines").mark_line(interpolate="step-after", strokeWidth=2.5).add_params(choice)
     fraction = alt.Tooltip("surviving_fraction:Q", title="not collapsed", format=".3f")
-    targets = (
-        alt.Chart(table)
-        .mark_point(size=60, filled=True)
-        .encode(
-            x,
-            y,
-            color,
-            opacity=make_opacity(choice),
-            tooltip=[*make_tooltips("arm:N", "step:Q"), fraction, *make_tooltips("collapsed:Q", "runs:Q")],
-        )
-    )
-    return layer(lines, targets)
+    tooltips = [*make_tooltips("arm:N", "step:Q"), fraction, *make_tooltips("collapsed:Q", "runs:Q")]
+    targets = alt.Chart(table).mark_point(size=60, filled=True)
+    return layer(lines.encode(*channels), targets.encode(*channels, tooltip=tooltips))
 
 
 def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConcatChart:
@@ -180,33 +142,20 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConca
 
     table: from `series.make_arm_lines`. colors: by arm.
     """
-    choice = alt.selection_point(name="arm", fields=["arm"], bind="legend")
-    x = make_step_axis()
+    choice, x, color = choose("arm"), make_step_axis(), make_arm_color(colors, table)
+    tooltips = make_tooltips("arm:N", "step:Q", "value:Q")
     panels = []
     for index, (measure, rows) in enumerate(table.groupby("measure", sort=False)):
-        y_axis = alt.Axis(title=str(measure), tickCount=5)
-        color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(table["arm"])))
-        lines = (
-            alt.Chart(rows, name=f"measure{index}")
-            .mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=24))
-            .encode(
-                x,
-                alt.Y("value:Q", axis=y_axis, scale=alt.Scale(zero=True)),
-                color,
-                opacity=make_opacity(choice),
-                tooltip=make_tooltips("arm:N", "step:Q", "value:Q"),
-            )
-            # The legend of all panels has the choice of the first.
-            .add_params(*([choice] if index == 0 else []))
-        )
+        axis = alt.Axis(title=str(measure), tickCount=5)
+        y = alt.Y("value:Q", axis=axis, scale=alt.Scale(zero=True))
+        lines = alt.Chart(rows, name=f"measure{index}").mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=24))
+        # The legend of all panels has the choice of the first.
+        lines = lines if index else lines.add_params(choice)
         # Chance is a mean over all runs, so every arm has the same value at a step.
-        chance = rows.dropna(subset="chance").drop_duplicates("step")[["step", "chance"]]
-        guess = (
-            alt.Chart(chance)
-            .mark_line(strokeDash=[4, 3], color=INK, opacity=0.6)
-            .encode(x, alt.Y("chance:Q", axis=y_axis))
-        )
-        panels.append(layer(lines, guess, height=160, width=600))
+        chance = alt.Chart(rows.dropna(subset="chance").drop_duplicates("step")[["step", "chance"]])
+        guess = chance.mark_line(strokeDash=[4, 3], color=INK, opacity=0.6).encode(x, alt.Y("chance:Q", axis=axis))
+        curves = lines.encode(x, y, color, opacity=make_opacity(choice), tooltip=tooltips)
+        panels.append(layer(curves, guess, height=160, width=600))
     return alt.VConcatChart(vconcat=panels)
 
 
@@ -225,29 +174,17 @@ def draw_onsets(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.LayerChar
     labels = [str(label) for label in medians.index]
     y = alt.Y("label:N", sort=labels, axis=alt.Axis(title=None), scale=alt.Scale(padding=0.2))
     offset = alt.YOffset("offset:Q", scale=alt.Scale(domain=[-0.5, 0.5]))
-    color = alt.Color("arm:N", legend=make_legend(), scale=make_color_scale(colors, set(changed["arm"])))
-    intervals = (
-        alt.Chart(changed)
-        .mark_rule(opacity=0.5)
-        .encode(x=alt.X("low:Q", axis=alt.Axis(title=None)), x2=alt.X2("high:Q"), y=y, yOffset=offset, color=color)
+    color = make_arm_color(colors, changed)
+    intervals = alt.Chart(changed).mark_rule(opacity=0.5)
+    points = alt.Chart(changed).mark_point(filled=True, size=30, opacity=1)
+    tooltips = make_tooltips("arm:N", "seed:N", "label:N", "onset:Q", "low:Q", "high:Q")
+    bars = alt.Chart(medians.rename("onset").reset_index()).mark_tick(color=INK, thickness=2, size=20)
+    return layer(
+        intervals.encode(alt.X("low:Q", axis=alt.Axis(title=None)), alt.X2("high:Q"), y, offset, color),
+        points.encode(x, y, offset, color, tooltip=tooltips),
+        bars.encode(x, y, tooltip=[alt.Tooltip("onset:Q", title="median")]),
+        height=alt.Step(26),
     )
-    points = (
-        alt.Chart(changed)
-        .mark_point(filled=True, size=30, opacity=1)
-        .encode(
-            x=x,
-            y=y,
-            yOffset=offset,
-            color=color,
-            tooltip=make_tooltips("arm:N", "seed:N", "label:N", "onset:Q", "low:Q", "high:Q"),
-        )
-    )
-    bars = (
-        alt.Chart(medians.rename("onset").reset_index())
-        .mark_tick(color=INK, thickness=2, size=20)
-        .encode(x=x, y=y, tooltip=[alt.Tooltip("onset:Q", title="median")])
-    )
-    return layer(intervals, points, bars, height=alt.Step(26))
 
 
 def draw_intervals(
@@ -267,17 +204,18 @@ def draw_intervals(
     x = alt.X("difference:Q", axis=x_axis)
     layers = []
     if margin is not None:
-        band = pd.DataFrame({"from": [-margin], "to": [margin]})
-        layers.append(
-            alt.Chart(band).mark_rect(color=INK, opacity=0.08).encode(alt.X("from:Q", axis=x_axis), alt.X2("to:Q"))
-        )
+        band = alt.Chart(pd.DataFrame({"from": [-margin], "to": [margin]})).mark_rect(color=INK, opacity=0.08)
+        layers.append(band.encode(alt.X("from:Q", axis=x_axis), alt.X2("to:Q")))
     layers.append(draw_line_at(x=0.0))
     if pairs is not None:
         rings = alt.Chart(pairs).mark_point(size=24, color=INK, opacity=0.4)
-        layers.append(rings.encode(x=x, y=y, tooltip=make_tooltips("name:N", "difference:Q")))
+        layers.append(rings.encode(x, y, tooltip=make_tooltips("name:N", "difference:Q")))
     bounded = alt.Chart(table.dropna(subset=["difference_low", "difference_high"])).mark_rule(strokeWidth=2)
-    layers.append(bounded.encode(x=alt.X("difference_low:Q", axis=x_axis), x2=alt.X2("difference_high:Q"), y=y))
     points = alt.Chart(table).mark_point(filled=True, size=60, color=INK, opacity=1)
-    bounds = ["difference:Q", "difference_low:Q", "difference_high:Q"]
-    layers.append(points.encode(x=x, y=y, tooltip=make_tooltips("name:N", *bounds)))
-    return layer(*layers, height=alt.Step(28))
+    tooltips = make_tooltips("name:N", "difference:Q", "difference_low:Q", "difference_high:Q")
+    return layer(
+        *layers,
+        bounded.encode(alt.X("difference_low:Q", axis=x_axis), alt.X2("difference_high:Q"), y),
+        points.encode(x, y, tooltip=tooltips),
+        height=alt.Step(28),
+    )

@@ -1,7 +1,6 @@
 """Charts against an axis: success at the end of each arm."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import altair as alt
 import pandas as pd
@@ -10,28 +9,20 @@ from analysis.charts.chart import (
     HEIGHT,
     INK,
     STOPPED_COLOR,
+    choose,
     layer,
-    make_color_scale,
+    make_color,
     make_legend,
     make_opacity,
     make_tooltips,
     mark_stop,
 )
 
-
-class _Measure(NamedTuple):
-    """A column of the dose-response table. place: right of the position of its arm, or left of it if negative."""
-
-    name: str
-    mark: str
-    place: int
-
-
-_MEASURES = {
-    "success": _Measure("validation, sampled", "circle", 0),
-    "greedy": _Measure("validation, greedy", "triangle-up", 1),
-    "test": _Measure("test, sampled", "square", -1),
-}
+_MEASURES = {"success": "validation, sampled", "greedy": "validation, greedy", "test": "test, sampled"}
+"""Columns of the dose-response table."""
+_MARKS = {"success": "circle", "greedy": "triangle-up", "test": "square"}
+_PLACES = {"success": 0, "greedy": 1, "test": -1}
+"""Right of the position of its arm, or left of it if negative."""
 _SUCCESS = alt.Tooltip("value:Q", title="success", format=".3f")
 _BASE_LINES = {"base": "before training, sampled", "base_greedy": "before training, greedy"}
 
@@ -45,9 +36,8 @@ def draw_dose_response(
     the axis.
     """
     points = _make_points(table)
-    legend_choice = alt.selection_point(name="measure", fields=["measure"], bind="legend")
-    arm_choice = alt.selection_point(name="arm", fields=["arm"])
-    opacity = make_opacity(legend_choice & arm_choice)
+    choices = choose("measure"), alt.selection_point(name="arm", fields=["arm"])
+    opacity = make_opacity(choices[0] & choices[1])
     note = "log scale; 0 and named arms stand apart" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
     x = alt.X(
         "x:Q",
@@ -56,56 +46,43 @@ def draw_dose_response(
     )
     y_axis = alt.Axis(title="success (fraction of episodes)")
     y = alt.Y("value:Q", axis=y_axis)
-    color = alt.Color("arm:N", legend=None, scale=make_color_scale(colors))
-    measures = [measure for column, measure in _MEASURES.items() if (points["column"] == column).any()]
-    shapes = alt.Scale(domain=[measure.name for measure in measures], range=[measure.mark for measure in measures])
-    bounds = [
+    color = make_color("arm", colors, None)
+    shown = [column for column in _MEASURES if (points["column"] == column).any()]
+    shapes = alt.Scale(domain=[_MEASURES[column] for column in shown], range=[_MARKS[column] for column in shown])
+    shape = alt.Shape("measure:N", legend=make_legend(), scale=shapes)
+    arm, outcome = make_tooltips("arm:N", "outcome:N")
+    tooltips = [
+        *(arm, alt.Tooltip("measure:N"), _SUCCESS),
         alt.Tooltip("low:Q", title="95 % interval from", format=".3f"),
         alt.Tooltip("high:Q", title="to", format=".3f"),
+        *(alt.Tooltip("scored:Q", title="runs"), outcome),
     ]
-    marks = (
-        alt.Chart(points, name="points")
-        .mark_point(size=90, filled=True)
-        .encode(
-            x=x,
-            y=y,
-            color=color,
-            shape=alt.Shape("measure:N", legend=make_legend(), scale=shapes),
-            opacity=opacity,
-            tooltip=[
-                *make_tooltips("arm:N", "measure:N"),
-                _SUCCESS,
-                *bounds,
-                alt.Tooltip("scored:Q", title="runs"),
-                alt.Tooltip("outcome:N"),
-            ],
-        )
-        .add_params(legend_choice, arm_choice)
-    )
-    intervals = (
-        alt.Chart(points.dropna(subset="low"))
-        .mark_rule(strokeWidth=2)
-        .encode(x=x, y=alt.Y("low:Q", axis=y_axis), y2=alt.Y2("high:Q"), color=color, opacity=opacity)
-    )
+    marks = alt.Chart(points, name="points").mark_point(size=90, filled=True).add_params(*choices)
+    intervals = alt.Chart(points.dropna(subset="low")).mark_rule(strokeWidth=2)
     # With one run per arm, these points would repeat the means.
     single_runs = runs.rename(columns={"outcome": "value"}).iloc[: len(runs) if len(runs) > len(table) else 0]
-    dots = (
-        alt.Chart(single_runs[["arm", "x", "value"]])
-        .mark_point(size=14, filled=True, color=INK, opacity=0.55)
-        .encode(x=x, y=y, tooltip=[alt.Tooltip("arm:N"), _SUCCESS])
-    )
+    dots = alt.Chart(single_runs[["arm", "x", "value"]]).mark_point(size=14, filled=True, color=INK, opacity=0.55)
     # Arms have positions of their own, in which 0 and words have a place, so their labels are texts below the axis.
-    ticks = alt.Chart(table[["x", "tick"]]).mark_text(dy=12).encode(x=x, y=alt.value(HEIGHT), text=alt.Text("tick:N"))
+    ticks = alt.Chart(table[["x", "tick"]]).mark_text(dy=12)
     stopped = points[(points["column"] == "success") & (points["early_stopped"] > 0)]
     has_failed = stopped["early_stopped"] == stopped["scored"]
     edge = {"shape": "circle", "size": 120, "strokeWidth": 2, "color": STOPPED_COLOR}
     stops = [
-        alt.Chart(rows)
-        .mark_point(**mark)
-        .encode(x=x, y=y, opacity=opacity, tooltip=[alt.Tooltip("arm:N"), _SUCCESS, alt.Tooltip("outcome:N")])
+        alt.Chart(rows).mark_point(**mark).encode(x, y, opacity=opacity, tooltip=[arm, _SUCCESS, outcome])
         for rows, mark in ((stopped[has_failed], mark_stop(240)), (stopped[~has_failed], edge))
     ]
-    return layer(_draw_base_lines(table, y), intervals, ticks, dots, marks, *stops)
+    base = table[list(_BASE_LINES)].head(1).melt(var_name="column").dropna()
+    base_lines = alt.Chart(base.assign(measure=base["column"].map(_BASE_LINES))).mark_rule(opacity=0.6)
+    dashes = alt.Scale(domain=list(_BASE_LINES.values()), range=[[5, 4], [1, 3]])
+    dash = alt.StrokeDash("measure:N", legend=None, scale=dashes)
+    return layer(
+        base_lines.encode(y, dash, tooltip=[alt.Tooltip("measure:N"), _SUCCESS]),
+        intervals.encode(x, alt.Y("low:Q", axis=y_axis), alt.Y2("high:Q"), color, opacity=opacity),
+        ticks.encode(x, y=alt.value(HEIGHT), text=alt.Text("tick:N")),
+        dots.encode(x, y, tooltip=[arm, _SUCCESS]),
+        marks.encode(x, y, color, shape, opacity=opacity, tooltip=tooltips),
+        *stops,
+    )
 
 
 def _make_points(table: pd.DataFrame) -> pd.DataFrame:
@@ -117,21 +94,7 @@ def _make_points(table: pd.DataFrame) -> pd.DataFrame:
     return points.assign(
         # The interval is about sampled validation success alone.
         **points[["low", "high"]].where(points["column"] == "success"),
-        measure=points["column"].map({column: measure.name for column, measure in _MEASURES.items()}),
-        x=points["x"] + offset * points["column"].map({column: measure.place for column, measure in _MEASURES.items()}),
+        measure=points["column"].map(_MEASURES),
+        x=points["x"] + offset * points["column"].map(_PLACES),
         outcome=points["early_stopped"].map(lambda count: f"{count or 'none'} stopped as a failure"),
-    )
-
-
-def _draw_base_lines(table: pd.DataFrame, y: alt.Y) -> alt.Chart:
-    base = table[list(_BASE_LINES)].head(1).melt(var_name="column").dropna()
-    dashes = alt.Scale(domain=list(_BASE_LINES.values()), range=[[5, 4], [1, 3]])
-    return (
-        alt.Chart(base.assign(measure=base["column"].map(_BASE_LINES)))
-        .mark_rule(opacity=0.6)
-        .encode(
-            y=y,
-            strokeDash=alt.StrokeDash("measure:N", legend=None, scale=dashes),
-            tooltip=[alt.Tooltip("measure:N"), _SUCCESS],
-        )
     )

@@ -8,7 +8,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from analysis.charts.chart import draw_line_at, make_color_scale, make_legend, make_opacity, make_tooltips
+from analysis.charts.chart import choose, draw_line_at, make_color, make_legend, make_opacity, make_tooltips
 from analysis.stats.estimates import Floats
 
 COMPONENT_COLORS: Mapping[str, str] = {
@@ -65,9 +65,8 @@ def draw_normalized_norms(table: pd.DataFrame, title: str) -> alt.FacetChart:
 
 def draw_reward_std(table: pd.DataFrame, title: str) -> alt.FacetChart:
     """Draw the mean reward std of each bucket, the smallest first. table: from `make_summary_table`."""
-    rows = table.assign(
-        component="reward_std", panel="mean reward std (reward)", value=table["reward_std_mean"], note=""
-    )
+    rows = table.assign(component="reward_std", panel="mean reward std (reward)", note="")
+    rows = rows.rename(columns={"reward_std_mean": "value"})
     return _draw_bars(rows, ["Reward std, the smallest first", title])
 
 
@@ -89,7 +88,7 @@ def _draw_bars(
     data = rows[["panel", "component", "value", "note"]].assign(bucket=rows["bucket"].str.removeprefix("bucket_"))
     x = alt.X("bucket:N", sort=list(dict.fromkeys(data["bucket"])), axis=alt.Axis(title="bucket", labelAngle=0))
     y = alt.Y("value:Q", axis=alt.Axis(title=None, tickCount=5), scale=alt.Scale(padding=14))
-    color = alt.Color("component:N", legend=None, scale=make_color_scale(COMPONENT_COLORS))
+    color = make_color("component", COMPONENT_COLORS, None)
     known = alt.Chart().transform_filter("isValid(datum.value)")
     number = alt.Text("value:Q", format=".3~g")
     above, below = (
@@ -97,23 +96,17 @@ def _draw_bars(
         for sign, dy in ((">=", -7), ("<", 8))
     )
     layers = [known.mark_bar().encode(x, y, color), above, below, _draw_notes()]
-    chart = alt.LayerChart(data=data, layer=layers, width=_WIDTH, height=_HEIGHT).facet(
-        facet=alt.Facet("panel:N", title=None, sort=list(dict.fromkeys(data["panel"]))),
-        columns=columns,
-        title=_make_title(title, subtitle),
-    )
-    return chart.resolve_scale(y="independent")
+    facet = alt.Facet("panel:N", title=None, sort=list(dict.fromkeys(data["panel"])))
+    chart = alt.LayerChart(data=data, layer=layers, width=_WIDTH, height=_HEIGHT)
+    panels = chart.facet(facet=facet, columns=columns, title=_make_title(title, subtitle))
+    return panels.resolve_scale(y="independent")
 
 
 def _draw_notes() -> alt.Chart:
     """Write the note of a panel into its middle."""
-    return (
-        alt.Chart()
-        .transform_filter("datum.note != ''")
-        .transform_aggregate(groupby=["note"])
-        .mark_text(fontSize=10)
-        .encode(x=alt.value(_WIDTH / 2), y=alt.value(_HEIGHT / 2), text=alt.Text("note:N"))
-    )
+    notes = alt.Chart().transform_filter("datum.note != ''").transform_aggregate(groupby=["note"])
+    middle = {"x": alt.value(_WIDTH / 2), "y": alt.value(_HEIGHT / 2)}
+    return notes.mark_text(fontSize=10).encode(**middle, text=alt.Text("note:N"))
 
 
 def _make_title(lines: Sequence[str], subtitle: Sequence[str] = ()) -> alt.TitleParams:
@@ -139,8 +132,7 @@ def draw_steps(table: pd.DataFrame, title: str, labels: Mapping[bool, str]) -> a
 
     table: from `make_steps_table`. labels: of the batch before and after the filter.
     """
-    states = table["prefilter"].map(labels)
-    rows = table.assign(step="step " + table["step"].astype(str) + ", " + states)
+    rows = table.assign(step="step " + table["step"].astype(str) + ", " + table["prefilter"].map(labels))
     heading = "Comparison of steps; reward std: logarithmic above 0.1, linear below"
     # Reward stds are from 0 to several units: a log scale that can also show 0.
     return _draw_norms_by_reward_std(rows, [heading, title], symlog=0.1)
@@ -156,13 +148,13 @@ def _draw_norms_by_reward_std(
     stds = table["reward_std_mean"]
     scale, axis = _make_scale(table[["reward_std_min", "reward_std_max"]].to_numpy(), symlog)
     bucket = alt.X("label:N", sort=list(dict.fromkeys(table["label"])), axis=alt.Axis(title="bucket", labelAngle=0))
-    color = alt.value(COMPONENT_COLORS["reward_std"])
+    std_color = alt.value(COMPONENT_COLORS["reward_std"])
     y_axis = alt.Axis(title="reward std of a group (reward)", **axis)
     if boxes is None:
         y, mean = (alt.Y(f"reward_std_{end}:Q", axis=y_axis, scale=scale) for end in ("min", "mean"))
         ranges = [
-            alt.Chart().mark_rule(strokeWidth=2).encode(bucket, y, alt.Y2("reward_std_max"), color=color),
-            alt.Chart().mark_point(filled=True, size=40, opacity=1).encode(bucket, mean, color=color),
+            alt.Chart().mark_rule(strokeWidth=2).encode(bucket, y, alt.Y2("reward_std_max"), color=std_color),
+            alt.Chart().mark_point(filled=True, size=40, opacity=1).encode(bucket, mean, color=std_color),
         ]
     else:
         box = alt.Chart().mark_boxplot(extent="min-max", color=COMPONENT_COLORS["reward_std"], size=14)
@@ -170,33 +162,22 @@ def _draw_norms_by_reward_std(
     x_scale, x_axis = _make_scale(stds.to_numpy(), symlog)
     x = alt.X("reward_std_mean:Q", scale=x_scale, axis=alt.Axis(title=REWARD_STD_LABEL, **x_axis))
     columns = [(ranges, table if boxes is None else boxes, "reward std by bucket")]
+    known = alt.Chart().transform_filter("isValid(datum.value)")
+    labels = known.mark_text(fontSize=9, dx=8, dy=-7)
+    y = alt.Y("value:Q", axis=alt.Axis(title="published norm (1)", tickCount=5), scale=alt.Scale(zero=True))
     for name in ("task", "regularizer"):
-        terms = "; ".join(text for text in dict.fromkeys(table["terms"]) if text) if name == "regularizer" else ""
-        rows = table.assign(
-            value=table[name],
-            note=np.where(table.groupby("step")[name].transform("count") > 0, "", _OFF.format(name)),
-        )
-        y = alt.Y("value:Q", axis=alt.Axis(title="published norm (1)", tickCount=5), scale=alt.Scale(zero=True))
-        known = alt.Chart().transform_filter("isValid(datum.value)")
-        layers = [
-            known.mark_line(
-                color=COMPONENT_COLORS[name], point=alt.OverlayMarkDef(size=40, color=COMPONENT_COLORS[name])
-            ).encode(x, y),
-            known.mark_text(fontSize=9, dx=8, dy=-7).encode(x, y, alt.Text("label:N")),
-            _draw_notes(),
-        ]
+        terms = "; ".join(filter(None, dict.fromkeys(table["terms"]))) if name == "regularizer" else ""
+        is_on = table.groupby("step")[name].transform("count") > 0
+        rows = table.assign(value=table[name], note=np.where(is_on, "", _OFF.format(name)))
+        color = COMPONENT_COLORS[name]
+        lines = known.mark_line(color=color, point=alt.OverlayMarkDef(size=40, color=color))
+        layers = [lines.encode(x, y), labels.encode(x, y, alt.Text("label:N")), _draw_notes()]
         columns.append((layers, rows, f"{name}{f' ({terms})' * bool(terms)} norm"))
+    header = alt.Header(labelOrient="top", labelAnchor="start")
+    row = alt.Row("step:N", title=None, sort=list(dict.fromkeys(table["step"])), header=header)
     return alt.HConcatChart(
         hconcat=[
-            alt.LayerChart(data=rows, layer=layers, width=_WIDTH, height=_HEIGHT).facet(
-                row=alt.Row(
-                    "step:N",
-                    title=None,
-                    sort=list(dict.fromkeys(table["step"])),
-                    header=alt.Header(labelOrient="top", labelAnchor="start"),
-                ),
-                title=heading,
-            )
+            alt.LayerChart(data=rows, layer=layers, width=_WIDTH, height=_HEIGHT).facet(row=row, title=heading)
             for layers, rows, heading in columns
         ],
         title=_make_title(title),
@@ -261,11 +242,9 @@ def draw_lines(
         label: of the vertical axis.
         labels: of the batch before and after the filter.
     """
-    curves = table["run_id"] + " " + table["step"].astype(str)
     probes = {*table.loc[table["source"] == "probe", "line"]}
-    choice = alt.selection_point(name="line", fields=["line"], bind="legend")
-    rows = table.assign(curve=curves, note="")
-    return _draw_by_reward_std(rows, colors, label, labels, dashed=probes, choice=choice)
+    rows = table.assign(curve=table["run_id"] + " " + table["step"].astype(str), note="")
+    return _draw_by_reward_std(rows, colors, label, labels, dashed=probes, choice=choose("line"))
 
 
 def _draw_by_reward_std(
@@ -282,41 +261,32 @@ def _draw_by_reward_std(
 
     table: with prefilter, line, curve, bucket, reward_std, value, low, high and note. dashed: lines. choice: of a line.
     """
-    data = table.assign(state=table["prefilter"].map(labels))
-    data = data[["state", "line", "curve", "bucket", "reward_std", "value", "low", "high", "note"]]
+    columns = ["state", "line", "curve", "bucket", "reward_std", "value", "low", "high", "note"]
+    data = table.assign(state=table["prefilter"].map(labels))[columns]
     scale, axis = _make_scale(data[["value", "low", "high"]].to_numpy(dtype=float), 1.0)
-    x = alt.X(
-        "reward_std:Q", axis=alt.Axis(title=REWARD_STD_LABEL, tickCount=5), scale=alt.Scale(zero=False, padding=8)
-    )
+    x_axis = alt.Axis(title=REWARD_STD_LABEL, tickCount=5)
+    x = alt.X("reward_std:Q", axis=x_axis, scale=alt.Scale(zero=False, padding=8))
     y_axis = alt.Axis(title=label.split("\n"), **axis)
     y = alt.Y("value:Q", axis=y_axis, scale=scale)
-    color = alt.Color("line:N", legend=make_legend(), scale=make_color_scale(colors))
+    color = make_color("line", colors, make_legend())
     # One legend shows the color and the dashes of a line.
     dashes = alt.Scale(domain=list(colors), range=[[5, 3] if line in dashed else [1, 0] for line in colors])
     dash = alt.StrokeDash("line:N", legend=make_legend(), scale=dashes)
     opacity = {"opacity": make_opacity(choice)} if choice else {}
     known = alt.Chart().transform_filter("isValid(datum.value)")
-    points = known.mark_point(filled=True, size=36, opacity=1).encode(
-        x,
-        y,
-        color,
-        tooltip=make_tooltips("line:N", "bucket:N", "reward_std:Q", "value:Q", "low:Q", "high:Q"),
-        **opacity,
-    )
+    tooltips = make_tooltips("line:N", "bucket:N", "reward_std:Q", "value:Q", "low:Q", "high:Q")
+    points = known.mark_point(filled=True, size=36, opacity=1).encode(x, y, color, tooltip=tooltips, **opacity)
+    intervals = alt.Chart().transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
     layers = [
         *(draw_line_at(y=height) for height in lines_at),
-        alt.Chart()
-        .transform_filter("isValid(datum.low)")
-        .mark_rule(strokeWidth=1.5)
-        .encode(x, alt.Y("low:Q", axis=y_axis, scale=scale), alt.Y2("high:Q"), color, **opacity),
+        intervals.encode(x, alt.Y("low:Q", axis=y_axis, scale=scale), alt.Y2("high:Q"), color, **opacity),
         known.mark_line(strokeWidth=1.5).encode(x, y, color, dash, alt.Detail("curve:N"), **opacity),
         points.add_params(choice) if choice else points,
         _draw_notes(),
     ]
     states = [labels[state] for state in sorted(set(table["prefilter"]), reverse=True)]
-    return alt.LayerChart(data=data, layer=layers, width=1.4 * _WIDTH, height=1.2 * _HEIGHT).facet(
-        facet=alt.Facet("state:N", title=None, sort=states), columns=2
-    )
+    chart = alt.LayerChart(data=data, layer=layers, width=1.4 * _WIDTH, height=1.2 * _HEIGHT)
+    return chart.facet(facet=alt.Facet("state:N", title=None, sort=states), columns=2)
 
 
 def _make_scale(values: Floats, threshold: float | None) -> tuple[alt.Scale, dict[str, Any]]:
@@ -334,7 +304,6 @@ def _make_scale(values: Floats, threshold: float | None) -> tuple[alt.Scale, dic
     if largest <= 5 * smallest:
         return scale, {"tickCount": 5}
     exponents = range(math.ceil(math.log10(threshold)), math.floor(math.log10(largest)) + 1)
-    sizes = [
-        step * 10.0**exponent for exponent in exponents for step in ((1, 2, 5) if largest < 1e3 * threshold else (1,))
-    ]
+    steps = (1, 2, 5) if largest < 1e3 * threshold else (1,)
+    sizes = [step * 10.0**exponent for exponent in exponents for step in steps]
     return scale, {"values": [*(-size for size in sizes), 0.0, *sizes], "labelExpr": "datum.value"}

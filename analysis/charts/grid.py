@@ -6,9 +6,10 @@ import pandas as pd
 from analysis.charts.chart import (
     INK,
     STOPPED_COLOR,
+    choose,
     layer,
     make_arm_colors,
-    make_color_scale,
+    make_color,
     make_legend,
     make_opacity,
     make_tooltips,
@@ -57,32 +58,24 @@ def draw_heat_maps(
         *(alt.Tooltip(f"{name}:Q", format=".4g") for name in ("std", "low", "high")),
     ]
     counts = [alt.Tooltip("scored:Q", title="scored runs"), *make_tooltips("runs:Q", "stopped:Q")]
-    places = [
-        alt.Tooltip("panel:N"),
-        alt.Tooltip("x:N", title=axes[0]),
-        alt.Tooltip("y:N", title=axes[1]),
-    ]
+    places = [alt.Tooltip("panel:N"), alt.Tooltip("x:N", title=axes[0]), alt.Tooltip("y:N", title=axes[1])]
     cells = alt.Chart(name="cells").transform_filter("isValid(datum.value)").mark_rect()
     empty = alt.Chart(name="empty").transform_filter("!isValid(datum.value)")
+    empty = empty.mark_rect(fill="transparent", stroke=INK, strokeDash=[2, 2], strokeOpacity=0.5)
+    # Inside of the cell, where its neighbors do not cover the frame.
+    width_share, height_share = alt.RelativeBandSize(band=0.92), alt.RelativeBandSize(band=0.88)
     frames = alt.Chart(name="frames").transform_filter("datum.stopped > 0")
-    texts = alt.Chart(name="texts").mark_text(
-        fontSize=10, lineHeight=11, dy=alt.ExprRef("length(datum.lines) > 1 ? -5 : 0")
+    frames = frames.mark_rect(
+        fillOpacity=0, stroke=STOPPED_COLOR, strokeWidth=2, width=width_share, height=height_share
     )
+    middle_or_above = alt.ExprRef("length(datum.lines) > 1 ? -5 : 0")
+    texts = alt.Chart(name="texts").mark_text(fontSize=10, lineHeight=11, dy=middle_or_above)
     ink = alt.when("!isValid(datum.value)").then(alt.value(INK))
     text_color = ink.when(f"datum.value < {middle!r}").then(alt.value("#ffffff")).otherwise(alt.value("#000000"))
     layers = [
         cells.encode(x, y, alt.Color("value:Q", scale=scale, legend=legend), tooltip=[*places, *numbers, *counts]),
-        empty.mark_rect(fill="transparent", stroke=INK, strokeDash=[2, 2], strokeOpacity=0.5).encode(
-            x, y, tooltip=[*places, *counts]
-        ),
-        frames.mark_rect(
-            fillOpacity=0,
-            stroke=STOPPED_COLOR,
-            strokeWidth=2,
-            # Inside of the cell, where its neighbors do not cover the frame.
-            width=alt.RelativeBandSize(band=0.92),
-            height=alt.RelativeBandSize(band=0.88),
-        ).encode(x, y, tooltip=[*places, *numbers, *counts]),
+        empty.encode(x, y, tooltip=[*places, *counts]),
+        frames.encode(x, y, tooltip=[*places, *numbers, *counts]),
         texts.encode(x, y, alt.Text("lines:N"), color=text_color),
     ]
     layered = alt.LayerChart(data=table, layer=layers, width=width, height=_CELL_HEIGHT * len(ys))
@@ -106,63 +99,50 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
     """
     lines = list(dict.fromkeys(doses["line"]))
     values = sorted(doses["dose"].unique())
-    choice = alt.selection_point(name="line", fields=["line"], bind="legend")
-    color = alt.Color("line:N", legend=make_legend(columns=2), scale=make_color_scale(make_arm_colors(lines)))
-    shape = alt.Shape(
-        "line:N",
-        legend=make_legend(columns=2),
-        scale=alt.Scale(domain=lines, range=[_SHAPES[index % len(_SHAPES)] for index in range(len(lines))]),
-    )
+    choice, legend = choose("line"), make_legend(columns=2)
+    color = make_color("line", make_arm_colors(lines), legend)
+    shapes = alt.Scale(domain=lines, range=[_SHAPES[index % len(_SHAPES)] for index in range(len(lines))])
+    shape = alt.Shape("line:N", legend=legend, scale=shapes)
     ends = values[0] / 1.5, values[-1] * 1.5
     scale = alt.Scale(type="log", domain=list(ends), nice=False)
-    x_axis = alt.Axis(values=values, format="~g", grid=False, title=None)
-    last_axis = alt.Axis(values=values, format="~g", grid=False, title=label)
     opacity = make_opacity(choice)
     # A few percent apart, so that the intervals of lines with equal fractions do not cover each other.
-    places = doses["line"].map(
-        {line: 10 ** (0.012 * (index - (len(lines) - 1) / 2)) for index, line in enumerate(lines)}
-    )
-    data = doses.assign(place=doses["dose"] * places)
-    fractions = ("fraction", "fraction_low", "fraction_high")
+    shifts = {line: 10 ** (0.012 * (index - (len(lines) - 1) / 2)) for index, line in enumerate(lines)}
+    data = doses.assign(place=doses["dose"] * doses["line"].map(shifts))
 
-    def draw_lines(column: str, x: alt.X, title: str, domain_end: float | None = None) -> list[alt.Chart]:
-        y_scale = alt.Scale(zero=True) if domain_end is None else alt.Scale(domain=[0, domain_end])
-        y = alt.Y(f"{column}:Q", axis=alt.Axis(title=title, tickCount=5), scale=y_scale)
-        tooltips = [
-            *make_tooltips("line:N", "dose:Q", "collapsed:Q", "runs:Q"),
-            *(alt.Tooltip(f"{key}:Q", format=".3f") for key in (*fractions, "success")),
-        ]
-        return [
-            alt.Chart(data).mark_line(strokeWidth=1.5).encode(x, y, color, opacity=opacity),
-            alt.Chart(data, name=column)
-            .mark_point(size=50, filled=True)
-            .encode(x, y, color, shape, opacity=opacity, tooltip=tooltips),
-        ]
-
-    def at(column: str, axis: alt.Axis = x_axis) -> alt.X:
+    def at(column: str, title: str | None = None) -> alt.X:
+        axis = alt.Axis(values=values, format="~g", grid=False, title=title)
         return alt.X(f"{column}:Q", scale=scale, axis=axis)
 
-    fraction_lines, fraction_points = draw_lines("fraction", at("place"), "collapsed runs (fraction)", 1.0)
-    intervals = (
-        alt.Chart(data)
-        .mark_rule()
-        .encode(at("place"), alt.Y("fraction_low:Q"), alt.Y2("fraction_high"), color, opacity=opacity)
-    )
+    def draw_lines(column: str, x: alt.X, title: str, y_scale: alt.Scale) -> list[alt.Chart]:
+        y = alt.Y(f"{column}:Q", axis=alt.Axis(title=title, tickCount=5), scale=y_scale)
+        fractions = ("fraction", "fraction_low", "fraction_high", "success")
+        tooltips = [
+            *make_tooltips("line:N", "dose:Q", "collapsed:Q", "runs:Q"),
+            *(alt.Tooltip(f"{key}:Q", format=".3f") for key in fractions),
+        ]
+        points = alt.Chart(data, name=column).mark_point(size=50, filled=True)
+        return [
+            alt.Chart(data).mark_line(strokeWidth=1.5).encode(x, y, color, opacity=opacity),
+            points.encode(x, y, color, shape, opacity=opacity, tooltip=tooltips),
+        ]
+
+    scale_to_1 = alt.Scale(domain=[0, 1.0])
+    fraction_lines, fraction_points = draw_lines("fraction", at("place"), "collapsed runs (fraction)", scale_to_1)
+    bounds = alt.Y("fraction_low:Q"), alt.Y2("fraction_high")
+    intervals = alt.Chart(data).mark_rule().encode(at("place"), *bounds, color, opacity=opacity)
     y = alt.Y("line:N", sort=lines, axis=alt.Axis(title="edge", labels=False, ticks=False, domain=False, grid=False))
-    known = edges.dropna(subset="edge")
     bounded = edges.dropna(subset=["edge_low", "edge_high"], how="all")
     # A bound that is missing is an arrow that leaves the doses of the study.
     bars = bounded.assign(start=bounded["edge_low"].fillna(ends[0]), end=bounded["edge_high"].fillna(ends[1]))
-    tooltips = make_tooltips(
-        *(f"{name}:Q" for name in ("edge", "edge_low", "edge_high", "safe_low", "safe_high")), "line:N", "note:N"
-    )
+    numbers = (f"{name}:Q" for name in ("edge", "edge_low", "edge_high", "safe_low", "safe_high"))
+    tooltips = make_tooltips(*numbers, "line:N", "note:N")
+    channels = {"opacity": opacity, "tooltip": tooltips}
+    bands = alt.Chart(edges.dropna(subset="safe_low")).mark_bar(height=10)
+    points = alt.Chart(edges.dropna(subset="edge"), name="edges").mark_point(filled=True, size=70)
     edge_layers = [
-        alt.Chart(edges.dropna(subset="safe_low"))
-        .mark_bar(height=10)
-        .encode(at("safe_low"), alt.X2("safe_high"), y, color, opacity=make_opacity(choice, 0.4), tooltip=tooltips),
-        alt.Chart(bars)
-        .mark_rule(strokeWidth=2)
-        .encode(at("start"), alt.X2("end"), y, color, opacity=opacity, tooltip=tooltips),
+        bands.encode(at("safe_low"), alt.X2("safe_high"), y, color, make_opacity(choice, 0.4), tooltip=tooltips),
+        alt.Chart(bars).mark_rule(strokeWidth=2).encode(at("start"), alt.X2("end"), y, color, **channels),
         *(
             alt.Chart(bars[bounded[column].isna() == is_open])
             .mark_point(shape=mark, filled=is_open, angle=angle, size=size, strokeWidth=2)
@@ -170,13 +150,11 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
             for column, place, arrow in (("edge_low", "start", "triangle-left"), ("edge_high", "end", "triangle-right"))
             for is_open, mark, angle, size in ((True, arrow, 0, 70), (False, "stroke", 90, 100))
         ),
-        alt.Chart(known, name="edges")
-        .mark_point(filled=True, size=70)
-        .encode(at("edge"), y, color, shape, opacity=opacity, tooltip=tooltips),
+        points.encode(at("edge"), y, color, shape, **channels),
     ]
     # The legend of all panels has the choice of the first.
     fraction_panel = [fraction_lines, intervals, fraction_points.add_params(choice)]
-    success_panel = draw_lines("success", at("dose", last_axis), "success (fraction)")
+    success_panel = draw_lines("success", at("dose", label), "success (fraction)", alt.Scale(zero=True))
     return alt.VConcatChart(
         vconcat=[
             layer(*fraction_panel, height=180, width=_DOSE_WIDTH),

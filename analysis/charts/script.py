@@ -49,7 +49,7 @@ def _read_bundle() -> str:
     try:
         folder = find_cache_folder()
     except RuntimeError:  # a user without a home folder has no cache
-        return _make_bundle()
+        return str(vl_convert.javascript_bundle(_DRAW_CHARTS))
     key = hashlib.sha256(f"{version('vl-convert-python')} {_DRAW_CHARTS}".encode()).hexdigest()[:12]
     path = folder / f"charts-{key}.js"
     with suppress(OSError, ValueError):
@@ -57,15 +57,11 @@ def _read_bundle() -> str:
             digest, _, bundle = read_bytes(path).decode("utf-8").partition("\n")
             if digest == hashlib.sha256(bundle.encode()).hexdigest():
                 return bundle
-    bundle = _make_bundle()
+    bundle = str(vl_convert.javascript_bundle(_DRAW_CHARTS))
     with suppress(OSError):  # such as a home folder that this user may not write
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, f"{hashlib.sha256(bundle.encode()).hexdigest()}\n{bundle}")
     return bundle
-
-
-def _make_bundle() -> str:
-    return str(vl_convert.javascript_bundle(_DRAW_CHARTS))
 
 
 def _is_own(path: Path) -> bool:

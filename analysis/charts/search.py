@@ -6,19 +6,21 @@ from collections.abc import Iterable, Sequence
 import altair as alt
 import pandas as pd
 
-from analysis.charts.chart import INK, POINT_COLOR, STOPPED_COLOR, layer, make_tooltips, mark_stop
+from analysis.charts.chart import INK, POINT_COLOR, STOPPED_COLOR, layer, make_color, make_tooltips, mark_stop
 from analysis.search.trials import Importance
 from trainable.runs.study_record import Dimension
 
 _BEST_FRACTION = 0.25
 _PANEL_WIDTH = 150
 _PANELS_PER_ROW = 4
+_COLUMNS = ["arm", "number", "success", "low", "high", "is_feasible", "is_front"]
+"""What marks need of a table of points."""
 _OUTCOME = alt.Axis(title="outcome", tickCount=5)
 
 
 def draw_history(table: pd.DataFrame, is_higher_better: bool) -> alt.LayerChart:
     """Draw outcomes by the number of the point, and the best one so far. table: `SearchResults.values`."""
-    points = _select_points(table)
+    points = table.filter(_COLUMNS)
     feasible = points[points["is_feasible"]]
     best = feasible.assign(best=feasible["success"].cummax() if is_higher_better else feasible["success"].cummin())
     x = alt.X("number:Q", title="number of the point (0: default)", axis=alt.Axis(tickMinStep=1, grid=False))
@@ -39,10 +41,9 @@ def draw_importances(importances: Sequence[Importance]) -> alt.LayerChart:
     axis, scale = alt.Axis(title="share of importance"), alt.Scale(domain=[0, 1])
     bars = alt.Chart(table).mark_bar(color=POINT_COLOR, opacity=0.7, height=14)
     bounds = alt.Chart(table).mark_rule(strokeWidth=1.5)
+    tooltips = make_tooltips("name:N", "value:Q", "low:Q", "high:Q")
     return layer(
-        bars.encode(
-            alt.X("value:Q", axis=axis, scale=scale), y, tooltip=make_tooltips("name:N", "value:Q", "low:Q", "high:Q")
-        ),
+        bars.encode(alt.X("value:Q", axis=axis, scale=scale), y, tooltip=tooltips),
         bounds.encode(alt.X("low:Q", axis=axis), alt.X2("high:Q"), y),
         height=alt.Step(24),
     )
@@ -53,7 +54,8 @@ def draw_slices(table: pd.DataFrame, space: Sequence[Dimension]) -> alt.ConcatCh
     panels = []
     titles = _shorten_dimensions([dimension.name for dimension in space])
     for dimension, title in zip(space, titles, strict=True):
-        points = _select_points(table, dimension)
+        values = table[dimension.name]
+        points = table.filter(_COLUMNS).assign(value=values)[_scale(values, dimension).notna()]
         if dimension.values:
             x = alt.X("value:N", sort=list(dimension.values), axis=alt.Axis(title=title, labelAngle=0))
         else:
@@ -72,53 +74,33 @@ def draw_parallel(table: pd.DataFrame, space: Sequence[Dimension], is_higher_bet
     group = pd.Series("other", index=table.index).mask(rank <= max(1, _BEST_FRACTION * len(table)), "best quarter")
     base = table[["arm", "success"]].assign(group=group.mask(~table["is_feasible"].astype(bool), "collapsed or failed"))
     lines = [
-        base.assign(
-            axis=name, place=place, height=_scale(table[dimension.name], dimension), shown=table[dimension.name]
-        )
+        base.assign(axis=name, place=place, height=_scale(values, dimension), shown=values)
         for place, (name, dimension) in enumerate(zip(names, space, strict=True))
+        for values in [table[dimension.name]]
     ]
     heights = (outcome - outcome.min()) / span if span > 0 else outcome * 0 + 0.5
     lines.append(base.assign(axis="outcome", place=len(names), height=heights, shown=outcome))
     data = pd.concat(lines, ignore_index=True).dropna(subset="height")
-    data = data.assign(
-        shown=data["shown"].map(lambda value: f"{value:.3g}" if isinstance(value, float) else str(value))
-    )
+    data["shown"] = data["shown"].map(lambda value: f"{value:.3g}" if isinstance(value, float) else str(value))
     x = alt.X("axis:N", sort=[*names, "outcome"], axis=alt.Axis(title=None, labelAngle=-20, grid=True))
     y = alt.Y("height:Q", axis=alt.Axis(title="lowest to highest value", labels=False, ticks=False, grid=False))
-    colors = alt.Scale(
-        domain=["best quarter", "other", "collapsed or failed"], range=[POINT_COLOR, "#8a8a8a", STOPPED_COLOR]
-    )
-    color = alt.Color("group:N", scale=colors, legend=alt.Legend(title=None, orient="bottom"))
+    colors = {"best quarter": POINT_COLOR, "other": "#8a8a8a", "collapsed or failed": STOPPED_COLOR}
+    color = make_color("group", colors, alt.Legend(title=None, orient="bottom"))
     curves = alt.Chart(data).mark_line(strokeWidth=1.4, opacity=0.7).encode(x, y, color, detail=alt.Detail("arm:N"))
     values = alt.Chart(data).mark_point(size=18, filled=True, opacity=0.9)
-    tooltip = [
-        *make_tooltips("arm:N", "axis:N"),
-        alt.Tooltip("shown:N", title="value"),
-        alt.Tooltip("success:Q", format=".4g"),
-    ]
-    return layer(curves, values.encode(x, y, color, tooltip=tooltip))
+    numbers = alt.Tooltip("shown:N", title="value"), alt.Tooltip("success:Q", format=".4g")
+    return layer(curves, values.encode(x, y, color, tooltip=[*make_tooltips("arm:N", "axis:N"), *numbers]))
 
 
 def draw_pareto(table: pd.DataFrame) -> alt.LayerChart:
     """Draw outcome against cost. table: the points with `is_front`."""
-    points = _select_points(table).assign(millions=table["cost"] / 1e6, label=table["arm"].str.removeprefix("point-"))
+    points = table.filter(_COLUMNS).assign(millions=table["cost"] / 1e6, label=table["arm"].str.removeprefix("point-"))
     front = points[points["is_front"]].sort_values("millions")
     x = alt.X("millions:Q", axis=alt.Axis(title="cost (million tokens per run)", tickCount=6))
     line = alt.Chart(front).mark_line(color=INK, strokeWidth=1.2)
     labels = alt.Chart(front).mark_text(dx=6, dy=-6, align="left")
     y = alt.Y("success:Q", axis=_OUTCOME)
     return layer(line.encode(x, y), *_draw_points(points, x), labels.encode(x, y, text=alt.Text("label:N")))
-
-
-def _select_points(table: pd.DataFrame, dimension: Dimension | None = None) -> pd.DataFrame:
-    """Select the columns that marks need, and the `value` of a dimension; without points that have none inside it."""
-    points = table[
-        [name for name in ("arm", "number", "success", "low", "high", "is_feasible", "is_front") if name in table]
-    ]
-    if dimension is None:
-        return points
-    points = points.assign(value=table[dimension.name])
-    return points[_scale(table[dimension.name], dimension).notna()]
 
 
 def _draw_points(points: pd.DataFrame, x: alt.X, *, shade: bool = False) -> list[alt.Chart]:
@@ -158,7 +140,6 @@ def _shorten_dimensions(names: Iterable[str]) -> list[str]:
     names, shortened = list(names), []
     for name in names:
         setting, _, condition = name.partition(" if ")
-        value = condition.rpartition("=")[2]
-        short = setting.rpartition(".")[2]
-        shortened.append(f"{short} ({value})" if value and value not in ("True", "False") else short)
+        short, value = setting.rpartition(".")[2], condition.rpartition("=")[2]
+        shortened.append(f"{short} ({value})" if value not in ("", "True", "False") else short)
     return [name if shortened.count(short) > 1 else short for name, short in zip(names, shortened, strict=True)]

@@ -3,14 +3,14 @@
 import altair as alt
 import pandas as pd
 
-from analysis.charts import chart as charts
+from analysis.charts.chart import make_file_chart
 from analysis.charts.curves import draw_curves, draw_survival
 from analysis.charts.dose import draw_dose_response
 from analysis.data.compare import require_single_study
 from analysis.data.frames import StudyFrames
 from analysis.grid.layout import name_arms
 from analysis.report.results import SweepResults
-from analysis.report.sweep import CURVES
+from analysis.report.sweep import CURVES, Curve
 from analysis.sweep import series, tables
 from analysis.sweep.collapse import compute_survival
 
@@ -38,8 +38,7 @@ class StudyPlots:
                 "The arms of this study form a grid: analysis.report.pages.draw_figures(frames) draws its heat maps."
             )
         runs, setting = tables.make_run_outcomes(results.frames), results.study.axis.setting
-        chart = draw_dose_response(results.dose_response, runs, results.arm_colors, setting)
-        return charts.make_file_chart(chart)
+        return make_file_chart(draw_dose_response(results.dose_response, runs, results.arm_colors, setting))
 
     def curves(self, column: str = "val_success") -> alt.TopLevelMixin:
         """Draw a column of `steps` over training: one line per run, and the mean of each arm.
@@ -49,16 +48,14 @@ class StudyPlots:
         results = self._make_results()
         table = _require_rows(series.make_curves(results.frames, column))
         # As the report draws it, where it does.
-        curve = next((curve for curve in CURVES if curve.column == column), None)
-        means = series.compute_mean_curves(table, carry_forward=curve is not None and curve.carry_forward)
-        label = curve.label if curve else column
-        return charts.make_file_chart(draw_curves(table, means, results.arm_colors, label))
+        curve = next((curve for curve in CURVES if curve.column == column), Curve("", column, column, ""))
+        means = series.compute_mean_curves(table, carry_forward=curve.carry_forward)
+        return make_file_chart(draw_curves(table, means, results.arm_colors, curve.label))
 
     def survival(self) -> alt.TopLevelMixin:
         """Draw the fraction of the runs of each arm that have not collapsed, by step."""
         results = self._make_results()
-        table = _require_rows(compute_survival(results.frames))
-        return charts.make_file_chart(draw_survival(table, results.arm_colors))
+        return make_file_chart(draw_survival(_require_rows(compute_survival(results.frames)), results.arm_colors))
 
     def _make_results(self) -> SweepResults:
         frames = require_single_study(self._frames)

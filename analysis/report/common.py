@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import pandas as pd
@@ -14,11 +14,11 @@ from analysis.data.compare import has_added_seeds
 from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.report.section import Figure, Listing, Section, Table, TableColumn, is_missing, name, number, text
+from analysis.report.section import Figure, Listing, Section, Table, TableColumn, is_missing, name, number, part, text
 from analysis.search.results import SearchResults, find_search
 from analysis.sweep import findings
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, format_sentences
-from analysis.sweep.verdicts import describe_stop, format_p_value, format_signed, format_status
+from analysis.sweep.verdicts import count_nouns, describe_stop, format_p_value, format_signed, format_status
 from trainable.config.aliases import flatten_settings
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
@@ -57,12 +57,8 @@ def list_remarks(frames: StudyFrames) -> list[str]:
     """List what a reader must know before any number: that a study is recorded, a confirmation, or short."""
     study = frames.studies[0]
     recorded = "A recorded study, which comes with tune_study: nothing was trained on this machine."
-    remarks = [
-        recorded if study.recorded else "",
-        findings.describe_confirmation(study),
-        findings.describe_short_runs(study),
-    ]
-    return [remark for remark in remarks if remark]
+    remarks = findings.describe_confirmation(study), findings.describe_short_runs(study)
+    return [*filter(None, [recorded if study.recorded else "", *remarks])]
 
 
 # ---------------------------------------------------------------------- columns
@@ -75,6 +71,7 @@ def count_statuses(row: Row) -> str:
 
 
 STATUS_COUNTS = TableColumn("runs", count_statuses, "status")
+STATUS = TableColumn("status", lambda run: f"{run['status']} {format_status(run['status'])}", "status")
 
 
 def format_p(value: float) -> str:
@@ -82,14 +79,10 @@ def format_p(value: float) -> str:
     return format_p_value(value).removeprefix("p ")
 
 
-def format_signed_2(value: float) -> str:
-    """Format a correlation, a cosine or a shift with two decimals."""
-    return format_signed(value, 2)
-
-
-def format_signed_4(value: float) -> str:
-    """Format a difference with four decimals."""
-    return format_signed(value, 4)
+format_signed_2 = partial(format_signed, decimals=2)
+"""Formats a correlation, a cosine or a shift with two decimals."""
+format_signed_4 = partial(format_signed, decimals=4)
+"""Formats a difference with four decimals."""
 
 
 # ---------------------------------------------------------------------- runs
@@ -102,8 +95,8 @@ def make_runs_table(frames: StudyFrames, columns: Iterable[TableColumn]) -> Iter
         [
             name("arm"),
             number("seed", "seed", str),
-            TableColumn("status", lambda run: f"{run['status']} {format_status(run['status'])}", "status"),
-            TableColumn("steps", _format_steps, "number"),
+            STATUS,
+            part("steps", "steps_done", "steps_total"),
             *columns,
             TableColumn("reason", _format_reason),
             text("run", "run_id"),
@@ -111,10 +104,6 @@ def make_runs_table(frames: StudyFrames, columns: Iterable[TableColumn]) -> Iter
         to_records(trials),
         fold=f"All {len(trials)} runs",
     )
-
-
-def _format_steps(run: Row) -> str:
-    return f"{run['steps_done']}" if is_missing(run["steps_total"]) else f"{run['steps_done']} of {run['steps_total']}"
 
 
 def _format_reason(run: Row) -> str:
@@ -136,8 +125,7 @@ def _make_contrast_figure(results: StudyResults) -> tuple[pd.DataFrame, pd.DataF
 
 
 def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
-    frames = results.frames
-    (family,) = frames.families
+    (family,) = results.frames.families
     columns = {column.name: column for column in family.trial_columns}
     contrasts, pairs = results.contrasts, results.contrast_pairs
     counts = [number(word, word, str) for word in ("lower", "higher", "equal")]
@@ -148,7 +136,7 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
             [
                 name("contrast", "contrast"),
                 TableColumn("verdict", _format_contrast_verdict, "verdict"),
-                number("first minus\nsecond", "difference", format_signed_4, ("difference_low", "difference_high")),
+                number("first minus\nsecond", "difference", format_signed_4),
                 number("Holm p", "p_holm", format_p),
                 number("seeds", "seeds", str),
                 TableColumn("pairs", _format_pairs, "number"),
@@ -164,8 +152,8 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
                 name("contrast", "contrast"),
                 text("first", "first"),
                 text("second", "second"),
-                number("mean of\nthe first", "first_mean", _make_formatter(key)),
-                number("mean of\nthe second", "second_mean", _make_formatter(key)),
+                number("mean of\nthe first", "first_mean", partial(format_ordinary, column=key)),
+                number("mean of\nthe second", "second_mean", partial(format_ordinary, column=key)),
                 number("first minus\nsecond", "difference", format_signed_4),
                 number("seeds", "seeds", str),
                 *counts,
@@ -199,15 +187,10 @@ def format_ordinary(value: float, column: str) -> str:
     return f"{value:.{digits}f}".replace("-", "−")
 
 
-def _make_formatter(column: str) -> Callable[[float], str]:
-    return lambda value: format_ordinary(value, column)
-
-
 def _list_contrast_sentences(results: StudyResults) -> Iterator[str]:
     contrasts, pairs = results.contrasts, results.contrast_pairs
     if contrasts.empty:
-        count = len(read_contrasts(results.study))
-        yield f"{count} contrast{'' if count == 1 else 's'}; no run has a number for them yet."
+        yield f"{count_nouns(len(read_contrasts(results.study)), 'contrast')}; no run has a number for them yet."
     is_known = (pairs["first_steps"] != "") & (pairs["second_steps"] != "")
     unequal = pairs[is_known & (pairs["first_steps"] != pairs["second_steps"])].drop_duplicates(["first", "second"])
     if len(unequal):
@@ -215,10 +198,7 @@ def _list_contrast_sentences(results: StudyResults) -> Iterator[str]:
             f"{row['first']} ({row['first_steps']} steps) and {row['second']} ({row['second_steps']})"
             for row in to_records(unequal)
         )
-        yield (
-            "The arms of these pairs train for different numbers of steps, so means over their runs cover different "
-            f"stretches of training: {listing}."
-        )
+        yield f"These pairs train for different numbers of steps, so their means cover different stretches: {listing}."
 
 
 def _explain_contrasts(results: StudyResults) -> str:
@@ -230,15 +210,13 @@ def _explain_contrasts(results: StudyResults) -> str:
         "corrected for the number of contrasts."
     )
     return (
-        "A contrast is a list of pairs of arms that differ in one thing. The pairs were declared with the study, "
-        "before any run. A difference is the first arm of a pair minus the second, for runs with the same seed. Each "
-        "seed gives one number, the mean over the pairs of the contrast, and the contrast is the mean of these "
-        f"numbers. {basis} They hold for other seeds of these pairs, not for other pairs. `{family.primary_column}` "
-        "is the primary outcome: there the first arm is **better** or **worse** than the second, **equal** within the "
-        "margin, without an effect (**no effect**: every row of both runs is equal), or the contrast is **open**: a "
-        "difference as large as the farther end of the interval could have been missed. p-values are corrected with "
-        "Holm's method over its contrasts. The other columns are secondary. They have no better side, and their "
-        "p-values are corrected together."
+        "A contrast is a list of pairs of arms that differ in one thing, declared before any run. Each seed gives one "
+        f"number, the mean over the pairs of first minus second, and the contrast is the mean over seeds. {basis} They "
+        f"hold for other seeds of these pairs, not for other pairs. In `{family.primary_column}`, the primary outcome, "
+        "the first arm is **better** or **worse**, **equal** within the margin, without an effect (**no effect**: "
+        "every row of both runs is equal), or the contrast is **open**: a difference as large as the farther end of "
+        "the interval could have been missed. Its p-values are corrected with Holm's method over its contrasts. The "
+        "other columns are secondary: they have no better side, and their p-values are corrected together."
     )
 
 
@@ -250,9 +228,8 @@ CONTRASTS: Section[StudyResults] = Section(
     figures=(
         Figure(
             "contrasts",
-            "Differences of the declared contrasts. Each point is the mean over the pairs of a contrast, with its 95 % "
-            "interval over seeds, and each ring one of its pairs, the mean over the pair's seeds. Left of the dashed "
-            "line, the first arm of the pair is lower.",
+            "Differences of the declared contrasts. A point is the mean over the pairs of a contrast, with its 95 % "
+            "interval over seeds, a ring the mean of one pair. Left of the dashed line, the first arm is lower.",
             _make_contrast_figure,
             lambda table, results: draw_intervals(
                 table[0], f"{results.frames.families[0].primary_column}, first minus second", pairs=table[1]
@@ -298,31 +275,30 @@ def make_reproduction_tables(results: StudyResults, facts: Mapping[str, str]) ->
         fold=f"Settings in which arms differ: {len(differing)}",
     )
     settings = make_settings_rows(study)
-    are_known = bool(settings) and settings[0]["changed"] is not None
     yield Table(
         [
             TableColumn("setting", lambda row: f"`{row['name']}`", "name"),
             TableColumn("value", lambda row: f"`{row['value']}`"),
-            TableColumn("default", _format_default),
+            TableColumn("default", lambda row: {None: "–", False: "same"}.get(row["changed"], f"`{row['default']}`")),
         ],
         settings,
         fold=f"All {len(settings)} settings, before the arms change them",
         note="Marked settings differ from the default."
-        if are_known
+        if study.defaults
         else "The defaults are not recorded in study.json, so no setting is marked.",
         get_class=lambda row: "changed" if row["changed"] else "",
     )
-    for source in list_sources(study):
-        title = f"{source['title']}: `{source['path'] or 'declared in Python'}`, SHA-256 `{source['sha256']}`"
-        yield Listing(title, source["text"])
+    files = [
+        *([("Study", study.declaration)] if study.declaration else []),
+        *(("Study, an earlier text", file) for file in study.earlier_declarations),
+        *(("Parts", file) for file in study.code),
+    ]
+    for title, file in files:
+        yield Listing(f"{title}: `{file.path or 'declared in Python'}`, SHA-256 `{file.sha256}`", file.text)
 
 
 MAX_SETTING_ARMS = 40
 """With more arms, a column for each would make the table of settings too wide to read."""
-
-
-def _format_default(row: Row) -> str:
-    return "–" if row["changed"] is None else f"`{row['default']}`" if row["changed"] else "same"
 
 
 def make_settings_rows(study: StudyRecord) -> list[dict[str, Any]]:
@@ -356,13 +332,3 @@ def list_commands(study: StudyRecord) -> list[str]:
 def list_command_sentences(results: StudyResults) -> list[str]:
     """List the commands of a study as sentences of its last section."""
     return [f"`{command}`" for command in list_commands(results.study)] or ["The command is not recorded."]
-
-
-def list_sources(study: StudyRecord) -> list[dict[str, str]]:
-    """List the texts that a user wrote for a study, its declaration and plug-in files, as study.json has them."""
-    files = [
-        *([("Study", study.declaration)] if study.declaration else []),
-        *(("Study, an earlier text", file) for file in study.earlier_declarations),
-        *(("Parts", file) for file in study.code),
-    ]
-    return [{"title": title, **asdict(file)} for title, file in files]

@@ -36,14 +36,10 @@ def _make_figure(
 
     def draw(table: pd.DataFrame, results: SweepResults) -> Any:
         arms = dict(zip(table["line"], table["arm"], strict=True))
-        has_several_arms = results.frames.gradients["arm"].nunique() > 1
-        colors = {line: results.arm_colors[arm] for line, arm in arms.items()}
-        return draw_lines(
-            table,
-            colors if has_several_arms else make_arm_colors(list(arms)),
-            make_label(results.frames.gradients),
-            FILTER_LABELS,
-        )
+        colors = make_arm_colors(list(arms))
+        if results.frames.gradients["arm"].nunique() > 1:
+            colors = {line: results.arm_colors[arm] for line, arm in arms.items()}
+        return draw_lines(table, colors, make_label(results.frames.gradients), FILTER_LABELS)
 
     return Figure(name, caption, make_table, draw, lambda table, results: describe_buckets(table, subject))
 
@@ -62,41 +58,37 @@ def describe_buckets(table: pd.DataFrame, name: str) -> str:
 
 def _describe_filter_state(rows: pd.DataFrame, label: str, name: str) -> str:
     names = rows["line"] + ", " + rows["bucket"].str.replace("_", " ")
-    span = describe_span(pd.Series(rows["value"].to_numpy(), index=names), "bucket")
+    span = describe_span(rows["value"].set_axis(names), "bucket")
     bounded = rows.dropna(subset=["low", "high"])
-    num_above = int((bounded["low"] > 0).sum())
-    interval_text = (
-        f"the 95 % interval is above 0 in {num_above} of {len(bounded)} that have one"
-        if len(bounded)
-        else "no bucket has an interval"
-    )
+    above = f"the 95 % interval is above 0 in {(bounded['low'] > 0).sum()} of {len(bounded)} that have one"
+    interval_text = above if len(bounded) else "no bucket has an interval"
     return f"{label[0].upper()}{label[1:]}, {name} is {span}, over {count_nouns(len(rows), 'bucket')}; {interval_text}."
 
 
 def _list_sentences(results: SweepResults) -> Iterator[str]:
     gradients = results.frames.gradients
     yield (
-        "Groups are sorted into buckets by reward std, the standard deviation of the rewards in a group. Task "
-        "gradients are expected to grow with the reward std, and gradients of the regularizers (KL and entropy) are "
-        "not. With a critic, groups with a reward std of 0 may have a task gradient as well."
+        "Groups are sorted into buckets by the standard deviation of their rewards. Task gradients are expected to "
+        "grow with it, those of the regularizers (KL and entropy) are not. With a critic, groups with a reward std of "
+        "0 may have a task gradient as well."
     )
     if tables.make_signal_lines(gradients).empty:
         yield (
             "No bucket has a signal-to-noise ratio: a bucket needs at least two groups with a gradient. To analyze "
             "more groups, add `--set trainer.gradient_analysis_env_groups=128` and `_group_size=16`."
         )
-    empty = to_records(gradients[gradients["empty_after_filter"] > 0])
+    empty = [
+        f"{row['run_id']}, {'probe of ' * (row['source'] == 'probe')}step {row['step']}"
+        for row in to_records(gradients[gradients["empty_after_filter"] > 0])
+    ]
     if empty:
-        batches = ", ".join(
-            f"{row['run_id']}, {'probe of ' * (row['source'] == 'probe')}step {row['step']}" for row in empty
-        )
-        yield f"The filter kept nothing of {batches}."
+        yield f"The filter kept nothing of {', '.join(empty)}."
 
 
 def make_trend_rows(gradients: pd.DataFrame) -> list[Row]:
     """Make the trends of the analyses that the figures show, a row per step, arm, batch and component.
 
-    The numbers are those of `mean_norm`; those of the signal are in the columns `..._of_signal`.
+    The numbers are those of `mean_norm`; those of the signal are in the columns `signal_...`.
     """
     generator = np.random.default_rng(PERMUTATION_SEED)
     names = ["study", "arm", "source", "prefilter", "component"]
@@ -104,8 +96,8 @@ def make_trend_rows(gradients: pd.DataFrame) -> list[Row]:
     for step, analyses in tables.select_report_lines(gradients).groupby("step"):
         trends = tables.summarize_trends(analyses, generator, ("mean_norm", "signal")).assign(step=step)
         signal = trends.loc[trends["measure"] == "signal", [*names, "rho", "rho_low", "rho_high", "p"]]
-        norm = trends[trends["measure"] == "mean_norm"]
-        rows += to_records(norm.merge(signal, on=names, how="left", suffixes=("", "_of_signal")))
+        norm, signal = trends[trends["measure"] == "mean_norm"], signal.set_index(names).add_prefix("signal_")
+        rows += to_records(norm.merge(signal, on=names, how="left"))
     return rows
 
 
@@ -123,25 +115,18 @@ def _make_tables(results: SweepResults) -> Iterator[Table]:
             name("component", "component"),
             number("runs", "runs", str),
             number("buckets", "buckets", str),
-            number(
-                "signal: rho with\nreward std",
-                "rho_of_signal",
-                format_signed_2,
-                ("rho_low_of_signal", "rho_high_of_signal"),
-            ),
-            number("permutation p", "p_of_signal", format_p),
-            number("mean norm: rho with\nreward std", "rho", format_signed_2, ("rho_low", "rho_high")),
-            number("upper / lower\nhalf of buckets", "ratio", format_fraction, ("ratio_low", "ratio_high")),
+            number("signal: rho with\nreward std", "signal_rho", format_signed_2),
+            number("permutation p", "signal_p", format_p),
+            number("mean norm: rho with\nreward std", "rho", format_signed_2),
+            number("upper / lower\nhalf of buckets", "ratio", format_fraction),
             number("permutation p", "p", format_p),
         ],
         make_trend_rows(gradients),
         title="Trends with the reward std",
         note="rho is Spearman's rank correlation with the reward std over the buckets. The signal is an unbiased "
-        "estimate of the squared norm of a bucket's expected gradient. The mean norm is the norm of the bucket's mean "
-        "gradient; its square is signal plus noise. Upper / lower half is the mean norm in the upper half of the "
-        "buckets divided by that in the lower half. Values are means over runs, with intervals over runs if there are "
-        "three or more. The p-values come from permuting the buckets of each analysis, so they "
-        "refer to these measurements and not to other runs.",
+        "estimate of the squared norm of a bucket's expected gradient. The mean norm is that of its mean gradient; its "
+        "square is signal plus noise. Values are means over runs, with intervals over runs from three on. p is from "
+        "permuting the buckets of each analysis, so it refers to these measurements and not to other runs.",
     )
     signals = tables.make_signal_table(tables.select_report_lines(gradients))
     yield Table(
@@ -152,10 +137,8 @@ def _make_tables(results: SweepResults) -> Iterator[Table]:
             batch,
             name("component", "component"),
             number("norm of the\nmean gradient", "mean_norm"),
-            number("signal / noise", "snr", format_signed_2, ("snr_low", "snr_high")),
-            number(
-                "share of the\nexpected step", "signal_share", format_signed, ("signal_share_low", "signal_share_high")
-            ),
+            number("signal / noise", "snr", format_signed_2),
+            number("share of the\nexpected step", "signal_share", format_signed),
             number("share of the\nsampled step", "share", format_signed),
             *(
                 number(f"cosine\nto {label}", f"cosine_{key}", format_signed_2)
@@ -166,10 +149,9 @@ def _make_tables(results: SweepResults) -> Iterator[Table]:
         ],
         to_records(signals[signals["bucket"] == tables.WHOLE_BATCH]),
         title="Whole batches",
-        note="The rows are whole batches of the analyses that the figures show. Shares are signed fractions of the "
-        "gradient step and sum to 1; a term with a share below 0 opposes the step. Two terms with a cosine below 0 "
-        "oppose each other. `python -m tune_study plot-gradients` draws each analysis, and gradients.parquet "
-        "has every number.",
+        note="Shares are signed fractions of the gradient step and sum to 1; a term with a share below 0 opposes the "
+        "step, and two terms with a cosine below 0 oppose each other. `python -m tune_study plot-gradients` draws each "
+        "analysis, and gradients.parquet has every number.",
     )
 
 
@@ -189,10 +171,9 @@ GRADIENTS: Section[SweepResults] = Section(
         _make_figure(
             "regularizer_share",
             "Signed share of the KL and entropy terms together in the gradient step of the bucket, with its 95 % "
-            "interval if there is one. The label of the axis says which step is meant. The expected step excludes "
-            "noise: if its share is near 1 with a narrow interval, the bucket trains the policy almost only on the "
-            "regularizers. Buckets whose gradient is not distinguishable from noise are left out. The sampled step "
-            "includes the noise of the task, which is large, so its share is near 0 whatever the bucket teaches.",
+            "interval if there is one. The expected step excludes noise: a share near 1 with a narrow interval means "
+            "that the bucket trains almost only on the regularizers. Buckets that noise alone would explain are left "
+            "out. The sampled step includes the large noise of the task: its share is near 0 whatever it teaches.",
             tables.make_share_lines,
             lambda gradients: (
                 f"KL + entropy:\n{SHARE_LABELS[tables.choose_share_column(tables.select_report_lines(gradients))]}"
@@ -201,8 +182,8 @@ GRADIENTS: Section[SweepResults] = Section(
         ),
     ),
     tables=_make_tables,
-    explanation="The figures show the gradients of each term of the policy's loss. With one arm, each line is a step; "
-    "with several, each is an arm, at the last analysis of its runs. Each run has its own curve. Curves of probes "
-    "(analyses of checkpoints) are dashed. With fewer than 3 folds there is no interval.",
+    explanation="With one arm, each line of a figure is a step; with several, each is an arm, at the last analysis of "
+    "its runs. Each run has its own curve. Curves of probes (analyses of checkpoints) are dashed. With fewer than 3 "
+    "folds there is no interval.",
     when=lambda results: not tables.drop_empty_batches(results.frames.gradients).empty,
 )

@@ -1,6 +1,6 @@
 """Sections of studies whose arms form a grid: factors, the edge of a dose, heat maps, switches, and the KL loss."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pandas as pd
 
@@ -12,25 +12,10 @@ from analysis.grid.contrasts import compare_switch, list_switches
 from analysis.grid.layout import MEASURES, Measure
 from analysis.report.common import format_p, format_signed_2
 from analysis.report.results import SweepResults
-from analysis.report.section import (
-    Figure,
-    Section,
-    Table,
-    TableColumn,
-    is_missing,
-    name,
-    number,
-    text,
-)
+from analysis.report.section import Figure, Section, Table, TableColumn, is_missing, name, number, part, text
 from analysis.sweep import findings
 from analysis.sweep.collapse import COLLAPSE_DEFINITION
-from analysis.sweep.verdicts import (
-    count_nouns,
-    format_fraction,
-    format_number,
-    format_signed_number,
-    format_status,
-)
+from analysis.sweep.verdicts import count_nouns, format_fraction, format_number, format_signed_number, format_status
 from trainable.config.aliases import shorten_setting
 
 # ---------------------------------------------------------------------- factors
@@ -43,17 +28,12 @@ def _get_factor_grid(results: SweepResults) -> factors.FactorGrid:
 
 def _make_factor_tables(results: SweepResults) -> Iterator[Table]:
     grid = _get_factor_grid(results)
-    yield Table(
-        [
-            name("factor", "factor"),
-            number("spread", "spread", format_fraction),
-            TableColumn(
-                "mean by value",
-                lambda row: "; ".join(f"{entry['value']}: {format_fraction(entry['mean'])}" for entry in row["means"]),
-            ),
-        ],
-        factors.list_factors(grid),
-    )
+
+    def format_means(row: Row) -> str:
+        return "; ".join(f"{entry['value']}: {format_fraction(entry['mean'])}" for entry in row["means"])
+
+    columns = [name("factor", "factor"), number("spread", "spread", format_fraction)]
+    yield Table([*columns, TableColumn("mean by value", format_means)], factors.list_factors(grid))
     yield Table(
         [text("effect", "effect")],
         [{"effect": sentence} for sentence in factors.describe_simple_effects(grid)],
@@ -67,10 +47,9 @@ def _explain_factors(results: SweepResults) -> str:
     return (
         f"The mean by value is that of `{family.primary_column}` over all arms with this value, over "
         f"{count_nouns(len(_get_factor_grid(results).outcomes), 'seed')} of which every arm has a scored run. The "
-        "spread is the standard deviation of these means over the values of the factor, without what noise alone would "
-        "give; it depends on the values that were chosen. The declared contrasts have the difference of each value "
-        "from the first one (a main effect) and the interactions; an interaction is half the difference between the "
-        "effects of one factor at two values of the other."
+        "spread is the standard deviation of these means without what noise alone would give; it depends on the values "
+        "that were chosen. The declared contrasts have the main effects, each value minus the first one, and the "
+        "interactions: half the difference between the effects of one factor at two values of the other."
     )
 
 
@@ -96,8 +75,8 @@ def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("line", "line"),
-            TableColumn("collapsed", lambda row: f"{row['collapsed']} of {row['runs']}", "number"),
-            number("edge", "edge", format_number, ("edge_low", "edge_high")),
+            part("collapsed", "collapsed", "runs"),
+            number("edge", "edge"),
             TableColumn("interval", lambda row: row["method"] or "–"),
             TableColumn("safe band", _format_safe_band, "number"),
             number("decades", "safe_decades"),
@@ -113,16 +92,15 @@ def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
             number("collapsed", "collapsed", str),
             number("of the\nreference", "reference_collapsed", str),
             TableColumn("doses x\nseeds", lambda row: f"{row['doses']} x {row['seeds']}", "number"),
-            number("shift of the\nedge (decades)", "shift", format_signed_2, ("shift_low", "shift_high")),
+            number("shift of the\nedge (decades)", "shift", format_signed_2),
             number("p", "p", format_p),
             text("what restricts it", "note"),
         ],
         to_records(results.edge_tables["edge_shifts"]),
         title="How far the edge moves",
-        note="The contrasts were declared before any run. A shift is the edge of the first line minus that of the "
-        "second, at common doses and seeds: +1 means that the first line tolerates ten times the dose. Both lines are "
-        "fitted with one slope, and the interval is from the profile likelihood. p is from exchanging the collapses of "
-        "the two lines within each seed, so three seeds cannot give less than .25.",
+        note="A shift is the edge of the first line minus that of the second, at common doses and seeds: +1 means that "
+        "the first line tolerates ten times the dose. Both are fitted with one slope. p is from exchanging the "
+        "collapses of the two lines within each seed, so three seeds cannot give less than .25.",
     )
 
 
@@ -131,14 +109,13 @@ def _explain_edges(results: SweepResults) -> str:
     return (
         f"The dose is `{results.study.axis.dose}`, and a line is the arms that are equal in every other setting. "
         f"{COLLAPSE_DEFINITION} The edge is the dose at which half of the runs of a line collapse. Brackets are 95 % "
-        "intervals; a dash means that the runs do not bound the number on that side. A logistic curve of the "
-        "probability of collapse over log10 of the dose is fitted with Firth's penalty. Its interval is from the "
-        "profile likelihood. If no run collapsed up to a dose and all did beyond, any edge between the two fits "
-        "equally well: the table shows their middle, with an exact interval that assumes only that collapse does not "
-        "become rarer with the dose. Runs count as independent. The safe band has the doses at which no run collapsed "
-        f"and mean success is within {margin} of the line's best. It is known up to the grid of doses: it may be as "
-        "wide as the next column says, and a dash there means that it reaches the end of the grid. No collapse in a "
-        "few runs excludes only a large probability of collapse, which is the last number."
+        "intervals from the profile likelihood of a logistic curve over log10 of the dose, fitted with Firth's "
+        "penalty; a dash means that the runs do not bound the number on that side. If no run collapsed up to a dose "
+        "and all did beyond, any edge between the two fits equally well: the table shows their middle, with an exact "
+        "interval that assumes only that collapse does not become rarer with the dose. Runs count as independent. The "
+        f"safe band has the doses at which no run collapsed and mean success is within {margin} of the line's best. "
+        "It is known up to the grid of doses: it may be as wide as the next column says, and a dash there means that "
+        "it reaches the end of the grid. The last number is the probability of collapse that its runs do not exclude."
     )
 
 
@@ -149,8 +126,8 @@ EDGE: Section[SweepResults] = Section(
         Figure(
             "edge",
             "Top: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle: the edge of each "
-            "line, the dose at which half of its runs collapse, with its 95 % interval; an arrow means that the runs "
-            "do not bound it on that side. The wide bar is the safe band. Bottom: mean success at the end.",
+            "line with its 95 % interval, an arrow where the runs do not bound it; the wide bar is the safe band. "
+            "Bottom: mean success at the end.",
             lambda results: results.edge_tables or None,
             lambda tables, results: draw_edges(
                 tables["edge_doses"], tables["edge"], shorten_setting(results.study.axis.dose)
@@ -177,27 +154,16 @@ def describe_factors(grid: layout.Grid) -> list[str]:
 def _describe_grid(results: SweepResults) -> Iterator[str]:
     yield f"{count_nouns(len(results.arms), 'arm')} over {', '.join(describe_factors(results.known_grid))}."
     cells = results.cells
-    stops = (
-        " A vermilion frame and a cross mark runs that a rule stopped as failures; their number is the last one before "
-        "the stop."
-        if cells["early_stopped"].any()
-        else ""
-    )
-    empty = (
-        " A dashed cell has no number, and shows the status of its runs, or a dash if they did not measure it."
-        if cells[[measure.name for measure in MEASURES]].dropna(axis="columns", how="all").isna().any(axis=None)
-        else ""
-    )
-    yield (
-        f"Each cell is the mean over its scored runs. All panels share one color scale.{stops}{empty} A point without "
-        "a cell is not part of the study."
-    )
+    marks = ["Each cell is the mean over its scored runs. All panels share one color scale."]
+    if cells["early_stopped"].any():
+        marks += ["A vermilion frame and a cross mark runs that a rule stopped as failures, with their last number."]
+    if cells[[measure.name for measure in MEASURES]].dropna(axis="columns", how="all").isna().any(axis=None):
+        marks += ["A dashed cell has no number but the status of its runs, or a dash if they did not measure it."]
+    yield " ".join([*marks, "A point without a cell is not part of the study."])
     num_shared = results.members.loc[results.members["shared"], "run_id"].nunique()
     if num_shared:
         verbs = ("appears", "counts") if num_shared == 1 else ("appear", "count")
-        yield (
-            f"{count_nouns(num_shared, 'run')} with KL 0 {verbs[0]} in the panels of every loss but {verbs[1]} once."
-        )
+        yield f"{count_nouns(num_shared, 'run')} with KL 0 {verbs[0]} in the panels of every loss but {verbs[1]} once."
 
 
 def make_heat_map_table(results: SweepResults, measure: str) -> pd.DataFrame | None:
@@ -214,15 +180,13 @@ def make_heat_map_table(results: SweepResults, measure: str) -> pd.DataFrame | N
         for axis in ("x", "y")
     }
     table = pd.DataFrame({key: pd.Categorical(values, order, ordered=True) for key, (values, order) in names.items()})
+    columns = ["state", "early_stopped", "scored", "runs", measure]
     return table.assign(
         value=cells[measure],
         **{end: cells[f"{measure}_{end}"] for end in ("std", "low", "high")},
         **cells[["runs", "scored"]],
         stopped=cells["early_stopped"],
-        lines=[
-            format_cell(cell["state"], cell["early_stopped"], cell["scored"], cell["runs"], cell[measure])
-            for cell in to_records(cells)
-        ],
+        lines=[format_cell(*cell) for cell in cells[columns].itertuples(index=False)],
     ).sort_values(["panel", "y", "x"], ignore_index=True)
 
 
@@ -275,14 +239,9 @@ def _add_panel(names: "pd.Series[str]", panels: "pd.Series[str]") -> "pd.Series[
 
 
 def _make_heat_map(measure: Measure) -> Figure[SweepResults]:
-    def make_caption(results: SweepResults) -> str:
-        num_late = findings.count_late_validations(results.study)
-        late = "the last validation" if num_late == 1 else f"mean of the last {num_late} validations"
-        return measure.caption.format(late=late)
-
     return Figure(
         f"grid_{measure.name}",
-        make_caption,
+        lambda results: measure.caption.format(late=results.late_name),
         lambda results: make_heat_map_table(results, measure.name),
         lambda table, results: draw_heat_maps(
             table,
@@ -302,7 +261,7 @@ def _make_cell_tables(results: SweepResults) -> Iterator[Table]:
         number(shorten_setting(results.known_grid.x), "x"),
         number(shorten_setting(results.known_grid.y), "y"),
         TableColumn("state", lambda row: f"{'shared: ' * row['shared']}{format_status(row['state'])}"),
-        TableColumn("scored\nof runs", lambda row: f"{row['scored']} of {row['runs']}", "number"),
+        part("scored\nof runs", "scored", "runs"),
         number("stopped", "early_stopped", str),
         *(_make_measure_column(measure) for measure in MEASURES if cells[measure.name].notna().any()),
     ]
@@ -322,10 +281,6 @@ def _make_measure_column(measure: Measure) -> TableColumn:
     return TableColumn(measure.label.replace(" (", "\n("), format_value, "number")
 
 
-def _make_grid_files(results: SweepResults) -> Mapping[str, pd.DataFrame]:
-    return {"grid_cells": results.cells.rename(columns={"x": results.known_grid.x, "y": results.known_grid.y})}
-
-
 GRID: Section[SweepResults] = Section(
     "grid",
     "The grid",
@@ -334,7 +289,9 @@ GRID: Section[SweepResults] = Section(
     tables=_make_cell_tables,
     explanation="std is the standard deviation over the scored runs of a cell (its seeds), with the smallest and the "
     "largest of them; a cell with one run has none. `figures/grid_cells.csv` has the same numbers.",
-    files=_make_grid_files,
+    files=lambda results: {
+        "grid_cells": results.cells.rename(columns={"x": results.known_grid.x, "y": results.known_grid.y})
+    },
     when=lambda results: results.grid is not None,
 )
 
@@ -347,7 +304,9 @@ def _make_switch_tables(results: SweepResults) -> Iterator[Table]:
         rows = to_records(compare_switch(results.known_grid, results.members, setting))
         is_task = setting == "algorithm.zero_task_advantage"
         off, on = ("task on", "zero task\nadvantage") if is_task else ("off", "on")
-        num_seeds = rows[0]["seeds"] if rows else 0
+        interval = "All pairs are of one seed and share its random numbers, so no difference has an interval."
+        if rows and rows[0]["seeds"] > 1:
+            interval = f"Brackets are 95 % intervals over {rows[0]['seeds']} seeds, each the mean over its pairs."
         yield Table(
             [
                 *([name("loss", "group")] if rows and rows[0]["group"] else []),
@@ -356,24 +315,18 @@ def _make_switch_tables(results: SweepResults) -> Iterator[Table]:
                 number(off, "off"),
                 number(on, "on"),
                 number("difference", "difference", format_signed_number, ("low", "high")),
-                TableColumn("pairs in\nwhich higher", lambda row: f"{row['higher']} of {row['pairs']}", "number"),
+                part("pairs in\nwhich higher", "higher", "pairs"),
                 number(f"stopped:\n{off}", "stopped_off", str),
                 number(f"stopped:\n{on}", "stopped_on", str),
             ],
             rows,
             title="Regularization without the task" if is_task else f"{shorten_setting(setting)}, on and off",
-            caption=f"With `{setting}`, the task does not contribute to the loss of the policy: only the entropy bonus "
-            "and the KL loss move the policy, while the critic still learns. Changes that both columns have in common "
-            "are due to regularization, and the difference is due to the task."
+            caption=f"With `{setting}`, only the entropy bonus and the KL loss move the policy, while the critic still "
+            "learns. Changes that both columns share are due to regularization, the difference is due to the task."
             if is_task
             else "",
             note="A pair is two scored runs with otherwise equal settings and the same seed. Stopped runs count with "
-            "their last values. "
-            + (
-                f"Brackets are 95 % intervals over {num_seeds} seeds, each of which gives the mean over its pairs."
-                if num_seeds > 1
-                else "All pairs are of one seed and share its random numbers, so no difference has an interval."
-            ),
+            f"their last values. {interval}",
         )
 
 
@@ -402,7 +355,7 @@ def _make_anchor_tables(results: SweepResults) -> Iterator[Table]:
             number("sets", "sets", str),
             number("runs", "runs", str),
             number("stopped", "early_stopped", str),
-            number("rank correlation of KL\nwith the coefficient", "rho", format_signed_2, ("rho_low", "rho_high")),
+            number("rank correlation of KL\nwith the coefficient", "rho", format_signed_2),
             number("permutation p", "p", format_p),
             number("KL at the smallest\ncoefficient (nats)", "kl_smallest"),
             number("KL at the largest\ncoefficient (nats)", "kl_largest"),
@@ -418,11 +371,10 @@ ANCHOR: Section[SweepResults] = Section(
     sentences=_list_anchor_sentences,
     tables=_make_anchor_tables,
     explanation="KL to the reference is the column `kl_to_reference`: the k3 estimate at the trained tokens before "
-    "each update, computed in the same way for every form of the loss. (`kl_loss` is a different quantity for each "
-    "form, so it is not compared.) A set consists of the runs that differ only in the coefficient. Matching runs are "
-    "measured over the same steps, the last quarter of the steps that all of them have. The table gives Spearman's "
-    "correlation within each set, averaged over sets, with Student's t interval over seeds, each of which gives the "
-    "mean over its sets. The p-values come from permuting KL within sets.",
+    "each update, for every form of the loss. (`kl_loss` differs by form, so it is not compared.) A set is the runs "
+    "that differ only in the coefficient, measured over the last quarter of the steps that all of them have. The table "
+    "gives Spearman's correlation within each set, averaged over sets, with Student's t interval over seeds, each the "
+    "mean over its sets. p is from permuting KL within sets.",
     files=lambda results: (
         {"grid_kl_to_reference": results.kl_runs.drop(columns="match")} if len(results.kl_runs) else {}
     ),

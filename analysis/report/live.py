@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import name_arms
+from analysis.report.common import STATUS
 from analysis.report.page import SectionView, draw_sections, render_page, view_sections
 from analysis.report.pages import find_report, make_heading
 from analysis.report.section import Table, TableColumn, name, number
-from analysis.sweep.verdicts import format_fraction, format_status
+from analysis.sweep.verdicts import format_fraction
 from trainable.runs.study_record import ENDED_STATUSES
 
 MAX_OPEN_RUNS = 40
@@ -30,27 +31,25 @@ class LivePage:
     ) -> None:
         (study,) = frames.studies
         last_steps = frames.steps.groupby("run_id")["step"].max().to_dict() if len(frames.steps) else {}
-        values = {}
-        if metric[0] in frames.steps:
-            measured = frames.steps.dropna(subset=metric[0])
-            values = measured.groupby("run_id", sort=False)[metric[0]].last().astype(float).to_dict()
+        # `last` leaves out missing values.
+        values = frames.steps.groupby("run_id")[metric[0]].last().to_dict() if metric[0] in frames.steps else {}
         runs = [
             {**row, "step": int(last_steps.get(row["run_id"], 0)), "value": values.get(row["run_id"], float("nan"))}
             for row in to_records(name_arms(frames).runs)
         ]
         num_ended = sum(run["status"] in (*ENDED_STATUSES, "failed") for run in runs)
-        state = "running" if is_running else "not running"
         table = Table(
             [
                 name("arm"),
                 number("seed", "seed", str),
-                TableColumn("status", lambda run: f"{run['status']} {format_status(run['status'])}", "status"),
+                STATUS,
                 TableColumn("step", lambda run: f"{run['step']} of {run.get('steps_total') or '–'}", "number"),
                 number(metric[1], "value", format_fraction),
             ],
             runs,
             fold="All runs" if len(runs) > MAX_OPEN_RUNS or num_ended == len(runs) else "",
         )
+        state = "running" if is_running else "not running"
         title = f"{study.name} ({study.preset}): {state}, {num_ended} of {len(runs)} runs have ended"
         self._banner = SectionView("live", title, tables=[table], is_warning=True)
         self._time, self._problems = time, tuple(problems)
@@ -64,11 +63,9 @@ class LivePage:
 
         refresh_seconds: after which a browser reloads it; None: never. problem: a further one, why it is no newer.
         """
-        reload = (
-            f"This page reloads every {refresh_seconds} s ([pause](/?pause=1))."
-            if refresh_seconds
-            else "It does not reload by itself ([continue](/))."
-        )
+        reload = "It does not reload by itself ([continue](/))."
+        if refresh_seconds:
+            reload = f"This page reloads every {refresh_seconds} s ([pause](/?pause=1))."
         sentences = [f"As of {self._time}. {reload} It changes no file.", *self._problems, *filter(None, [problem])]
         sections = [self._banner._replace(sentences=sentences), *self._sections]
         return render_page(self._heading, sections, refresh_seconds=refresh_seconds)

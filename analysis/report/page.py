@@ -11,12 +11,10 @@ from markupsafe import Markup, escape
 
 from analysis.charts import chart as charts
 from analysis.charts.script import make_script
-from analysis.report.section import Figure, Heading, Listing, Section, Table, TableColumn
+from analysis.report.section import Heading, Listing, Section, Table, TableColumn, say
 from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.paths import atomic_write
 from trainable.files.step_phase import STEP_PHASE
-
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 class FigureView(NamedTuple):
@@ -47,54 +45,37 @@ class SectionView(NamedTuple):
     link: str = ""
 
 
-def view_section(section: Section[Any], results: Any, figures: Sequence[FigureView]) -> SectionView:
-    """Call the functions of a section. figures: those of all sections that were drawn."""
-    names = [figure.name for figure in section.figures]
-    tables = [table for table in section.tables(results) if isinstance(table, Listing) or table.rows]
-    return SectionView(
-        section.name,
-        section.get_title(results),
-        # The page has the sentences of a section that concludes in its head.
-        () if section.concludes else list(section.sentences(results)),
-        [figure for figure in figures if figure.name in names],
-        tables,
-        section.get_explanation(results),
-        section.is_warning,
-    )
-
-
 def view_sections(sections: Iterable[Section[Any]], results: Any, figures: Sequence[FigureView]) -> list[SectionView]:
-    """View the sections that have something to show."""
-    views = [view_section(section, results, figures) for section in sections if section.when(results)]
+    """View the sections that have something to show. figures: those of all sections that were drawn."""
+    views = [
+        SectionView(
+            section.name,
+            say(section.title, results),
+            # The page has the sentences of a section that concludes in its head.
+            () if section.concludes else list(section.sentences(results)),
+            [view for view in figures if any(figure.name == view.name for figure in section.figures)],
+            [table for table in section.tables(results) if isinstance(table, Listing) or table.rows],
+            say(section.explanation, results),
+            section.is_warning,
+        )
+        for section in sections
+        if section.when(results)
+    ]
     return [view for view in views if view.sentences or view.figures or view.tables]
 
 
-def draw_figure(figure: Figure[Any], results: Any, with_chart: bool) -> FigureView | None:
-    """Draw a figure; None if it has nothing to show. with_chart: whether the page may draw it with a script, too."""
-    table = figure.make_table(results)
-    if table is None:
-        return None
-    spec = charts.make_spec(figure.draw(table, results))
-    is_interactive = with_chart and charts.count_rows(spec) <= charts.MAX_ROWS
-    return FigureView(
-        figure.name,
-        figure.get_caption(results),
-        figure.describe(table, results),
-        charts.draw_svg(spec),
-        charts.format_spec(spec) if is_interactive else "",
-    )
-
-
 def draw_sections(sections: Iterable[Section[Any]], results: Any, with_charts: bool) -> list[FigureView]:
-    """Draw all figures of the sections that a report has."""
+    """Draw the figures that have something to show. with_charts: whether the page may draw them with a script, too."""
     STEP_PHASE.enter("figures")
-    drawn = [
-        draw_figure(figure, results, with_charts)
-        for section in sections
-        if section.when(results)
-        for figure in section.figures
-    ]
-    return [view for view in drawn if view is not None]
+    views = []
+    for figure in [figure for section in sections if section.when(results) for figure in section.figures]:
+        if (table := figure.make_table(results)) is not None:
+            spec = charts.make_spec(figure.draw(table, results))
+            is_interactive = with_charts and charts.count_rows(spec) <= charts.MAX_ROWS
+            chart, picture = charts.format_spec(spec) if is_interactive else "", charts.draw_svg(spec)
+            finding = figure.describe(table, results)
+            views.append(FigureView(figure.name, say(figure.caption, results), finding, picture, chart))
+    return views
 
 
 def render_page(heading: Heading, sections: Sequence[SectionView], *, refresh_seconds: int | None = None) -> str:
@@ -103,13 +84,9 @@ def render_page(heading: Heading, sections: Sequence[SectionView], *, refresh_se
     refresh_seconds: after which a browser loads the page again; None: never.
     """
     has_charts = any(figure.spec for section in sections for figure in section.figures)
+    script = make_script() if has_charts else None
     template = _make_environment().get_template("page.html.j2")
-    return template.render(
-        heading=heading,
-        sections=sections,
-        refresh_seconds=refresh_seconds,
-        script=make_script() if has_charts else None,
-    )
+    return template.render(heading=heading, sections=sections, refresh_seconds=refresh_seconds, script=script)
 
 
 def write_page(path: Path, page: str) -> Path:
@@ -159,8 +136,7 @@ def format_cell(column: TableColumn, row: Any) -> Markup:
         shown = Markup('<b class="{}">{}</b>').format(word.replace(" ", "-"), word) + format_inline(colon + rest)
     else:
         shown = format_inline(main)
-    lines_below = Markup("<br>").join(map(format_inline, small.split("\n")))
-    return shown + Markup('<span class="ci">{}</span>').format(lines_below) if small else shown
+    return shown + Markup('<span class="ci">{}</span>').format(_break_lines(small)) if small else shown
 
 
 def format_plain_cell(column: TableColumn, row: Any) -> str:
@@ -179,7 +155,7 @@ def _break_lines(text: str) -> Markup:
 def _make_environment() -> jinja2.Environment:
     """Make the environment of all pages. A process has one, because it compiles every template that it renders."""
     jinja_env = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

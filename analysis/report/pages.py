@@ -70,10 +70,8 @@ def write_frames_report(
     STEP_PHASE.enter("statistics")
     results = report.make_results(layout.name_arms(frames))
     figures_folder = make_folder(folder, "figures")
-    tables = {
-        name: table for section in sections if section.when(results) for name, table in section.files(results).items()
-    }
-    for name, table in tables.items():
+    files = [section.files(results) for section in sections if section.when(results)]
+    for name, table in (entry for tables in files for entry in tables.items()):
         with atomic_write(figures_folder / f"{name}.csv") as temp_path:
             table.replace(dict.fromkeys(_ARM_COLUMNS & set(table), arms)).to_csv(temp_path, index=False)
     figures = draw_sections(sections, results, with_charts=True)
@@ -94,33 +92,22 @@ def find_report(frames: StudyFrames) -> Report[Any]:
 
 
 def make_heading(report: Report[Any], results: Any) -> Heading:
-    """Make the head of a report, which ends with what it concludes."""
-    return report.make_heading(results)._replace(lead=list_conclusions(report, results))
-
-
-def list_conclusions(report: Report[Any], results: Any) -> list[str]:
-    """List the sentences of the sections that conclude."""
-    return [
-        sentence
-        for section in report.sections
-        if section.concludes and section.when(results)
-        for sentence in section.sentences(results)
-        if sentence
-    ]
+    """Make the head of a report, which ends with the sentences of the sections that conclude."""
+    sections = [section for section in report.sections if section.concludes and section.when(results)]
+    lead = [sentence for section in sections for sentence in section.sentences(results) if sentence]
+    return report.make_heading(results)._replace(lead=lead)
 
 
 def conclude(frames: StudyFrames) -> Conclusion:
     """Return what the report concludes, for the terminal: with arms as `--arm` takes them."""
     report = find_report(frames)
     results = report.make_results(frames, has_labels=False)
-    remarks = report.make_heading(results).remarks
-    sentences = [*remarks, *list_conclusions(report, results)]
+    heading = make_heading(report, results)
     tables = [] if results.search else _list_verdict_tables(report, results)
-    headings = [tuple(column.heading.replace("\n", " ") for column in table.columns) for table in tables[:1]]
-    cells = [
-        tuple(format_plain_cell(column, row) for column in table.columns) for table in tables for row in table.rows
-    ]
-    return Conclusion(tuple(map(format_plain, sentences)), (*headings, *cells))
+    lines = [tuple(column.heading.replace("\n", " ") for column in table.columns) for table in tables[:1]]
+    for table in tables:
+        lines += [tuple(format_plain_cell(column, row) for column in table.columns) for row in table.rows]
+    return Conclusion(tuple(map(format_plain, [*heading.remarks, *heading.lead])), tuple(lines))
 
 
 def _list_verdict_tables(report: Report[Any], results: Any) -> list[Table]:
@@ -145,10 +132,9 @@ def summarize_runs(frames: StudyFrames) -> dict[str, dict[str, Any]]:
     collapses = dict(zip(ends["run_id"], ends["is_collapse"], strict=True))
     summaries = {}
     for run in to_records(frames.trials):
-        summary = {"status": run["status"], "reason": run["reason"]}
-        summary |= {"collapsed": bool(collapses[run["run_id"]])} if run["run_id"] in collapses else {}
-        summary |= {"verdict": verdicts[run["arm"]]} if verdicts.get(run["arm"]) else {}
-        summaries[run["run_id"]] = summary
+        collapsed = {"collapsed": bool(collapses[run["run_id"]])} if run["run_id"] in collapses else {}
+        verdict = {"verdict": verdicts[run["arm"]]} if verdicts.get(run["arm"]) else {}
+        summaries[run["run_id"]] = {"status": run["status"], "reason": run["reason"], **collapsed, **verdict}
     return summaries
 
 
@@ -174,12 +160,8 @@ def draw_figures(frames: StudyFrames, names: Collection[str] | None = None) -> d
     """
     report = find_report(frames)
     results = report.make_results(layout.name_arms(frames))
-    figures = {
-        figure.name: figure
-        for section in report.sections
-        if names is not None or section.when(results)
-        for figure in section.figures
-    }
+    sections = [section for section in report.sections if names is not None or section.when(results)]
+    figures = {figure.name: figure for section in sections for figure in section.figures}
     if names is not None and (isinstance(names, str) or not set(names) <= set(figures)):
         raise ValueError(f"names is {names!r}, and may have {', '.join(figures)}.")
     tables = {name: figure.make_table(results) for name, figure in figures.items() if names is None or name in names}
@@ -211,7 +193,10 @@ def write_index(output: Path | str) -> Path:
     reports = dict.fromkeys(family.report for family in frames.families)
     sections = [section for name in reports for section in resolve_name(name).index_sections]
     title = f"{len(views)} stud{'y' if len(views) == 1 else 'ies'}"
-    views += [*view_sections(sections, frames, ()), _view_consistency(frames)]
+    pairs = list_consistency(frames) or ["No two runs here have the same configuration and seed."]
+    note = "p-values of arms are corrected within each study, not over studies."
+    views += view_sections(sections, frames, ())
+    views += [SectionView("consistency", "Consistency of equal runs", [*pairs, note])]
     return write_page(output / "index.html", render_page(Heading("", title), views))
 
 
@@ -223,29 +208,17 @@ def _view_study(frames: StudyFrames, link: str) -> SectionView:
     return SectionView(
         f"study-{study.run}",
         study.name,
-        [
-            f"**{heading.title}**",
-            heading.over,
-            *(f"**{remark}**" for remark in heading.remarks),
-            *heading.lead,
-        ],
+        [f"**{heading.title}**", heading.over, *(f"**{remark}**" for remark in heading.remarks), *heading.lead],
         tables=[table for table in _list_verdict_tables(report, results) if table.rows],
         link=link,
     )
 
 
-CONSISTENCY_SENTENCE = "Runs with the same configuration and seed must have equal rows, except for times."
-
-
 def list_consistency(frames: StudyFrames) -> list[str]:
-    """Say of each pair of runs with equal configuration and seed whether their rows are equal."""
-    return [
+    """Say of each pair of runs with equal configuration and seed whether their rows are equal; empty without one."""
+    pairs = [
         f"{pair['a']} and {pair['b']} {'have equal rows.' if pair['agree'] else 'differ: ' + pair['difference']}"
         for pair in to_records(series.check_consistency(frames))
     ]
-
-
-def _view_consistency(frames: StudyFrames) -> SectionView:
-    pairs = list_consistency(frames) or ["No two runs here have the same configuration and seed."]
-    note = "p-values of arms are corrected within each study, not over studies."
-    return SectionView("consistency", "Consistency of equal runs", [CONSISTENCY_SENTENCE, *pairs, note])
+    rule = "Runs with the same configuration and seed must have equal rows, except for times."
+    return [rule, *pairs] if pairs else []

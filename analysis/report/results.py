@@ -12,7 +12,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.grid import edge, factors, kl_anchoring, layout
 from analysis.report.common import StudyResults
-from analysis.sweep import symptoms, tables, time_course
+from analysis.sweep import findings, symptoms, tables, time_course
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.symptoms import PERMUTATION_SEED
 
@@ -59,6 +59,12 @@ class SweepResults(StudyResults):
         if self.search:
             return [row for row in rows if row["arm"] in set(self.search.complete_points["arm"])]
         return rows
+
+    @property
+    def late_name(self) -> str:
+        """What `late_val_success` is: the last validation, or the mean of the last few."""
+        count = findings.count_late_validations(self.study)
+        return "the last validation" if count == 1 else f"mean of the last {count} validations"
 
     @cached_property
     def collapses(self) -> pd.DataFrame:

@@ -25,14 +25,9 @@ def _list_conclusions(results: StudyResults) -> Iterator[str]:
     search = _require_search(results)
     yield describe_search(search)
     shares = [f"{entry.name} {entry.value:.2f} [{entry.low:.2f}, {entry.high:.2f}]" for entry in search.importances]
-    if shares:
-        yield f"Shares of the importance, with 90 % intervals: {'; '.join(shares)}."
-    else:
-        yield "Importances need at least eight points besides the default."
-    yield (
-        "The points of a search are not tested one by one against the default: that one of many is better is what "
-        "chance alone would give. Its confirmation on fresh seeds is the test."
-    )
+    known = f"Shares of the importance, with 90 % intervals: {'; '.join(shares)}."
+    yield known if shares else "Importances need at least eight points besides the default."
+    yield "By chance alone, one of many points beats the default: only its confirmation on fresh seeds is a test."
 
 
 def _make_point_tables(results: StudyResults) -> Iterator[Table]:
@@ -40,8 +35,8 @@ def _make_point_tables(results: StudyResults) -> Iterator[Table]:
     order = search.points.assign(rank=search.points["success"].where(search.points["is_feasible"])).sort_values(
         ["rank", "success"], ascending=not search.is_higher_better, na_position="last", kind="stable"
     )
-    settings = list(dict.fromkeys(dimension.setting for dimension in search.search.space))
-    rows = to_records(order)
+    settings = dict.fromkeys(dimension.setting for dimension in search.search.space)
+    rows = [{**row, **settings, **row["settings"]} for row in to_records(order)]
     columns = [
         TableColumn("point", lambda row: f"{row['arm']}{' (front)' * (row['arm'] in search.pareto_arms)}", "name"),
         text("state", "state"),
@@ -49,14 +44,10 @@ def _make_point_tables(results: StudyResults) -> Iterator[Table]:
         number("seeds", "seeds", str),
         number("collapsed\nor failed", "violations", str),
         number("tokens", "cost", format_count),
-        *(_make_setting_column(setting) for setting in settings),
+        *(number(setting.rpartition(".")[2], setting, str) for setting in settings),
     ]
     yield Table(columns, rows[:_NUM_LEADERS])
     yield Table(columns, rows if len(rows) > _NUM_LEADERS else [], fold=f"All {len(rows)} points")
-
-
-def _make_setting_column(setting: str) -> TableColumn:
-    return TableColumn(setting.rpartition(".")[2], lambda row: str(row["settings"].get(setting, "–")), "number")
 
 
 def _make_files(results: StudyResults) -> dict[str, pd.DataFrame]:
@@ -69,51 +60,44 @@ def _make_files(results: StudyResults) -> dict[str, pd.DataFrame]:
 
 def _explain(results: StudyResults) -> str:
     search = _require_search(results).search
-    cost = (
-        ", and its cost the mean number of tokens that a run sampled and trained on"
-        if "cost" in search.objectives
-        else ""
-    )
+    cost = ", and its cost the mean number of tokens that a run sampled and trained on" * ("cost" in search.objectives)
     return (
         f"The value of a point is the mean of the study's primary outcome over its seeds{cost}. A point is feasible if "
-        "none of its runs collapsed, was stopped by a rule as a failure, or failed; a run that a rule stopped counts "
-        f"with its outcome. A censored point has none. Optuna's TPE sampler drew {search.points_per_round} points at a "
-        "time from the results of all before."
+        "none of its runs collapsed, was stopped by a rule as a failure, or failed. A censored point has no value. "
+        f"Optuna's TPE sampler drew {search.points_per_round} points at a time from the results of all before."
     )
 
 
 def _make_values(results: StudyResults) -> pd.DataFrame | None:
-    values = _require_search(results).values
-    return values if len(values) else None
+    return None if _require_search(results).values.empty else _require_search(results).values
 
 
 def _make_pareto_table(results: StudyResults) -> pd.DataFrame | None:
     search = _require_search(results)
-    points = search.complete_points
-    return points.assign(is_front=points["arm"].isin(search.pareto_arms)) if search.pareto_arms else None
+    is_front = search.complete_points["arm"].isin(search.pareto_arms)
+    return search.complete_points.assign(is_front=is_front) if search.pareto_arms else None
 
 
 FIGURES: tuple[Figure[StudyResults], ...] = (
     Figure(
         "search_history",
-        "Outcome of each point in the order in which the points were drawn, the mean over its seeds, with 95 % "
-        "intervals whose noise is estimated from all points together. The line is the best outcome so far without a "
-        "collapse. A vermilion cross marks a point at which a run collapsed or failed.",
+        "Outcome of each point in the order of drawing, the mean over its seeds, with 95 % intervals from the noise of "
+        "all points together. The line is the best outcome so far without a collapse, a vermilion cross a point at "
+        "which a run collapsed or failed.",
         _make_values,
         lambda table, results: charts.draw_history(table, _require_search(results).is_higher_better),
     ),
     Figure(
         "search_importances",
         f"How much each setting matters for being among the best {IMPORTANCE_QUANTILE:.0%} of the points (PED-ANOVA), "
-        "as a share of all settings. Lines are 90 % intervals over resampled points: they say how much depends on the "
-        "points that happened to be drawn.",
+        "as a share of all settings, with 90 % intervals over resampled points.",
         lambda results: _require_search(results).importances or None,
         lambda table, results: charts.draw_importances(table),
     ),
     Figure(
         "search_slices",
-        "Outcome of the points against each setting, on the scale on which it was searched. Later points are darker. A "
-        "diamond is the default; a cross as above. The sampler prefers good regions, so points are no even sample.",
+        "Outcome of the points against each setting, on the scale on which it was searched. Later points are darker, a "
+        "diamond is the default, a cross as above. The sampler prefers good regions, so points are no even sample.",
         _make_values,
         lambda table, results: charts.draw_slices(table, _require_search(results).search.space),
     ),

@@ -80,19 +80,26 @@ def text(heading: str, key: str) -> TableColumn:
 
 
 def number(
-    heading: str,
-    key: str,
-    format_value: Callable[[Any], str] = format_number,
-    bounds: tuple[str, str] | None = None,
+    heading: str, key: str, format_value: Callable[[Any], str] = format_number, bounds: tuple[str, str] | None = None
 ) -> TableColumn:
     """Make a column of numbers; a dash where one is missing.
 
-    bounds: the keys of the lower and the upper bound of an interval, which is printed below the number if it has one.
+    bounds: the keys of an interval, which is printed below the number if it has one; None: <key>_low and <key>_high.
     """
+    low, high = bounds or (f"{key}_low", f"{key}_high")
 
     def format_cell(row: Row) -> str:
         value = "–" if is_missing(row[key]) else format_value(row[key])
-        return value if bounds is None else f"{value}\n{format_range(row, *bounds, format_value)}".rstrip("\n")
+        return f"{value}\n{format_range(row, low, high, format_value)}".rstrip("\n") if low in row else value
+
+    return TableColumn(heading, format_cell, "number")
+
+
+def part(heading: str, key: str, whole: str) -> TableColumn:
+    """Make a column of counts such as `2 of 3`. key: of the part. whole: key of the whole, which may be missing."""
+
+    def format_cell(row: Row) -> str:
+        return f"{row[key]}" if is_missing(row[whole]) else f"{row[key]} of {row[whole]}"
 
     return TableColumn(heading, format_cell, "number")
 
@@ -129,7 +136,12 @@ class Listing(NamedTuple):
     text: str
 
 
-# ---------------------------------------------------------------------- figures
+# ---------------------------------------------------------------------- figures and sections
+
+
+def say(words: str | Callable[[Any], str], results: Any) -> str:
+    """Return a text of a declaration for `results`."""
+    return words if isinstance(words, str) else words(results)
 
 
 @dataclass(frozen=True)
@@ -147,17 +159,6 @@ class Figure(Generic[Results_contra]):
     describe: Callable[[Any, Results_contra], str] = lambda table, results: ""
     """Returns a sentence on what these numbers come to."""
 
-    def get_caption(self, results: Results_contra) -> str:
-        """Return the caption for `results`."""
-        return self.caption if isinstance(self.caption, str) else self.caption(results)
-
-
-# ---------------------------------------------------------------------- sections
-
-
-def _has_none(results: Any) -> Iterable[Any]:
-    return ()
-
 
 @dataclass(frozen=True)
 class Section(Generic[Results_contra]):
@@ -166,10 +167,10 @@ class Section(Generic[Results_contra]):
     name: str
     """Its id on the page: letters, digits and hyphens."""
     title: str | Callable[[Results_contra], str]
-    sentences: Callable[[Results_contra], Iterable[str]] = _has_none
+    sentences: Callable[[Results_contra], Iterable[str]] = lambda results: ()
     """What the numbers say."""
     figures: Sequence[Figure[Results_contra]] = ()
-    tables: Callable[[Results_contra], Iterable[Table | Listing]] = _has_none
+    tables: Callable[[Results_contra], Iterable[Table | Listing]] = lambda results: ()
     explanation: str | Callable[[Results_contra], str] = ""
     """How the numbers are made, folded below them."""
     when: Callable[[Results_contra], bool] = lambda results: True
@@ -180,14 +181,6 @@ class Section(Generic[Results_contra]):
     """Whether the terminal and the index of a suite have the sentences too, and the tables of the first one."""
     is_warning: bool = False
     """Whether the sentences are a list in a box, such as the limits of a report."""
-
-    def get_title(self, results: Results_contra) -> str:
-        """Return the title for `results`."""
-        return self.title if isinstance(self.title, str) else self.title(results)
-
-    def get_explanation(self, results: Results_contra) -> str:
-        """Return the explanation for `results`."""
-        return self.explanation if isinstance(self.explanation, str) else self.explanation(results)
 
 
 class Heading(NamedTuple):

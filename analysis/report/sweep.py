@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import altair as alt
 import numpy as np
 import pandas as pd
 
@@ -17,18 +18,11 @@ from analysis.charts.dose import draw_dose_response
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.grid import layout
-from analysis.report.common import (
-    CONTRASTS,
-    STATUS_COUNTS,
-    format_p,
-    list_command_sentences,
-    list_remarks,
-    make_reproduction_tables,
-    make_runs_table,
-)
+from analysis.report import common
+from analysis.report.common import format_p
 from analysis.report.gradients import GRADIENTS
 from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors, describe_panel_curves
-from analysis.report.pages import CONSISTENCY_SENTENCE, list_consistency
+from analysis.report.pages import list_consistency
 from analysis.report.results import SweepResults
 from analysis.report.search import SEARCH, SEARCH_FIGURES
 from analysis.report.section import (
@@ -44,6 +38,7 @@ from analysis.report.section import (
     format_range,
     name,
     number,
+    part,
     text,
 )
 from analysis.sweep import findings, series, tables, time_course
@@ -53,54 +48,41 @@ from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_
 from analysis.sweep.verdicts import format_fraction, format_number, format_signed, format_signed_number
 from trainable.config.aliases import shorten_setting
 
-MAX_OPEN_ARMS = 12
+MAX_OPEN_ARMS = 40
 """With more arms, the verdicts of a grid are folded, a table per panel."""
 
 
 # ---------------------------------------------------------------------- verdicts
 
 
-def _list_headline(results: SweepResults) -> Iterator[str]:
-    yield findings.format_headline(results.summary, describe_signal_problems(results.arm_frames))
-
-
 def _make_verdict_tables(results: SweepResults) -> Iterator[Table]:
-    columns = _make_verdict_columns(results)
-    if not results.grid or len(results.arms) <= MAX_OPEN_ARMS:
-        yield Table(columns, results.arms)
-        return
-    home_rows = results.members[results.members["home"]]
-    for panel in layout.list_panels(results.grid, results.members)["panel"]:
-        points = home_rows[home_rows["panel"] == panel].sort_values([results.grid.y, results.grid.x])
-        names = {results.labels.get(arm, arm) for arm in points["arm"]}
-        rows = [row for row in results.arms if row["arm"] in names]
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in Counter(row["outcome"] for row in rows).items())
-        # A panel may have only shared runs, whose verdicts are listed in their home panel.
-        yield Table(columns, rows, fold=f"**{panel}**: {len(rows)} arm{'s' * (len(rows) > 1)}; {outcomes}")
-
-
-def _make_verdict_columns(results: SweepResults) -> list[TableColumn]:
-    num_late = findings.count_late_validations(results.study)
-    late = "the last validation" if num_late == 1 else f"mean of the\nlast {num_late} validations"
-    return [
+    late = results.late_name.replace("of the last", "of the\nlast")
+    columns = [
         name("arm"),
         TableColumn("verdict", lambda row: row["outcome"], "verdict"),
         number(f"success, {late}", "late_val_success", format_fraction, ("late_low", "late_high")),
         TableColumn("minus the\nbaseline", _format_difference, "number"),
         number("Holm p", "p_holm", format_p),
         number("success at the\nlast validation", "final_val_success", format_fraction),
-        STATUS_COUNTS,
+        common.STATUS_COUNTS,
         text("notes", "notes"),
     ]
+    if not results.grid or len(results.arms) <= MAX_OPEN_ARMS:
+        yield Table(columns, results.arms)
+        return
+    home_rows = results.members[results.members["home"]]
+    for panel in layout.list_panels(results.grid, results.members)["panel"]:
+        names = {results.labels.get(arm, arm) for arm in home_rows.loc[home_rows["panel"] == panel, "arm"]}
+        rows = [row for row in results.arms if row["arm"] in names]
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in Counter(row["outcome"] for row in rows).items())
+        # A panel may have only shared runs, whose verdicts are listed in their home panel.
+        yield Table(columns, rows, fold=f"**{panel}**: {len(rows)} arm{'s' * (len(rows) > 1)}; {outcomes}")
 
 
 def _format_difference(row: Row) -> str:
     if row["is_baseline"]:
         return "baseline"
-    bounds = [
-        format_range(row, low, high, format_signed)
-        for low, high in (("difference_low", "difference_high"), ("levels_low", "levels_high"))
-    ]
+    bounds = [format_range(row, f"{key}_low", f"{key}_high", format_signed) for key in ("difference", "levels")]
     return "\n".join(filter(None, [format_signed(row["difference"]), *bounds]))
 
 
@@ -111,19 +93,18 @@ def _explain_verdicts(results: SweepResults) -> str:
     intervals = f" Intervals are {basis}." if basis else ""
     return (
         f"Arms differ in `{results.study.axis.setting or 'several settings'}`. They are compared by sampled success "
-        "on the validation levels, the mean of the last four validations; this was chosen before the study ran. "
-        "Brackets are 95 % intervals that allow for other seeds. A difference has two: the second also allows for "
-        f"other levels of the same kind. None is corrected for the number of arms.{intervals} Verdicts are about "
-        "these levels. Arms are better or worse if the difference is resolved, equal if it is shown to be smaller "
-        f"than {format_number(results.arms[0]['margin'])}, without an effect if every row equals the baseline's, and "
-        "open otherwise."
+        "on the validation levels, the mean of the last four validations, as chosen before the study ran. Brackets are "
+        "95 % intervals that allow for other seeds. A difference has two: the second also allows for other levels of "
+        f"the same kind. None is corrected for the number of arms.{intervals} Verdicts are about these levels: better "
+        "or worse if the difference is resolved, equal if it is shown to be smaller than "
+        f"{format_number(results.arms[0]['margin'])}, no effect if every row equals the baseline's, else open."
     )
 
 
 VERDICTS: Section[SweepResults] = Section(
     "verdicts",
     "Verdict for each arm",
-    sentences=_list_headline,
+    sentences=lambda results: [findings.format_headline(results.summary, describe_signal_problems(results.arm_frames))],
     tables=_make_verdict_tables,
     explanation=_explain_verdicts,
     when=lambda results: not results.search,
@@ -149,10 +130,10 @@ def _make_collapse_table(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            TableColumn("collapsed", lambda row: f"{row['collapsed']} of {row['runs']}", "number"),
+            part("collapsed", "collapsed", "runs"),
             text("at steps", "collapse_steps"),
             number("mean steps\nwithout", "mean_steps"),
-            number("minus the\nbaseline", "difference", format_signed_number, ("difference_low", "difference_high")),
+            number("minus the\nbaseline", "difference", format_signed_number),
             number("Holm p", "p_holm", format_p),
             text("why no interval", "note"),
         ],
@@ -169,8 +150,8 @@ COLLAPSE: Section[SweepResults] = Section(
     figures=(
         Figure(
             "survival",
-            "Fraction of runs that have not collapsed, by training step (Kaplan-Meier estimate). A run that failed or "
-            "was interrupted counts up to its last step.",
+            "Fraction of runs that have not collapsed (Kaplan-Meier estimate). A run that failed or was interrupted "
+            "counts up to its last step.",
             _make_survival_table,
             lambda table, results: charts.draw_survival(table, results.line_colors),
             lambda table, results: findings.describe_survivors(table),
@@ -185,30 +166,26 @@ COLLAPSE: Section[SweepResults] = Section(
 
 
 def _select_collapse_onsets(results: SweepResults) -> pd.DataFrame | None:
-    onsets = results.onsets
-    onsets = onsets[onsets["is_collapse"].astype(bool)]
+    onsets = results.onsets[results.onsets["is_collapse"].astype(bool)]
     return onsets if onsets["onset"].notna().any() else None
 
 
 def _make_order_table(results: SweepResults) -> Iterator[Table]:
-    if _select_collapse_onsets(results) is None:
-        return
+    has_onset = _select_collapse_onsets(results) is not None
     yield Table(
         [
             name("symptom", "label"),
-            TableColumn("changed in", lambda row: f"{row['changed']} of {row['runs']}", "number"),
-            TableColumn(
-                "stayed well:\nchanged in", lambda row: f"{row['well_changed']} of {row['well_runs']}", "number"
-            ),
+            part("changed in", "changed", "runs"),
+            part("stayed well:\nchanged in", "well_changed", "well_runs"),
             number("was first in", "first", str),
             number("median\nonset", "median_onset"),
             number("before\nsuccess", "earlier", str),
             number("after", "later", str),
             number("not\nknown", "undecided", str),
-            number("lead\n(steps)", "lead", format_signed_number, ("lead_low", "lead_high")),
+            number("lead\n(steps)", "lead", format_signed_number),
             number("Holm p", "p_adjusted", format_p),
         ],
-        to_records(summarize_order(results.onsets)),
+        to_records(summarize_order(results.onsets)) if has_onset else [],
     )
 
 
@@ -219,21 +196,18 @@ ORDER: Section[SweepResults] = Section(
     figures=(
         Figure(
             "onsets",
-            "When each symptom began, in every run that collapsed. A point is the onset of the change, a thin line its "
-            "95 % interval, and a bar the median over runs. Symptoms without a change are left out.",
+            "When each symptom began, in every run that collapsed: a point with its 95 % interval, and a bar at the "
+            "median over runs. Symptoms without a change are left out.",
             _select_collapse_onsets,
             lambda table, results: charts.draw_onsets(table, results.arm_colors),
         ),
     ),
     tables=_make_order_table,
-    explanation="Each symptom is compared with the success of the training episodes, which is measured in every step "
-    "as "
-    'well. A change counts if p is at most .05, corrected for all symptoms and runs; "stayed well" counts the same in '
-    "runs that did not collapse. A symptom was first if the interval of its onset ends before those of all others "
-    "begin, and before or after success if both intervals are apart. Lead: by how many steps the estimated onset was "
-    "earlier, as the median over the runs in which both changed, with a 95 % interval from 6 runs on. p is from a sign "
-    "test, corrected for the number of symptoms. To see a run with its episodes, type `python -m tune_study explain` "
-    "with the folder of this study.",
+    explanation="Each symptom is compared with the success of the training episodes. A change counts if p is at most "
+    '.05, corrected for all symptoms and runs; "stayed well" has the runs that did not collapse. A symptom was first '
+    "if the interval of its onset ends before those of all others begin, and before or after success if both intervals "
+    "are apart. The lead is the median over the runs in which both changed, with a 95 % interval from 6 runs on; its p "
+    "is from a sign test. `python -m tune_study explain` shows a run with its episodes.",
     files=lambda results: {"onsets": results.onsets} if len(results.onsets) else {},
     when=lambda results: results.has_collapse,
 )
@@ -246,12 +220,8 @@ def _make_dose_caption(results: SweepResults) -> str:
     table = results.dose_response
     basis = findings.describe_interval_basis(table)
     intervals = f"with 95 % intervals ({basis})" if basis else "without intervals"
-    stops = (
-        " A vermilion cross means that a rule stopped all scored runs of the arm as failures, and a vermilion edge "
-        "that it stopped some of them."
-        if table["early_stopped"].any()
-        else ""
-    )
+    stops = " A vermilion cross means that a rule stopped all scored runs of an arm as failures, an edge some of them."
+    stops *= bool(table["early_stopped"].any())
     measured = table.notna().any()
     marks = [
         f"Circles show sampled validation success at the end of training, {intervals}",
@@ -299,8 +269,6 @@ class Curve:
     label: str
     """Of the y axis, with a unit."""
     caption: str
-    explains_marks: bool = False
-    """Whether the caption explains lines and marks. Only the first figure of a page does."""
     carry_forward: bool = False
     """Whether a stopped run keeps its last value in a mean over runs."""
     is_uninformative: Callable[[StudyFrames], bool] = lambda frames: False
@@ -318,7 +286,6 @@ VALIDATION_CURVE = Curve(
     "val_success",
     "validation success (fraction)",
     "Sampled validation success of every run.",
-    explains_marks=True,
     carry_forward=True,
 )
 SUCCESS_CURVES = (
@@ -343,29 +310,21 @@ SIGNAL_CURVES = (
         "reward_std",
         "reward_std",
         "reward std in the group (reward)",
-        "Standard deviation of the rewards in a group, averaged over groups. Near zero, all rollouts of a group get "
-        "the same reward, so rewards carry no signal.",
+        "Standard deviation of the rewards in a group, averaged over groups. Near zero, rewards carry no signal.",
     ),
-    Curve(
-        "entropy",
-        "entropy",
-        "entropy (nats per token)",
-        "Entropy of the sampling policy, averaged over tokens.",
-    ),
+    Curve("entropy", "entropy", "entropy (nats per token)", "Entropy of the sampling policy, averaged over tokens."),
     Curve(
         "val_kl",
         "val_kl_to_reference",
         "KL to the reference (nats per token)",
-        "KL to the reference over the sampled tokens of each validation, also in arms without a KL term. The reference "
-        "is the policy before training, or the model at model.reference_path. It is the k3 estimate, at most 10 per "
-        "token.",
+        "KL to the reference (the policy before training, or the model at model.reference_path) over the tokens of "
+        "each validation, also in arms without a KL term: the k3 estimate, at most 10 per token.",
     ),
     Curve(
         "reference_kl",
         "kl_to_reference",
         "KL to the reference (nats)",
-        "KL to the reference at the trained tokens, before each update. It is the k3 estimate, whatever the form of "
-        "the loss. Runs without a reference pass have no curve.",
+        "KL to the reference at the trained tokens before each update: the k3 estimate, for every form of the loss.",
         only_in_grids=True,
     ),
     Curve(
@@ -395,37 +354,31 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
         return (runs, means) if len(runs) else None
 
     def make_caption(results: SweepResults) -> str:
-        lines = "Thin lines are single runs, and a thick line is their mean"
+        # Only the first figure of a page explains lines and marks.
+        if curve is not VALIDATION_CURVE:
+            return curve.caption
+        lines = "Thin lines are single runs, a thick line is their mean, in which a stopped run keeps its last value."
         if results.grid:
             x, y = (shorten_setting(setting) for setting in (results.grid.x, results.grid.y))
-            lines = f"A line is a run: its color shows {x}, and its dashes {y}."
-        stops = "" if results.grid else ", in which a stopped run keeps its last value."
-        marks = (
-            f" {lines}{stops} Step 0 is the policy before training. A cross marks the end of a run that a rule "
-            "stopped, and a ring the end of any other incomplete run."
+            lines = f"A line is a run: its color shows {x}, its dashes {y}."
+        return (
+            f"{curve.caption} {lines} Step 0 is the policy before training. A cross marks the end of a run that a rule "
+            "stopped, a ring that of any other incomplete run."
         )
-        return curve.caption + marks * curve.explains_marks
+
+    def draw(curves: tuple[pd.DataFrame, pd.DataFrame], results: SweepResults) -> alt.TopLevelMixin:
+        if not results.grid:
+            return charts.draw_curves(*curves, results.arm_colors, curve.label)
+        colors = make_arm_colors(results.grid.list_labels(results.grid.x))
+        return charts.draw_curves(*curves, colors, curve.label, dash="dash", panel="panel")
 
     return Figure(
         curve.name,
         make_caption,
         make_tables,
-        lambda curves, results: (
-            charts.draw_curves(
-                curves[0],
-                curves[1],
-                make_arm_colors(results.grid.list_labels(results.grid.x)),
-                curve.label,
-                dash="dash",
-                panel="panel",
-            )
-            if results.grid
-            else charts.draw_curves(curves[0], curves[1], results.arm_colors, curve.label)
-        ),
-        lambda curves, results: (
-            describe_panel_curves(curves[0], curve.label)
-            if results.grid
-            else findings.describe_curves(curves[0], curve.label)
+        draw,
+        lambda curves, results: (describe_panel_curves if results.grid else findings.describe_curves)(
+            curves[0], curve.label
         ),
     )
 
@@ -441,10 +394,10 @@ def _make_learning_table(results: SweepResults) -> Iterator[Table]:
             name("arm"),
             number("sampled,\nbefore", "base_val_success", format_fraction),
             number("after", "late_val_success", format_fraction),
-            number("gain", "gain", format_signed, ("gain_low", "gain_high")),
+            number("gain", "gain", format_signed),
             number("greedy,\nbefore", "base_val_greedy_success", format_fraction),
             number("after", "final_val_greedy_success", format_fraction),
-            number("gain", "gain_greedy", format_signed, ("gain_greedy_low", "gain_greedy_high")),
+            number("gain", "gain_greedy", format_signed),
             number("unseen\nlevels", "final_val_success_unseen", format_fraction),
             number("test,\nsampled", "test_success", format_fraction),
             number("test,\ngreedy", "test_greedy_success", format_fraction),
@@ -463,16 +416,13 @@ LEARNING: Section[SweepResults] = Section(
         line for row in results.arms if row["is_baseline"] for line in findings.describe_learning(row)
     ],
     tables=_make_learning_table,
-    explanation="Numbers are means over scored runs. The test levels are evaluated once, at the end of a run, and "
-    "nothing is tuned on them. Unseen levels are the validation levels that the game counts as equal to no training "
-    "level of the run, as it does mirrored boards. Sampled success after training is the mean of the last four "
-    "validations. The mean of the curve is the mean height of the validation curve over all steps.",
+    explanation="Means over scored runs. The test levels are evaluated once, at the end of a run, and nothing is tuned "
+    "on them. Unseen levels are validation levels that equal no training level of the run, mirrored boards included. "
+    "Sampled success after training is the mean of the last four validations, the mean of the curve that of all steps.",
 )
 
 
 def _make_time_tables(results: SweepResults) -> Iterator[Table]:
-    if results.grid:
-        return
     if not results.has_collapse:
         yield from _make_collapse_table(results)
     # A row without a number says only why.
@@ -482,21 +432,11 @@ def _make_time_tables(results: SweepResults) -> Iterator[Table]:
             name("arm"),
             TableColumn("cost", lambda row: time_course.COSTS[row["cost"]]),
             number("seeds", "seeds", str),
-            number("ceiling", "ceiling", format_fraction, ("ceiling_low", "ceiling_high")),
-            number(
-                "minus the\nbaseline",
-                "ceiling_difference",
-                format_signed,
-                ("ceiling_difference_low", "ceiling_difference_high"),
-            ),
+            number("ceiling", "ceiling", format_fraction),
+            number("minus the\nbaseline", "ceiling_difference", format_signed),
             number("Holm p", "p_ceiling_holm", format_p),
-            number("midpoint", "midpoint", format_number, ("midpoint_low", "midpoint_high")),
-            number(
-                "divided by\nthe baseline",
-                "midpoint_ratio",
-                format_number,
-                ("midpoint_ratio_low", "midpoint_ratio_high"),
-            ),
+            number("midpoint", "midpoint"),
+            number("divided by\nthe baseline", "midpoint_ratio"),
             number("Holm p", "p_midpoint_holm", format_p),
             text("why not", "refusal"),
         ],
@@ -510,10 +450,10 @@ TIME: Section[SweepResults] = Section(
     lambda results: "Ceiling and speed" if results.has_collapse else "Time to collapse, ceiling and speed",
     tables=_make_time_tables,
     explanation="Secondary outcomes. A sigmoid is fitted to the validations of each arm: the ceiling is the success "
-    "that it approaches, and the midpoint the cost of half of its gain. A setting that moves the ceiling changes what "
-    "is learned in the end; one that moves the midpoint changes how fast. Intervals are over seeds, from five on. p "
-    "is corrected over all rows of this table together.",
-    files=lambda results: {} if results.grid else {"learning_curves": results.learning_curves},
+    "that it approaches, what is learned in the end; the midpoint is the cost of half of its gain, how fast. Intervals "
+    "are over seeds, from five on. p is corrected over all rows of this table together.",
+    files=lambda results: {"learning_curves": results.learning_curves},
+    when=lambda results: not results.grid,
 )
 
 
@@ -523,7 +463,7 @@ def _make_secondary_table(results: SweepResults) -> Iterator[Table]:
         [
             name("arm"),
             TableColumn("outcome", lambda row: findings.SECONDARY_LABELS[row["column"]]),
-            number("minus the\nbaseline", "difference", format_signed, ("difference_low", "difference_high")),
+            number("minus the\nbaseline", "difference", format_signed),
             number("Holm p", "p_holm", format_p),
         ],
         rows,
@@ -546,41 +486,36 @@ SECONDARY: Section[SweepResults] = Section(
 def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
     trials = results.arm_frames.trials
     stopped = to_records(trials[trials["status"] == "early_stopped"])
-    if stopped:
-        yield Table(
-            [
-                name("arm"),
-                number("seed", "seed", str),
-                text("rule", "stop_rule"),
-                number("step", "stop_step", str),
-                number("value", "stop_value"),
-                number("threshold", "stop_threshold"),
-                number("last success", "final_val_success", format_fraction),
-                text("run", "run_id"),
-            ],
-            stopped,
-            fold=results.fold(f"All stopped runs: {len(stopped)}"),
-        )
-        yield Table(
-            [
-                name("arm"),
-                TableColumn(
-                    "stopped",
-                    lambda row: f"{row['failed_stops']} of {row['early_stopped'] + row['completed']}",
-                    "number",
-                ),
-                number("fraction stopped", "stopped_fraction", format_fraction, ("stopped_low", "stopped_high")),
-                number("success as scored:\nlast value kept", "late_val_success", format_fraction),
-                number("stopped runs\nscored 0", "late_stopped_as_zero", format_fraction),
-                number("stopped runs\nleft out", "late_survivors", format_fraction),
-                number("stops against\nthe baseline,\nHolm p", "p_stopped_holm", format_p),
-            ],
-            results.arms,
-            fold=results.fold("Stopped runs of each arm, scored in three ways"),
-            note="The fraction stopped is of the scored runs, with Wilson's 95 % interval; a stop at a success of 0.9 "
-            "or more is no failure and does not count. Fisher's exact test compares it with the baseline's, corrected "
-            "for the number of arms.",
-        )
+    yield Table(
+        [
+            name("arm"),
+            number("seed", "seed", str),
+            text("rule", "stop_rule"),
+            number("step", "stop_step", str),
+            number("value", "stop_value"),
+            number("threshold", "stop_threshold"),
+            number("last success", "final_val_success", format_fraction),
+            text("run", "run_id"),
+        ],
+        stopped,
+        fold=results.fold(f"All stopped runs: {len(stopped)}"),
+    )
+    scored = [{**row, "scored": row["early_stopped"] + row["completed"]} for row in results.arms]
+    yield Table(
+        [
+            name("arm"),
+            part("stopped", "failed_stops", "scored"),
+            number("fraction stopped", "stopped_fraction", format_fraction, ("stopped_low", "stopped_high")),
+            number("success as scored:\nlast value kept", "late_val_success", format_fraction),
+            number("stopped runs\nscored 0", "late_stopped_as_zero", format_fraction),
+            number("stopped runs\nleft out", "late_survivors", format_fraction),
+            number("stops against\nthe baseline,\nHolm p", "p_stopped_holm", format_p),
+        ],
+        scored if stopped else [],
+        fold=results.fold("Stopped runs of each arm, scored in three ways"),
+        note="The fraction stopped is of the scored runs, with Wilson's 95 % interval; a stop at a success of 0.9 or "
+        "more does not count. Fisher's exact test compares it with the baseline's, corrected for the number of arms.",
+    )
     yield Table(
         [
             name("panel" if results.grid else "arm"),
@@ -623,9 +558,8 @@ RETRIEVAL: Section[SweepResults] = Section(
         Figure(
             "retrieval",
             "Retrieval is the fraction of sampled thoughts that the policy finds more likely after their own prompt "
-            "than after every other prompt. The dashed line shows the fraction that guessing would reach. Each arm is "
-            "one line, the mean of its runs. If entropy stays high while retrieval falls to guessing, thoughts vary "
-            "but no longer depend on the level.",
+            "than after every other prompt; the dashed line is guessing. Each arm is one line, the mean of its runs. "
+            "If retrieval falls to guessing while entropy stays high, thoughts vary without depending on the level.",
             _make_arm_lines,
             lambda table, results: charts.draw_arm_lines(table, results.line_colors),
             lambda table, results: findings.describe_retrieval(table),
@@ -640,12 +574,11 @@ RETRIEVAL: Section[SweepResults] = Section(
 def _list_examples(results: SweepResults) -> Iterator[Listing]:
     for arm in [] if results.grid or results.search else choose_examples(results.frames):
         names = ", ".join(str(episode["name"]) for episode in arm.episodes)
-        text = "\n\n".join(
-            f"{episode['title']}: {episode['stop_reason']}, score "
-            f"{format_number(episode['score'])}\n\n{episode['text']}"
-            for episode in arm.episodes
+        parts = (
+            f"{row['title']}: {row['stop_reason']}, score {format_number(row['score'])}\n\n{row['text']}"
+            for row in arm.episodes
         )
-        yield Listing(f"Arm {arm.arm}, seed {arm.seed}: {names}", text)
+        yield Listing(f"Arm {arm.arm}, seed {arm.seed}: {names}", "\n\n".join(parts))
 
 
 EXAMPLES: Section[SweepResults] = Section(
@@ -654,15 +587,14 @@ EXAMPLES: Section[SweepResults] = Section(
     tables=_list_examples,
     explanation="Of the first seed of each arm: a solved and a failed validation episode before training and at the "
     "end, where one was recorded; and from the last training step the episodes with the largest and the smallest "
-    "advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards are those "
-    "used for training: they include the penalty of an invalid reply, which the policy is not shown. "
-    "`python -m tune_study transcripts` with the folder of this study prints all recorded episodes of validations, and "
+    "advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards are those used for training, "
+    "with the penalty of an invalid reply. `python -m tune_study transcripts` prints all recorded episodes of "
+    "validations, and "
     "with `--trained` those that were trained on.",
 )
 
 
 def _make_budget_tables(results: SweepResults) -> Iterator[Table]:
-    count = len(results.arms)
     yield Table(
         [
             name("arm"),
@@ -670,9 +602,8 @@ def _make_budget_tables(results: SweepResults) -> Iterator[Table]:
             number("groups kept", "kept_ratio", format_fraction),
         ],
         results.arms,
-        fold=results.fold(f"Budgets of all {count} arms"),
-        note="Means over the scored runs of an arm. Run time covers training and validation, and depends on the load "
-        "of the machine.",
+        fold=results.fold(f"Budgets of all {len(results.arms)} arms"),
+        note="Means over scored runs. Run time covers training and validation, and depends on the load of the machine.",
     )
     table = series.compare_at_equal_budget(results.arm_frames)
     amounts = dict(zip(table["budget"], table["amount"], strict=True))
@@ -691,8 +622,8 @@ def _make_budget_tables(results: SweepResults) -> Iterator[Table]:
         ],
         title="Success at equal budgets",
         fold=results.fold("All arms at equal budgets"),
-        note="Sampled validation success after the same amount of one budget: the smallest amount that a completed run "
-        "used. Success is interpolated between validations. A stopped run keeps its last value.",
+        note="Sampled validation success, interpolated between validations, after the smallest amount of a budget that "
+        "a completed run used. A stopped run keeps its last value.",
     )
 
 
@@ -704,23 +635,17 @@ BUDGETS: Section[SweepResults] = Section(
     "budgets",
     "Budgets",
     tables=_make_budget_tables,
-    explanation="A filter changes the number of groups that a run trains on, and thus its optimizer steps and tokens. "
-    "A run that a rule stopped used less of every budget.",
+    explanation="A filter changes how many groups a run trains on, and thus its optimizer steps and tokens. A stopped "
+    "run used less of every budget.",
 )
 
 
-def _list_consistency(results: SweepResults) -> list[str]:
-    lines = list_consistency(results.arm_frames)
-    return [CONSISTENCY_SENTENCE, *lines] if lines else []
-
-
-CONSISTENCY: Section[SweepResults] = Section("agreement", "Consistency of equal runs", sentences=_list_consistency)
+CONSISTENCY: Section[SweepResults] = Section(
+    "agreement", "Consistency of equal runs", sentences=lambda results: list_consistency(results.arm_frames)
+)
+_LAST_SUCCESS = number("success", "final_val_success", format_fraction)
 RUNS: Section[SweepResults] = Section(
-    "runs",
-    "All runs",
-    tables=lambda results: make_runs_table(
-        results.arm_frames, [number("success", "final_val_success", format_fraction)]
-    ),
+    "runs", "All runs", tables=lambda results: common.make_runs_table(results.arm_frames, [_LAST_SUCCESS])
 )
 
 
@@ -735,20 +660,17 @@ def _make_reproduction_tables(results: SweepResults) -> Iterator[Table | Listing
         "stop rules": f"{', '.join(study.stop_rules) or 'none'}; `early_stop` below has their thresholds",
         **{f"{row['split']} levels": _describe_levels(row) for row in findings.summarize_levels(results.frames)},
     }
-    yield from make_reproduction_tables(results, facts)
+    yield from common.make_reproduction_tables(results, facts)
 
 
 def _describe_levels(row: Mapping[str, Any]) -> str:
-    different = (
-        "all different"
-        if row["classes"] == row["levels"]
-        else f"{row['classes']} different: levels that the game counts as equal count once"
-    )
+    some = f"{row['classes']} different: levels that the game counts as equal count once"
+    different = "all different" if row["classes"] == row["levels"] else some
     return f"{row['levels']} levels, seeds {row['first']} to {row['last']}, {different}; {row['modes']}"
 
 
 REPRODUCTION: Section[SweepResults] = Section(
-    "reproduce", "Reproduce", sentences=list_command_sentences, tables=_make_reproduction_tables
+    "reproduce", "Reproduce", sentences=common.list_command_sentences, tables=_make_reproduction_tables
 )
 
 
@@ -759,38 +681,17 @@ def _make_heading(results: SweepResults) -> Heading:
     return Heading(
         f"Study **{study.name}** · {study.model} plays {games} · preset {study.preset or '–'} · {statuses}",
         study.question or study.name,
-        list_remarks(frames),
+        common.list_remarks(frames),
     )
 
 
+_RESULTS = (VERDICTS, SEARCH, SEARCH_FIGURES, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, *GRID_SECTIONS)
+_DETAILS = (common.CONTRASTS, ORDER, CAVEATS, LEARNING, TIME, SECONDARY, STOPS, RETRIEVAL, GRADIENTS)
+_RECORDS = (EXAMPLES, BUDGETS, CONSISTENCY, RUNS, REPRODUCTION)
 SWEEP_REPORT: Report[SweepResults] = Report(
     SweepResults,
     _make_heading,
-    (
-        VERDICTS,
-        SEARCH,
-        SEARCH_FIGURES,
-        COLLAPSE,
-        FACTORS,
-        DOSE_RESPONSE,
-        LEARNING_CURVES,
-        EDGE,
-        *GRID_SECTIONS,
-        CONTRASTS,
-        ORDER,
-        CAVEATS,
-        LEARNING,
-        TIME,
-        SECONDARY,
-        STOPS,
-        RETRIEVAL,
-        GRADIENTS,
-        EXAMPLES,
-        BUDGETS,
-        CONSISTENCY,
-        RUNS,
-        REPRODUCTION,
-    ),
+    (*_RESULTS, *_DETAILS, *_RECORDS),
     lambda results: (
         results.summary[["arm", "outcome"]]
         if not results.search and len(results.summary)

@@ -253,8 +253,8 @@ def describe_order(onsets: pd.DataFrame) -> list[str]:
     if num_well := onsets.loc[~is_collapse, "run_id"].nunique():
         sums = table[["changed", "runs", "well_changed", "well_runs"]].sum()
         sentences.append(
-            f"{100 * sums['changed'] / sums['runs']:.0f} % of the symptoms changed in these runs before the collapse, and "
-            f"{100 * sums['well_changed'] / sums['well_runs']:.0f} % up to the same step in {num_well} that stayed "
-            "well. A symptom that changes as often in both predicts nothing."
+            f"{100 * sums['changed'] / sums['runs']:.0f} % of the symptoms changed in these runs before the collapse, "
+            f"and {100 * sums['well_changed'] / sums['well_runs']:.0f} % up to the same step in {num_well} that "
+            "stayed well. A symptom that changes as often in both predicts nothing."
         )
     return sentences

@@ -14,6 +14,7 @@ from analysis.grid.factors import FactorGrid
 from analysis.report import grid as sections
 from analysis.report import pages
 from analysis.report.results import SweepResults
+from analysis.report.section import say
 from analysis.sweep.contrasts import compute_contrasts
 from search_spaces.declaration.study import make_grid_axis, make_grid_contrasts, make_grid_interactions
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -112,7 +113,7 @@ def test_the_stronger_factor_is_named(tmp_path: Path) -> None:
     assert cells[0] == "learning rate"
     assert cells[2] == "; ".join(f"{entry['value']}: {entry['mean']:.3f}" for entry in means.rows[0]["means"])
     assert [row["effect"] for row in effects.rows] == [sentence]
-    assert "over 4 seeds of which every arm has a scored run" in sections.FACTORS.get_explanation(results)
+    assert "over 4 seeds of which every arm has a scored run" in say(sections.FACTORS.explanation, results)
     assert "lr 1e-3 x adv_estimator grpo" in set(results.contrasts["contrast"])
 
 

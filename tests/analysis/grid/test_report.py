@@ -18,7 +18,7 @@ from analysis.report import pages
 from analysis.report.grid import ANCHOR, GRID, GRID_SECTIONS, SWITCHES, describe_cells, format_cell, make_heat_map_table
 from analysis.report.page import render_page, view_sections
 from analysis.report.results import SweepResults
-from analysis.report.section import Heading
+from analysis.report.section import Heading, say
 from analysis.report.sweep import LEARNING_CURVES, SWEEP_REPORT
 from analysis.sweep import findings, tables
 from tests.analysis.report.test_pages import Page, parse_page
@@ -257,7 +257,7 @@ def test_tables_have_the_numbers_of_cells_and_switches(results: SweepResults) ->
 
 @pytest.mark.long
 def test_the_caption_of_success_names_its_validations(results: SweepResults) -> None:
-    captions = [figure.get_caption(results) for figure in GRID.figures]
+    captions = [say(figure.caption, results) for figure in GRID.figures]
     assert captions[0] == "Sampled success on the validation levels: mean of the last 4 validations."
     assert all("mean over the last quarter of each run's steps" in caption for caption in captions[1:])
 

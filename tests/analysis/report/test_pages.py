@@ -28,7 +28,7 @@ from analysis.report.live import LivePage
 from analysis.report.page import render_page, view_sections
 from analysis.report.pages import conclude, draw_figures, write_frames_report, write_index, write_report
 from analysis.report.results import SweepResults
-from analysis.report.section import Section, Table, name
+from analysis.report.section import Section, Table, name, say
 from analysis.report.sweep import DOSE_RESPONSE
 from analysis.sweep import findings, tables
 from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, find_run_ends
@@ -390,7 +390,7 @@ def test_the_caption_of_the_dose_response_names_what_is_drawn(
 ) -> None:
     runs = [FakeRun(arm, n, steps=3, rows=dict.fromkeys(missing)) for arm in ("0", "0.1") for n in range(num_seeds)]
     results = SweepResults(load(write_study(tmp_path, runs, TINY)))
-    caption = DOSE_RESPONSE.figures[0].get_caption(results)
+    caption = say(DOSE_RESPONSE.figures[0].caption, results)
     if missing:
         assert caption.endswith("of training, without intervals, and triangles greedy validation success.")
     else:
