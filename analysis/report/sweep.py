@@ -586,10 +586,10 @@ EXAMPLES: Section[SweepResults] = Section(
     "What the policy did",
     tables=_list_examples,
     explanation="Of the first seed of each arm: a solved and a failed validation episode before training and at the "
-    "end, where one was recorded, and of those trained on last the ones with the largest and the smallest advantage. "
-    "Lines with | are what the policy saw, lines with > what it wrote. Rewards are those used for training, with the "
-    "penalty of an invalid reply. `python -m tune_study transcripts` prints all recorded episodes of validations, and "
-    "with `--trained` those that were trained on.",
+    "end, where one was recorded, and of the episodes that were trained on last the one with the largest and the one "
+    "with the smallest advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards include "
+    "the penalty of an invalid reply. `python -m tune_study transcripts` prints all recorded episodes of validations, "
+    "and with `--trained` those that were trained on.",
 )
 
 
