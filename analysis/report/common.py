@@ -198,7 +198,10 @@ def _list_contrast_sentences(results: StudyResults) -> Iterator[str]:
             f"{row['first']} ({row['first_steps']} steps) and {row['second']} ({row['second_steps']})"
             for row in to_records(unequal)
         )
-        yield f"These pairs train for different numbers of steps, so their means cover different stretches: {listing}."
+        yield (
+            "The arms of these pairs train for different numbers of steps, so means over their runs cover different "
+            f"stretches of training: {listing}."
+        )
 
 
 def _explain_contrasts(results: StudyResults) -> str:

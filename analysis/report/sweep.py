@@ -587,10 +587,9 @@ EXAMPLES: Section[SweepResults] = Section(
     tables=_list_examples,
     explanation="Of the first seed of each arm: a solved and a failed validation episode before training and at the "
     "end, where one was recorded; and from the last training step the episodes with the largest and the smallest "
-    "advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards are those used for training, "
-    "with the penalty of an invalid reply. `python -m tune_study transcripts` prints all recorded episodes of "
-    "validations, and "
-    "with `--trained` those that were trained on.",
+    "advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards include the penalty of an "
+    "invalid reply. `python -m tune_study transcripts` prints all recorded episodes of validations, and with `--trained` "
+    "those that were trained on.",
 )
 
 
