@@ -80,10 +80,8 @@ def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
     is the accuracy of thoughts that do not depend on the prompt, averaged over all runs at the step (missing for
     entropy). Empty if no run measured retrieval.
     """
-    # Frames of an earlier version lack columns.
-    names = [
-        name for name in (*RETRIEVAL_LABELS, "entropy") if name in frames.steps and frames.steps[name].notna().any()
-    ]
+    measured = frames.steps.columns[frames.steps.notna().any()]
+    names = [name for name in (*RETRIEVAL_LABELS, "entropy") if name in measured]
     columns = ["arm", "measure", "step", "value", "chance"]
     # Entropy alone has its own figure; here it is drawn only for comparison with retrieval.
     if not set(names) & set(RETRIEVAL_LABELS):
