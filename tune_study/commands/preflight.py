@@ -319,13 +319,13 @@ def _prepare_study(
     outputs.check_study_links(plan)
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
     resource_plan = requirements.resource_plan
+    outputs.check_writable(plan.output)
     if nodes is None:
         _check_machine(plan, requirements)
     else:
         memory = _check_cluster(plan, resource_plan, options, requirements.disk_budget, nodes)
         if memory is not None:  # planned for the nodes, whose GPUs were not known before
             resource_plan = _add_placement(resource_plan, memory)
-    outputs.check_writable(plan.output)
     # With a storage, checkpoints are written on the nodes, and their space was checked above.
     if plan.storage is None:
         disk.check_budget(requirements.disk_budget)
@@ -387,7 +387,7 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
     """Raise PlanError if this machine lacks something that the study needs: files, a model, memory or disk space."""
     sockets = check_socket_path(find_ray_folder(os.environ))
     if sockets.severity == "problem":
-        raise PlanError(f"Ray cannot start here: {sockets.detail}. {sockets.advice}")
+        raise PlanError(f"Ray cannot start here: {sockets.text}")
     for game in resources.load_game_requirements(plan):
         if shortage := game.explain_shortage(plan):
             raise MisfitError(shortage)
