@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,76 +14,82 @@ from pathlib import Path
 from rich.console import Console
 
 from search_spaces.catalog import STUDIES
-from search_spaces.declaration.presets import PRESETS
 from trainable.backend.gpus import make_bundles
 from trainable.config.setting_types import format_value
+from tune_study.commands.option_groups import LaunchOptions
+from tune_study.commands.preflight import PlacementChoices, make_plans_that_fit, prepare_study
+from tune_study.commands.run_options import ChosenPreset
 from tune_study.host import machine_checks
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
 from tune_study.host.machine_checks import CheckResult
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
-from tune_study.placement import disk, resources
 from tune_study.placement.model_files import check_model
+from tune_study.placement.resources import check_engines
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
+_RAY = "start of Ray"
+_SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux has shared memory, in which Ray keeps its objects."""
 _TIMEOUT_S = 240.0
 """Time limit of Ray's start and of the imports in its worker. On a busy machine with two cores they take 20 s."""
-_RAY = "start of Ray"
 _RAY_SCRIPT = "import sys; from tune_study.commands.doctor import start_ray; start_ray(int(sys.argv[1]))"
 
 
-def diagnose(console: Console, output: Path, preset: str | None, environ: Mapping[str, str]) -> int:
+def diagnose(console: Console, output: Path, preset: str | None) -> int:
     """Run every check and print its result. Returns the exit code: 1 for a problem, else 0.
 
     output: the folder of --output, which need not exist; no file is left in it. preset: the value of --preset; None to
-    choose one as `run` does. environ: the environment, also of the process that starts Ray. Raises PlanError for an
-    unknown preset.
+    choose one as `run` does. Raises PlanError for an unknown preset.
     """
-    gpus = detect_gpus(environ)
-    chosen_preset, _ = resources.choose_preset(preset, gpus)
-    if chosen_preset not in PRESETS:
-        raise PlanError(
-            f"There is no preset `{format_value(chosen_preset)}`: type --preset {' or --preset '.join(PRESETS)}."
-        )
-    plan = make_plan(STUDIES["kl"], chosen_preset, "checked by doctor", {}, None, None, output)
-    n_problems = 0
-    for name, check in list_checks(plan, gpus, environ).items():
+    gpus, options = detect_gpus(os.environ), LaunchOptions()
+
+    def make_plans(chosen: ChosenPreset) -> list[StudyPlan]:
+        return [make_plan(STUDIES["kl"], chosen.name, chosen.reason, chosen.settings, None, None, output)]
+
+    choices = PlacementChoices(preset, has_adapters=False, has_gpus=False)
+    (plan,) = make_plans_that_fit(make_plans, choices, options, gpus)
+    problems: list[str] = []
+    for name, check in list_checks(plan, options, gpus).items():
         if name == _RAY:
             print_line(console, "Starting Ray ...")
         result = run_check(check)
+        if result.text in problems:
+            continue  # a start would be refused for the same reason
         print_line(console, f"{result.severity}: {name}: {result.text}")
-        n_problems += result.severity == "problem"
-    summary = f"{n_problems} problem{'s' * (n_problems > 1)} to solve before a run."
-    print_line(console, summary if n_problems else "No problems found: this machine is ready for a run.")
-    return int(n_problems > 0)
+        if result.severity == "problem":
+            problems.append(result.text)
+    summary = f"{len(problems)} problem{'s' * (len(problems) > 1)} to solve before a run."
+    print_line(console, summary if problems else "No problems found: this machine is ready for a run.")
+    return 1 if problems else 0
 
 
 def list_checks(
-    plan: StudyPlan, gpus: tuple[Gpu, ...], environ: Mapping[str, str]
+    plan: StudyPlan, options: LaunchOptions, gpus: tuple[Gpu, ...]
 ) -> dict[str, Callable[[], CheckResult | None]]:
     """List the checks by name. Those that only raise PlanError return None."""
-    config, ray_folder = plan.ppo_config, machine_checks.find_ray_folder(environ)
+    config, ray_folder = plan.ppo_config, machine_checks.find_ray_folder(os.environ)
     # By default, a study on GPUs runs one trial per GPU. Others run at most `ray_num_cpus` trials concurrently.
     used_gpus = len(gpus) if config.trainer.n_gpus_per_node else 0
     trials = used_gpus or min(count_cpus(), config.trainer.ray_num_cpus)
-    shm = Path("/dev/shm")  # only Linux has it
     return {
         "memory": lambda: machine_checks.check_memory(machine_checks.measure_available_memory(), trials),
         "disk for Ray": lambda: machine_checks.check_disk(
             ray_folder, "problem", "Free some space, or set RAY_TMPDIR to another folder."
         ),
         "shared memory": lambda: (
-            machine_checks.check_disk(shm, "remark", "Docker: `--shm-size=8g`.") if shm.is_dir() else None
+            machine_checks.check_disk(_SHARED_MEMORY, "remark", "Docker: `--shm-size=8g`.")
+            if _SHARED_MEMORY.is_dir()
+            else None
         ),
         "write access": lambda: machine_checks.check_output(plan.output),
-        "Ray's sockets": lambda: machine_checks.check_socket_path(ray_folder),
         "GPU": lambda: machine_checks.check_gpus(gpus, len(detect_gpus(environ={}))),
-        "model": lambda: check_model(config.model.path, environ, config.model.chat_format),
-        "engines": lambda: resources.check_engines(config, environ),
-        "KL sweep": lambda: _check_placement(plan, gpus, environ),
-        _RAY: lambda: check_ray_start(ray_folder, used_gpus, environ, _TIMEOUT_S),
+        "model": lambda: check_model(config.model.path, os.environ, config.model.chat_format),
+        "engines": lambda: check_engines(config, os.environ),
+        "start of a KL sweep": lambda: CheckResult("ok", prepare_study(plan, options, gpus, None).space_line),
+        _RAY: lambda: check_ray_start(ray_folder, used_gpus, _TIMEOUT_S),
     }
 
 
@@ -97,15 +103,7 @@ def run_check(check: Callable[[], CheckResult | None]) -> CheckResult:
         return CheckResult("problem", f"this check failed: {format_value(f'{type(error).__name__}: {error}', 300)}")
 
 
-def _check_placement(plan: StudyPlan, gpus: tuple[Gpu, ...], environ: Mapping[str, str]) -> CheckResult:
-    """Check that the GPUs suffice for a run, and the disk for the study unless the model's size is unknown."""
-    resource_plan = resources.preflight(plan, None, gpus, count_cpus(), None, is_real=True)
-    budget = disk.estimate_disk_budget(plan, resource_plan, environ)
-    disk.check_budget(budget)
-    return CheckResult("ok", disk.format_disk_line(budget))
-
-
-def check_ray_start(ray_folder: Path, n_gpus: int, environ: Mapping[str, str], timeout_s: float) -> CheckResult:
+def check_ray_start(ray_folder: Path, n_gpus: int, timeout_s: float) -> CheckResult:
     """Check that Ray starts as in a run and executes a task within `timeout_s` seconds; see `start_ray`.
 
     ray_folder: the folder where Ray keeps the files of its sessions.
@@ -115,7 +113,7 @@ def check_ray_start(ray_folder: Path, n_gpus: int, environ: Mapping[str, str], t
     # to a file, since a pipe stays open until the last process that inherited it has ended.
     with tempfile.TemporaryFile() as out:
         command = [sys.executable, "-c", _RAY_SCRIPT, str(n_gpus)]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(environ)) as process:
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out) as process:
             try:
                 exit_code = process.wait(timeout_s)
             except subprocess.TimeoutExpired:

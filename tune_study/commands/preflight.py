@@ -103,7 +103,7 @@ def start_studies(
                 all_fit &= _print_plan(plan, adapt_options(plan), visible_gpus, nodes, console)
             return 0 if all_fit else 3
         # All studies are checked before the first one starts, so that a suite does not fail hours later.
-        prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
+        prepared_studies = [prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
             compile_kernels([config for plan in plans for config in plan.ppo_configs], os.environ, console)
@@ -113,7 +113,7 @@ def start_studies(
         disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
         return run_suite(
             plans,
-            lambda plan: _prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
+            lambda plan: prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
             console,
             options.skipped_statuses,
             time_limit,
@@ -309,7 +309,7 @@ def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _prepare_study(
+def prepare_study(
     plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
 ) -> PreparedStudy:
     """Check the requirements of a study. Raises PlanError if one is not met.

@@ -24,8 +24,6 @@ _LONGEST_SOCKET_NAME = (
     f"/{FOLDER_PREFIX}4194304/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 )
 """Ray's longest name, with Linux' highest process id, 4194304."""
-_IDLE_MEMORY_FRACTION = 0.1
-"""The NVIDIA driver takes far less than this fraction of an idle GPU's memory, so a GPU with more is in use."""
 
 
 class CheckResult(NamedTuple):
@@ -165,34 +163,17 @@ def check_socket_path(ray: Path) -> CheckResult:
 
 
 def check_gpus(gpus: Sequence[Gpu], machine_gpu_count: int) -> CheckResult:
-    """Check that each visible GPU is idle; a remark names the processes that use one, or says that there is none.
+    """List the visible GPUs; a remark if there is none.
 
     machine_gpu_count: all GPUs of the machine, including those hidden by CUDA_VISIBLE_DEVICES.
     """
-    if not gpus and machine_gpu_count:
+    if gpus:
+        return CheckResult("ok", ", ".join(f"{gpu.id} ({gpu.name})" for gpu in gpus))
+    if machine_gpu_count:
         detail = f"CUDA_VISIBLE_DEVICES hides the {machine_gpu_count} GPUs of this machine"
         return CheckResult("remark", f"{detail}. Type `unset CUDA_VISIBLE_DEVICES` to use them.")
-    if not gpus:
-        advice = "--preset laptop needs none. For --preset paper, check the output of `nvidia-smi`."
-        return CheckResult("remark", f"no NVIDIA GPU is visible. {advice}")
-    memory_by_uuid, processes = {entry.uuid: entry for entry in query_gpu_memory()}, query_gpu_processes()
-    details, used_ids = [], []
-    for gpu in gpus:
-        memory = memory_by_uuid.get(gpu.uuid, GpuMemory(gpu.uuid, None, None))
-        detail = f"{gpu.id}: {gpu.name}, free memory unknown"
-        holders = [process for process in processes if process.uuid == gpu.uuid]
-        is_used = bool(holders)
-        if memory.free_mib is not None and memory.total_mib is not None:
-            detail = f"{gpu.id}: {gpu.name}, {memory.free_mib / 1024:.1f} of {memory.total_mib / 1024:.1f} GiB free"
-            # Memory may be used by a process that is invisible here, for example in another container.
-            is_used |= memory.total_mib - memory.free_mib > _IDLE_MEMORY_FRACTION * memory.total_mib
-        if is_used:
-            detail += f", {format_processes(holders)}"
-            used_ids.append(gpu.id)
-        details.append(detail)
-    if not used_ids:
-        return CheckResult("ok", "; ".join(details))
-    return CheckResult("remark", f"{'; '.join(details)}. Wait until they end, or choose other GPUs with --gpus.")
+    advice = "--preset laptop needs none. For --preset paper, check the output of `nvidia-smi`."
+    return CheckResult("remark", f"no NVIDIA GPU is visible. {advice}")
 
 
 def query_gpu_memory() -> tuple[GpuMemory, ...]:
