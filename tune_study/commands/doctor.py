@@ -160,11 +160,10 @@ def start_ray(n_gpus: int) -> None:
 
 def try_engines(n_gpus: int) -> str:
     """Import what trains and samples, and compute on each GPU; return torch's version. Runs in a worker of Ray."""
-    import torch
-
+    torch = import_module("torch")
     for index in range(n_gpus):
         torch.ones(1, device=f"cuda:{index}").sum().item()
     modules = ["trainable.ppo.trainer", "transformers", *(["vllm"] if n_gpus and find_spec("vllm") else [])]
     for module in modules:
         import_module(module)
-    return torch.__version__
+    return str(torch.__version__)

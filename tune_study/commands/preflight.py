@@ -23,7 +23,7 @@ from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, start_time_limit
-from tune_study.host.machine_checks import check_socket_path, find_ray_folder
+from tune_study.host.machine_checks import explain_long_path, find_ray_folder
 from tune_study.placement import disk, memory_advice, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
@@ -385,9 +385,8 @@ def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:
 
 def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
     """Raise PlanError if this machine lacks something that the study needs: files, a model, memory or disk space."""
-    sockets = check_socket_path(find_ray_folder(os.environ))
-    if sockets.severity == "problem":
-        raise PlanError(f"Ray cannot start here: {sockets.text}")
+    if obstacle := explain_long_path(find_ray_folder(os.environ)):
+        raise PlanError(f"Ray cannot start here: {obstacle}")
     for game in resources.load_game_requirements(plan):
         if shortage := game.explain_shortage(plan):
             raise MisfitError(shortage)

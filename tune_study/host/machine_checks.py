@@ -152,14 +152,16 @@ def check_output(output: Path) -> CheckResult:
     return CheckResult("ok", f"a file can be written in {folder}")
 
 
-def check_socket_path(ray: Path) -> CheckResult:
-    """Check that the paths of Ray's sockets below `ray` are short enough for the kernel, in bytes."""
+def explain_long_path(ray: Path) -> str:
+    """Explain that the paths of Ray's sockets below `ray` are too long for the kernel, in bytes; empty if not."""
     max_length = _MAX_SOCKET_PATH_BYTES - len(os.fsencode(_LONGEST_SOCKET_NAME))
     length = len(os.fsencode(ray))
     if length <= max_length:
-        return CheckResult("ok", f"the path {ray} is short enough")
-    detail = f"the path {ray} has {length} bytes; at most {max_length} are possible"
-    return CheckResult("problem", f"{detail}. Type `export RAY_TMPDIR=/tmp`, or another folder with a short path.")
+        return ""
+    return (
+        f"the path {ray} has {length} bytes; at most {max_length} are possible. Type `export RAY_TMPDIR=/tmp`, or "
+        f"another folder with a short path."
+    )
 
 
 def check_gpus(gpus: Sequence[Gpu], machine_gpu_count: int) -> CheckResult:

@@ -146,11 +146,11 @@ def test_the_longest_folder_is_the_one_that_ray_accepts(letter: str, excess: int
     n_bytes = machine_checks._MAX_SOCKET_PATH_BYTES - len(machine_checks._LONGEST_SOCKET_NAME) + excess - 2
     folder = Path("/" + "y" * (n_bytes % len(letter.encode()) + 1) + letter * (n_bytes // len(letter.encode())))
     if excess:
-        assert machine_checks.check_socket_path(folder).severity == "problem"
+        assert "Type `export RAY_TMPDIR=/tmp`" in machine_checks.explain_long_path(folder)
         with pytest.raises(OSError, match="AF_UNIX path length cannot exceed"):
             validate_socket_filepath(f"{folder}{machine_checks._LONGEST_SOCKET_NAME}")
     else:
-        assert machine_checks.check_socket_path(folder).severity == "ok"
+        assert machine_checks.explain_long_path(folder) == ""
         validate_socket_filepath(f"{folder}{machine_checks._LONGEST_SOCKET_NAME}")
 
 
