@@ -574,7 +574,7 @@ def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
     """Check that this machine has everything a run needs, and say how to solve each problem."""
     from tune_study.commands.doctor import diagnose
 
-    raise typer.Exit(diagnose(make_console(), _make_absolute(output), preset, os.environ))
+    raise typer.Exit(diagnose(make_console(), _make_absolute(output), preset))
 
 
 def _make_absolute(path: Path) -> Path:

@@ -1,12 +1,11 @@
 """Check every node of a cluster before a study starts, by a small Ray task on each node."""
 
-import contextlib
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -16,6 +15,7 @@ from rich.filesize import decimal
 import trainable
 from trainable.config.run_config import RunConfig
 from tune_study.folder.outputs import read_versions
+from tune_study.folder.storage import StoredFolder, format_error
 from tune_study.host.machine_checks import (
     find_nearest_existing,
     find_ray_folder,
@@ -41,34 +41,21 @@ Pickled objects need the same Python and Ray. Torch may differ on the driver, wh
 """
 
 
-class NodeQuery(NamedTuple):
-    """What a node is asked."""
-
-    marker: str
-    """Path or URI of a file that the driver has written, to test whether the node sees it."""
-    study_uri: str | None
-    """URI of the study in its storage, if it has one."""
-    models: tuple[str, ...]
-    """Paths or hub ids of the models that the runs load."""
-    settings: dict[str, Any] | None
-    """A run's settings, as JSON; None for runs without a language model."""
-
-
 class NodeReport(NamedTuple):
-    """A node's answer. Ray sends it as a tuple, so the order of the fields must not change."""
+    """What a node has.
+
+    versions: of packages, and `code`, a hash of our sources. storage_error: why the node cannot read and write where
+    runs write; empty if it can. setup_error: why it cannot load the models or engines; empty if it can.
+    free_disk_bytes: where runs of a study with a storage write. free_memory_bytes: CPU memory for new processes.
+    gpu_memory_mib: memory of each GPU, as nvidia-smi reports it.
+    """
 
     versions: dict[str, str]
-    """Versions of packages, and `code`, a hash of our sources."""
-    marker_error: str
-    """Why the node does not see the marker; empty if it does."""
+    storage_error: str
     setup_error: str
-    """Message of the first error in loading models or engines; empty without an error."""
     free_disk_bytes: int
-    """Free bytes for the files of trials; 0 without a storage, since it is not measured then."""
     free_memory_bytes: int
-    """Bytes of CPU memory available to new processes."""
     gpu_memory_mib: tuple[int, ...]
-    """Memory of each GPU in MiB, as nvidia-smi reports it."""
 
 
 def compute_code_hash() -> str:
@@ -84,74 +71,65 @@ def compute_code_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def inspect_node(query: NodeQuery) -> NodeReport:
-    """Answer `query` for the machine of this process. Run on a node, as a Ray task."""
-    # An error of models or engines is reported instead of raised: the driver first compares versions, whose difference
-    # may be the cause.
-    setup_error = ""
+def read_all_versions() -> dict[str, str]:
+    """Read the versions that machines are compared by: of packages, and the hash of our sources."""
+    return {**read_versions(), "code": compute_code_hash()}
+
+
+def measure_scratch_space() -> int:
+    """Measure the free bytes where trials of a study with a storage write: in Ray's and the temporary folder."""
+    folders = find_ray_folder(os.environ), Path(tempfile.gettempdir())
+    return min(shutil.disk_usage(find_nearest_existing(folder)).free for folder in folders)
+
+
+def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]]) -> NodeReport:
+    """Report what the machine of this process has. Runs on a node, as a Ray task.
+
+    marker: URI of a file that the driver has written. configs: the settings of each arm with a language model.
+    """
+    # Errors are reported instead of raised: the driver first compares versions, whose difference may be the cause.
+    storage_error = setup_error = ""
+    uri, name = split_uri(marker)
     try:
-        if query.settings is not None:
-            config = RunConfig.model_validate(query.settings)
-            for model in query.models:
+        folder = StoredFolder(uri)
+        folder.read(name)
+        folder.put(answer := f"{name}-{uuid4().hex}", b"")  # since runs write there, too
+        folder.remove(answer)
+    except (OSError, PlanError) as error:
+        storage_error = format_error(error)
+    try:
+        for settings in configs:
+            config = RunConfig.model_validate(settings)
+            for model in config.model_paths:
                 check_model(model, os.environ, config.model.chat_format)
             check_engines(config, os.environ)
     except PlanError as error:
         setup_error = str(error)
     return NodeReport(
         read_all_versions(),
-        _find_marker_error(query),
+        storage_error,
         setup_error,
-        0 if query.study_uri is None else _measure_free_space(),
+        measure_scratch_space(),
         measure_available_memory(),
         tuple(entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None),
     )
 
 
-def read_all_versions() -> dict[str, str]:
-    """Read the versions that machines are compared by: of packages, and the hash of our sources."""
-    return {**read_versions(), "code": compute_code_hash()}
-
-
-def _find_marker_error(query: NodeQuery) -> str:
-    """Find out why this machine does not see the marker; return an empty text if it does."""
-    if query.study_uri is None:
-        return "" if os.path.exists(query.marker) else "it does not exist there"
-    from tune_study.folder.storage import StoredFolder, format_error
-
-    folder, name = split_uri(query.marker)
+@contextmanager
+def _put_marker(plan: StudyPlan) -> Iterator[str]:
+    """Yield the URI of a new file where the runs will write, and remove it afterwards."""
+    # The study's folder must not be created before all checks have passed.
+    existing = next(parent for parent in (plan.folder, *plan.folder.parents) if parent.is_dir())
+    folder, name = StoredFolder(plan.storage or existing.as_uri()), f"tune_study-{uuid4().hex}"
     try:
-        stored_folder = StoredFolder(folder)
-        stored_folder.read(name)
-        stored_folder.put(answer := f"{name}-{uuid4().hex}", b"")  # since runs write there, too
-        stored_folder.remove(answer)
-    except (OSError, PlanError) as error:
-        return format_error(error)
-    return ""
-
-
-def _measure_free_space() -> int:
-    """Measure the free bytes where trials of a study with a storage write: in Ray's and the temporary folder."""
-    folders = find_ray_folder(os.environ), Path(tempfile.gettempdir())
-    return min(shutil.disk_usage(find_nearest_existing(folder)).free for folder in folders)
-
-
-def _wait_for_report(node: Node, reference: Any) -> NodeReport:
-    """Wait for a node's report. reference: Ray's reference to the task's result. Raises PlanError if none comes."""
-    import ray
-
+        folder.put(name, b"")
+    except OSError as error:
+        raise PlanError(f"{plan.storage or existing} cannot be written: {format_error(error)}.") from None
     try:
-        report_fields = ray.get(reference, timeout=_TIMEOUT_S)
-    except ray.exceptions.GetTimeoutError:
-        reason = f"it did not answer within {_TIMEOUT_S:g} s"
-    except ray.exceptions.RayError as error:
-        # The last line is the exception, after the traceback of the task.
-        reason = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
-    else:
-        return NodeReport(*report_fields)
-    raise PlanError(
-        f"The node {node.name} cannot run a study: {reason}. Install the same tune_study there as here, as in "
-        f"docs/cluster.md."
-    )
+        yield join_uri(folder.uri, name)
+    finally:
+        with suppress(OSError):  # a leftover empty file does no harm
+            folder.remove(name)
 
 
 def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport]:
@@ -159,66 +137,42 @@ def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    settings = None if plan.model is None else plan.ppo_config.model_dump(mode="json")
-    with _make_marker(plan) as marker:
-        query = NodeQuery(marker, plan.study_uri, () if plan.model is None else plan.model_paths, settings)
+    configs = [config.model_dump(mode="json") for config in plan.ppo_configs]
+    references, reports = {}, {}
+    with _put_marker(plan) as marker:
         # All tasks are started before the first answer is awaited. They reserve no CPU, so busy nodes answer, too.
-        references = {}
         for node in nodes:
             # soft=False: otherwise Ray might run the task on another node, and its answer would count for `node`.
             strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
-            references[node] = ray.remote(inspect_node).options(**options).remote(query)
-        reports = {node: _wait_for_report(node, reference) for node, reference in references.items()}
+            references[node] = ray.remote(inspect_node).options(**options).remote(marker, configs)
+        for node, reference in references.items():
+            try:
+                reports[node] = ray.get(reference, timeout=_TIMEOUT_S)
+            except ray.exceptions.RayError as error:
+                # The last line is the exception, after the traceback of the task.
+                reason = str(error).strip().splitlines()[-1].strip(" .")
+                raise PlanError(
+                    f"The node {node.name} cannot run a study: {reason}. Install the same tune_study there as here, as "
+                    f"in docs/cluster.md."
+                ) from None
     # Versions first: differing sources or packages are the likely cause of a node's other errors.
     check_versions(read_all_versions(), {node.name: report.versions for node, report in reports.items()})
     for node, report in reports.items():
-        if report.marker_error:
-            raise PlanError(_explain_unseen_marker(plan, node, report.marker_error))
+        if report.storage_error and plan.study_uri is not None:
+            raise PlanError(
+                f"The node {node.name} cannot read --storage {plan.storage}: {report.storage_error}. Give the node the "
+                f"same access as this machine: the network, and credentials in the environment in which `ray start` is "
+                f"typed."
+            )
+        if report.storage_error:
+            raise PlanError(
+                f"The node {node.name} does not see the folder {plan.output} of this machine, where every run writes: "
+                f"type --output with a folder that all nodes share, or --storage with a bucket or a shared folder."
+            )
         if report.setup_error:
             raise PlanError(f"On the node {node.name}: {report.setup_error}")
     return reports
-
-
-def _explain_unseen_marker(plan: StudyPlan, node: Node, reason: str) -> str:
-    """Explain that a node does not see the study's folder or storage. reason: the node's `marker_error`."""
-    if plan.study_uri is not None:
-        return (
-            f"The node {node.name} cannot read --storage {plan.storage}: {reason}. Give the node the same access as "
-            f"this machine: the network, and credentials in the environment in which `ray start` is typed."
-        )
-    return (
-        f"The node {node.name} does not see the folder {plan.output} of this machine, where every run writes: type "
-        f"--output with a folder that all nodes share, or --storage with a bucket or a shared folder."
-    )
-
-
-@contextmanager
-def _make_marker(plan: StudyPlan) -> Iterator[str]:
-    """Yield the path or URI of a new file where the runs will write, and remove it afterwards."""
-    name = f".tune_study-{uuid4().hex}"
-    if plan.storage is None:
-        # The study's folder must not be created before all checks have passed.
-        folder = next(parent for parent in (plan.folder, *plan.folder.parents) if parent.is_dir())
-        path = folder / name
-        try:
-            path.touch()
-        except OSError as error:
-            raise PlanError(f"{folder} cannot be written ({error.strerror}): type another --output.") from None
-        try:
-            yield str(path)
-        finally:
-            path.unlink(missing_ok=True)
-        return
-    from tune_study.folder.storage import StoredFolder
-
-    stored_folder = StoredFolder(plan.storage)
-    stored_folder.put(name, b"")
-    try:
-        yield join_uri(plan.storage, name)
-    finally:
-        with contextlib.suppress(OSError):  # a leftover empty file does no harm
-            stored_folder.remove(name)
 
 
 def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[str, Mapping[str, str]]) -> None:
@@ -230,15 +184,15 @@ def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[st
     first_node, first_versions = next(iter(node_versions.items()))
     for node, installed_versions in node_versions.items():
         for package in sorted(first_versions.keys() | installed_versions.keys()):
-            references = [("this machine", driver_versions)] if package in _DRIVER_PACKAGES else []
-            for reference_name, reference_versions in [*references, (first_node, first_versions)]:
-                node_version, version = installed_versions.get(package, "not"), reference_versions.get(package, "not")
-                if node_version != version:
-                    raise PlanError(
-                        f"The node {node} has {package} {node_version} and {reference_name} {version}: "
-                        f"results would depend on the node of a run. Install the same versions on all nodes, as in "
-                        f"docs/cluster.md."
-                    )
+            reference_name, reference_versions = first_node, first_versions
+            if package in _DRIVER_PACKAGES:
+                reference_name, reference_versions = "this machine", driver_versions
+            node_version, version = installed_versions.get(package, "not"), reference_versions.get(package, "not")
+            if node_version != version:
+                raise PlanError(
+                    f"The node {node} has {package} {node_version} and {reference_name} {version}: results would "
+                    f"depend on the node of a run. Install the same versions on all nodes, as in docs/cluster.md."
+                )
 
 
 def check_scratch(n_runs: int, run_bytes: int | None) -> None:
@@ -246,7 +200,7 @@ def check_scratch(n_runs: int, run_bytes: int | None) -> None:
 
     n_runs: maximum number of concurrent runs. run_bytes: bytes per run; None if unknown.
     """
-    free_bytes = _measure_free_space()
+    free_bytes = measure_scratch_space()
     if run_bytes is not None and free_bytes < n_runs * run_bytes:
         raise PlanError(
             f"This machine has {decimal(free_bytes)} free for the checkpoints of up to {n_runs} runs until they are "

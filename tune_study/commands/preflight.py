@@ -23,7 +23,7 @@ from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, start_time_limit
-from tune_study.host.machine_checks import check_socket_path, find_ray_folder
+from tune_study.host.machine_checks import explain_long_path, find_ray_folder
 from tune_study.placement import disk, memory_advice, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
@@ -103,7 +103,7 @@ def start_studies(
                 all_fit &= _print_plan(plan, adapt_options(plan), visible_gpus, nodes, console)
             return 0 if all_fit else 3
         # All studies are checked before the first one starts, so that a suite does not fail hours later.
-        prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
+        prepared_studies = [prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
             compile_kernels([config for plan in plans for config in plan.ppo_configs], os.environ, console)
@@ -113,7 +113,7 @@ def start_studies(
         disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
         return run_suite(
             plans,
-            lambda plan: _prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
+            lambda plan: prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
             console,
             options.skipped_statuses,
             time_limit,
@@ -309,7 +309,7 @@ def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _prepare_study(
+def prepare_study(
     plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
 ) -> PreparedStudy:
     """Check the requirements of a study. Raises PlanError if one is not met.
@@ -319,13 +319,13 @@ def _prepare_study(
     outputs.check_study_links(plan)
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
     resource_plan = requirements.resource_plan
+    outputs.check_writable(plan.output)
     if nodes is None:
         _check_machine(plan, requirements)
     else:
         memory = _check_cluster(plan, resource_plan, options, requirements.disk_budget, nodes)
         if memory is not None:  # planned for the nodes, whose GPUs were not known before
             resource_plan = _add_placement(resource_plan, memory)
-    outputs.check_writable(plan.output)
     # With a storage, checkpoints are written on the nodes, and their space was checked above.
     if plan.storage is None:
         disk.check_budget(requirements.disk_budget)
@@ -385,9 +385,8 @@ def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:
 
 def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
     """Raise PlanError if this machine lacks something that the study needs: files, a model, memory or disk space."""
-    sockets = check_socket_path(find_ray_folder(os.environ))
-    if sockets.severity == "problem":
-        raise PlanError(f"Ray cannot start here: {sockets.detail}. {sockets.advice}")
+    if obstacle := explain_long_path(find_ray_folder(os.environ)):
+        raise PlanError(f"Ray cannot start here: {obstacle}")
     for game in resources.load_game_requirements(plan):
         if shortage := game.explain_shortage(plan):
             raise MisfitError(shortage)

@@ -25,7 +25,6 @@ from trainable.runs.study_record import StatusRecord, find_record
 from trainable.trial import PPO
 from tune_study.commands import node_checks
 from tune_study.commands.node_checks import (
-    NodeQuery,
     NodeReport,
     check_capacity,
     check_versions,
@@ -306,12 +305,6 @@ def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
     assert allocate_cluster(influence, "a:1", NODES, None, None).max_concurrent == 3  # a trial has all seeds of an arm
 
 
-def test_storage_is_offered_to_studies_of_every_family(tmp_path: Path) -> None:
-    influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
-    for plan in (influence, make_plan_in(tmp_path)):
-        assert "or --storage with a bucket" in node_checks._explain_unseen_marker(plan, NODES[0], "gone")
-
-
 @pytest.mark.parametrize(
     ("gpus", "limit", "overrides", "message"),
     [
@@ -398,19 +391,18 @@ def test_nodes_with_too_little_space_are_refused() -> None:
 
 def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    plan = make_plan_in(tmp_path)
-    settings = apply_overrides(plan.base_config, TORCH_SETTINGS).model_dump(mode="json")
-    question = NodeQuery(str(tmp_path), None, ("sokoban-tiny",), settings)
-    report = inspect_node(question)
-    assert (report.marker_error, report.setup_error) == ("", "")
+    config = apply_overrides(make_plan_in(tmp_path).base_config, TORCH_SETTINGS)
+    marker, settings = (tmp_path / "marker").as_uri(), config.model_dump(mode="json")
+    assert inspect_node(marker, [settings]).storage_error != ""
+    (tmp_path / "marker").touch()
+    report = inspect_node(marker, [settings])
+    assert (report.storage_error, report.setup_error) == ("", "")
     assert report.versions["code"] == compute_code_hash()
-    assert report.free_memory_bytes > 0
-    missing_question = question._replace(marker=str(tmp_path / "nothing"), models=("Qwen/Qwen2.5-3B",))
-    assert inspect_node(missing_question).marker_error == "it does not exist there"
-    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in inspect_node(missing_question).setup_error
-    storage_question = question._replace(marker=f"file://{tmp_path}/nothing", study_uri=f"file://{tmp_path}/study")
-    assert "nothing" in inspect_node(storage_question).marker_error
-    assert inspect_node(storage_question).free_disk_bytes > 0
+    assert min(report.free_memory_bytes, report.free_disk_bytes) > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["marker"]
+    missing_settings = apply_overrides(config, {"model.path": "Qwen/Qwen2.5-3B"}).model_dump(mode="json")
+    report = inspect_node(marker, [settings, missing_settings])
+    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in report.setup_error
 
 
 def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
