@@ -588,8 +588,8 @@ EXAMPLES: Section[SweepResults] = Section(
     explanation="Of the first seed of each arm: a solved and a failed validation episode before training and at the "
     "end, where one was recorded; and from the last training step the episodes with the largest and the smallest "
     "advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards include the penalty of an "
-    "invalid reply. `python -m tune_study transcripts` prints all recorded episodes of validations, and with `--trained` "
-    "those that were trained on.",
+    "invalid reply. `python -m tune_study transcripts` prints all recorded episodes of validations, and with "
+    "`--trained` those that were trained on.",
 )
 
 
