@@ -178,7 +178,7 @@ def test_the_python_example_of_the_readme(folder: Path) -> None:
     [
         # The first one reads the study that test_command runs.
         ("read_a_study.py", ["StudyFrames of kl (2 runs); rows: trials 2, steps 6,", "success of 32 episodes: 0."]),
-        ("own_question.py", ["1e-4     0  completed", "Over 1 seed"]),
+        ("own_question.py", ["1e-4     0  completed", "over 1 seed"]),
     ],
 )
 def test_an_example_runs(name: str, lines: list[str], folder: Path) -> None:

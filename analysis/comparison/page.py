@@ -120,7 +120,7 @@ def _make_arm_table(comparison: Comparison) -> Iterator[Table]:
             text("study", "study"),
             number(reference, "reference", format_fraction),
             number("other", "other", format_fraction),
-            number("difference", "difference", format_signed, ("difference_low", "difference_high")),
+            number("difference", "difference", format_signed),
             number("Holm p", "p_holm", format_p),
             TableColumn(f"stopped runs,\n{reference} and other", _format_stops, "number"),
             text("basis", "basis"),

@@ -106,7 +106,7 @@ def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
             name("arm"),
             TableColumn("verdict", _format_verdict, "verdict"),
             number(results.description.number, "mean", "{:.4f}".format),
-            number("minus the\nbaseline", "difference", format_signed_4, ("difference_low", "difference_high")),
+            number("minus the\nbaseline", "difference", format_signed_4),
             number("Holm p", "p_holm", format_p),
             number("seeds", "n", str),
             text("basis", "basis"),
@@ -245,7 +245,7 @@ def _make_number_columns(rows: Sequence[Row], key: str) -> list[TableColumn]:
         ]
     if any(row["verdict"] for row in rows):
         result += [
-            number("minus the\nbaseline", "difference", format_signed_4, ("difference_low", "difference_high")),
+            number("minus the\nbaseline", "difference", format_signed_4),
             number("Holm p", "p_holm", format_p),
             TableColumn("verdict", lambda row: _format_verdict(row) if row["verdict"] else "", "verdict"),
             text("basis", "basis"),

@@ -124,7 +124,7 @@ def test_pictures_have_a_width_in_pixels_and_files_are_on_white() -> None:
     assert charts.WIDTH < width < charts.WIDTH + 80
     assert 50 < height < 110
     png = charts.draw_png(svg)
-    assert struct.unpack(">4sII", png[12:24]) == (b"IHDR", round(1.5 * width), round(1.5 * height))
+    assert struct.unpack(">4sII", png[12:24]) == (b"IHDR", int(1.5 * width), int(1.5 * height))
     file = charts.make_svg_file(svg)
     assert 'fill="#ffffff"/>' in file
     assert charts.INK not in file

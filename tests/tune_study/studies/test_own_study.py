@@ -125,7 +125,7 @@ def test_continuing_needs_the_file_that_declared_it(folder: Path) -> None:
         code, output, error = type_command(folder, command, str(RUN))
         assert (code, output) == (2, "")
         assert "For safety, no file that a folder names is executed" in error
-        assert "add --study lr.py" in error
+        assert "name it yourself with --study lr.py" in error
     code, _, error = type_command(folder, "resume", str(RUN), "--study", "lr.py")
     assert code == 0, error
     trainer = restore(folder / RUN, "1e-4", study=str(folder / "lr.py"))
