@@ -14,7 +14,18 @@ from analysis.data.compare import has_added_seeds
 from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.report.section import Figure, Listing, Section, Table, TableColumn, is_missing, name, number, part, text
+from analysis.report.section import (
+    Figure,
+    Listing,
+    Section,
+    Table,
+    TableColumn,
+    count_of,
+    is_missing,
+    name,
+    number,
+    text,
+)
 from analysis.search.results import SearchResults, find_search
 from analysis.sweep import findings
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, format_sentences
@@ -96,7 +107,7 @@ def make_runs_table(frames: StudyFrames, columns: Iterable[TableColumn]) -> Iter
             name("arm"),
             number("seed", "seed", str),
             STATUS,
-            part("steps", "steps_done", "steps_total"),
+            count_of("steps", "steps_done", "steps_total"),
             *columns,
             TableColumn("reason", _format_reason),
             text("run", "run_id"),

@@ -12,7 +12,7 @@ from analysis.grid.contrasts import compare_switch, list_switches
 from analysis.grid.layout import MEASURES, Measure
 from analysis.report.common import format_p, format_signed_2
 from analysis.report.results import SweepResults
-from analysis.report.section import Figure, Section, Table, TableColumn, is_missing, name, number, part, text
+from analysis.report.section import Figure, Section, Table, TableColumn, count_of, is_missing, name, number, text
 from analysis.sweep import findings
 from analysis.sweep.collapse import COLLAPSE_DEFINITION
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_number, format_signed_number, format_status
@@ -75,7 +75,7 @@ def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("line", "line"),
-            part("collapsed", "collapsed", "runs"),
+            count_of("collapsed", "collapsed", "runs"),
             number("edge", "edge"),
             TableColumn("interval", lambda row: row["method"] or "–"),
             TableColumn("safe band", _format_safe_band, "number"),
@@ -261,7 +261,7 @@ def _make_cell_tables(results: SweepResults) -> Iterator[Table]:
         number(shorten_setting(results.known_grid.x), "x"),
         number(shorten_setting(results.known_grid.y), "y"),
         TableColumn("state", lambda row: f"{'shared: ' * row['shared']}{format_status(row['state'])}"),
-        part("scored\nof runs", "scored", "runs"),
+        count_of("scored\nof runs", "scored", "runs"),
         number("stopped", "early_stopped", str),
         *(_make_measure_column(measure) for measure in MEASURES if cells[measure.name].notna().any()),
     ]
@@ -315,7 +315,7 @@ def _make_switch_tables(results: SweepResults) -> Iterator[Table]:
                 number(off, "off"),
                 number(on, "on"),
                 number("difference", "difference", format_signed_number, ("low", "high")),
-                part("pairs in\nwhich higher", "higher", "pairs"),
+                count_of("pairs in\nwhich higher", "higher", "pairs"),
                 number(f"stopped:\n{off}", "stopped_off", str),
                 number(f"stopped:\n{on}", "stopped_on", str),
             ],

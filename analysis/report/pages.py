@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -64,31 +65,30 @@ def write_frames_report(
         with_pictures: whether figures are also written as PNG and SVG files.
         own_sections: sections of the study's own file, which are shown last.
     """
-    report = find_report(frames)
-    sections = [*report.sections, *own_sections]
+    report = find_report(frames, own_sections)
     arms = {label: arm for arm, label in layout.make_axis_labels(frames).items()}
     STEP_PHASE.enter("statistics")
     results = report.make_results(layout.name_arms(frames))
     figures_folder = make_folder(folder, "figures")
-    files = [section.files(results) for section in sections if section.when(results)]
+    files = [section.files(results) for section in report.sections if section.when(results)]
     for name, table in (entry for tables in files for entry in tables.items()):
         with atomic_write(figures_folder / f"{name}.csv") as temp_path:
             table.replace(dict.fromkeys(_ARM_COLUMNS & set(table), arms)).to_csv(temp_path, index=False)
-    figures = draw_sections(sections, results, with_charts=True)
+    figures = draw_sections(report.sections, results, with_charts=True)
     for figure in figures if with_pictures else ():
         with atomic_write(figures_folder / f"{figure.name}.png") as temp_path:
             temp_path.write_bytes(charts.draw_png(figure.picture))
         with atomic_write(figures_folder / f"{figure.name}.svg") as temp_path:
             temp_path.write_text(charts.make_svg_file(figure.picture), encoding="utf-8")
-    heading = make_heading(report, results)
-    return write_page(folder / "report.html", render_page(heading, view_sections(sections, results, figures)))
+    views = view_sections(report.sections, results, figures)
+    return write_page(folder / "report.html", render_page(make_heading(report, results), views))
 
 
-def find_report(frames: StudyFrames) -> Report[Any]:
-    """Find the report of the family of a study."""
+def find_report(frames: StudyFrames, own_sections: Sequence[Section[Any]] = ()) -> Report[Any]:
+    """Find the report of the family of a study. own_sections: sections of the study's own file, which come last."""
     (family,) = require_single_study(frames).families
     report: Report[Any] = resolve_name(family.report)
-    return report
+    return replace(report, sections=(*report.sections, *own_sections))
 
 
 def make_heading(report: Report[Any], results: Any) -> Heading:
@@ -98,9 +98,9 @@ def make_heading(report: Report[Any], results: Any) -> Heading:
     return report.make_heading(results)._replace(lead=lead)
 
 
-def conclude(frames: StudyFrames) -> Conclusion:
+def conclude(frames: StudyFrames, own_sections: Sequence[Section[Any]] = ()) -> Conclusion:
     """Return what the report concludes, for the terminal: with arms as `--arm` takes them."""
-    report = find_report(frames)
+    report = find_report(frames, own_sections)
     results = report.make_results(frames, has_labels=False)
     heading = make_heading(report, results)
     tables = [] if results.search else _list_verdict_tables(report, results)

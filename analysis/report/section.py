@@ -95,8 +95,8 @@ def number(
     return TableColumn(heading, format_cell, "number")
 
 
-def part(heading: str, key: str, whole: str) -> TableColumn:
-    """Make a column of counts such as `2 of 3`. key: of the part. whole: key of the whole, which may be missing."""
+def count_of(heading: str, key: str, whole: str) -> TableColumn:
+    """Make a column of counts such as `2 of 3`. whole: the key of the second number, which may be missing."""
 
     def format_cell(row: Row) -> str:
         return f"{row[key]}" if is_missing(row[whole]) else f"{row[key]} of {row[whole]}"

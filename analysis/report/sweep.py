@@ -33,12 +33,12 @@ from analysis.report.section import (
     Section,
     Table,
     TableColumn,
+    count_of,
     format_count,
     format_duration,
     format_range,
     name,
     number,
-    part,
     text,
 )
 from analysis.sweep import findings, series, tables, time_course
@@ -130,7 +130,7 @@ def _make_collapse_table(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            part("collapsed", "collapsed", "runs"),
+            count_of("collapsed", "collapsed", "runs"),
             text("at steps", "collapse_steps"),
             number("mean steps\nwithout", "mean_steps"),
             number("minus the\nbaseline", "difference", format_signed_number),
@@ -175,8 +175,8 @@ def _make_order_table(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("symptom", "label"),
-            part("changed in", "changed", "runs"),
-            part("stayed well:\nchanged in", "well_changed", "well_runs"),
+            count_of("changed in", "changed", "runs"),
+            count_of("stayed well:\nchanged in", "well_changed", "well_runs"),
             number("was first in", "first", str),
             number("median\nonset", "median_onset"),
             number("before\nsuccess", "earlier", str),
@@ -504,7 +504,7 @@ def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            part("stopped", "failed_stops", "scored"),
+            count_of("stopped", "failed_stops", "scored"),
             number("fraction stopped", "stopped_fraction", format_fraction, ("stopped_low", "stopped_high")),
             number("success as scored:\nlast value kept", "late_val_success", format_fraction),
             number("stopped runs\nscored 0", "late_stopped_as_zero", format_fraction),

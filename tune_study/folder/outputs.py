@@ -448,7 +448,7 @@ def write_report(
 
     frames = load(folder, live=is_running(folder))
     path = write_frames_report(frames, folder, with_pictures=with_pictures, own_sections=own_sections)
-    return path, conclude(frames)
+    return path, conclude(frames, own_sections)
 
 
 def write_search_store(plan: StudyPlan) -> Path:

@@ -1,11 +1,15 @@
 """Tests of what leaves a report: the conclusion of the terminal, verdicts of runs, and arms that need more seeds."""
 
+from pathlib import Path
+
 import pytest
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
-from analysis.report.pages import conclude, list_open_arms, summarize_runs
+from analysis.report.pages import conclude, list_open_arms, summarize_runs, write_frames_report
+from analysis.report.section import Section
 from tests.fakes.grid_folders import ONE_TYPE, write_grid
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +38,16 @@ def test_each_run_of_a_grid_has_the_verdict_of_its_arm(frames: StudyFrames) -> N
     arms = frames.trials.set_index("run_id")["arm"]
     assert {run_id: summary["verdict"] for run_id, summary in summaries.items()} == dict(arms.map(verdicts))
     assert verdicts[frames.studies[0].baseline] == "baseline"
+
+
+def test_a_section_of_ones_own_may_conclude(tmp_path: Path) -> None:
+    folder = write_study(
+        tmp_path, [FakeRun("0", steps=4), FakeRun("0.1", steps=4)], FakeStudy(levels=20, total_steps=4)
+    )
+    frames = load(folder)
+    effort = Section("effort", "Effort", sentences=lambda results: ["Every run took `4` steps."], concludes=True)
+    assert conclude(frames, [effort]).sentences[-1] == "Every run took 4 steps."
+    assert conclude(frames).sentences == conclude(frames, [effort]).sentences[:-1]
+    page = write_frames_report(frames, folder, with_pictures=False, own_sections=[effort]).read_text()
+    assert page.partition("<main>")[0].count("Every run took <code>4</code> steps.") == 1
+    assert "Every run took" not in page.partition("<main>")[2]
