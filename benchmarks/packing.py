@@ -26,8 +26,7 @@ from search_spaces.declaration.presets import PRESETS
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.vocabulary import logprobs_from_hidden
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.models.qwen2 import Qwen2, Qwen2Trunk
-from trainable.models.qwen2_shape import compute_rotary
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk, compute_rotary
 from trainable.ppo.flops import time_call
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import Targets, make_weighted_passes

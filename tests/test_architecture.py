@@ -176,7 +176,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.models.kv_cache": ("torch",),
     "trainable.models.packing": ("torch",),
     "trainable.models.qwen2": ("torch", "numpy"),
-    "trainable.models.qwen2_shape": ("torch",),
+    "trainable.models.qwen2_shape": (),
     "trainable.models.interface": ("torch",),
     "trainable.models.codec": ("numpy",),
     "trainable.models.chat_template": ("jinja2", "tokenizers"),

@@ -74,20 +74,17 @@ def make_shape(causal_lm: Any, folder: Path) -> HubShape:
     """Read the sizes of a model. Its context length is the most tokens that every layer sees in full."""
     text_config = causal_lm.config.get_text_config()
     head_weight = causal_lm.get_output_embeddings().weight
-    layer_count, head_dim = int(text_config.num_hidden_layers), _read_head_dim(text_config)
-    multiplied_weights = _count_multiplied_weights(
-        causal_lm.base_model, getattr(text_config, "num_experts_per_tok", None)
-    )
+    layers, experts_per_token = int(text_config.num_hidden_layers), getattr(text_config, "num_experts_per_tok", None)
     return HubShape(
         vocab_size=head_weight.shape[0],
         hidden_size=head_weight.shape[1],
-        num_hidden_layers=layer_count,
+        num_hidden_layers=layers,
+        num_attention_heads=int(text_config.num_attention_heads),
         num_key_value_heads=_read_kv_heads(text_config),
-        head_dim=head_dim,
+        head_dim=_read_head_dim(text_config),
         max_position_embeddings=_read_context_length(text_config, folder),
         eos_token_id=_read_eos_token_id(causal_lm, folder),
-        attention_size=int(text_config.num_attention_heads * head_dim),
-        block_weights=(multiplied_weights // layer_count, 0),
+        block_weights=(_count_multiplied_weights(causal_lm.base_model, experts_per_token) // layers, 0),
     )
 
 

@@ -23,19 +23,19 @@ from trainable.models.qwen2_shape import Qwen2Shape
 class HubShape:
     """Sizes of a model that transformers runs.
 
-    max_position_embeddings: maximum tokens per conversation. eos_token_id: the end-of-text token. attention_size:
-    channels of all query heads. block_weights: numbers of weights per block that multiply a token, before and after the
-    attention. The last block computes the second part only at requested positions.
+    max_position_embeddings: maximum tokens per conversation. eos_token_id: the end-of-text token. block_weights:
+    numbers of weights per block that multiply a token, before and after the attention. The last block computes the
+    second part only at requested positions.
     """
 
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
+    num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
     eos_token_id: int
-    attention_size: int
     block_weights: tuple[int, int]
 
 

@@ -16,7 +16,7 @@ from trainable.config.model_limits import find_size_obstacle
 from trainable.models.interface import LanguageHead, LanguageModel, Trunk
 from trainable.models.kv_cache import KVCache
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
-from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
+from trainable.models.qwen2_shape import Qwen2Shape
 
 MAX_COMPILED_LENGTH = 1024
 """Maximum tokens per sequence of a compiled pass, whose attention holds all scores of a sequence in memory. Torch runs
@@ -37,6 +37,14 @@ class RMSNorm(nn.Module):
         # Several matrix products read this output, and autocast would cast it for each of them. Cast it once instead.
         device_type = x.device.type
         return output.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else output
+
+
+def compute_rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
+    """Compute the cosines and sines `(*positions.shape, head_dim)` of the rotary embedding."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
+    angles = positions[..., None].float() * (1.0 / shape.rope_theta**exponents)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
 
 
 def compute_rotary_halves(positions: int, shape: Qwen2Shape) -> tuple[np.ndarray, np.ndarray]:

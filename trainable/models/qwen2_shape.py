@@ -1,11 +1,38 @@
-"""Sizes of a Qwen2 model, read from its config.json, and its rotary position embedding."""
+"""Sizes of a Qwen2 model, read from its config.json, and the FLOP of a pass. Without torch, since plans use it."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-import torch
-from torch import Tensor
+
+class PassShape(Protocol):
+    """The sizes of a model that determine the FLOP of its passes and the bytes of its KV cache."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Channels of the residual stream."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of blocks."""
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key (and value) heads per block."""
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads per block."""
+
+    @property
+    def block_weights(self) -> tuple[int, int]:
+        """Weights per block that multiply a token, before and after the attention."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +55,6 @@ class Qwen2Shape:
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.hidden_size // self.num_attention_heads
-
-    @property
-    def attention_size(self) -> int:
-        """Channels of all query heads."""
-        return self.hidden_size
 
     @property
     def block_weights(self) -> tuple[int, int]:
@@ -61,9 +83,24 @@ class Qwen2Shape:
         )
 
 
-def compute_rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines `(*positions.shape, head_dim)` of the rotary embedding."""
-    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
-    angles = positions[..., None].float() * (1.0 / shape.rope_theta**exponents)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+def estimate_forward_flops(
+    shape: PassShape, lengths: Sequence[int], output_tokens: int, output_size: int, cached_tokens: int = 0
+) -> float:
+    """Estimate the FLOP of a forward pass over sequences of `lengths` tokens, each after `cached_tokens` cached ones.
+
+        2 · products + 4 · blocks · channels of all heads · pairs of tokens that attend to each other
+
+    A product is a multiplication and an addition. A pair costs two products per channel, for its attention score and
+    for its value.
+
+    output_tokens: number of tokens, over all sequences, that also pass through the rest of the last block and the head,
+    which has `output_size` outputs. Other tokens only need the keys and values of the last block.
+    """
+    weights_before, weights_after = shape.block_weights
+    blocks, tokens = shape.num_hidden_layers, sum(lengths)
+    products = tokens * (blocks * weights_before + (blocks - 1) * weights_after) + output_tokens * (
+        weights_after + output_size * shape.hidden_size
+    )
+    # Causal attention: a token attends to itself, to all tokens before it, and to all cached tokens.
+    pairs = sum(length * (length + 1) / 2 + cached_tokens * length for length in lengths)
+    return 2.0 * products + 4.0 * blocks * shape.num_attention_heads * shape.head_dim * pairs

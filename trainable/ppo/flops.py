@@ -8,35 +8,13 @@ import torch
 
 from trainable.config.run_config import RunConfig
 from trainable.models.interface import Shape
+from trainable.models.qwen2_shape import estimate_forward_flops
 from trainable.rollout.batch import Batch
 from trainable.rollout.episode import Episode
 
 BACKWARD_FACTOR = 2.0
 """FLOP of a backward pass, relative to its forward pass. Each product of the forward pass needs two in the backward
 pass, for the gradients of its input and of its weight. Recomputed blocks and products of LoRA adapters do not count."""
-
-
-def estimate_forward_flops(
-    shape: Shape, lengths: Sequence[int], output_tokens: int, output_size: int, cached_tokens: int = 0
-) -> float:
-    """Estimate the FLOP of a forward pass over sequences of `lengths` tokens, each after `cached_tokens` cached ones.
-
-        2 · products + 4 · blocks · channels of all heads · pairs of tokens that attend to each other
-
-    A product is a multiplication and an addition. A pair costs two products per channel, for its attention score and
-    for its value.
-
-    output_tokens: number of tokens, over all sequences, that also pass through the rest of the last block and the head,
-    which has `output_size` outputs. Other tokens only need the keys and values of the last block.
-    """
-    weights_before, weights_after = shape.block_weights
-    blocks, tokens = shape.num_hidden_layers, sum(lengths)
-    products = tokens * (blocks * weights_before + (blocks - 1) * weights_after) + output_tokens * (
-        weights_after + output_size * shape.hidden_size
-    )
-    # Causal attention: a token attends to itself, to all tokens before it, and to all cached tokens.
-    pairs = sum(length * (length + 1) / 2 + cached_tokens * length for length in lengths)
-    return 2.0 * products + 4.0 * blocks * shape.attention_size * pairs
 
 
 def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
@@ -47,14 +25,16 @@ def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
         (episode.group, episode.tokens[:length].tobytes()): length
         for episode, length in zip(episodes, prompt_lengths, strict=True)
     }
-    total = sum(
+    prefill_flops = sum(
         estimate_forward_flops(shape, [length], output_tokens=0, output_size=0) for length in distinct_prompts.values()
     )
-    for episode, prompt_length in zip(episodes, prompt_lengths, strict=True):
-        total += estimate_forward_flops(
-            shape, [len(episode.tokens) - prompt_length], episode.response_tokens, shape.vocab_size, prompt_length
+    reply_flops = (
+        estimate_forward_flops(
+            shape, [len(episode.tokens) - length], episode.response_tokens, shape.vocab_size, cached_tokens=length
         )
-    return total
+        for episode, length in zip(episodes, prompt_lengths, strict=True)
+    )
+    return sum(reply_flops, start=prefill_flops)
 
 
 def estimate_training_flops(shape: Shape, config: RunConfig, batch: Batch) -> dict[str, float]:

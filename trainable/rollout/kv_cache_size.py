@@ -1,8 +1,7 @@
 """Size of the KV cache for a run's conversations. Does not import torch, since plans use this module."""
 
-from typing import Protocol
-
 from trainable.config.run_config import RunConfig
+from trainable.models.qwen2_shape import PassShape
 
 BLOCK_TOKENS = 16
 """Tokens per block of vLLM's cache on a GPU. A conversation takes whole blocks."""
@@ -13,22 +12,6 @@ TURN_TOKENS = {"full": 320, "compact": 16}
 full: the published limit of 3600 tokens per conversation leaves (3600 - 5 x 400) / 5 per turn, for 5 turns with
 replies of 400. compact: 1 to 1.5 times the longest prompt of the laptop preset, which a test checks.
 """
-
-
-class AttentionShape(Protocol):
-    """The sizes of a model that determine the size of its keys and values."""
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Number of blocks."""
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Key (and value) heads per block."""
-
-    @property
-    def head_dim(self) -> int:
-        """Size of a head."""
 
 
 def compute_max_tokens(config: RunConfig) -> int:
@@ -42,17 +25,17 @@ def compute_max_tokens(config: RunConfig) -> int:
     return min(tokens, config.rollout.max_model_len or tokens)
 
 
-def compute_token_kv_bytes(shape: AttentionShape, dtype_bytes: int) -> int:
+def compute_token_kv_bytes(shape: PassShape, dtype_bytes: int) -> int:
     """Compute the bytes of one token's keys and values in all blocks, with `dtype_bytes` bytes per number."""
     return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype_bytes
 
 
-def compute_conversation_kv_bytes(shape: AttentionShape, dtype_bytes: int, tokens: int) -> int:
+def compute_conversation_kv_bytes(shape: PassShape, dtype_bytes: int, tokens: int) -> int:
     """Compute the bytes of a conversation of `tokens` tokens, in whole cache blocks."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * compute_token_kv_bytes(shape, dtype_bytes)
 
 
-def compute_step_kv_bytes(shape: AttentionShape, config: RunConfig, dtype_bytes: int, ranks: int) -> int:
+def compute_step_kv_bytes(shape: PassShape, config: RunConfig, dtype_bytes: int, ranks: int) -> int:
     """Compute the bytes of a cache in which a rank can sample all of its conversations of a training step at once.
 
     A validation may have more conversations. vLLM then lets some of them wait, which does not change results.

@@ -24,7 +24,7 @@ from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, start_time_limit
 from tune_study.host.machine_checks import explain_long_path, find_ray_folder
-from tune_study.placement import disk, memory_advice, memory_plan, resources
+from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
@@ -236,12 +236,11 @@ def make_plans_that_fit(
 def explain_misfit(
     plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...]
 ) -> tuple[str, list[str]]:
-    """Return (reason, remedies) of the first study that does not fit this machine's GPUs; see `explain_excess`."""
+    """Return why the first study that does not fit this machine's GPUs does not, and options that make it fit."""
     for plan in plans:
         memory = _estimate_requirements(plan, options, visible_gpus, nodes=None, dry_run=True).memory
-        reason, remedies = ("", []) if memory is None else memory_advice.explain_excess(memory, plan.study)
-        if reason:
-            return reason, remedies
+        if memory is not None and memory.capacity.is_known and not memory.fits:
+            return memory_plan.describe_excess(memory), memory_plan.find_remedies(memory, plan.study)
     return "", []
 
 
@@ -262,7 +261,7 @@ def _print_plan(
     gpu_names = tuple(gpu.name for gpu in requirements.used_gpus)
     shortages = [] if plan.storage is not None else [disk.explain_shortage(requirements.disk_budget)]
     if requirements.memory is not None and not requirements.memory.fits:
-        shortages.insert(0, memory_advice.format_misfit(requirements.memory, plan.study))
+        shortages.insert(0, memory_plan.format_misfit(requirements.memory, plan.study))
     if nodes is None:
         shortages += [game.explain_shortage(plan) for game in resources.load_game_requirements(plan)]
     for shortage in filter(None, shortages):
@@ -396,7 +395,7 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
     for config in plan.ppo_configs:
         resources.check_engines(config, os.environ)
     if requirements.memory is not None:
-        memory_advice.check_memory(requirements.memory, plan, requirements.used_gpus)
+        memory_plan.check_memory(requirements.memory, plan, requirements.used_gpus)
     if plan.study_uri is not None:
         from tune_study.commands.node_checks import check_scratch
 
@@ -440,7 +439,7 @@ def _check_cluster(
         plan, resource_plan, gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, gpus=()), os.environ
     )
     if memory is not None:
-        memory_advice.check_fits(memory, plan.study)
+        memory_plan.check_fits(memory, plan.study)
     scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(disk_budget)
     if scratch_bytes is not None:
         scratch_bytes *= plan.max_runs_per_trial

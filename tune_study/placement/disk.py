@@ -26,52 +26,43 @@ from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 
-_FLOAT32 = 4
-_HEADER_BYTES = 100
-"""Bytes per tensor in the header of a safetensors file: name, type, shape and offsets."""
-_CHECKPOINT_JSON_BYTES = 3_000
-"""Bytes of a checkpoint's JSON files: counters, checksums and the run's settings."""
+_HEADER_BYTES, _CHECKPOINT_JSON_BYTES = 100, 3_000
+"""Bytes per tensor in the header of a safetensors file, and of a checkpoint's JSON files."""
 _ROLLING_STATES = 3
 """Rolling checkpoints of a training run: the newest, the previous one, in case the newest is damaged, and the one being
 written."""
 
 # The following constants were measured on laptop studies and rounded up by at least 5 %.
-_STEP_BYTES = 21_000
-"""Bytes per step: rows, Tune's results, TensorBoard, logs, tables and report."""
+_STEP_BYTES, _RUN_BYTES, _STUDY_BYTES = 21_000, 250_000, 2_050_000
+"""Bytes per step (rows, Tune's results, TensorBoard, logs, tables and report), and per run and per study in addition:
+Tune's experiment state, figures and settings; scripts, layout and pictures of the report, and tables."""
 _ANALYSIS_BYTES = 100_000
 """Bytes per gradient analysis of 128 groups. Fewer groups need less."""
 _LEVEL_BYTES, _EVALUATION_BYTES = 18, 150
 """Bytes in levels.jsonl per level of an evaluation, and per evaluation."""
 _EPISODE_BYTES, _TURN_BYTES, _TOKEN_BYTES = 1_000, 700, 5
 """Bytes in episodes.jsonl per episode, per turn, and per token of a reply."""
-_RUN_BYTES = 250_000
-"""Bytes per run that do not depend on its steps: Tune's experiment state, figures, and settings."""
-_STUDY_BYTES = 2_050_000
-"""Bytes per study that do not depend on its runs: scripts, layout and pictures of the report, and tables."""
 
 
 class DiskBudget(NamedTuple):
-    """The maximum disk space for the runs of a study that have not ended, and the free space, in bytes.
-
-    is_uniform: whether checkpoints of all runs are equal in size and number; if not, checkpoint_bytes and
-    saved_checkpoints (folders global_step_<N> of a run) are maxima over the runs. last_states: rolling checkpoints per
-    run that are kept after its end: 1, or 0 if no run keeps its last one. row_bytes: rows, logs, tables and report.
-    written_bytes: the part of total_bytes that is already on disk. folder: the nearest existing parent of --output,
-    whose file system has free_bytes for this user. unknown_models: paths of models of unknown size; with one,
-    checkpoint_bytes and total_bytes are None.
-    """
+    """The maximum disk space for the runs of a study that have not ended, and the free space, in bytes."""
 
     remaining_runs: int
     concurrent_runs: int
-    is_uniform: bool
     checkpoint_bytes: int | None
+    """The largest checkpoint of a run; None, like total_bytes, if the size of a model is unknown."""
     saved_checkpoints: int
+    """Maximum number of folders global_step_<N> of a run."""
     last_states: int
+    """Rolling checkpoints that are kept after a run's end: 1, or 0 if no run keeps its last one."""
     row_bytes: int
+    """Rows, logs, tables and report."""
     total_bytes: int | None
     written_bytes: int
+    """What of total_bytes is already on disk."""
     free_bytes: int
     folder: Path
+    """The nearest existing parent of --output."""
     unknown_models: tuple[str, ...] = ()
 
     @property
@@ -79,22 +70,16 @@ class DiskBudget(NamedTuple):
         """Bytes that are still to be written; 0 if unknown."""
         return 0 if self.total_bytes is None else self.total_bytes - self.written_bytes
 
-    @property
-    def states_in_flight(self) -> int:
-        """Rolling checkpoints of a training run beyond those that are kept after its end."""
-        return _ROLLING_STATES - self.last_states
-
 
 def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Compute the size of a run's checkpoint after its first update: `PPOTrainer.get_state` in float32.
 
-    A checkpoint contains the weight and AdamW's two moments of every trained parameter, and AdamW's step count (a
-    scalar) per trained tensor. Frozen networks (reference, base) are loaded from the original model and not saved.
+    For every trained tensor, a file has its weight, AdamW's two moments, and AdamW's step count (a scalar). Frozen
+    networks (reference, base) are loaded from the original model and not saved.
     """
-    # Each trained tensor has four tensors in the file: weight, two moments and step count.
     tensor_sizes = [size for sizes in list_trained_tensor_sizes(shape, config).values() for size in sizes]
     elements = 3 * sum(tensor_sizes) + len(tensor_sizes)
-    return _FLOAT32 * elements + 4 * len(tensor_sizes) * _HEADER_BYTES + _CHECKPOINT_JSON_BYTES
+    return 4 * elements + 4 * len(tensor_sizes) * _HEADER_BYTES + _CHECKPOINT_JSON_BYTES
 
 
 def count_occurrences(steps: int, every: int) -> int:
@@ -102,15 +87,20 @@ def count_occurrences(steps: int, every: int) -> int:
     return -(-steps // every) if every > 0 else 0
 
 
+def count_validations(config: RunConfig) -> int:
+    """Count a run's validations: sampled and greedy before step 1, sampled every `test_freq` steps, greedy last."""
+    trainer = config.trainer
+    return 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
+
+
 def estimate_row_bytes(config: RunConfig) -> int:
     """Estimate a run's bytes without checkpoints: lines, logs, Tune's files, and its share of tables and report."""
     env, trainer, steps = config.env, config.trainer, config.trainer.total_training_steps
-    sampled_validations = trainer.val_before_train + count_occurrences(steps, trainer.test_freq)
-    # The untrained policy is also validated greedily, and so is the trained one at the end. The test levels are played
-    # twice at the end, in two more evaluations.
-    validations = sampled_validations + trainer.val_before_train + 1
+    # The test levels are played twice at the end, in two more evaluations.
+    validations = count_validations(config)
     levels = validations * env.val_env_groups * env.val_group_size + 2 * env.test_env_groups
-    episodes = sampled_validations * (
+    # Sampled validations record episodes, greedy ones do not.
+    episodes = (validations - trainer.val_before_train - 1) * (
         min(trainer.log_val_generations, env.val_env_groups)
         + min(trainer.log_train_generations, env.env_groups * env.group_size)
     )
@@ -130,10 +120,7 @@ def estimate_row_bytes(config: RunConfig) -> int:
 
 
 def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: Mapping[str, str]) -> DiskBudget:
-    """Estimate the disk budget of the remaining runs of `plan`, without ended runs, which write nothing more.
-
-    environ: the environment variables, which determine where models are cached.
-    """
+    """Estimate the disk budget of the remaining runs of `plan`, without ended runs, which write nothing more."""
     ended_runs = find_finished_runs(plan)
     known_runs = [spec for spec in plan.runs if spec.run_id not in ended_runs]
     runs = list(known_runs)
@@ -143,43 +130,37 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
     # A run of update rules may have no model path (None), since it makes its model itself.
     paths = [plan.study.family.get_model_path(spec.config) for spec in runs]
     shapes = {path: read_model_shape(path, environ) for path in dict.fromkeys(paths) if path is not None}
-    run_bytes = [
-        _estimate_run_bytes(plan, spec, shapes.get(path or "")) for spec, path in zip(runs, paths, strict=True)
-    ]
-    sizes = [size for size, _ in run_bytes]
+    sizes = [_estimate_run_bytes(plan, spec, shapes.get(path or "")) for spec, path in zip(runs, paths, strict=True)]
     saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) + spec.keeps_best for spec in runs]
-    # --output may not exist yet; it will be created on the disk of its nearest existing parent.
-    nearest_folder = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
-    budget = DiskBudget(
-        remaining_runs=len(runs),
-        # A trial may train several runs at once, all seeds of an arm.
-        concurrent_runs=min(resource_plan.max_concurrent * plan.max_runs_per_trial, len(runs)),
-        is_uniform=len(set(sizes)) <= 1 and len(set(saved_counts)) <= 1,
-        checkpoint_bytes=None,
-        saved_checkpoints=max(saved_counts, default=0),
-        last_states=int(any(spec.keeps_last for spec in runs)),
-        row_bytes=sum(row_bytes for _, row_bytes in run_bytes) + (_STUDY_BYTES if runs else 0),
-        total_bytes=None,
-        written_bytes=0,
-        free_bytes=shutil.disk_usage(nearest_folder).free,
-        folder=nearest_folder,
-        unknown_models=tuple(path for path, shape in shapes.items() if shape is None),
-    )
-    if budget.unknown_models:
-        return budget
-    # Every run has its last and saved checkpoints, and runs that train have those in flight. At worst, the runs with
-    # the largest checkpoints train at the same time.
-    kept_bytes = [size * (budget.last_states + count) for size, count in zip(sizes, saved_counts, strict=True)]
-    largest_sizes = sorted(sizes, reverse=True)[: budget.concurrent_runs]
+    last_states = int(any(spec.keeps_last for spec in runs))
+    # A trial may train several runs at once, all seeds of an arm.
+    concurrent_runs = min(resource_plan.max_concurrent * plan.max_runs_per_trial, len(runs))
+    row_bytes = sum(rows for _, rows in sizes) + (_STUDY_BYTES if runs else 0)
+    # Every run has its last and saved checkpoints, and runs that train have further rolling ones. At worst, the runs
+    # with the largest checkpoints train at the same time.
+    kept_bytes = [size * (last_states + count) for (size, _), count in zip(sizes, saved_counts, strict=True)]
+    largest_sizes = sorted((size for size, _ in sizes), reverse=True)[:concurrent_runs]
+    total_bytes = sum(kept_bytes) + (_ROLLING_STATES - last_states) * sum(largest_sizes) + row_bytes
     written_bytes = 0
-    for spec, checkpoint_bytes, (_, row_bytes) in zip(known_runs, kept_bytes, run_bytes, strict=False):
+    for spec, checkpoint_bytes, (_, run_row_bytes) in zip(known_runs, kept_bytes, sizes, strict=False):
         folders = (plan.get_run_dir(spec.run_id), plan.output / spec.checkpoint_dir)
         # A run that is larger than estimated would otherwise hide that others lack space.
-        written_bytes += min(sum(map(count_folder_bytes, folders)), checkpoint_bytes + row_bytes)
-    return budget._replace(
-        checkpoint_bytes=max(sizes, default=0),
-        total_bytes=sum(kept_bytes) + budget.states_in_flight * sum(largest_sizes) + budget.row_bytes,
-        written_bytes=written_bytes,
+        written_bytes += min(sum(map(count_folder_bytes, folders)), checkpoint_bytes + run_row_bytes)
+    # --output may not exist yet; it will be created on the disk of its nearest existing parent.
+    nearest_folder = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
+    unknown_models = tuple(path for path, shape in shapes.items() if shape is None)
+    return DiskBudget(
+        len(runs),
+        concurrent_runs,
+        None if unknown_models else max((size for size, _ in sizes), default=0),
+        max(saved_counts, default=0),
+        last_states,
+        row_bytes,
+        None if unknown_models else total_bytes,
+        0 if unknown_models else written_bytes,
+        shutil.disk_usage(nearest_folder).free,
+        nearest_folder,
+        unknown_models,
     )
 
 
@@ -216,42 +197,20 @@ def count_folder_bytes(folder: Path) -> int:
 
 
 def format_disk_line(budget: DiskBudget) -> str:
-    """Format the budget as a line of the plan: space needed, free space, the verdict, and the terms of the sum."""
+    """Format the budget as a line of the plan: space needed, free space, the verdict, and the size of a checkpoint."""
     free_text = f"{decimal(budget.free_bytes)} free"
     if budget.remaining_runs == 0:
         return f"Disk: every run has ended, no more space is needed, {free_text}."
-    terms = _format_terms(budget)
-    if budget.total_bytes is None:
-        return (
-            "Disk: size of a checkpoint unknown, because no config.json of a trainable model was found for "
-            f"{' and '.join(budget.unknown_models)}; {free_text}. Needed: {terms}."
-        )
+    if budget.total_bytes is None or budget.checkpoint_bytes is None:
+        models = " and ".join(budget.unknown_models)
+        return f"Disk: space unknown, because no config.json of a trainable model was found for {models}; {free_text}."
     written_text = f" ({decimal(budget.written_bytes)} already written)" if budget.written_bytes else ""
     verdict = "OK" if budget.missing_bytes <= budget.free_bytes else "NOT ENOUGH"
     removal_text = " The state of a run is removed when the run ends (--set trainer.keep_last=true keeps it)."
     return (
-        f"Disk: needs at most {decimal(budget.total_bytes)}{written_text}, {free_text}. {verdict}. That is {terms}."
-        f"{'' if budget.last_states else removal_text}"
+        f"Disk: needs at most {decimal(budget.total_bytes)}{written_text}, with checkpoints of up to "
+        f"{decimal(budget.checkpoint_bytes)}; {free_text}. {verdict}.{'' if budget.last_states else removal_text}"
     )
-
-
-def _format_terms(budget: DiskBudget) -> str:
-    """Format the terms of the budget's total: checkpoints of all runs, checkpoints in flight, and rows."""
-    up_to = "" if budget.is_uniform else "up to "
-    size = "unknown size" if budget.checkpoint_bytes is None else f"{up_to}{decimal(budget.checkpoint_bytes)}"
-    saved = f"{up_to}{_count(budget.saved_checkpoints, 'saved checkpoint')}" if budget.saved_checkpoints else ""
-    in_flight = _count(budget.states_in_flight, "more state" if budget.last_states else "state")
-    if budget.last_states:
-        saved = f"(1 last state + {saved})" if saved else "1 last state"
-    kept = f"{_count(budget.remaining_runs, 'run')} x {saved} x {size} + " if saved else ""
-    return (
-        f"{kept}{_count(budget.concurrent_runs, 'run')} under way x {in_flight} x {size} + "
-        f"{decimal(budget.row_bytes)} of rows, episodes and report"
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:
@@ -282,7 +241,7 @@ def explain_shortage(budget: DiskBudget) -> str:
         remedies.append("--save-freq with a larger number (-1 saves none)")
     if budget.last_states and budget.remaining_runs > 1:
         remedies.append("--set trainer.keep_last=false, which removes the last state of a run that has ended")
-    if budget.concurrent_runs > 1:  # every concurrent run needs space for the checkpoints in flight
+    if budget.concurrent_runs > 1:  # every concurrent run needs space for its rolling checkpoints
         remedies.append("--max-concurrent 1")
     remedies.append("--output with a folder on a larger disk")
     return (

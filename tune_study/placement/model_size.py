@@ -14,32 +14,18 @@ from trainable.config.sections import ModelConfig
 from trainable.files.json_values import parse_json
 from tune_study.placement.model_files import find_downloaded_config
 
-# The values of _FIELDS, by the billions of parameters in the name. Source: config.json of each model on the hub.
+# The first seven fields of `ModelShape`, by the billions of parameters in the name. Source: config.json on the hub.
 _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
-    "0.5": (896, 4864, 24, 14, 2, 151_936, True),
-    "1.5": (1536, 8960, 28, 12, 2, 151_936, True),
-    "3": (2048, 11_008, 36, 16, 2, 151_936, True),
-    "7": (3584, 18_944, 28, 28, 4, 152_064, False),
-    "14": (5120, 13_824, 48, 40, 8, 152_064, False),
-    "32": (5120, 27_648, 64, 40, 8, 152_064, False),
-    "72": (8192, 29_568, 80, 64, 8, 152_064, False),
+    "0.5": (151_936, 896, 4864, 24, 14, 2, True),
+    "1.5": (151_936, 1536, 8960, 28, 12, 2, True),
+    "3": (151_936, 2048, 11_008, 36, 16, 2, True),
+    "7": (152_064, 3584, 18_944, 28, 28, 4, False),
+    "14": (152_064, 5120, 13_824, 48, 40, 8, False),
+    "32": (152_064, 5120, 27_648, 64, 40, 8, False),
+    "72": (152_064, 8192, 29_568, 80, 64, 8, False),
 }
-# The released sizes, by the variant in the name.
-_RELEASED_SIZES = {
-    "": ("0.5", "1.5", "3", "7", "14", "32", "72"),
-    "Math-": ("1.5", "7", "72"),
-    "Coder-": ("0.5", "1.5", "3", "7", "14", "32"),
-}
-_FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "tie_word_embeddings",
-)
-_HUB_ID = re.compile(r"Qwen/Qwen2\.5-(|Math-|Coder-)(0\.5|1\.5|3|7|14|32|72)B(?:-Instruct)?")
+_HUB_ID = re.compile(r"Qwen/Qwen2\.5-(?:|Math-(?=1\.5|7)|Coder-(?!72))(0\.5|1\.5|3|7|14|32|72)B(?:-Instruct)?")
+"""The released models: Math has 1.5, 7 and 72 billion parameters, and Coder all sizes but the last."""
 
 
 class ModelShape(BaseModel):
@@ -61,7 +47,7 @@ class ModelShape(BaseModel):
     trunk: tuple[PositiveInt, ...] = ()
     """Number of elements of every parameter tensor except an untied head; empty for Qwen2."""
     linear: int = 0
-    """Number of elements of all linear layers together."""
+    """Number of elements of all linear layers together, without a tied head."""
     matrices: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
     """(inputs, outputs) of each linear layer of the trunk; empty for Qwen2."""
     head_size: PositiveInt | None = None
@@ -77,9 +63,10 @@ class ModelShape(BaseModel):
         return self.head_size or self.hidden_size // self.num_attention_heads
 
     @property
-    def is_counted(self) -> bool:
-        """Whether parameters were counted on the model, because its architecture is not Qwen2."""
-        return bool(self.trunk)
+    def block_weights(self) -> tuple[int, int]:
+        """Parameters per block, all counted before the attention, since plans pass every token through every block."""
+        parameters = sum(list_trunk_tensor_sizes(self)) - self.vocab_size * self.hidden_size
+        return parameters // self.num_hidden_layers, 0
 
 
 def find_published_sizes(path: str) -> dict[str, int | bool] | None:
@@ -89,17 +76,15 @@ def find_published_sizes(path: str) -> dict[str, int | bool] | None:
     because they cannot be trained here.
     """
     match = _HUB_ID.fullmatch(path)
-    if match is None or match[2] not in _RELEASED_SIZES[match[1]]:
-        return None
-    return dict(zip(_FIELDS, _SIZES[match[2]], strict=True))
+    return None if match is None else dict(zip(ModelShape.model_fields, _SIZES[match[1]], strict=False))
 
 
 def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None:
     """Read the shape of the model at `path`: a shipped model, a teacher, a folder, or a hub id.
 
     Nothing is downloaded. A hub id is looked up in the hub cache, and Qwen2.5 models also in `find_published_sizes`.
-    Returns None if neither has the model, or if its config.json does not describe a trainable model; `check_model` then
-    says why. environ: the environment variables, which determine the hub cache.
+    Returns None if the model is not on this machine or its config.json does not describe a trainable model;
+    `check_model` then says why. environ: the environment variables, which determine the hub cache.
     """
     folder = os.path.expanduser(path)
     if path in SHIPPED_MODELS or path in TEACHERS:  # a teacher has the shape of its policy
@@ -127,29 +112,17 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
         return None
 
 
-def list_policy_tensor_sizes(shape: ModelShape) -> list[int]:
-    """List the elements of every parameter tensor of the policy. A tied head is the embedding, counted once."""
-    head_sizes = [] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size]
-    return _list_trunk_tensor_sizes(shape) + head_sizes
-
-
 def list_linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """List the (inputs, outputs) of each linear layer of a block, by name."""
     hidden, intermediate, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
-    return {
-        "q_proj": (hidden, hidden),
-        "k_proj": (hidden, kv),
-        "v_proj": (hidden, kv),
-        "o_proj": (hidden, hidden),
-        "gate_proj": (hidden, intermediate),
-        "up_proj": (hidden, intermediate),
-        "down_proj": (intermediate, hidden),
-    }
+    attention = {"q_proj": (hidden, hidden), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (hidden, hidden)}
+    gated = {"gate_proj": (hidden, intermediate), "up_proj": (hidden, intermediate)}
+    return {**attention, **gated, "down_proj": (intermediate, hidden)}
 
 
 def list_trunk_matrices(shape: ModelShape) -> list[tuple[int, int]]:
     """List the (inputs, outputs) of each linear layer of the trunk: of all blocks, without the head."""
-    if shape.is_counted:
+    if shape.trunk:
         return list(shape.matrices)
     return list(list_linear_layers(shape).values()) * shape.num_hidden_layers
 
@@ -160,6 +133,23 @@ def list_adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int
     return [layers[name] for name in layers if model.lora_rank and (names == "all-linear" or name in names)]
 
 
+def list_trunk_tensor_sizes(shape: ModelShape) -> list[int]:
+    """List the elements of embedding, blocks and final norm. In Qwen2 only query, key and value layers have a bias."""
+    if shape.trunk:
+        return list(shape.trunk)
+    block_sizes = []
+    for name, (inputs, outputs) in list_linear_layers(shape).items():
+        block_sizes += [inputs * outputs, outputs] if name in ("q_proj", "k_proj", "v_proj") else [inputs * outputs]
+    block_sizes += [shape.hidden_size] * 2  # the gains of two norms
+    return [shape.vocab_size * shape.hidden_size, *block_sizes * shape.num_hidden_layers, shape.hidden_size]
+
+
+def list_policy_tensor_sizes(shape: ModelShape) -> list[int]:
+    """List the elements of every parameter tensor of the policy. A tied head is the embedding, counted once."""
+    head_sizes = [] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size]
+    return list_trunk_tensor_sizes(shape) + head_sizes
+
+
 def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
     """List the number of elements of each trained tensor, by network: `policy` and, if there is one, `critic`.
 
@@ -167,12 +157,11 @@ def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str,
     policy. There is then no `critic`, as with an advantage estimator without values.
     """
     head_sizes = [shape.hidden_size, 1]  # weight and bias of the value head
+    trunk_sizes, policy_sizes = list_trunk_tensor_sizes(shape), list_policy_tensor_sizes(shape)
     if config.model.lora_rank:  # A and B of every adapter
         layers = list_adapted_layers(shape, config.model)
         trunk_sizes = [config.model.lora_rank * size for layer in layers for size in layer] * shape.num_hidden_layers
         policy_sizes = trunk_sizes
-    else:
-        trunk_sizes, policy_sizes = _list_trunk_tensor_sizes(shape), list_policy_tensor_sizes(shape)
     if not config.algorithm.estimator.needs_critic:
         return {"policy": policy_sizes}
     if config.critic.shared_trunk:
@@ -180,27 +169,19 @@ def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str,
     return {"policy": policy_sizes, "critic": trunk_sizes + head_sizes}
 
 
-def _list_trunk_tensor_sizes(shape: ModelShape) -> list[int]:
-    """List the elements of embedding, blocks and final norm. In Qwen2 only query, key and value layers have a bias."""
-    if shape.is_counted:
-        return list(shape.trunk)
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
-    kv = shape.num_key_value_heads * shape.head_dim
-    attention_sizes = [hidden * hidden, hidden, hidden * kv, kv, hidden * kv, kv, hidden * hidden]
-    block_sizes = [*attention_sizes, *[hidden * intermediate] * 3, hidden, hidden]
-    return [shape.vocab_size * hidden, *block_sizes * shape.num_hidden_layers, hidden]
-
-
-def count_linear_parameters(shape: ModelShape) -> int:
-    """Count the elements of all linear layers of the policy, without a tied head, which is the embedding."""
-    if shape.is_counted:
-        return shape.linear
-    # Everything but the embedding and the norms (two per block and the final one) belongs to a linear layer, including
-    # the biases.
-    norm_parameters = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
-    return count_policy_parameters(shape) - shape.vocab_size * shape.hidden_size - norm_parameters
+def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, int]:
+    """Count the trained parameters of the policy (with a value head on a shared trunk) and of the critic."""
+    return {name: sum(sizes) for name, sizes in list_trained_tensor_sizes(shape, config).items()}
 
 
 def count_policy_parameters(shape: ModelShape) -> int:
     """Count the parameters of the policy."""
     return sum(list_policy_tensor_sizes(shape))
+
+
+def count_block_parameters(shape: ModelShape) -> int:
+    """Count the parameters of the linear layers of all blocks, including biases: without embedding, norms and head."""
+    if shape.trunk:
+        return shape.linear - (not shape.tie_word_embeddings) * shape.vocab_size * shape.hidden_size
+    norm_parameters = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
+    return sum(list_trunk_tensor_sizes(shape)) - shape.vocab_size * shape.hidden_size - norm_parameters

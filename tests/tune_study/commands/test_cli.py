@@ -412,8 +412,8 @@ SMALL_LINE = (
 @pytest.mark.parametrize(
     ("free_mib", "options", "message"),
     [
-        (81000, "--gpus-per-exp 0.1", "The runs do not fit: "),
-        (81000, "--gpu-memory-gib 8", "The runs do not fit: "),
+        (81000, "--gpus-per-exp 0.1", "DOES NOT FIT: "),
+        (81000, "--gpu-memory-gib 8", "DOES NOT FIT: "),
         (1024, "--set env.test_env_groups=64", "used by PID 4242 (78.6 GiB). End these processes if they are orphans"),
     ],
 )
@@ -529,7 +529,7 @@ def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(
     fake_h100_machine(work_dir, monkeypatch, 81000)
     out = type_in(f"{SMALL_LINE} --dry-run").out
     assert "Memory: GPU with 79.6 GiB (from nvidia-smi)" in out
-    assert re.search(r"^Time: at most about [\d.]+ (s|min) per step, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
+    assert re.search(r"^Time: at most about [\d.]+ (s|min|h|d) per run, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
 
 
 def test_a_dry_run_names_every_run_and_writes_nothing(work_dir: Path) -> None:

@@ -50,7 +50,7 @@ def test_parameters_are_counted_from_the_config_alone(model_type: str, tmp_path:
         weight.numel() for weight in critic.parameters()
     )
     assert (shape.hidden_size, shape.vocab_size) == (model.shape.hidden_size, model.shape.vocab_size)
-    assert shape.num_attention_heads * shape.head_dim == model.shape.attention_size
+    assert (shape.num_attention_heads, shape.head_dim) == (model.shape.num_attention_heads, model.shape.head_dim)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma", "gpt2"])
