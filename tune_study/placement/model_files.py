@@ -29,8 +29,8 @@ def find_hub_cache(environ: Mapping[str, str]) -> Path:
 def find_downloaded_config(path: str, environ: Mapping[str, str]) -> Path | None:
     """Find the config.json of a hub id in the hub cache; None if the model is not there.
 
-    The hub cache may have several snapshots of a model. This takes the last one by name, and a run loads the one that
-    refs/main names. If the two differ in what is checked, the error comes only when a run loads the model.
+    Of several snapshots this takes the last one by name, and a run the one that refs/main names. If the two differ in
+    what is checked, the error comes when a run loads the model.
     """
     folder = glob.escape(f"{find_hub_cache(environ)}/models--{path.replace('/', '--')}")
     return max(map(Path, glob.glob(f"{folder}/snapshots/*/config.json")), default=None)
@@ -65,15 +65,12 @@ def check_file(setting: str, path: str) -> None:
 def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatml", option: str = "--model ") -> None:
     """Raise PlanError unless `path` is a shipped model, a teacher that was made, a folder, or a downloaded hub id.
 
-    chat_format: value of model.chat_format; with auto, the model's chat template is checked too. option: the option
-    that names the model, as it is typed before its value, for the message.
+    chat_format: value of model.chat_format; with auto, the chat template is checked too. option: what is typed before
+    the model, for the message.
     """
-    if path in SHIPPED_MODELS:
-        return
-    if path in TEACHERS:
-        folder = find_teacher_folder(path, environ)
-        if not is_made(folder):
-            raise PlanError(explain_missing_teacher(path, folder))
+    if path in TEACHERS and not is_made(folder := find_teacher_folder(path, environ)):
+        raise PlanError(explain_missing_teacher(path, folder))
+    if path in SHIPPED_MODELS or path in TEACHERS:
         return
     if _is_path_kind(path, Path.is_dir):
         if not (Path(path) / "config.json").is_file():

@@ -23,7 +23,6 @@ from tune_study.plan.study_plan import StudyPlan
 
 DEEPSPEED = "deepspeed==0.19.8"
 """The version that the engine is written for, as a requirement for pip."""
-
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
 """Matches an NVIDIA data-center GPU's model in its product name, such as H100 in `NVIDIA H100 80GB HBM3`."""
@@ -67,14 +66,7 @@ def parse_gpus(text: str) -> tuple[str, ...]:
 def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
     """Divide the GPUs into slots, one per concurrent run, to show in the plan. Ray assigns the GPUs itself.
 
-    Runs on the CPU need no slot. n_gpus: GPUs per run, a fraction or a whole number that divides the number of GPUs.
-    Callers check this.
-
-    Example:
-        >>> make_slots(("0", "1"), 0.5)
-        ('0', '0', '1', '1')
-        >>> make_slots(("0", "1", "2", "3"), 2)
-        ('0,1', '2,3')
+    n_gpus: GPUs per run: 0, a fraction, or a whole number that divides the number of GPUs.
     """
     if n_gpus == 0:
         return ()
@@ -86,10 +78,7 @@ def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
 
 
 def format_gpu_label(n_gpus: float, gpus: tuple[Gpu, ...]) -> str:
-    """Format the label of one run's GPUs in the published form, such as 1xH100.
-
-    A run without GPUs has the label 0xGPU. GPUs with different names give 1xmixed.
-    """
+    """Format the label of one run's GPUs in the published form: 1xH100, 0xGPU, or 1xmixed for different names."""
     if n_gpus == 0 or not gpus:  # no GPU is visible in a dry run that plans for some
         return f"{n_gpus:g}xGPU"
     names = {short.group(1) if (short := _SHORT_NAME.search(gpu.name)) else gpu.name.split()[-1] for gpu in gpus}
@@ -109,8 +98,7 @@ def preflight(
     requested_gpus: value of --gpus. cores: CPUs of this machine. concurrency_limit: --max-concurrent. is_real: False
     for a dry run, which also plans for GPUs that do not exist.
     """
-    trainer = plan.base_config.trainer
-    n_gpus = trainer.n_gpus_per_node
+    trainer, n_gpus = plan.base_config.trainer, plan.base_config.trainer.n_gpus_per_node
     run_bundles = make_bundles(n_gpus)
     # Checked before check_device, whose message would suggest --gpus-per-exp, which has no effect here.
     if requested_gpus is not None and plan.model is None:
@@ -130,25 +118,16 @@ def preflight(
     check_max_concurrent(concurrency_limit)
     gpu_slots = make_slots(gpus, n_gpus)
     capacity = min(cpus // len(run_bundles), len(gpu_slots) if n_gpus else cpus)
-    used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in gpus)
     max_concurrent = min(capacity, concurrency_limit or capacity, len(plan.trials))
-    return ResourcePlan(
-        run_bundles,
-        cpus,
-        gpus,
-        gpu_slots,
-        max_concurrent,
-        format_gpu_label(n_gpus, used_gpus),
-        notes,
-        placement_settings=choose_threads(trainer, cores, max_concurrent * len(run_bundles)),
-    )
+    label = format_gpu_label(n_gpus, tuple(gpu for gpu in visible_gpus if gpu.id in gpus))
+    threads = choose_threads(trainer, cores, max_concurrent * len(run_bundles))
+    return ResourcePlan(run_bundles, cpus, gpus, gpu_slots, max_concurrent, label, notes, placement_settings=threads)
 
 
 def choose_threads(trainer: BaseTrainerConfig, cores: int, n_processes: int) -> Mapping[str, object]:
-    """Choose the threads of a run on GPUs: its share of `cores`, at most MAX_DEFAULT_THREADS.
+    """Choose the threads of each of `n_processes` on GPUs, for copies, hashing, tokenization and vLLM's scheduler.
 
-    n_processes: concurrent processes, one per GPU of a run. Copies, hashing, tokenization and vLLM's scheduler use the
-    threads while the GPU waits. Returns no setting for runs on the CPU, and if a number was typed.
+    Returns no setting for runs on the CPU, and if a number was typed.
     """
     if not isinstance(trainer, TrainerConfig) or not trainer.n_gpus_per_node or trainer.num_threads is not None:
         return {}
@@ -178,14 +157,8 @@ def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None
 
 
 def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """Raise PlanError if a run needs an engine that is not installed, or several GPUs with the torch engine.
-
-    Also raised for weights in 4 bits if the package for them is missing or the model's sizes do not suit it.
-
-    environ: the environment variables, which determine the hub cache.
-    """
-    trainer = config.trainer
-    n_gpus = trainer.n_gpus_per_node
+    """Raise PlanError if a run needs an engine that is not installed or does not suit its model or its GPUs."""
+    trainer, n_gpus = config.trainer, config.trainer.n_gpus_per_node
     # The default strategy, auto, uses DeepSpeed for several GPUs, so the user has chosen torch.
     if n_gpus > 1 and trainer.strategy == "torch":
         raise PlanError(
@@ -193,14 +166,15 @@ def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
             f"type --set trainer.strategy=deepspeed, or --gpus-per-exp 1."
         )
     if trainer.uses_deepspeed and find_spec("deepspeed") is None:
-        alternative = "--gpus-per-exp 1" if n_gpus > 1 else "--set trainer.strategy=torch"
-        cause = f"--gpus-per-exp {n_gpus:g}" if n_gpus > 1 else "trainer.strategy=deepspeed"
+        cause, alternative = "trainer.strategy=deepspeed", "--set trainer.strategy=torch"
+        if n_gpus > 1:
+            cause, alternative = f"--gpus-per-exp {n_gpus:g}", "--gpus-per-exp 1"
         raise PlanError(
             f"{cause} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {alternative}."
         )
     if config.model.load_in_4bit:
         shape = read_model_shape(config.model.path, environ)
-        matrices = [] if shape is None else list_trunk_matrices(shape)
+        matrices = list_trunk_matrices(shape) if shape else []
         if obstacle := find_four_bit_obstacle(inputs for inputs, _ in matrices):
             raise PlanError(f"{obstacle}, or --set model.load_in_4bit=false.")
     check_sampler(config, environ)

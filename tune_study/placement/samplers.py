@@ -26,14 +26,9 @@ def uses_compiled_code(config: RunConfig) -> bool:
 
 
 def find_compiled_obstacle(configs: Iterable[RunConfig], environ: Mapping[str, str]) -> str:
-    """Find why compiled code cannot run one of the configurations that ask for it; empty if it can.
-
-    environ: the environment variables, which determine the hub cache.
-    """
-    for config in configs:
-        if uses_compiled_code(config) and (obstacle := _find_obstacle(config, environ)):
-            return obstacle
-    return ""
+    """Find why compiled code cannot run one of the configurations that ask for it; empty if it can."""
+    obstacles = (_find_obstacle(config, environ) for config in configs if uses_compiled_code(config))
+    return next(filter(None, obstacles), "")
 
 
 def _find_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str:
@@ -55,18 +50,16 @@ def _find_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str:
             return f"the sizes of {path} are not known here"
         if not shape.is_plain_qwen2:
             return f"it runs plain Qwen2 models only, without scaled positions; {path} is not one of these"
-        obstacle = find_size_obstacle(
-            shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size
-        )
-        if obstacle:
+        sizes = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size
+        if obstacle := find_size_obstacle(*sizes):
             return obstacle
     return ""
 
 
 def compile_kernels(configs: Iterable[RunConfig], environ: Mapping[str, str], console: Console) -> None:
-    """Compile the code of the tiny policies and say so, if a run needs it and this machine has not compiled it yet.
+    """Compile the code of the tiny policies, if a run needs it and this machine has not compiled it yet.
 
-    Otherwise, each of the first runs would compile it. Raises PlanError if the command fails.
+    Otherwise, each of the first runs would. Raises PlanError if the command fails.
     """
     if not any(map(uses_compiled_code, configs)) or is_compiled(environ):
         return
@@ -89,8 +82,7 @@ def check_sampler(config: RunConfig, environ: Mapping[str, str]) -> None:
             f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {requirement}`, or --set "
             f"rollout.name=torch."
         )
-    obstacle = find_compiled_obstacle([config], environ)
-    if obstacle:
+    if obstacle := find_compiled_obstacle([config], environ):
         advice = "type `pip install numba`" if find_spec("numba") is None else "change that"
         raise PlanError(
             f"Compiled code cannot run here: {obstacle}. For a new study, {advice} or type {TORCH_OPTIONS}. A study "

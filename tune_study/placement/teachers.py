@@ -13,13 +13,9 @@ from tune_study.plan.errors import PlanError
 
 
 def find_missing_teachers(paths: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Find the teachers among the models at `paths` that this machine has not made yet, each once.
-
-    environ: the environment variables, which determine the cache.
-    """
-    return [
-        path for path in dict.fromkeys(paths) if path in TEACHERS and not is_made(find_teacher_folder(path, environ))
-    ]
+    """Find the teachers among the models at `paths` that this machine has not made yet, each once."""
+    names = [path for path in dict.fromkeys(paths) if path in TEACHERS]
+    return [name for name in names if not is_made(find_teacher_folder(name, environ))]
 
 
 def describe_teachers(paths: Sequence[str], environ: Mapping[str, str], is_local: bool) -> list[str]:
@@ -41,10 +37,7 @@ def describe_teachers(paths: Sequence[str], environ: Mapping[str, str], is_local
 
 
 def make_missing_teachers(paths: Sequence[str], environ: Mapping[str, str], console: Console) -> None:
-    """Make every teacher among `paths` that this machine lacks by its command, and print the command's output.
-
-    Raises PlanError with the command if it fails.
-    """
+    """Make every teacher among `paths` that this machine lacks by its command; raise PlanError if that fails."""
     for name in find_missing_teachers(paths, environ):
         print_line(console, f"Making the teacher {name}, once on this machine: about two CPU minutes.")
         command = ["-m", "trainable.tiny", "--policy", name]
