@@ -72,17 +72,15 @@ def list_allocations(
         items.append(_make_allocation(name, compute_frozen_bytes(shape, config, config.model.load_in_4bit)))
     for name, parameters in model_size.count_trained_parameters(shape, config).items():
         items += list_network_allocations(name, parameters, config)
-    # A swapped reference is on the GPU for its own passes, and for the exact KL also in those of the policy.
-    phases = (VALUES, POLICY_BACKWARD, POLICY_STEP) if config.actor.reads_reference_distribution else (VALUES,)
-    reference_bytes = compute_reference_bytes(reference_shape or shape, config)
-    items.append(
-        _make_allocation("reference weights", reference_bytes, phases if config.trainer.swap_to_host else None)
-    )
-    last_items = _list_pass_allocations(shape, config)
-    if count_ranks(config) > 1:
-        last_items.append(_make_allocation("CUDA context, NCCL", CONTEXT_BYTES + NCCL_BYTES))
-    else:
-        last_items.append(_make_allocation("CUDA context", CONTEXT_BYTES))
+    # With adapters, the frozen base is the reference, unless another model is named.
+    if config.needs_reference and (not config.model.lora_rank or config.model.reference_path is not None):
+        size = compute_frozen_bytes(reference_shape or shape, config)
+        # A swapped reference is on the GPU for its own passes, and for the exact KL also in those of the policy.
+        phases = (VALUES, POLICY_BACKWARD, POLICY_STEP) if config.actor.reads_reference_distribution else (VALUES,)
+        items.append(_make_allocation("reference weights", size, phases if config.trainer.swap_to_host else None))
+    nccl_bytes = NCCL_BYTES if count_ranks(config) > 1 else 0
+    context = _make_allocation("CUDA context, NCCL" if nccl_bytes else "CUDA context", CONTEXT_BYTES + nccl_bytes)
+    last_items = [*_list_pass_allocations(shape, config), context]
     if config.rollout.uses_vllm:
         items += _list_vllm_allocations(shape, config, budget, [*items, *last_items])
     else:
@@ -155,12 +153,6 @@ def compute_frozen_bytes(shape: ModelShape, config: RunConfig, in_4bit: bool = F
         block_bytes = int(FOUR_BIT_BYTES * weights) + FLOAT32 * (block_parameters - weights)
     other_parameters = model_size.count_policy_parameters(shape) - block_parameters - head
     return FLOAT32 * other_parameters + get_dtype_bytes(config) * head + block_bytes
-
-
-def compute_reference_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Compute the bytes of a separate reference of this shape; 0 if there is none, as when LoRA's base serves as it."""
-    is_separate = config.needs_reference and (not config.model.lora_rank or config.model.reference_path is not None)
-    return compute_frozen_bytes(shape, config) if is_separate else 0
 
 
 def compute_cast_bytes(shape: ModelShape, name: str, config: RunConfig, with_gradients: bool) -> int:

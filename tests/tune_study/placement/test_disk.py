@@ -11,7 +11,7 @@ from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import make_quiet_trainer
-from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.config.run_config import apply_overrides
 from trainable.runs.checkpoint import write_checkpoint
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER
 from trainable.runs.study_record import StatusRecord, write_record
@@ -102,15 +102,6 @@ def test_a_checkpoint_has_the_size_of_the_real_one(name: str, tmp_path: Path) ->
     assert abs(compute_checkpoint_bytes(read_tiny_shape(), trainer.config) - checkpoint_bytes) < min(
         0.01 * checkpoint_bytes, 6_000
     )
-
-
-def test_a_critic_of_its_own_doubles_a_checkpoint() -> None:
-    sizes = {
-        name: compute_checkpoint_bytes(read_tiny_shape(), apply_overrides(RunConfig(), VARIANTS[name]))
-        for name in VARIANTS
-    }
-    assert sizes["gae"] == pytest.approx(2 * sizes["grpo"], rel=1e-2)
-    assert sizes["gae, shared trunk"] > sizes["grpo"] == sizes["grpo, shared trunk"] == sizes["rloo, KL loss"]
 
 
 @given(st.integers(1, 60), st.integers(-1, 70))
@@ -340,11 +331,10 @@ def test_the_line() -> None:
 
 
 def test_exactly_enough_is_enough() -> None:
-    check_budget(EXAMPLE._replace(free_bytes=62_800_000))
-    check_budget(EXAMPLE._replace(free_bytes=60_000_000, written_bytes=2_800_000))
-    for free_bytes, written_bytes in ((62_799_999, 0), (59_999_999, 2_800_000)):
+    for free_bytes, written_bytes in ((62_800_000, 0), (60_000_000, 2_800_000)):
+        check_budget(EXAMPLE._replace(free_bytes=free_bytes, written_bytes=written_bytes))
         with pytest.raises(PlanError):
-            check_budget(EXAMPLE._replace(free_bytes=free_bytes, written_bytes=written_bytes))
+            check_budget(EXAMPLE._replace(free_bytes=free_bytes - 1, written_bytes=written_bytes))
 
 
 def test_too_little_says_what_is_needed_what_is_free_and_what_to_type() -> None:

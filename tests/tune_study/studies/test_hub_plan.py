@@ -62,7 +62,7 @@ def test_a_reference_has_the_bytes_of_the_frozen_copy(model_type: str, dtype: st
     policy.model.model.pass_settings = policy.model.model.pass_settings._replace(dtype=getattr(torch, dtype))
     copy_bytes = sum(weight.numel() * weight.element_size() for weight in make_frozen_copy(policy.model).parameters())
     config = apply_overrides(RunConfig(), {"model.dtype": dtype, "actor.use_kl_loss": True})
-    assert memory.compute_reference_bytes(shape, config) == copy_bytes
+    assert memory.compute_frozen_bytes(shape, config) == copy_bytes
 
 
 def test_a_cache_has_the_bytes_of_the_samplers(tmp_path: Path) -> None:
