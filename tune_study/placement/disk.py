@@ -15,12 +15,8 @@ from rich.filesize import decimal
 from trainable.config.run_config import RunConfig
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 from tune_study.folder.summary import find_finished_runs
-from tune_study.placement.model_size import (
-    ModelShape,
-    count_policy_parameters,
-    list_trained_tensor_sizes,
-    read_model_shape,
-)
+from tune_study.placement import model_size
+from tune_study.placement.model_size import ModelShape
 from tune_study.plan.errors import MisfitError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.run_spec import RunSpec
@@ -77,8 +73,8 @@ def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
     For every trained tensor, a file has its weight, AdamW's two moments, and AdamW's step count (a scalar). Frozen
     networks (reference, base) are loaded from the original model and not saved.
     """
-    tensor_sizes = [size for sizes in list_trained_tensor_sizes(shape, config).values() for size in sizes]
-    elements = 3 * sum(tensor_sizes) + len(tensor_sizes)
+    tensor_sizes = [size for sizes in model_size.list_trained_tensor_sizes(shape, config).values() for size in sizes]
+    elements = 3 * sum(tensor_sizes) + len(tensor_sizes)  # float32
     return 4 * elements + 4 * len(tensor_sizes) * _HEADER_BYTES + _CHECKPOINT_JSON_BYTES
 
 
@@ -129,7 +125,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
         runs += itertools.islice(itertools.cycle(plan.runs), max(num_further_runs, 0))
     # A run of update rules may have no model path (None), since it makes its model itself.
     paths = [plan.study.family.get_model_path(spec.config) for spec in runs]
-    shapes = {path: read_model_shape(path, environ) for path in dict.fromkeys(paths) if path is not None}
+    shapes = {path: model_size.read_model_shape(path, environ) for path in dict.fromkeys(paths) if path is not None}
     sizes = [_estimate_run_bytes(plan, spec, shapes.get(path or "")) for spec, path in zip(runs, paths, strict=True)]
     saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) + spec.keeps_best for spec in runs]
     last_states = int(any(spec.keeps_last for spec in runs))
@@ -165,12 +161,11 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
 
 
 def _estimate_run_bytes(plan: StudyPlan, spec: RunSpec, shape: ModelShape | None) -> tuple[int, int]:
-    """Estimate the bytes of a run's checkpoint, and of its rows and the files made from them, such as logs and tables.
-
-    shape: of the model that the run loads; None if it loads none or the shape is unknown.
-    """
+    """Estimate the bytes of a run's checkpoint, and of its rows, logs and tables. shape: None if unknown."""
     if (estimate_bytes := plan.study.family.estimate_bytes) is not None:
-        checkpoint_bytes, bytes_per_row = estimate_bytes(spec.config, count_policy_parameters(shape) if shape else 0)
+        checkpoint_bytes, bytes_per_row = estimate_bytes(
+            spec.config, model_size.count_policy_parameters(shape) if shape else 0
+        )
         return checkpoint_bytes, _RUN_BYTES + spec.steps // spec.config.trainer.test_freq * bytes_per_row
     config = spec.ppo_config
     return 0 if shape is None else compute_checkpoint_bytes(shape, config), estimate_row_bytes(config)

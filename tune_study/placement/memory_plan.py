@@ -128,10 +128,8 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
     if requested_gib is not None:
         # No GPU has more than 4096 GiB, so a larger number was probably meant in MiB.
         if not 0 < requested_gib <= 4096:
-            raise PlanError(
-                f"--gpu-memory-gib {requested_gib:g} is not the memory of a GPU: type it in GiB, like "
-                f"--gpu-memory-gib 80."
-            )
+            reason = "is not the memory of a GPU: type it in GiB, like --gpu-memory-gib 80"
+            raise PlanError(f"--gpu-memory-gib {requested_gib:g} {reason}.")
         return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", is_known=True)
     uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
     entries = machine_checks.query_gpu_memory() if uuids else ()
@@ -235,11 +233,9 @@ def format_memory_plan(plan: MemoryPlan) -> list[str]:
         f"run that needs most is {plan.model.spec.run_id}"
     ]
     if config.rollout.uses_vllm:
+        conversations = f"{plan.max_conversations} conversations of {compute_max_tokens(config)} tokens at once"
         sleep_text = "; it frees the GPU during the update" if config.rollout.free_cache_engine else ""
-        sentences.append(
-            f"vLLM: KV cache of {format_gib(plan.cache_bytes)} GiB: {plan.max_conversations} conversations of "
-            f"{compute_max_tokens(config)} tokens at once{sleep_text}"
-        )
+        sentences.append(f"vLLM: KV cache of {format_gib(plan.cache_bytes)} GiB: {conversations}{sleep_text}")
     if plan.fastest_peak and plan.fits:
         changes = []  # by the plan, so that the run fits
         if memory.shards_weights(config):
@@ -321,30 +317,24 @@ def _fits_with(plan: MemoryPlan, change: Mapping[str, object]) -> bool:
 
 def _format_options(change: Mapping[str, object]) -> str:
     """Format settings as the options to type for them."""
-    return " ".join(
-        f"--gpus-per-exp {value}"
-        if name == "trainer.n_gpus_per_node"
-        else f"--set {name}={'null' if value is None else value}"
-        for name, value in change.items()
-    )
+    options = [f"--set {name}={'null' if value is None else value}" for name, value in change.items()]
+    return " ".join(options).replace("--set trainer.n_gpus_per_node=", "--gpus-per-exp ")
 
 
 def format_misfit(plan: MemoryPlan, study: Study) -> str:
     """Say that the run does not fit, by how much, and what to type."""
     remedies = find_remedies(plan, study)
-    advice = "No setting makes it fit: choose a smaller model with --model, or larger GPUs."
-    if remedies:
-        advice = f"Any of these makes it fit: {'; '.join(remedies)}."
-    return f"DOES NOT FIT: {describe_excess(plan)}. {advice}"
+    advice = f"Any of these makes it fit: {'; '.join(remedies)}"
+    if not remedies:
+        advice = "No setting makes it fit: choose a smaller model with --model, or larger GPUs"
+    return f"DOES NOT FIT: {describe_excess(plan)}. {advice}."
 
 
 def check_fits(plan: MemoryPlan, study: Study) -> None:
     """Raise MisfitError if the runs do not fit their GPUs. GPUs of unknown memory are not checked."""
     if plan.capacity.is_known and not plan.fits:
-        raise MisfitError(
-            f"{format_misfit(plan, study)} --dry-run shows the whole plan; --gpu-memory-gib N plans for a GPU of "
-            f"another size."
-        )
+        advice = "--dry-run shows the whole plan; --gpu-memory-gib N plans for a GPU of another size."
+        raise MisfitError(f"{format_misfit(plan, study)} {advice}")
 
 
 def check_memory(plan: MemoryPlan, study_plan: StudyPlan, gpus: Sequence[Gpu]) -> None:

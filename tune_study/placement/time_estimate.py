@@ -12,15 +12,10 @@ from typing import NamedTuple
 from trainable.config.run_config import RunConfig
 from trainable.models.qwen2_shape import estimate_forward_flops
 from trainable.rollout.kv_cache_size import compute_max_tokens, compute_token_kv_bytes
-from tune_study.placement import memory
+from tune_study.placement import memory, model_size
 from tune_study.placement.disk import count_validations
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.model_size import (
-    ModelShape,
-    count_policy_parameters,
-    count_trained_parameters,
-    read_model_shape,
-)
+from tune_study.placement.model_size import ModelShape
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
@@ -80,7 +75,7 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     policy_passes += config.trains_with_reference
     policy_passes += config.rollout.has_own_weights and config.rollout.recompute_logprobs
     critic_passes = float(config.algorithm.estimator.needs_critic)  # values of the rollouts
-    if "critic" in count_trained_parameters(shape, config):  # else a head on the policy's trunk, if any
+    if "critic" in model_size.count_trained_parameters(shape, config):  # else a head on the policy's trunk, if any
         critic_passes += config.critic.ppo_epochs * train_factor
     return policy_passes * policy_flops + critic_passes * critic_flops
 
@@ -98,7 +93,7 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
     weight_bytes = dtype_bytes if config.rollout.uses_vllm or config.model.lora_rank else memory.FLOAT32
     # A conversation grows from nothing to its full length, so its cache is half full on average.
     cache_bytes = rank_rows * tokens / 2 * compute_token_kv_bytes(shape, dtype_bytes)
-    read_bytes = waves * weight_bytes * count_policy_parameters(shape) + cache_bytes
+    read_bytes = waves * weight_bytes * model_size.count_policy_parameters(shape) + cache_bytes
     decode_seconds = config.env.max_turn * config.rollout.response_length * read_bytes / rates.memory_bandwidth
     prefill_flops = rank_rows * estimate_forward_flops(shape, [tokens], tokens, shape.vocab_size)
     prefill_seconds = prefill_flops / rates.peak_flops_per_s
@@ -121,7 +116,7 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
     )
     offload_seconds = 0.0
     if trainer.uses_deepspeed and trainer.offload_optimizer:
-        for name, parameters in count_trained_parameters(shape, config).items():
+        for name, parameters in model_size.count_trained_parameters(shape, config).items():
             optim = config.actor if name == "policy" else config.critic
             updates = optim.ppo_epochs * math.ceil(config.max_batch_size / optim.ppo_mini_batch_size)
             offload_seconds += updates * parameters / ranks * OFFLOADED_SECONDS_PER_PARAMETER
@@ -141,11 +136,10 @@ def estimate_cpu_run_seconds(shape: ModelShape, config: RunConfig) -> float:
 
 
 def _estimate_cpu_seconds(plan: StudyPlan, spec: RunSpec) -> float | None:
-    """Estimate the seconds of a run on one core; None if unknown."""
     if (estimate_step := plan.study.family.estimate_step_seconds) is not None:
         step_seconds = estimate_step(spec.config)
         return None if step_seconds is None else step_seconds * spec.steps
-    shape = read_model_shape(spec.ppo_config.model.path, os.environ)
+    shape = model_size.read_model_shape(spec.ppo_config.model.path, os.environ)
     return None if shape is None else estimate_cpu_run_seconds(shape, spec.ppo_config)
 
 
@@ -161,10 +155,9 @@ def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | 
     types = {config.model.dtype for config in plan.ppo_configs} - {"float32"}
     types_text = f"; measured in float32, and a CPU is slower in {' and '.join(sorted(types))}" if types else ""
     return (
-        f"Time: about {format_estimate(max(known_seconds.values()), digits=2)} per run, "
-        f"{format_estimate(study_seconds, digits=2)} for these {len(plan.runs)} runs, and half a minute to "
-        f"start and to report; an estimate from measurements on one machine, others take half as long or twice as long"
-        f"{types_text}"
+        f"Time: about {format_estimate(max(known_seconds.values()))} per run, {format_estimate(study_seconds)} for "
+        f"these {len(plan.runs)} runs, and half a minute to start and to report; an estimate from measurements on one "
+        f"machine, others take half as long or twice as long{types_text}"
     )
 
 
@@ -189,9 +182,9 @@ def format_time_line(
     )
 
 
-def format_estimate(seconds: float, digits: int = 3) -> str:
-    """Format seconds in the largest unit that they reach, such as `2.5 min`. digits: significant digits."""
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.{digits}g} {unit}"
-    return f"{seconds:.{digits}g} s"
+def format_estimate(seconds: float) -> str:
+    """Format seconds with two digits in the largest unit that they reach, such as `2.5 min`."""
+    units = {"d": 86_400, "h": 3600, "min": 60, "s": 0}
+    unit = next(unit for unit, size in units.items() if seconds >= size)
+    number = seconds / (units[unit] or 1)
+    return f"{number:.2g} {unit}" if number < 100 else f"{number:.0f} {unit}"

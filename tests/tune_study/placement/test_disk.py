@@ -357,12 +357,6 @@ def test_too_little_says_what_is_needed_what_is_free_and_what_to_type() -> None:
     assert "--output" in str(error_info.value)
 
 
-def test_a_budget_writes_nothing_and_looks_at_the_nearest_folder(tmp_path: Path) -> None:
-    budget = estimate_budget(make_plan_in(tmp_path / "not" / "there"))
-    assert budget.folder == tmp_path
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_has_the_bytes_of_its_files(tmp_path: Path) -> None:
     write_bytes(tmp_path / "a" / "one", 3)
     write_bytes(tmp_path / "a" / "b" / ".two", 4)

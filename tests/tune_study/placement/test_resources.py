@@ -14,7 +14,6 @@ from tune_study.placement.resources import (
     choose_preset,
     format_gpu_label,
     make_slots,
-    parse_gpus,
     preflight,
 )
 from tune_study.plan.errors import PlanError
@@ -111,11 +110,6 @@ def test_what_this_machine_cannot_run_is_refused_unless_dry(
         allocate(make_study_plan(trainer__n_gpus_per_node=share), gpus, visible)
 
 
-def test_several_gpus_a_run_are_given_to_it() -> None:
-    resource_plan = allocate(make_study_plan(trainer__n_gpus_per_node=2), "0,1,4,5")
-    assert (resource_plan.gpu_slots, resource_plan.max_concurrent) == (("0,1", "4,5"), 2)
-
-
 def install_engines(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """Pretend that exactly these engines are installed."""
     for module in (resources, samplers):
@@ -206,20 +200,13 @@ def test_the_preset_follows_the_machine() -> None:
     assert choose_preset("laptop", EIGHT_GPUS) == ("laptop", "set by --preset")
 
 
-def test_ids_of_gpus() -> None:
-    assert parse_gpus("0, 2,10") == ("0", "2", "10")
-
-
 @pytest.mark.parametrize(
     ("name", "label"),
     [("NVIDIA H100 80GB HBM3", "2xH100"), ("NVIDIA A100-SXM4-40GB", "2xA100"), ("Tesla V100-SXM2", "2xV100")],
 )
 def test_published_gpu_labels(name: str, label: str) -> None:
     assert format_gpu_label(2, (Gpu("0", "", name),)) == label
-
-
-def test_a_label_of_different_gpus_is_mixed() -> None:
-    assert format_gpu_label(1, (EIGHT_GPUS[0], Gpu("9", "", "Tesla T4"))) == "1xmixed"
+    assert format_gpu_label(2, (Gpu("0", "", name), Gpu("9", "", "Tesla T4"))) == "2xmixed"
 
 
 def test_the_drivers_listing_is_read() -> None:

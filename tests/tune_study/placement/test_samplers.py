@@ -82,11 +82,6 @@ def test_runs_that_compiled_code_cannot_sample_for(settings: dict[str, object], 
     assert find_compiled_obstacle([apply_overrides(config, TORCH_SETTINGS)], {}) == ""
 
 
-def test_a_large_model_is_run_by_torch(large_folder: str) -> None:
-    config = apply_overrides(make_small_config(), {"model.path": large_folder})
-    assert find_compiled_obstacle([config], {}) == "its hidden size of 1024 is above 512"
-
-
 def test_a_study_whose_sampler_is_missing_is_not_continued_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
     config: RunConfig = make_small_config()
     hide_numba(monkeypatch)
