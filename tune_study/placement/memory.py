@@ -125,7 +125,7 @@ def list_network_allocations(name: str, parameters: int, config: RunConfig) -> l
             state, state_host, flattened = 0, {1: 3, 2: 4, 3: 5}[stage] * shard, 0
             gradients = gradients if stage == 1 else 0
     backward, step = (CRITIC_BACKWARD, CRITIC_STEP) if name == "critic" else (POLICY_BACKWARD, POLICY_STEP)
-    # The policy is read in rollouts, and to copy its weights to the engine; of two networks with values it is larger.
+    # The policy, which is at least as large as the critic, is read in rollouts, and to copy its weights to the engine.
     weights_phases = (backward, step) if name == "critic" else (ROLLOUT, VALUES, backward, step)
     swaps = bool(trainer.swap_to_host)
     # Gradients exist from the backward pass to the step. Stage 3 keeps their shard and the bucket in all phases.
