@@ -39,16 +39,7 @@ class ZeroBackend:
 
     Weights and moments are float32, as in `TorchBackend`; each network computes in the dtype of its passes.
 
-    Args:
-        name: name of the optimizer in checkpoints.
-        networks: the run's networks by name.
-        learning_rates: learning rate of each network.
-        settings: betas, weight decay and gradient clipping.
-        trainer: ZeRO stage, offloading and swapping.
-        world: the ranks of the run.
-
-    Raises:
-        ValueError: DeepSpeed is not installed.
+    name: of the optimizer in checkpoints. learning_rates: of each network. Raises ValueError without DeepSpeed.
     """
 
     def __init__(

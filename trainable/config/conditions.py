@@ -23,11 +23,9 @@ def derive_conditions(
 ) -> Iterator[ReadCondition]:
     """Make a condition for each setting that only some choices of another setting read.
 
-    Args:
-        selector: the dotted setting that makes the choice.
-        settings: for each choice, regular expressions of the settings that it reads, within the section of `selector`.
-        advice: a format string with fields for the selector and for the choices.
-        others_read: whether choices that are not in `settings`, such as plug-ins, may read all of them.
+    selector: the dotted setting that makes the choice. settings: for each choice, regular expressions of the settings
+    that it reads, within the section of `selector`. advice: a format string with fields for the selector and for the
+    choices. others_read: whether choices that are not in `settings`, such as plug-ins, may read all of them.
     """
     section, dot, _ = selector.rpartition(".")
     for pattern in dict.fromkeys(pattern for patterns in settings.values() for pattern in patterns):
