@@ -28,7 +28,8 @@ class SettingsSection(BaseModel):
     """An immutable group of settings that rejects unknown keys."""
 
     # `validate_default`: defaults are checked and converted like values that a user types.
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # `use_attribute_docstrings`: a description is the text below its field, unless it fits into the line of the field.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
     @model_validator(mode="after")
     def _check_number_range(self) -> Self:
