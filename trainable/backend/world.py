@@ -185,11 +185,7 @@ def shard_rows(lengths: Tensor, ranks: int) -> list[Tensor]:
 
         longest row first, to ranks 0, 1, …, R − 1, R − 1, …, 1, 0, 0, 1, …
 
-    lengths: (N,) tokens of each row. ranks: number of ranks R.
-
-    Returns int64 row indices of each rank, ascending; a rank may have none.
-
-    Source: definition.
+    lengths: (N,) tokens of each row. Returns int64 row indices of each rank, ascending; a rank may have none.
     """
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
     rank_cycle = [*range(ranks), *reversed(range(ranks))]
