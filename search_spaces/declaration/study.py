@@ -69,13 +69,8 @@ def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] 
     """
     points = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
     arms = {_name_point(point): point for point in points}
-    return Axis(
-        setting=" x ".join(factors),
-        grids={preset: tuple(arms) for preset in presets},
-        option="--arms",
-        named_settings=arms,
-        factors=tuple(factors),
-    )
+    grids = {preset: tuple(arms) for preset in presets}
+    return Axis(" x ".join(factors), grids, "--arms", named_settings=arms, factors=tuple(factors))
 
 
 def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:
