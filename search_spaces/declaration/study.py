@@ -69,8 +69,9 @@ def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] 
     """
     points = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
     arms = {_name_point(point): point for point in points}
-    grids = {preset: tuple(arms) for preset in presets}
-    return Axis(" x ".join(factors), grids, "--arms", named_settings=arms, factors=tuple(factors))
+    return Axis(
+        " x ".join(factors), dict.fromkeys(presets, tuple(arms)), "--arms", named_settings=arms, factors=tuple(factors)
+    )
 
 
 def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:

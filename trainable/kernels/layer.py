@@ -196,12 +196,7 @@ def _normalize_backward(
 ) -> None:
     """Add the gradients of `_normalize` to `x_grad` and `gain_grad`."""
     normalize_backward(
-        y_grad.numpy(),
-        x.detach().numpy(),
-        gain.detach().numpy(),
-        inverses.numpy(),
-        x_grad.numpy(),
-        gain_grad.numpy(),
+        y_grad.numpy(), x.detach().numpy(), gain.detach().numpy(), inverses.numpy(), x_grad.numpy(), gain_grad.numpy()
     )
 
 
