@@ -61,8 +61,11 @@ def write_hub_folder(policy: Policy, folder: Path, dtype: str, card: str) -> Non
 
     Adapters are merged into the weights. Weights of more than 5 GB are split, as on the hub.
 
-    policy: the policy. folder: an existing folder. dtype: one of `DTYPES`; `auto` for the base model's dtype. card:
-    content of README.md.
+    Args:
+        policy: the policy.
+        folder: an existing folder.
+        dtype: one of `DTYPES`; `auto` for the base model's dtype.
+        card: content of README.md.
     """
     model_config = json.loads((policy.folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     # The key is dtype from transformers 5 on, and torch_dtype in older models.
