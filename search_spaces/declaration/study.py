@@ -61,9 +61,7 @@ def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] 
 
     An arm is named after its values: `lr1e-4-ppo_epochs4`.
 
-    Args:
-        factors: values by dotted setting, as they are typed.
-        presets: the presets that have these values.
+    factors: values by dotted setting, as they are typed. presets: the presets that have these values.
 
     Example:
         >>> make_grid_axis({"actor.lr": ("1e-4", "1e-3"), "actor.ppo_epochs": ("1", "4")}).grids["laptop"][1]
@@ -72,11 +70,7 @@ def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] 
     points = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
     arms = {_name_point(point): point for point in points}
     return Axis(
-        setting=" x ".join(factors),
-        grids={preset: tuple(arms) for preset in presets},
-        option="--arms",
-        named_settings=arms,
-        factors=tuple(factors),
+        " x ".join(factors), dict.fromkeys(presets, tuple(arms)), "--arms", named_settings=arms, factors=tuple(factors)
     )
 
 

@@ -29,9 +29,9 @@ STUDY = Study(
     family=PPO,
     question=__doc__.splitlines()[0],
     axis=Axis(
-        setting="advantage estimator x KL coefficient",
-        option="--arms",
-        grids={"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
+        "advantage estimator x KL coefficient",
+        {"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
+        "--arms",
         named_settings=_ARMS,
     ),
     fixed_settings={

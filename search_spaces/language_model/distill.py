@@ -41,9 +41,9 @@ STUDY = Study(
     family=PPO,
     question=__doc__.splitlines()[0],
     axis=Axis(
-        setting="signal: rewards, teacher, or both",
-        option="--arms",
-        grids={"paper": tuple(ARMS), "laptop": tuple(ARMS)},
+        "signal: rewards, teacher, or both",
+        {"paper": tuple(ARMS), "laptop": tuple(ARMS)},
+        "--arms",
         named_settings=ARMS,
     ),
     # No filter: without rewards, their variance says nothing about a group.

@@ -43,9 +43,9 @@ STUDY = Study(
     family=PPO,
     question=__doc__.splitlines()[0],
     axis=Axis(
-        setting="slip x top-p mass of the filter",
-        option="--arms",
-        grids={"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
+        "slip x top-p mass of the filter",
+        {"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
+        "--arms",
         named_settings=_ARMS,
     ),
     fixed_settings={**top_p.STUDY.fixed_settings, "env.name": GAME},

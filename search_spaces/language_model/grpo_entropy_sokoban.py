@@ -38,9 +38,9 @@ STUDY = Study(
     game="sokoban",
     question=__doc__.splitlines()[0],
     axis=Axis(
-        setting="std normalization x clip, and TPO",
-        option="--arms",
-        grids={"paper": tuple(ARMS), "laptop": tuple(ARMS)},
+        "std normalization x clip, and TPO",
+        {"paper": tuple(ARMS), "laptop": tuple(ARMS)},
+        "--arms",
         named_settings=ARMS,
     ),
     fixed_settings={

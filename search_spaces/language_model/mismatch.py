@@ -55,9 +55,9 @@ STUDY = Study(
     family=PPO,
     question=__doc__.splitlines()[0],
     axis=Axis(
-        setting="noise of the engine's weights x importance correction",
-        option="--arms",
-        grids={"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
+        "noise of the engine's weights x importance correction",
+        {"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
+        "--arms",
         named_settings=_ARMS,
     ),
     fixed_settings={

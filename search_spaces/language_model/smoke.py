@@ -111,10 +111,8 @@ _FIXED_SETTINGS: Settings = MappingProxyType(
 def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]], loss_tag: str) -> Study:
     """Make a study over groups of the grid.
 
-    Args:
-        name, question: of the study.
-        kl_types: for each KL loss, the groups of the grid that use it.
-        loss_tag: stands for the KL losses in the study's file names.
+    name, question: of the study. kl_types: for each KL loss, the groups of the grid that use it. loss_tag: stands for
+    the KL losses in the study's file names.
     """
     kl_type_groups = [(kl_type, group) for kl_type, groups in kl_types.items() for group in groups]
     grid = tuple(itertools.chain.from_iterable(_ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups))

@@ -1,7 +1,8 @@
 """Advantages of trained tokens: GAE (plain and bi-level) with a critic, and group baselines without one.
 
-Shapes: B sequences, T tokens. `mask` is True at trained tokens. All other tokens (observations, padding) are skipped in
-time, as if they did not exist. Every result is a constant (no gradient) and 0 where `mask` is False.
+Shapes: B sequences, T tokens. `mask` (B, T) is True at trained tokens. All other tokens (observations, padding) are
+skipped in time, as if they did not exist. Every result is a constant (no gradient) and 0 where `mask` is False.
+`scores` (B,) are the scores R of sequences, and `group_ids` (B,) integers, equal for the rollouts of one prompt.
 """
 
 from typing import NamedTuple
@@ -29,12 +30,7 @@ def conserve_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
     The published GAE silently drops rewards on untrained tokens.
 
-    Args:
-        rewards: (B, T).
-        mask: (B, T) bool.
-
-    Returns:
-        (B, T), zero where `mask` is False. The sum of a row is conserved.
+    Returns (B, T), zero where `mask` is False. The sum of a row is conserved.
 
     Example:
         >>> mask = torch.tensor([[False, True, False, True]])
@@ -63,7 +59,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     Args:
         rewards: (B, T); `conserve_rewards` moves a reward on an untrained token, so that none is lost.
         values: (B, T) V of the state before each token; not read where `mask` is False.
-        mask: (B, T) bool.
         gamma: discount γ per trained token.
         lam: λ, 1 for Monte-Carlo returns, 0 for one-step temporal differences.
 
@@ -104,7 +99,6 @@ def bi_level_gae(
     Args:
         rewards: (B, T); moved by `conserve_rewards` first, so the reward of a turn may sit on the observation after it.
         values: (B, T); not read where `mask` is False.
-        mask: (B, T) bool.
         turn_ids: (B, T) int; consecutive trained tokens with the same id are one turn. Not read where `mask` is False.
         gamma: discount γ per token, within a turn.
         lam: λ, for both levels.
@@ -228,9 +222,6 @@ def grpo(
         where std_g R <= min_std: 0
 
     Args:
-        scores: (B,) score R of each sequence.
-        group_ids: (B,) int, equal for the rollouts of one prompt. A duplicated sequence counts twice.
-        mask: (B, T) bool.
         norm_by_std: divide by the group's standard deviation; False is Dr. GRPO.
         correction: the divisor of the variance is G − correction.
         std_floor: added to the standard deviation, so that the division is safe.
@@ -268,12 +259,8 @@ def group_skill(
 
     Unlike in `grpo` by default, the std has the divisor G, and nothing is added to it.
 
-    Args:
-        scores: (B,) score R of each sequence.
-        group_ids: (B,) int, equal for the rollouts of one prompt.
-        mask: (B, T) bool.
-        factor_dtype: dtype of the factor that turns the divisor G − 1 into G: float32 for language models, whose z is
-            rounded to float32 anyway, or float64 in the sandbox of update rules, whose tests require 1e-9.
+    factor_dtype: dtype of the factor that turns the divisor G − 1 into G: float32 for language models, whose z is
+    rounded to float32 anyway, or float64 in the sandbox of update rules, whose tests require 1e-9.
 
     Example:
         >>> scores, group_ids, mask = torch.tensor([3.0, 1.0]), torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.bool)
@@ -295,11 +282,6 @@ def rloo(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
 
         A_i = R_i − mean_{j≠i} R_j = G / (G − 1) · (R_i − mean_g R)
 
-    Args:
-        scores: (B,) score R of each sequence.
-        group_ids: (B,) int, equal for the rollouts of one prompt.
-        mask: (B, T) bool.
-
     Example:
         >>> mask = torch.ones(3, 1, dtype=torch.bool)
         >>> rloo(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 0, 0]), mask).tolist()  # 3 − 1.5, 1 − 2.5, 2 − 2
@@ -318,10 +300,8 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
         G_t = Σ_{l>=0} γ^l r_{t+l},    A = whiten(G)
 
-    Args:
-        rewards: (B, T), with any KL penalty already subtracted; moved by `conserve_rewards` first.
-        mask: (B, T) bool.
-        gamma: discount γ per trained token.
+    rewards: (B, T), with any KL penalty already subtracted; moved by `conserve_rewards` first. gamma: discount γ per
+    trained token.
 
     Example:
         The returns are 0.5 and 1, with mean 0.75 and std √(1/8).
@@ -343,11 +323,6 @@ def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor
     """Subtract the group's mean from each score, and whiten over all trained tokens of the batch, (B, T).
 
         A = whiten(R_i − mean_g R)
-
-    Args:
-        scores: (B,) score R of each sequence.
-        group_ids: (B,) int, equal for the rollouts of one prompt.
-        mask: (B, T) bool.
 
     Example:
         Centered on the group's mean, the scores are −1 and 1, with mean 0 and std √2.

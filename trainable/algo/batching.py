@@ -9,11 +9,9 @@ def order_length_stratified(lengths: Tensor) -> Tensor:
 
         sort by (length, index); then ranks 0, 2, 4, … upwards followed by ranks …, 5, 3, 1 downwards
 
-    Args:
-        lengths: (B,) tokens of each sequence on one device.
+    lengths: (B,) tokens of each sequence on one device.
 
-    Returns:
-        (B,) int64, a permutation.
+    Returns (B,) int64, a permutation.
 
     Example:
         >>> order = order_length_stratified(torch.tensor([30, 10, 20, 40]))
@@ -31,12 +29,9 @@ def order_by_group(lengths: Tensor, group_ids: Tensor) -> Tensor:
 
         groups ordered by `order_length_stratified` of their tokens; the sequences of a group by index
 
-    Args:
-        lengths: (B,) tokens of each sequence.
-        group_ids: (B,) int, equal for the rollouts of one prompt.
+    lengths: (B,) tokens of each sequence. group_ids: (B,) int, equal for the rollouts of one prompt.
 
-    Returns:
-        (B,) int64, a permutation. If every group has G sequences, slices of k G sequences are k complete groups.
+    Returns (B,) int64, a permutation. If every group has G sequences, slices of k G sequences are k complete groups.
 
     Example:
         >>> order_by_group(torch.tensor([4, 1, 4, 1]), group_ids=torch.tensor([7, 3, 7, 3])).tolist()
@@ -56,13 +51,10 @@ def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = Fals
 
         sort by (length, index); a pass takes sequences until the next one would not fit
 
-    Args:
-        lengths: (B,) tokens of each sequence, on the CPU.
-        max_tokens: maximum tokens of a pass. A longer sequence is a pass by itself.
-        needs_padding: whether the model pads, so that each sequence counts as much as the longest in its pass.
+    lengths: (B,) tokens of each sequence, on the CPU. max_tokens: maximum tokens of a pass. A longer sequence is a pass
+    by itself. needs_padding: whether the model pads, so that each sequence counts as much as the longest in its pass.
 
-    Returns:
-        int64 indices of each pass, short sequences first; every sequence is in exactly one pass.
+    Returns int64 indices of each pass, short sequences first; every sequence is in exactly one pass.
 
     Example:
         >>> passes = split_by_tokens(torch.tensor([5, 2, 3, 9]), max_tokens=6)
@@ -90,14 +82,11 @@ def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = Fals
 def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
     """Pad the indices of n sequences with random duplicates up to a multiple of `multiple`.
 
-    Args:
-        n: number of sequences.
-        multiple: the number of indices becomes divisible by this.
-        generator: CPU generator that draws the duplicates.
+    n: number of sequences. multiple: the number of indices becomes divisible by this. generator: CPU generator that
+    draws the duplicates.
 
-    Returns:
-        int64: 0 … n − 1 in order, then the duplicates. Up to n duplicates are distinct, and more repeat sequences as
-        evenly as possible.
+    Returns int64: 0 … n − 1 in order, then the duplicates. Up to n duplicates are distinct, and more repeat sequences
+    as evenly as possible.
 
     Example:
         >>> indices = adjust_copy(3, 4, torch.Generator().manual_seed(0))

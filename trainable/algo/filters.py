@@ -101,11 +101,8 @@ def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: flo
 
         top_p → TopP(mass)    top_k, top_f → TopK(fraction)    top_k_abs → TopKAbs(count)    min_p → MinP(ratio)
 
-    Args:
-        strategy: a name above. `top_f` is an older name of `top_k`.
-        value: the mass, fraction, count or ratio.
-        prob_mode: for top_p, `softmax` or `linear`.
-        eps: for top_p in linear mode.
+    strategy: a name above. `top_f` is an older name of `top_k`. value: the mass, fraction, count or ratio. prob_mode:
+    for top_p, `softmax` or `linear`. eps: for top_p in linear mode.
 
     Example:
         >>> parse_rule("top_k", 0.25)
@@ -137,11 +134,8 @@ def compute_group_scores(
 
     Despite its published name, `reward_variance` is a standard deviation: it scales with the rewards.
 
-    Args:
-        metric: a name above.
-        rewards: (P, G) score R of each rollout.
-        entropies: (P, G) token-mean entropy H of each rollout, in nats.
-        lengths: (P, G) response tokens of each rollout.
+    metric: a name above. rewards: (P, G) score R of each rollout. entropies: (P, G) token-mean entropy H of each
+    rollout, in nats. lengths: (P, G) response tokens of each rollout.
 
     Example:
         >>> rewards = torch.tensor([[0.0, 2.0], [1.0, 1.0]])
@@ -240,10 +234,7 @@ def top_p_softmax(scores: Tensor, mass: float, largest: bool = True) -> Tensor:
     The scale of the scores matters: if they are nearly equal, about mass · P groups are kept, and if they differ by
     several units, only the few best.
 
-    Args:
-        scores: (P,) float32, P >= 1.
-        mass: in (0, 1].
-        largest: rank high scores first.
+    scores: (P,) float32, P >= 1. mass: in (0, 1]. largest: rank high scores first.
 
     Example:
         >>> top_p_softmax(torch.tensor([1.0, 1.0, 1.0, 1.0]), mass=0.5).tolist()  # probability 1/4 each
@@ -265,11 +256,7 @@ def top_p_linear(scores: Tensor, mass: float, eps: float, largest: bool = True) 
 
         k = min{k : s_(1) + … + s_(k) >= mass · Σ s − eps}
 
-    Args:
-        scores: (P,) float32, P >= 1.
-        mass: in (0, 1].
-        eps: slack, in units of the score.
-        largest: rank high scores first.
+    scores: (P,) float32, P >= 1. mass: in (0, 1]. eps: slack, in units of the score. largest: rank high scores first.
 
     Example:
         >>> top_p_linear(torch.tensor([1.0, 2.0, 5.0]), mass=0.75, eps=0.0).tolist()  # 5 + 2 reach 6
@@ -293,10 +280,7 @@ def top_p_linear(scores: Tensor, mass: float, eps: float, largest: bool = True) 
 def top_k(scores: Tensor, count: int, largest: bool = True) -> Tensor:
     """Keep the `count` best scores, but at least one, (P,) bool.
 
-    Args:
-        scores: (P,) float32, P >= 1.
-        count: groups to keep.
-        largest: prefer high scores.
+    scores: (P,) float32, P >= 1. count: groups to keep. largest: prefer high scores.
 
     Example:
         >>> top_k(torch.tensor([1.0, 3.0, 2.0]), count=2).tolist()
@@ -311,10 +295,8 @@ def min_p(scores: Tensor, ratio: float, largest: bool = True) -> Tensor:
 
         largest: s >= ratio · max s − 1e-10        smallest: s <= min s / (ratio + 1e-10) + 1e-10
 
-    Args:
-        scores: (P,) float32, P >= 1. In float64, a ratio of 1 might not keep the minimum itself.
-        ratio: in [0, 1].
-        largest: compare with the highest score instead of the lowest.
+    scores: (P,) float32, P >= 1. In float64, a ratio of 1 might not keep the minimum itself. ratio: in [0, 1]. largest:
+    compare with the highest score instead of the lowest.
 
     Example:
         >>> min_p(torch.tensor([1.0, 2.0, 4.0]), ratio=0.5).tolist()
@@ -339,10 +321,7 @@ def compute_filter_loss_scale(mode: str, num_kept: int, num_groups: int) -> floa
 
         none: 1        linear: num_kept / num_groups        sqrt: sqrt(num_kept / num_groups)
 
-    Args:
-        mode: a name above.
-        num_kept: groups kept.
-        num_groups: groups before the filter.
+    mode: a name above. num_kept: groups kept. num_groups: groups before the filter.
 
     Example:
         >>> compute_filter_loss_scale("sqrt", num_kept=1, num_groups=4)

@@ -37,12 +37,10 @@ def assign_quantile_buckets(scores: Tensor, max_buckets: int = 6) -> Tensor:
 
         n = min(max_buckets, P),  size = floor(P / n),  bucket of rank r = min(floor(r / size), n − 1)
 
-    Args:
-        scores: (P,) score of each group, such as its reward std; equal scores rank by index.
-        max_buckets: maximum number of buckets.
+    scores: (P,) score of each group, such as its reward std; equal scores rank by index. max_buckets: maximum number of
+    buckets.
 
-    Returns:
-        (P,) int64 bucket of each group, from 0.
+    Returns (P,) int64 bucket of each group, from 0.
 
     Example:
         >>> assign_quantile_buckets(torch.tensor([0.3, 0.1, 0.2, 0.4]), max_buckets=2).tolist()
@@ -64,11 +62,9 @@ def assign_quantile_buckets(scores: Tensor, max_buckets: int = 6) -> Tensor:
 def assign_fixed_buckets(scores: Tensor) -> Tensor:
     """Assign each group to a bucket between the `FIXED_EDGES`: [−∞, 1), [1, 2), …, [5, ∞).
 
-    Args:
-        scores: (P,) score of each group.
+    scores: (P,) score of each group.
 
-    Returns:
-        (P,) int64 bucket of each group, from 0. Buckets may be empty.
+    Returns (P,) int64 bucket of each group, from 0. Buckets may be empty.
 
     Example:
         >>> assign_fixed_buckets(torch.tensor([0.5, 1.0, 7.0])).tolist()
@@ -84,16 +80,12 @@ def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -
 
         K = min(num_folds, P);   each fold has floor(P / K) or ceil(P / K) of the P groups
 
-    Args:
-        group_ids: (P,) or (B,) group of each entry; P is the number of distinct groups.
-        num_folds: maximum number of folds, at least 1.
-        generator: CPU generator that draws the order of the groups.
+    group_ids: (P,) or (B,) group of each entry; P is the number of distinct groups. num_folds: maximum number of folds,
+    at least 1. generator: CPU generator that draws the order of the groups.
 
-    Returns:
-        int64, shape of `group_ids`, from 0 to K − 1; no fold is empty.
+    Returns int64, shape of `group_ids`, from 0 to K − 1; no fold is empty.
 
-    Raises:
-        ValueError: `num_folds` is below 1.
+    Raises ValueError if `num_folds` is below 1.
 
     Example:
         >>> folds = split_folds(torch.tensor([5, 5, 9]), 2, torch.Generator().manual_seed(0)).tolist()
@@ -115,9 +107,8 @@ def compute_fold_gram(blocks: Iterable[Tensor]) -> Tensor:
 
         gram[k, c, l, d] = Σ_blocks <x_{k,c}, x_{l,d}>
 
-    Args:
-        blocks: at least one tensor (K, C, ...) of any float type: the gradients with respect to some of the
-            parameters. Only one block at a time is copied to float64.
+    blocks: at least one tensor (K, C, ...) of any float type: the gradients with respect to some of the parameters.
+    Only one block at a time is copied to float64.
 
     Example:
         Two folds of one component, x_0 = (1, 0) and x_1 = (1, 2).
@@ -146,10 +137,8 @@ def count_sketch(tensors: Iterable[Tensor], size: int, seed: int) -> Tensor:
     S is linear, so the sketch of a sum is the sum of the sketches, and depends only on `seed`, `size` and the shapes of
     the tensors. Compare only sketches for which these three and the device are equal.
 
-    Args:
-        tensors: at least one tensor of any shape and float type, all on one device.
-        size: entries of the sketch, at least 1.
-        seed: seed of the draws, which each call repeats instead of storing them.
+    tensors: at least one tensor of any shape and float type, all on one device. size: entries of the sketch, at least
+    1. seed: seed of the draws, which each call repeats instead of storing them.
 
     Example:
         For a single entry the inner product is exact.
@@ -207,13 +196,10 @@ def estimate_gradient_signal(
     1 + snr is too large by a factor of about ν / (ν − 2), where ν is K − 1 times the number of directions with noise.
     The interval is approximate, and centered on the ratio without correcting this bias.
 
-    Args:
-        gram: (K, K) products of the fold gradients.
-        counts: (K,) above 0, the contribution of each fold to the divisor of the mean; None for equal folds.
-        confidence_level: of the interval, in (0, 1).
+    gram: (K, K) products of the fold gradients. counts: (K,) above 0, the contribution of each fold to the divisor of
+    the mean; None for equal folds. confidence_level: of the interval, in (0, 1).
 
-    Raises:
-        ValueError: if the shapes do not match, or a count is not above 0.
+    Raises ValueError if the shapes do not match, or a count is not above 0.
 
     Example:
         Folds x_0 = (1, 0) and x_1 = (1, 2) have mean (1, 1), so |G|² = 2, and differ from it by (0, ∓1).
@@ -250,9 +236,7 @@ def compute_component_cosines(gram: Tensor, counts: Tensor | None = None) -> Ten
 
         cos_{c,d} = <G_c, G_d> / (|G_c| |G_d|)
 
-    Args:
-        gram: (K, C, K, C) from `compute_fold_gram`.
-        counts: (K,) above 0, as in `estimate_gradient_signal`.
+    gram: (K, C, K, C) from `compute_fold_gram`. counts: (K,) above 0, as in `estimate_gradient_signal`.
 
     Example:
         One fold of two components, (1, 0) and (3, 4).
@@ -280,9 +264,7 @@ def compute_update_fractions(gram: Tensor, counts: Tensor | None = None) -> Tens
     includes noise, so noisier components have larger fractions. For the expected update, see
     `estimate_signal_fractions`.
 
-    Args:
-        gram: (K, C, K, C) from `compute_fold_gram`.
-        counts: (K,) above 0, as in `estimate_gradient_signal`.
+    gram: (K, C, K, C) from `compute_fold_gram`. counts: (K,) above 0, as in `estimate_gradient_signal`.
 
     Example:
         Components (1, 0) and (3, 4) sum to (4, 4): 4 / 32 and 28 / 32 of the update.
@@ -325,10 +307,8 @@ def estimate_signal_fractions(
     Numerator and denominator are unbiased, as in `estimate_gradient_signal`. Their ratio is biased, and is meaningful
     only if the denominator, the signal of the update, is well above its standard error.
 
-    Args:
-        gram: (K, C, K, C) from `compute_fold_gram`.
-        counts: (K,) above 0, as in `estimate_gradient_signal`.
-        confidence_level: of the interval, in (0, 1).
+    gram: (K, C, K, C) from `compute_fold_gram`. counts: (K,) above 0, as in `estimate_gradient_signal`.
+    confidence_level: of the interval, in (0, 1).
 
     Example:
         Component a is 1 in both folds, component b is 2 and then 0. As sampled they contribute equally; the products of

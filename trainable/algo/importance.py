@@ -29,15 +29,11 @@ def compute_importance_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute importance weights from the engine's to the trainer's distribution, without gradient.
 
-    Args:
-        trainer_logprobs: (B, T) the trainer's log-probs of the tokens.
-        engine_logprobs: (B, T) the engine's.
-        mask: (B, T) True where a token was sampled.
-        correction: how ratios become weights.
+    trainer_logprobs: (B, T) the trainer's log-probs of the tokens. engine_logprobs: (B, T) the engine's. mask: (B, T)
+    True where a token was sampled. correction: how ratios become weights.
 
-    Returns:
-        (B, T) weights, and (B, T) bool, True where a ratio was truncated or masked. Without truncation and masks,
-        weighted losses have the expectation of the trainer's distribution: E_engine[w f] = E_trainer[f] (Ionides 2008).
+    Returns (B, T) weights, and (B, T) bool, True where a ratio was truncated or masked. Without truncation and masks,
+    weighted losses have the expectation of the trainer's distribution: E_engine[w f] = E_trainer[f] (Ionides 2008).
 
     Example:
         >>> trainer, engine = torch.tensor([[0.2, 0.9]]).log(), torch.tensor([[0.1, 0.3]]).log()

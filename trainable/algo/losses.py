@@ -27,9 +27,8 @@ def compute_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
     The ratio of `ppo_clip_loss` is exp(x), and the column `ppo_kl` is the token mean of −x.
 
-    Args:
-        logprobs: log π of the sampled tokens, nats; the gradient flows through it.
-        old_logprobs: log π of the policy at the start of the update.
+    logprobs: log π of the sampled tokens, nats; the gradient flows through it. old_logprobs: log π of the policy at the
+    start of the update.
 
     Example:
         >>> compute_log_ratio(torch.tensor([-1.0, -51.0, -1.0]), torch.tensor([-1.5, -1.0, -51.0])).tolist()
@@ -113,11 +112,8 @@ def value_clip_loss(values: Tensor, old_values: Tensor, returns: Tensor, clipran
 
         V_clip = clamp(V, V_old ± ε),   L = ½ max((V − R)², (V_clip − R)²)
 
-    Args:
-        values: V; the gradient flows through it.
-        old_values: V at the start of the update.
-        returns: R.
-        cliprange: ε > 0, in units of the return.
+    values: V; the gradient flows through it. old_values: V at the start of the update. returns: R. cliprange: ε > 0, in
+    units of the return.
 
     Example:
         The first value moved by more than ε, so it is clipped to 0.5 and its error counts as 1.5 instead of 1.
@@ -206,9 +202,7 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
         KL = Σ_v π_v (logπ_v − logπ_ref,v)
 
-    Args:
-        logits: (N, V) of the policy, divided by the sampling temperature.
-        ref_logits: (N, V) of the reference, likewise.
+    logits: (N, V) of the policy, divided by the sampling temperature. ref_logits: (N, V) of the reference, likewise.
 
     Example:
         >>> logits, ref_logits = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
@@ -226,8 +220,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
         H = −Σ_v π_v logπ_v = logsumexp(z) − Σ_v π_v z_v
 
-    Args:
-        logits: (N, V), divided by the sampling temperature.
+    logits: (N, V), divided by the sampling temperature.
 
     Example:
         >>> entropy_from_logits(torch.zeros(1, 4)).double().round(decimals=4).tolist()  # log 4
@@ -244,9 +237,7 @@ def logprobs_from_logits(logits: Tensor, tokens: Tensor) -> Tensor:
 
         log π(a) = z_a − logsumexp(z)
 
-    Args:
-        logits: (N, V), divided by the sampling temperature.
-        tokens: (N,) int64, the token a of each row.
+    logits: (N, V), divided by the sampling temperature. tokens: (N,) int64, the token a of each row.
 
     Example:
         >>> logits = torch.tensor([[1.0, 3.0]]).log()  # probabilities 1/4 and 3/4

@@ -55,13 +55,11 @@ def compute_mixture_scores(scores: Tensor, own_columns: Tensor) -> MixtureScores
 
         matched_i = s_i,own(i)        marginal_i = log (1/M) Σ_j exp s_ij = logsumexp_j s_ij − log M
 
-    Args:
-        scores: (N, M) log-probs s, summed (L) or length-normalized (ℓ).
-        own_columns: (N,) int64, column of each row's own prompt.
+    scores: (N, M) log-probs s, summed (L) or length-normalized (ℓ). own_columns: (N,) int64, column of each row's own
+    prompt.
 
-    Returns:
-        matched and marginal, (N,) each. matched − marginal is at most log M, which it reaches if every other prompt
-        makes the thought impossible.
+    Returns matched and marginal, (N,) each. matched − marginal is at most log M, which it reaches if every other prompt
+    makes the thought impossible.
 
     Example:
         >>> scores = torch.tensor([[0.5, 0.1], [0.2, 0.4]]).log()
@@ -89,21 +87,17 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
 
     H(Z) = I + H(Z|X) holds by construction and is no check. The published estimate is never below the paper's.
 
-    Args:
-        logprob_sums: (N, M) log-probs L.
-        lengths: (N,) tokens |z|, at least 1 each.
-        own_columns: (N,) int64, column of each row's own prompt.
+    logprob_sums: (N, M) log-probs L. lengths: (N,) tokens |z|, at least 1 each. own_columns: (N,) int64, column of each
+    row's own prompt.
 
-    Returns:
-        `mi_estimate`, `mi_seq_estimate`, `mi_upper_bound` (log M, of both), `matched_log_prob_mean`,
-        `marginal_log_prob_mean`, `conditional_entropy_est`, `reasoning_entropy_est`, `conditional_entropy_seq_est`,
-        `reasoning_entropy_seq_est`, `marginal_std`, `marginal_std_seq`, `mi_zscore`, `mi_zscore_seq`; and
-        `mi_estimate_paper`, `mi_upper_bound_paper` (mean log M / |z|), `marginal_log_prob_mean_paper`,
-        `reasoning_entropy_est_paper`, `marginal_std_paper`, `mi_zscore_paper`. The matched term is the same for both.
-        In nats per token, except `_seq` in nats per thought. Standard deviations have the divisor N.
+    Returns `mi_estimate`, `mi_seq_estimate`, `mi_upper_bound` (log M, of both), `matched_log_prob_mean`,
+    `marginal_log_prob_mean`, `conditional_entropy_est`, `reasoning_entropy_est`, `conditional_entropy_seq_est`,
+    `reasoning_entropy_seq_est`, `marginal_std`, `marginal_std_seq`, `mi_zscore`, `mi_zscore_seq`; and
+    `mi_estimate_paper`, `mi_upper_bound_paper` (mean log M / |z|), `marginal_log_prob_mean_paper`,
+    `reasoning_entropy_est_paper`, `marginal_std_paper`, `mi_zscore_paper`. The matched term is the same for both. In
+    nats per token, except `_seq` in nats per thought. Standard deviations have the divisor N.
 
-    Raises:
-        ValueError: with fewer than 2 prompts, no thoughts, or scores that are not finite.
+    Raises ValueError with fewer than 2 prompts, no thoughts, or scores that are not finite.
 
     Example:
         Two thoughts of one token: the information is (log 5/3 + log 4/3) / 2, and at most log 2.
@@ -157,13 +151,11 @@ def smooth_zscores(
 
         std_1 = first std        std_t = 0.9 std_t−1 + 0.1 std        z = I / (std_t + 1e-3)
 
-    Args:
-        metrics: result of `compute_information_metrics` at this step.
-        averages: second result at the previous step, for the same kind of sample; None at the first step.
+    metrics: result of `compute_information_metrics` at this step. averages: second result at the previous step, for the
+    same kind of sample; None at the first step.
 
-    Returns:
-        `marginal_std_ema` and `mi_zscore_ema`, each also with `_seq` and `_paper`, and the next averages as plain
-        numbers, which a checkpoint can store.
+    Returns `marginal_std_ema` and `mi_zscore_ema`, each also with `_seq` and `_paper`, and the next averages as plain
+    numbers, which a checkpoint can store.
 
     Example:
         >>> stds = {"marginal_std": 1.0, "marginal_std_seq": 1.0, "marginal_std_paper": 1.0}
@@ -195,11 +187,9 @@ def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes
         own_columns: (N,) int64, column of each row's own prompt.
         classes: (M,) int64 from 0. Columns of identical prompts share a class, and any of them is right.
 
-    Returns:
-        `retrieval_accuracy`, `retrieval_chance_level`, `retrieval_above_chance`, and each with `@2`, `@4`, `@8`.
+    Returns `retrieval_accuracy`, `retrieval_chance_level`, `retrieval_above_chance`, and each with `@2`, `@4`, `@8`.
 
-    Raises:
-        ValueError: with fewer than 2 prompts, no thoughts, or scores that are not finite.
+    Raises ValueError with fewer than 2 prompts, no thoughts, or scores that are not finite.
 
     Example:
         Both thoughts are most likely after the first prompt, which only the first one followed.
@@ -236,13 +226,10 @@ def compute_shuffled_accuracy(
     The expectation of the shuffled accuracy is Σ_c (fraction of rows retrieved as c) · (fraction of rows that are c).
     It is the chance level if every column has equally many rows and no twin, and close to it otherwise.
 
-    Args:
-        logprob_sums, own_columns, classes: as for `compute_retrieval_metrics`.
-        generator: CPU generator that draws the permutations.
-        num_shuffles: number of permutations, at least 1.
+    logprob_sums, own_columns, classes: as for `compute_retrieval_metrics`. generator: CPU generator that draws the
+    permutations. num_shuffles: number of permutations, at least 1.
 
-    Raises:
-        ValueError: with fewer than 2 prompts, no thoughts, or scores that are not finite.
+    Raises ValueError with fewer than 2 prompts, no thoughts, or scores that are not finite.
 
     Example:
         Every permutation gives the first prompt to one of the two thoughts, and both thoughts retrieve this prompt.

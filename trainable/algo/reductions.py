@@ -17,9 +17,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: tuple[int, ...] | None = None) -> 
 
         mean = Σ m x / Σ m
 
-    Args:
-        x: any shape.
-        mask: bool, shape of `x`.
+    x: any shape. mask: bool, shape of `x`.
 
     Example:
         >>> masked_mean(torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False])).item()
@@ -35,9 +33,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
         y = (x − mean) / sqrt(var + 1e-8),   var = Σ m (x − mean)² / (Σ m − 1)
 
-    Args:
-        x: any shape.
-        mask: bool, shape of `x`.
+    x: any shape. mask: bool, shape of `x`.
 
     Example:
         >>> x, mask = torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False])
@@ -69,11 +65,8 @@ def compute_loss_weights(
     results are averaged: token-mean is then a mean of micro-batch means, and depends on the micro-batch size.
     token-mean-global always aggregates all tokens together.
 
-    Args:
-        mask: (B, T) bool, the trained tokens.
-        mode: one of `LOSS_AGG_MODES`.
-        micro_batch_size: sequences in a micro-batch; None aggregates all B at once.
-        padded_length: divisor of seq-mean-token-sum-norm, in tokens; None means T.
+    mask: (B, T) bool, the trained tokens. mode: one of `LOSS_AGG_MODES`. micro_batch_size: sequences in a micro-batch;
+    None aggregates all B at once. padded_length: divisor of seq-mean-token-sum-norm, in tokens; None means T.
 
     Example:
         >>> mask = torch.tensor([[True, True], [True, False]])

@@ -14,9 +14,8 @@ host memory are not rounded up to a power of two."""
 def take_gpus(ids: Sequence[int | str], environ: MutableMapping[str, str]) -> None:
     """Make only the GPUs assigned by Ray visible and set up torch's allocator, before torch reads either variable.
 
-    ids: from `ray.get_gpu_ids`. Ray usually does this itself, but not if
-    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set, as other trainers often require: then all runs of a node would
-    train on its first GPU.
+    Ray usually does this itself, but not if RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set, as other trainers often
+    require: then all runs of a node would train on its first GPU.
     """
     if not ids:
         return

@@ -15,12 +15,8 @@ def make_backends(
 ) -> dict[str, Backend]:
     """Make the backends by name: `actor` for the policy and a value head on its trunk, `critic` for a separate critic.
 
-    Args:
-        config: the run's settings.
-        world: the ranks of the run.
-        policy: the policy.
-        head: the value head on the policy's trunk; None without one.
-        critic: the critic with its own trunk; None without one.
+    config: the run's settings. world: the ranks of the run. policy: the policy. head: the value head on the policy's
+    trunk; None without one. critic: the critic with its own trunk; None without one.
     """
     # The policy's optimizer trains a head on the policy's trunk, with the critic's learning rate.
     networks = {"actor": policy, **({} if head is None else {"head": head})}
@@ -42,16 +38,7 @@ def _make_backend(
     learning_rates: Sequence[float],
     settings: OptimConfig,
 ) -> Backend:
-    """Make a DeepSpeed backend for a rank of a distributed world (even of one rank), otherwise a torch backend.
-
-    Args:
-        config: the run's settings: ZeRO stage, offloading, swapping and loss scale.
-        world: the ranks of the run.
-        name: name of the optimizer in checkpoints.
-        networks: the networks by name.
-        learning_rates: learning rate of each network.
-        settings: betas, weight decay and gradient clipping.
-    """
+    """Make a DeepSpeed backend for a rank of a distributed world (even of one rank), otherwise a torch backend."""
     if isinstance(world, DistributedWorld):
         # Imported here because it needs an optional package.
         from trainable.backend.zero import ZeroBackend

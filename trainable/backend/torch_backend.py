@@ -113,13 +113,8 @@ def make_adamw(
 class TorchBackend:
     """A torch optimizer on one device.
 
-    Args:
-        name: name of the optimizer in checkpoints.
-        networks: the networks by name.
-        optimizer: the optimizer of their parameters, in the same order.
-        max_grad_norm: gradients are clipped to this total norm.
-        loss_scale: factor of losses in backward passes; a power of two, to avoid rounding.
-        swaps_to_host: whether to keep trained weights and moments in host memory while they are unused.
+    name: of the optimizer in checkpoints. optimizer: has the parameters of `networks`, in the same order. loss_scale: a
+    power of two, to avoid rounding. swaps_to_host: whether to keep weights and moments in host memory while unused.
     """
 
     def __init__(

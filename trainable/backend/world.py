@@ -116,12 +116,9 @@ def connect(
 ) -> DistributedWorld:
     """Initialize the process group of a run's ranks.
 
-    Args:
-        rank: number of this process, from 0.
-        world_size: number of ranks.
-        rendezvous: where the ranks meet.
-        on_wait: called repeatedly until all ranks have arrived; may raise if a rank will never arrive. With None, a
-            rank waits for the others for at most `COLLECTIVE_TIMEOUT`.
+    rank: number of this process, from 0. world_size: number of ranks. rendezvous: where the ranks meet. on_wait: called
+    repeatedly until all ranks have arrived; may raise if a rank will never arrive. With None, a rank waits for the
+    others for at most `COLLECTIVE_TIMEOUT`.
     """
     # `disconnect` keeps groups of one rank.
     if world_size == 1 and torch.distributed.is_initialized():
@@ -188,14 +185,7 @@ def shard_rows(lengths: Tensor, ranks: int) -> list[Tensor]:
 
         longest row first, to ranks 0, 1, …, R − 1, R − 1, …, 1, 0, 0, 1, …
 
-    Args:
-        lengths: (N,) tokens of each row.
-        ranks: number of ranks R.
-
-    Returns:
-        int64 row indices of each rank, ascending; a rank may have none.
-
-    Source: definition.
+    lengths: (N,) tokens of each row. Returns int64 row indices of each rank, ascending; a rank may have none.
     """
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
     rank_cycle = [*range(ranks), *reversed(range(ranks))]

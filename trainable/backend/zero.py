@@ -39,16 +39,7 @@ class ZeroBackend:
 
     Weights and moments are float32, as in `TorchBackend`; each network computes in the dtype of its passes.
 
-    Args:
-        name: name of the optimizer in checkpoints.
-        networks: the run's networks by name.
-        learning_rates: learning rate of each network.
-        settings: betas, weight decay and gradient clipping.
-        trainer: ZeRO stage, offloading and swapping.
-        world: the ranks of the run.
-
-    Raises:
-        ValueError: DeepSpeed is not installed.
+    name: of the optimizer in checkpoints. learning_rates: of each network. Raises ValueError without DeepSpeed.
     """
 
     def __init__(
@@ -70,7 +61,14 @@ class ZeroBackend:
         deepspeed, deepspeed_config = _import_deepspeed(), _make_deepspeed_config(settings, trainer)
         module = _Networks(self.networks)
         if is_sharded:
-            _shard_weights(deepspeed, module, deepspeed_config)
+            # Replace the weights, which may be in host memory, by shards on the device, one weight at a time.
+            # DeepSpeed's `initialize` would do the same, but first move the whole module to the device.
+            deepspeed.zero.Init(
+                module=module,
+                config_dict_or_path=deepspeed_config,
+                dtype=torch.float32,
+                remote_device="cpu" if trainer.offload_parameters else None,
+            )
         # After sharding, because the optimizer's kernel depends on where the weights are. DeepSpeed recognizes torch's
         # class, and imports torch's compiler anyway.
         self.optimizer = make_adamw(self.networks.values(), learning_rates, settings, torch.optim.AdamW)
@@ -175,20 +173,6 @@ class ZeroBackend:
             step = tensors[f"{self.name}/0/step"] if has_stepped else torch.tensor(0.0)
             for state in self.optimizer.state.values():
                 state["step"] = step.clone()
-
-
-def _shard_weights(deepspeed: Any, module: nn.Module, deepspeed_config: Mapping[str, Any]) -> None:
-    """Replace the weights of `module`, which may be in host memory, by shards on the device, one weight at a time.
-
-    DeepSpeed's `initialize` would do the same, but first move the whole module to the device.
-    """
-    offloads = "offload_param" in deepspeed_config["zero_optimization"]
-    deepspeed.zero.Init(
-        module=module,
-        config_dict_or_path=dict(deepspeed_config),
-        dtype=torch.float32,
-        remote_device="cpu" if offloads else None,
-    )
 
 
 def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:

@@ -121,8 +121,11 @@ class ShardedWeights:
         The trunk's linear layers are gathered in the dtype of the passes, to which passes would round them anyway.
         """
         # Contexts may be nested, for example when a gradient analysis rolls out episodes. Only the outermost gathers.
-        if self.gather_depth == 0:
-            self._gather()
+        for name, network in self.networks.items() if self.gather_depth == 0 else ():
+            trained_weights = self.trained_networks[name].parameters()
+            for weight, trained_weight in zip(network.parameters(), trained_weights, strict=True):
+                dtype = self.read_dtypes.get(id(weight), torch.float32)
+                weight.data = self._all_gather(trained_weight, _get_shard(trained_weight), dtype)
         self.gather_depth += 1
         try:
             yield
@@ -130,14 +133,6 @@ class ShardedWeights:
             self.gather_depth -= 1
             if self.gather_depth == 0:
                 self._free_weights()
-
-    def _gather(self) -> None:
-        """Fill every weight of the run's networks with its trained copy, from the shards of all ranks."""
-        for name, network in self.networks.items():
-            trained_weights = self.trained_networks[name].parameters()
-            for weight, trained_weight in zip(network.parameters(), trained_weights, strict=True):
-                dtype = self.read_dtypes.get(id(weight), torch.float32)
-                weight.data = self._all_gather(trained_weight, _get_shard(trained_weight), dtype)
 
     def _free_weights(self) -> None:
         """Free the weights of the run's networks by replacing them with empty tensors."""

@@ -28,15 +28,12 @@ class SettingsSection(BaseModel):
     """An immutable group of settings that rejects unknown keys."""
 
     # `validate_default`: defaults are checked and converted like values that a user types.
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # `use_attribute_docstrings`: a description is the text below its field, unless it fits into the line of the field.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
     @model_validator(mode="after")
     def _check_number_range(self) -> Self:
-        """Reject numbers that tensors cannot represent: integers beyond 32 bits, and floats that float32 cannot hold.
-
-        All settings are checked, so that none can be forgotten. Thresholds and durations are not used in float32
-        arithmetic, but never need other numbers.
-        """
+        """Reject numbers that tensors cannot represent: integers beyond 32 bits, and floats beyond float32."""
         for name, field in type(self).model_fields.items():
             setting = getattr(self, name)
             for value in setting if isinstance(setting, tuple) else (setting,):
@@ -63,14 +60,7 @@ class ReadCondition(NamedTuple):
 
 
 class BaseTrainerConfig(SettingsSection):
-    """The settings of the section `trainer` that all families have.
-
-    total_training_steps: steps per run. test_freq: steps between two evaluations. save_freq: steps between two saved
-    checkpoints, -1 for none. resume_every: steps between two rolling checkpoints. resume_seconds: seconds of training
-    after which a rolling checkpoint is written early, or None. disk_patience: seconds to wait while the disk is full.
-    device: auto, cpu or cuda. n_gpus_per_node: GPUs per trial. ray_num_cpus: CPUs given to Ray. logger: where rows are
-    logged in addition to their files.
-    """
+    """The settings of the section `trainer` that all families have, described in `sections.TrainerConfig`."""
 
     total_training_steps: int
     test_freq: int

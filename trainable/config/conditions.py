@@ -19,15 +19,13 @@ SMALLEST_CLIP = 1e-3
 
 
 def derive_conditions(
-    selector: str, settings: Mapping[str, Iterable[str]], advice: str = "it needs {0}={1}", others_read: bool = False
+    selector: str, settings: Mapping[Any, Iterable[str]], advice: str = "it needs {0}={1}", others_read: bool = False
 ) -> Iterator[ReadCondition]:
     """Make a condition for each setting that only some choices of another setting read.
 
-    Args:
-        selector: the dotted setting that makes the choice.
-        settings: for each choice, regular expressions of the settings that it reads, within the section of `selector`.
-        advice: a format string with fields for the selector and for the choices.
-        others_read: whether choices that are not in `settings`, such as plug-ins, may read all of them.
+    selector: the dotted setting that makes the choice. settings: for each choice, regular expressions of the settings
+    that it reads, within the section of `selector`. advice: a format string with fields for the selector and for the
+    choices. others_read: whether choices that are not in `settings`, such as plug-ins, may read all of them.
     """
     section, dot, _ = selector.rpartition(".")
     for pattern in dict.fromkeys(pattern for patterns in settings.values() for pattern in patterns):
@@ -37,7 +35,9 @@ def derive_conditions(
             choice = attrgetter(selector)(config)
             return choice in readers or (others_read and choice not in settings)
 
-        yield ReadCondition(re.escape(section + dot) + pattern, is_read, advice.format(selector, " or ".join(readers)))
+        yield ReadCondition(
+            re.escape(section + dot) + pattern, is_read, advice.format(selector, " or ".join(map(str, readers)))
+        )
 
 
 def _keeps_all_groups(c: Any) -> bool:
@@ -74,7 +74,7 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         "it needs {0}={1} (type --env {1})",
     ),
     # The model.
-    ReadCondition(r"model\.loss_scale", lambda c: c.model.dtype == "float16", "it needs model.dtype=float16"),
+    *derive_conditions("model.dtype", {"float16": ("loss_scale",)}),
     ReadCondition(
         r"model\.head_dtype", lambda c: c.model.dtype != "float32", "all logits are float32 with model.dtype=float32"
     ),
@@ -118,20 +118,16 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         lambda c: c.env.papers.max_children > 0,
         "it needs env.papers.max_children above 0",
     ),
-    ReadCondition(
-        r"algorithm\.tree_weighting", lambda c: c.algorithm.train_children, "it needs algorithm.train_children=True"
-    ),
-    ReadCondition(r"env\.papers\.judge_.*", lambda c: c.env.papers.score == "judge", "it needs env.papers.score=judge"),
+    *derive_conditions("algorithm.train_children", {True: ("tree_weighting",)}),
+    *derive_conditions("env.papers.score", {"judge": ("judge_.*",)}),
     ReadCondition(
         r"env\.papers\.num_.*",
         lambda c: c.env.papers.file is None,
         "the questions are those of env.papers.file, which must be null for generated ones",
     ),
     # The engine.
-    ReadCondition(
-        r"rollout\.(gpu_memory_utilization|kv_cache_gib|enforce_eager|free_cache_engine)",
-        lambda c: c.rollout.uses_vllm,
-        "it needs rollout.name=vllm",
+    *derive_conditions(
+        "rollout.name", {"vllm": ("(gpu_memory_utilization|kv_cache_gib|enforce_eager|free_cache_engine)",)}
     ),
     ReadCondition(
         r"rollout\.(logprob_tolerance|recompute_logprobs)|actor\.tis_.*",
@@ -155,11 +151,7 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         lambda c: not (_keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
         "filter.rollout_filter_value keeps all groups: set a smaller one, or filter.rollout_filter_include_zero=False",
     ),
-    ReadCondition(
-        r"filter\.rollout_filter_selection_eps",
-        lambda c: c.filter.rollout_filter_top_p_prob_mode == "linear",
-        "it needs filter.rollout_filter_top_p_prob_mode=linear",
-    ),
+    *derive_conditions("filter.rollout_filter_top_p_prob_mode", {"linear": ("rollout_filter_selection_eps",)}),
     # Losses and advantages.
     ReadCondition(
         r"actor\.(clip_ratio_.*|filter_loss_scaling)|algorithm\.norm_adv_by_std_in_grpo",
@@ -192,14 +184,8 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         lambda c: c.algorithm.kl_ctrl.kl_coef > 0,
         "it needs algorithm.kl_ctrl.kl_coef above 0",
     ),
-    ReadCondition(
-        r"algorithm\.kl_ctrl\.(target_kl|horizon)",
-        lambda c: c.algorithm.kl_ctrl.type == "adaptive",
-        "it needs algorithm.kl_ctrl.type=adaptive",
-    ),
-    ReadCondition(
-        r"algorithm\.high_level_gamma", lambda c: c.algorithm.bi_level_gae, "it needs algorithm.bi_level_gae=True"
-    ),
+    *derive_conditions("algorithm.kl_ctrl.type", {"adaptive": ("(target_kl|horizon)",)}),
+    *derive_conditions("algorithm.bi_level_gae", {True: ("high_level_gamma",)}),
     # The critic. An option sets the micro-batch size of actor and critic at once.
     ReadCondition(
         r"critic\.(?!ppo_micro_batch_size_per_gpu).*",
@@ -239,11 +225,7 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         lambda c: c.trainer.gradient_analysis_mode,
         "it needs trainer.gradient_analysis_mode=True, unless a checkpoint is analyzed later by `probe`",
     ),
-    ReadCondition(
-        r"rollout\.gradient_analysis_num_buckets",
-        lambda c: c.rollout.gradient_analysis_bucket_mode == "quantile",
-        "it needs rollout.gradient_analysis_bucket_mode=quantile",
-    ),
+    *derive_conditions("rollout.gradient_analysis_bucket_mode", {"quantile": ("gradient_analysis_num_buckets",)}),
     ReadCondition(
         r"trainer\.gradient_analysis_(env_groups|group_size)",
         lambda c: None not in (c.trainer.gradient_analysis_env_groups, c.trainer.gradient_analysis_group_size),

@@ -27,9 +27,8 @@ class FrozenLakeConfig(SettingsSection):
 
     size: int = Field(4, ge=2, le=16, description="side of the square map")
     p: float = Field(0.9, gt=0, le=1, description="probability that a tile is frozen; otherwise it is a hole")
-    success_rate: Common[Fraction] = Field(
-        0.8, description="probability that a move goes where intended; otherwise it slips to one side; 1: no slips"
-    )
+    success_rate: Common[Fraction] = 0.8
+    """probability that a move goes where intended; otherwise it slips to one side; 1: no slips"""
 
 
 class MastermindConfig(SettingsSection):
@@ -49,21 +48,17 @@ class CountdownConfig(SettingsSection):
 class PapersConfig(SettingsSection):
     """Papers: questions about documents, which a tree of rollouts answers in Python REPLs, as in rlm_grpo."""
 
-    file: Annotated[LocalPath | None, ParseNull, Outside("file")] = Field(
-        None, description="a .jsonl or .parquet file of questions (docs/tree_grpo.md); null: generated questions"
-    )
+    file: Annotated[LocalPath | None, ParseNull, Outside("file")] = None
+    """a .jsonl or .parquet file of questions (docs/tree_grpo.md); null: generated questions"""
     num_papers: int = Field(3, ge=1, le=16, description="papers of a generated question")
     num_sentences: int = Field(4, ge=2, le=64, description="sentences of a generated paper")
-    score: Literal["char_f1", "judge"] = Field(
-        "char_f1", description="reward of the final answer: overlap of quoted characters, or a judge at judge_url"
-    )
-    judge_url: Annotated[Endpoint | None, ParseNull, Outside("host")] = Field(
-        None, description="OpenAI-compatible endpoint of the judge, up to /v1; http:// on this machine only; null: none"
-    )
+    score: Literal["char_f1", "judge"] = "char_f1"
+    """reward of the final answer: overlap of quoted characters, or a judge at judge_url"""
+    judge_url: Annotated[Endpoint | None, ParseNull, Outside("host")] = None
+    """OpenAI-compatible endpoint of the judge, up to /v1; http:// on this machine only; null: none"""
     judge_model: str = Field("gpt-4.1-nano", description="the judge's name at the endpoint")
-    judge_key_variable: Annotated[KeyVariable, Outside("variable")] = Field(
-        "OPENAI_API_KEY", description="environment variable with the judge's key: NAME_API_KEY, or TUNE_STUDY_NAME"
-    )
+    judge_key_variable: Annotated[KeyVariable, Outside("variable")] = "OPENAI_API_KEY"
+    """environment variable with the judge's key: NAME_API_KEY, or TUNE_STUDY_NAME"""
     max_children_per_call: int = Field(4, ge=1, le=64, description="maximum questions to children in one call")
     max_children: int = Field(8, ge=0, le=64, description="maximum children of a tree; 0: none")
     observation_chars: int = Field(3_000, ge=16, description="characters that a policy sees of an output")

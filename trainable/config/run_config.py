@@ -135,9 +135,8 @@ class RunConfig(BaseRunConfig):
             (f"env.name={self.env.name} ", _find_tree_conflicts(self)),
             ("", _find_batch_conflicts(self)),
         ):
-            for is_conflict, message in conflicts:
-                if is_conflict:
-                    raise ValueError(prefix + message)
+            for message in conflicts:
+                raise ValueError(prefix + message)
         return self
 
     @model_validator(mode="after")
@@ -271,162 +270,136 @@ class RunConfig(BaseRunConfig):
         return settings
 
 
-def _find_model_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
-    """Check for conflicts between the model and its training: pairs of whether `config` has one, and the message."""
+def _find_model_conflicts(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each conflict between the model and its training."""
     model, trainer = config.model, config.trainer
-    return [
-        (
-            config.critic.shared_trunk and trainer.critic_warmup > 1,  # 0 and 1 both mean: no warmup
+    if config.critic.shared_trunk and trainer.critic_warmup > 1:  # 0 and 1 both mean: no warmup
+        yield (
             "critic.shared_trunk=True has one update for policy and critic, so the critic cannot start first: set "
-            "trainer.critic_warmup=0",
-        ),
-        (
-            bool(model.lora_rank) and trainer.zero_stage == 3,
-            "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2",
-        ),
-        (
-            model.load_in_4bit and not model.lora_rank,
-            "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64",
-        ),
-        (
-            model.load_in_4bit and trainer.uses_deepspeed,
+            "trainer.critic_warmup=0"
+        )
+    if bool(model.lora_rank) and trainer.zero_stage == 3:
+        yield "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2"
+    if model.load_in_4bit and not model.lora_rank:
+        yield "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64"
+    if model.load_in_4bit and trainer.uses_deepspeed:
+        yield (
             "model.load_in_4bit works with updates in torch alone: set trainer.strategy=torch and "
-            "trainer.n_gpus_per_node=1",
-        ),
-    ]
+            "trainer.n_gpus_per_node=1"
+        )
 
 
-def _find_batch_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
-    """Check for conflicts of batch sizes and numerics: pairs of whether `config` has one, and the message."""
+def _find_batch_conflicts(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each conflict of batch sizes and numerics."""
     kl_ctrl, batch_size, groups = config.algorithm.kl_ctrl, config.max_batch_size, config.env.env_groups
     steps, metric = config.trainer.total_training_steps, config.filter.rollout_filter_metric
     has_adaptive_kl = config.algorithm.use_kl_in_reward and kl_ctrl.type == "adaptive"
-    return [
-        (
-            # Each run has a block of this many seeds for its training levels (`envs/level_sets.py`).
-            groups * steps > MAX_LEVELS,
+    # Each run has a block of this many seeds for its training levels (`envs/level_sets.py`).
+    if groups * steps > MAX_LEVELS:
+        yield (
             f"env.env_groups={groups} takes {groups * steps} training levels in {steps} steps, and a run has "
             f"{MAX_LEVELS}: set env.env_groups={max(1, MAX_LEVELS // steps)} or fewer, or fewer "
-            "trainer.total_training_steps",
-        ),
-        (
-            batch_size > MAX_EPISODES,
+            "trainer.total_training_steps"
+        )
+    if batch_size > MAX_EPISODES:
+        yield (
             f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size}: the batch of a step is filled up with "
             f"copies to a common multiple of mini-batch and env.env_groups={groups}, which would be {batch_size} "
             f"sequences, and {MAX_EPISODES} are the maximum: set actor.ppo_mini_batch_size={groups}, or a multiple of "
-            "that",
-        ),
-        (
-            config.rollout.trains_from_engine_logprobs and config.actor.tis_imp_ratio_cap is not None,
+            "that"
+        )
+    if config.rollout.trains_from_engine_logprobs and config.actor.tis_imp_ratio_cap is not None:
+        yield (
             "rollout.recompute_logprobs=False trains from the log-probs of the engine, so importance weights have "
-            "nothing to correct: set actor.tis_imp_ratio_cap=null, or rollout.recompute_logprobs=true",
-        ),
-        (
-            not config.rollout.has_entropies and FILTER_METRICS[metric].reads_entropies,
+            "nothing to correct: set actor.tis_imp_ratio_cap=null, or rollout.recompute_logprobs=true"
+        )
+    if not config.rollout.has_entropies and FILTER_METRICS[metric].reads_entropies:
+        yield (
             "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
             f"filter.rollout_filter_metric={metric} is made of them: set another metric, or "
-            "rollout.recompute_logprobs=true",
-        ),
-        (
-            # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2.
-            # Below this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
-            has_adaptive_kl and kl_ctrl.horizon <= 0.2 * batch_size,
+            "rollout.recompute_logprobs=true"
+        )
+    # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2.
+    # Below this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
+    if has_adaptive_kl and kl_ctrl.horizon <= 0.2 * batch_size:
+        yield (
             f"algorithm.kl_ctrl.horizon={kl_ctrl.horizon}: must be above 0.2 times the {batch_size} sequences of a "
             "step, or the adaptive coefficient could become 0 or negative: set "
-            f"algorithm.kl_ctrl.horizon={10 * batch_size}, or another value above {0.2 * batch_size:g}",
-        ),
-        (
-            config.model.dtype == "float16" and config.trainer.uses_deepspeed,
+            f"algorithm.kl_ctrl.horizon={10 * batch_size}, or another value above {0.2 * batch_size:g}"
+        )
+    if config.model.dtype == "float16" and config.trainer.uses_deepspeed:
+        yield (
             "model.dtype=float16: its losses are scaled only where torch updates, on one GPU per run: set "
-            "trainer.n_gpus_per_node=1 and trainer.strategy=torch, or model.dtype=bfloat16",
-        ),
-    ]
+            "trainer.n_gpus_per_node=1 and trainer.strategy=torch, or model.dtype=bfloat16"
+        )
 
 
-def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
-    """Check for conflicts with actor.policy_loss=tpo: pairs of whether `config` has one, and the end of the message."""
+def _find_target_policy_conflicts(config: RunConfig) -> Iterator[str]:
+    """Yield the end of a message for each conflict with actor.policy_loss=tpo."""
     if not config.actor.loss.needs_whole_groups:
-        return []
+        return
     actor, algorithm, trainer, group_size = config.actor, config.algorithm, config.trainer, config.env.group_size
     mini_batch_size = actor.ppo_mini_batch_size
     # The mini-batch size that the message suggests: a multiple of the group and of the micro-batch.
     valid_multiple = math.lcm(group_size, actor.ppo_micro_batch_size_per_gpu)
-    return [
-        (group_size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
-        (
-            not algorithm.estimator.is_skill,
-            "fits the skill of each rollout in its group: set algorithm.adv_estimator=group_skill",
-        ),
-        (
-            mini_batch_size % group_size != 0,
+    if group_size < 2:
+        yield "compares the rollouts of a group: set env.group_size=2 or more"
+    if not algorithm.estimator.is_skill:
+        yield "fits the skill of each rollout in its group: set algorithm.adv_estimator=group_skill"
+    if mini_batch_size % group_size != 0:
+        yield (
             f"is a loss of whole groups, and actor.ppo_mini_batch_size={mini_batch_size} is not a multiple of "
-            f"env.group_size={group_size}: set actor.ppo_mini_batch_size={valid_multiple}, or a multiple of that",
-        ),
-        (
-            actor.filter_loss_scaling != "none",
-            "fits skills, which do not scale the loss: set actor.filter_loss_scaling=none",
-        ),
-        (
-            algorithm.zero_task_advantage,
-            "still pulls towards the old policy when all skills are 0: set algorithm.zero_task_advantage=false",
-        ),
-        (
-            actor.tis_imp_ratio_cap is not None,
-            "weights sequences, while truncated importance weights are per token: set actor.tis_imp_ratio_cap=null",
-        ),
-        (
-            config.rollout.trains_from_engine_logprobs,
+            f"env.group_size={group_size}: set actor.ppo_mini_batch_size={valid_multiple}, or a multiple of that"
+        )
+    if actor.filter_loss_scaling != "none":
+        yield "fits skills, which do not scale the loss: set actor.filter_loss_scaling=none"
+    if algorithm.zero_task_advantage:
+        yield "still pulls towards the old policy when all skills are 0: set algorithm.zero_task_advantage=false"
+    if actor.tis_imp_ratio_cap is not None:
+        yield "weights sequences, while truncated importance weights are per token: set actor.tis_imp_ratio_cap=null"
+    if config.rollout.trains_from_engine_logprobs:
+        yield (
             "sums log-probs over whole rollouts, and with them the mismatch of the engine: set "
-            "rollout.recompute_logprobs=true",
-        ),
-        (
-            trainer.zero_stage == 3,
-            "runs the policy on each rank alone before each optimizer step: set trainer.zero_stage=2",
-        ),
-        (
-            trainer.gradient_analysis_mode,
+            "rollout.recompute_logprobs=true"
+        )
+    if trainer.zero_stage == 3:
+        yield "runs the policy on each rank alone before each optimizer step: set trainer.zero_stage=2"
+    if trainer.gradient_analysis_mode:
+        yield (
             "couples the rollouts of a group, while gradient analysis sums the gradients of single rollouts: set "
-            "trainer.gradient_analysis_mode=false",
-        ),
-    ]
+            "trainer.gradient_analysis_mode=false"
+        )
 
 
-def _find_tree_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
-    """Check for conflicts with trees of rollouts: pairs of whether `config` has one, and the end of the message."""
+def _find_tree_conflicts(config: RunConfig) -> Iterator[str]:
+    """Yield the end of a message for each conflict with trees of rollouts."""
     if not config.env.kind.has_trees:
-        return []
+        return
     algorithm, detection = config.algorithm, config.collapse_detection
-    return [
-        (config.env.group_size < 2, "compares the trees of a question: set env.group_size=2 or more"),
-        (
-            not algorithm.estimator.credits_trees,
-            "credits a tree by the score of its root in its group: set algorithm.adv_estimator=grpo",
-        ),
-        (
-            config.actor.loss.needs_whole_groups,
-            "weights the loss of single tokens: set actor.policy_loss=ppo_clip",
-        ),
-        (
-            algorithm.use_kl_in_reward,
-            "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false",
-        ),
-        (config.actor.tis_imp_ratio_cap is not None, "weights tokens itself: set actor.tis_imp_ratio_cap=null"),
-        (
-            config.trainer.gradient_analysis_mode,
+    if config.env.group_size < 2:
+        yield "compares the trees of a question: set env.group_size=2 or more"
+    if not algorithm.estimator.credits_trees:
+        yield "credits a tree by the score of its root in its group: set algorithm.adv_estimator=grpo"
+    if config.actor.loss.needs_whole_groups:
+        yield "weights the loss of single tokens: set actor.policy_loss=ppo_clip"
+    if algorithm.use_kl_in_reward:
+        yield "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false"
+    if config.actor.tis_imp_ratio_cap is not None:
+        yield "weights tokens itself: set actor.tis_imp_ratio_cap=null"
+    if config.trainer.gradient_analysis_mode:
+        yield (
             "trains trees, of which there is no gradient analysis: set trainer.gradient_analysis_mode=false (their "
-            "runs cannot be probed, either)",
-        ),
-        (
-            detection.first_turn_enabled or detection.multi_turn_enabled,
+            "runs cannot be probed, either)"
+        )
+    if detection.first_turn_enabled or detection.multi_turn_enabled:
+        yield (
             "has no thoughts in tags, which the collapse diagnosis reads: set "
-            "collapse_detection.first_turn_enabled=false and collapse_detection.multi_turn_enabled=false",
-        ),
-        (config.env.reward != GAME_REWARD, "has a reward of its own: set env.reward=game"),
-        (
-            config.trainer.n_gpus_per_node > 1,
-            "executes code in the process of its run: set trainer.n_gpus_per_node=1 or less",
-        ),
-    ]
+            "collapse_detection.first_turn_enabled=false and collapse_detection.multi_turn_enabled=false"
+        )
+    if config.env.reward != GAME_REWARD:
+        yield "has a reward of its own: set env.reward=game"
+    if config.trainer.n_gpus_per_node > 1:
+        yield "executes code in the process of its run: set trainer.n_gpus_per_node=1 or less"
 
 
 def iter_fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -552,9 +525,9 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
     return changed_config
 
 
-def format_validation_error(error: ValidationError, max_errors: int = 10) -> str:
-    """Format the first `max_errors` invalid values, each in a sentence `setting=value: what is allowed.`."""
-    return " ".join(_format_error_item(item) for item in error.errors()[:max_errors])
+def format_validation_error(error: ValidationError) -> str:
+    """Format the first ten invalid values, each in a sentence `setting=value: what is allowed.`."""
+    return " ".join(_format_error_item(item) for item in error.errors()[:10])
 
 
 def _format_error_item(item: Mapping[str, Any]) -> str:

@@ -71,86 +71,62 @@ OwnPartName = Annotated[str, AfterValidator(Choice(()))]
 class ModelConfig(SettingsSection):
     """The policy model, its prompts, its precision and its LoRA adapters."""
 
-    path: Annotated[Common[LocalPath], Outside("model")] = Field(
-        "Qwen/Qwen2.5-3B",
-        description="Hugging Face id, folder, or a shipped policy: sokoban-tiny, frozenlake-tiny, mastermind-tiny",
-    )
-    prompt_style: PromptStyle = Field(
-        "full", description="the published prompt, or a compact one for the shipped model"
-    )
-    chat_format: Literal["auto", "chatml"] = Field(
-        "auto", description="auto: the tokenizer's chat template, or ChatML if it has none; chatml: always ChatML"
-    )
-    dtype: Precision = Field(
-        "bfloat16", description="precision of forward and backward passes; weights, optimizer and sums stay float32"
-    )
-    loss_scale: PowerOfTwo = Field(
-        2.0**16,
-        description="a power of two that losses are multiplied by in backward passes in float16, and gradients divided "
-        "by, since float16 would round the smallest ones to 0",
-    )
-    head_dtype: Annotated[Literal["model", "float32"], FullDtypeName] = Field(
-        "model",
-        description="type of logits in trainer, engine and reference; model: model.dtype; float32: the same products, "
-        "summed in float32 and not rounded",
-    )
-    enable_gradient_checkpointing: bool = Field(
-        True, description="recompute each block in the backward pass: less memory, slower"
-    )
-    compiled_passes: bool = Field(
-        False,
-        description="forward and backward passes of tiny Qwen2 models in compiled code, in float32 on a CPU; numbers "
-        "differ from torch by rounding",
-    )
-    reference_path: Annotated[LocalPath | None, ParseNull, Outside("model")] = Field(
-        None,
-        description="the model that KL terms refer to, such as a teacher, with the policy's tokenizer: a Hugging Face "
-        "id, a folder, or a shipped policy or its teacher; null: the policy before training",
-    )
-    lora_rank: int = Field(
-        0, ge=0, le=1024, description="rank of the LoRA adapters over frozen weights; 0: full fine-tuning"
-    )
+    path: Annotated[Common[LocalPath], Outside("model")] = "Qwen/Qwen2.5-3B"
+    """Hugging Face id, folder, or a shipped policy: sokoban-tiny, frozenlake-tiny, mastermind-tiny"""
+    prompt_style: PromptStyle = "full"
+    """the published prompt, or a compact one for the shipped model"""
+    chat_format: Literal["auto", "chatml"] = "auto"
+    """auto: the tokenizer's chat template, or ChatML if it has none; chatml: always ChatML"""
+    dtype: Precision = "bfloat16"
+    """precision of forward and backward passes; weights, optimizer and sums stay float32"""
+    loss_scale: PowerOfTwo = 2.0**16
+    """a power of two that losses are multiplied by in backward passes in float16, and gradients divided by, since
+    float16 would round the smallest ones to 0"""
+    head_dtype: Annotated[Literal["model", "float32"], FullDtypeName] = "model"
+    """type of logits in trainer, engine and reference; model: model.dtype; float32: the same products, summed in
+    float32 and not rounded"""
+    enable_gradient_checkpointing: bool = True
+    """recompute each block in the backward pass: less memory, slower"""
+    compiled_passes: bool = False
+    """forward and backward passes of tiny Qwen2 models in compiled code, in float32 on a CPU; numbers differ from torch
+    by rounding"""
+    reference_path: Annotated[LocalPath | None, ParseNull, Outside("model")] = None
+    """the model that KL terms refer to, such as a teacher, with the policy's tokenizer: a Hugging Face id, a folder, or
+    a shipped policy or its teacher; null: the policy before training"""
+    lora_rank: int = Field(0, ge=0, le=1024)
+    """rank of the LoRA adapters over frozen weights; 0: full fine-tuning"""
     lora_alpha: Positive = Field(16, description="LoRA alpha: adapters are scaled by alpha / rank")
-    lora_target_modules: LoraTargets = Field(
-        "all-linear", description="linear layers that get an adapter, such as [q_proj,v_proj]; all-linear: all of them"
-    )
-    load_in_4bit: bool = Field(
-        False,
-        description="with LoRA: store all linear layers of the blocks in 4 bits (NF4, by bitsandbytes) instead of "
-        "model.dtype, for less memory",
-    )
+    lora_target_modules: LoraTargets = "all-linear"
+    """linear layers that get an adapter, such as [q_proj,v_proj]; all-linear: all of them"""
+    load_in_4bit: bool = False
+    """with LoRA: store all linear layers of the blocks in 4 bits (NF4, by bitsandbytes) instead of model.dtype, for
+    less memory"""
 
 
 class EnvConfig(SettingsSection):
     """The game, its levels and groups, and the limits of an episode."""
 
-    name: Common[GameName] = Field(
-        "sokoban", description="the game; each game but sokoban has a section env.NAME of settings of its own"
-    )
-    reward: RewardName = Field(
-        GAME_REWARD, description="game: the rewards of the game; or a function that replaces them, turn by turn"
-    )
+    name: Common[GameName] = "sokoban"
+    """the game; each game but sokoban has a section env.NAME of settings of its own"""
+    reward: RewardName = GAME_REWARD
+    """game: the rewards of the game; or a function that replaces them, turn by turn"""
 
     env_groups: Common[GroupCount] = Field(8, description="P: training prompts (levels) per step")
     group_size: Common[int] = Field(16, ge=1, description="G: rollouts per training prompt")
     val_env_groups: Common[GroupCount] = Field(512, description="validation levels, the same at every validation")
     val_group_size: int = Field(1, ge=1, description="rollouts per validation level")
-    test_env_groups: int = Field(
-        512, ge=0, le=512, description="test levels, evaluated once after the last step; 0: none"
-    )
-    seed_train: int = Field(
-        10_000, ge=0, le=200_000_000, description="seed of the first training level (run seed k adds 1,000,000 k)"
-    )
+    test_env_groups: int = Field(512, ge=0, le=512)
+    """test levels, evaluated once after the last step; 0: none"""
+    seed_train: int = Field(10_000, ge=0, le=200_000_000)
+    """seed of the first training level (run seed k adds 1,000,000 k)"""
     seed_val: int = Field(123, ge=0, le=200_000_000, description="seed of the first validation level")
     max_turn: Common[int] = Field(5, ge=1, description="maximum turns (replies) per episode")
     max_actions_per_turn: int = Field(2, ge=1, le=1_000, description="maximum actions executed per turn")
     max_actions_per_traj: int = Field(10, ge=1, description="maximum actions executed per episode")
-    format_penalty: Annotated[float, Field(le=0, allow_inf_nan=False)] = Field(
-        -0.1, description="added to the episode's score for each turn with an invalid or empty answer"
-    )
-    observation_format: Literal["grid_coord", "grid", "coord"] = Field(
-        "grid_coord", description="how the full prompt shows a board or map; ignored by the compact prompt"
-    )
+    format_penalty: Annotated[float, Field(le=0, allow_inf_nan=False)] = -0.1
+    """added to the episode's score for each turn with an invalid or empty answer"""
+    observation_format: Literal["grid_coord", "grid", "coord"] = "grid_coord"
+    """how the full prompt shows a board or map; ignored by the compact prompt"""
     frozenlake: FrozenLakeConfig = FrozenLakeConfig()
     mastermind: MastermindConfig = MastermindConfig()
     countdown: CountdownConfig = CountdownConfig()
@@ -176,55 +152,37 @@ class EnvConfig(SettingsSection):
 class RolloutConfig(SettingsSection):
     """Sampling and the inference engine."""
 
-    name: Literal["torch", "compiled", "vllm"] = Field(
-        "vllm", description="inference engine for sampling; compiled: the tiny models on a CPU, in numba"
-    )
-    temperature: Common[Positive] = Field(
-        1.0, description="sampling temperature in training; every log-prob is of the tempered distribution"
-    )
+    name: Literal["torch", "compiled", "vllm"] = "vllm"
+    """inference engine for sampling; compiled: the tiny models on a CPU, in numba"""
+    temperature: Common[Positive] = 1.0
+    """sampling temperature in training; every log-prob is of the tempered distribution"""
     val_temperature: NonNegative = Field(0.5, description="sampling temperature for validation and test; 0: greedy")
     response_length: Common[int] = Field(400, ge=1, description="maximum new tokens per turn")
-    log_prob_micro_batch_size_per_gpu: int = Field(
-        8, ge=1, description="maximum sequences per forward pass without gradients, if all were as long as the longest"
-    )
-    ref_log_prob_micro_batch_size_per_gpu: int = Field(
-        8, ge=1, description="maximum sequences per forward pass of the reference, if all were as long as the longest"
-    )
-    gpu_memory_utilization: Annotated[float | None, ParseNull] = Field(
-        None, gt=0, le=1, description="fraction of a run's GPU memory reserved for vLLM; null: as kv_cache_gib says"
-    )
-    kv_cache_gib: Annotated[Positive | None, ParseNull] = Field(
-        None,
-        description="GiB of vLLM's KV cache; null: what the conversations of a training step need, or as many of them "
-        "as fit",
-    )
+    log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1)
+    """maximum sequences per forward pass without gradients, if all were as long as the longest"""
+    ref_log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1)
+    """maximum sequences per forward pass of the reference, if all were as long as the longest"""
+    gpu_memory_utilization: Annotated[float | None, ParseNull] = Field(None, gt=0, le=1)
+    """fraction of a run's GPU memory reserved for vLLM; null: as kv_cache_gib says"""
+    kv_cache_gib: Annotated[Positive | None, ParseNull] = None
+    """GiB of vLLM's KV cache; null: what the conversations of a training step need, or as many of them as fit"""
     enforce_eager: bool = Field(False, description="run vLLM without CUDA graphs: starts faster, samples slower")
     free_cache_engine: bool = Field(True, description="free vLLM's weights and KV cache on the GPU during updates")
-    max_model_len: Annotated[int | None, ParseNull] = Field(
-        3600, ge=1, description="maximum tokens per conversation; null: the model's context length"
-    )
-    logprob_tolerance: Positive = Field(
-        0.05,
-        description="fail the run if vLLM's and the trainer's log-probs of a fixed prompt differ by more on average "
-        "after a sync (nats); larger differences over sampled tokens are only reported",
-    )
-    recompute_logprobs: bool = Field(
-        True,
-        description="train from log-probs that the trainer recomputes for the sampled tokens; False: from those of an "
-        "engine with its own weights, without a pass, so that ratios contain the mismatch",
-    )
-    weight_noise: NonNegative = Field(
-        0.0,
-        le=1.0,
-        description="std of the noise that each sync adds to the engine's weights, relative to their size: rounding of "
-        "bfloat16 is about 0.001",
-    )
-    gradient_analysis_num_buckets: int = Field(
-        6, ge=1, description="number of buckets of groups by reward std, for bucket mode quantile"
-    )
-    gradient_analysis_bucket_mode: Literal["quantile", "fixed_rv"] = Field(
-        "quantile", description="quantile: equally many groups per bucket; fixed_rv: edges at reward std 1, 2, 3, 4, 5"
-    )
+    max_model_len: Annotated[int | None, ParseNull] = Field(3600, ge=1)
+    """maximum tokens per conversation; null: the model's context length"""
+    logprob_tolerance: Positive = 0.05
+    """fail the run if vLLM's and the trainer's log-probs of a fixed prompt differ by more on average after a sync
+    (nats); larger differences over sampled tokens are only reported"""
+    recompute_logprobs: bool = True
+    """train from log-probs that the trainer recomputes for the sampled tokens; False: from those of an engine with its
+    own weights, without a pass, so that ratios contain the mismatch"""
+    weight_noise: NonNegative = Field(0.0, le=1.0)
+    """std of the noise that each sync adds to the engine's weights, relative to their size: rounding of bfloat16 is
+    about 0.001"""
+    gradient_analysis_num_buckets: int = Field(6, ge=1)
+    """number of buckets of groups by reward std, for bucket mode quantile"""
+    gradient_analysis_bucket_mode: Literal["quantile", "fixed_rv"] = "quantile"
+    """quantile: equally many groups per bucket; fixed_rv: edges at reward std 1, 2, 3, 4, 5"""
 
     @model_validator(mode="after")
     def _check_reply_fits(self) -> Self:
@@ -266,31 +224,21 @@ class RolloutConfig(SettingsSection):
 class FilterConfig(SettingsSection):
     """The reward-variance filter: which groups of a step are trained on."""
 
-    rollout_filter_strategy: Common[FilterStrategyName] = Field(
-        "top_p",
-        description="how to keep groups; top_p: score mass; top_k, top_f: fraction; top_k_abs: count; min_p: ratio",
-    )
-    rollout_filter_value: Common[Positive] = Field(
-        1.0,
-        description="score mass (top_p), fraction of groups (top_k, top_f), group count (top_k_abs), or minimum score "
-        "relative to the best (min_p)",
-    )
-    rollout_filter_type: Literal["largest", "smallest"] = Field(
-        "largest", description="keep the groups with the largest or the smallest scores"
-    )
-    rollout_filter_metric: Common[Literal[tuple(FILTER_METRICS)]] = Field(  # type: ignore[valid-type]
-        "reward_variance",
-        description="score of a group; reward_variance is in fact the standard deviation, as published",
-    )
-    rollout_filter_include_zero: Common[bool] = Field(
-        True, description="False: drop groups with score 0 before the strategy is applied"
-    )
-    rollout_filter_top_p_prob_mode: Literal["softmax", "linear"] = Field(
-        "linear", description="top_p mass of softmax(scores), which depends on their scale, or of the scores"
-    )
-    rollout_filter_selection_eps: NonNegative = Field(
-        0.01, description="linear top_p: subtracted from the score mass that must be reached, in units of the score"
-    )
+    rollout_filter_strategy: Common[FilterStrategyName] = "top_p"
+    """how to keep groups; top_p: score mass; top_k, top_f: fraction; top_k_abs: count; min_p: ratio"""
+    rollout_filter_value: Common[Positive] = 1.0
+    """score mass (top_p), fraction of groups (top_k, top_f), group count (top_k_abs), or minimum score relative to the
+    best (min_p)"""
+    rollout_filter_type: Literal["largest", "smallest"] = "largest"
+    """keep the groups with the largest or the smallest scores"""
+    rollout_filter_metric: Common[Literal[tuple(FILTER_METRICS)]] = "reward_variance"  # type: ignore[valid-type]
+    """score of a group; reward_variance is in fact the standard deviation, as published"""
+    rollout_filter_include_zero: Common[bool] = True
+    """False: drop groups with score 0 before the strategy is applied"""
+    rollout_filter_top_p_prob_mode: Literal["softmax", "linear"] = "linear"
+    """top_p mass of softmax(scores), which depends on their scale, or of the scores"""
+    rollout_filter_selection_eps: NonNegative = 0.01
+    """linear top_p: subtracted from the score mass that must be reached, in units of the score"""
 
     @property
     def strategy(self) -> FilterStrategy:
@@ -322,19 +270,15 @@ class FilterConfig(SettingsSection):
 class OptimConfig(SettingsSection):
     """Optimizer settings that actor and critic both have: AdamW and mini-batches."""
 
-    betas: tuple[FractionBelowOne, FractionBelowOne] = Field(
-        (0.9, 0.999), description="AdamW betas: decay of the first and second moments"
-    )
+    betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.999)
+    """AdamW betas: decay of the first and second moments"""
     weight_decay: NonNegative = Field(0.01, description="AdamW weight decay (decoupled)")
     grad_clip: Positive = Field(1.0, description="clip the global gradient norm at this value")
     ppo_epochs: int = Field(1, ge=1, le=1_000, description="epochs over each step's batch")
     ppo_mini_batch_size: Common[int] = Field(32, ge=1, description="sequences per optimizer step")
-    ppo_micro_batch_size_per_gpu: int = Field(
-        4,
-        ge=1,
-        description="micro-batch size: number of sequences that a loss is averaged over, with all modes of "
-        "loss_agg_mode but token-mean-global",
-    )
+    ppo_micro_batch_size_per_gpu: int = Field(4, ge=1)
+    """micro-batch size: number of sequences that a loss is averaged over, with all modes of loss_agg_mode but
+    token-mean-global"""
     lr: Common[Positive] = Field(1e-6, description="learning rate (constant)")
 
     @model_validator(mode="after")
@@ -359,58 +303,37 @@ class OptimConfig(SettingsSection):
 class ActorConfig(OptimConfig):
     """The policy's losses and optimizer."""
 
-    policy_loss: Common[PolicyLossName] = Field(
-        "ppo_clip",
-        description="PPO with clipped token ratios, or target policy optimization over the rollouts of a group",
-    )
-    tpo_eta: Positive = Field(
-        1.0, description="tpo temperature: the skill that makes a rollout e times as likely in the target"
-    )
-    clip_ratio_low: Common[FractionBelowOne] = Field(
-        0.2, description="lower clip range: ratios are clipped to >= 1 - this"
-    )
-    clip_ratio_high: Common[NonNegative] = Field(
-        0.28, description="upper clip range: ratios are clipped to <= 1 + this"
-    )
-    clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(
-        3.0, description="dual clip: upper bound of the ratio for negative advantages"
-    )
-    loss_agg_mode: LossAggMode = Field(
-        "token-mean",
-        description="how token losses are aggregated; token-mean, as published, is a mean of the means of "
-        "micro-batches, and token-mean-global a mean over all tokens of a mini-batch",
-    )
-    entropy_coeff: Common[Finite] = Field(
-        0.0, description="entropy bonus coefficient (full vocabulary, response tokens); 0: none"
-    )
-    entropy_from_logits_with_chunking: bool = Field(
-        True, description="compute the entropy in chunks to bound memory; changes no number"
-    )
-    use_kl_loss: Common[bool] = Field(
-        False, description="add a penalty on the KL to the frozen reference to the actor loss"
-    )
+    policy_loss: Common[PolicyLossName] = "ppo_clip"
+    """PPO with clipped token ratios, or target policy optimization over the rollouts of a group"""
+    tpo_eta: Positive = 1.0
+    """tpo temperature: the skill that makes a rollout e times as likely in the target"""
+    clip_ratio_low: Common[FractionBelowOne] = 0.2
+    """lower clip range: ratios are clipped to >= 1 - this"""
+    clip_ratio_high: Common[NonNegative] = 0.28
+    """upper clip range: ratios are clipped to <= 1 + this"""
+    clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 3.0
+    """dual clip: upper bound of the ratio for negative advantages"""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """how token losses are aggregated; token-mean, as published, is a mean of the means of micro-batches, and
+    token-mean-global a mean over all tokens of a mini-batch"""
+    entropy_coeff: Common[Finite] = 0.0
+    """entropy bonus coefficient (full vocabulary, response tokens); 0: none"""
+    entropy_from_logits_with_chunking: bool = True
+    """compute the entropy in chunks to bound memory; changes no number"""
+    use_kl_loss: Common[bool] = False
+    """add a penalty on the KL to the frozen reference to the actor loss"""
     kl_loss_coef: Common[NonNegative] = Field(0.001, description="coefficient of the KL loss; 0: turns use_kl_loss off")
-    kl_loss_type: Common[KLKind] = Field(  # type: ignore[valid-type]
-        "kl", description="KL estimator of the loss; kl, the published one, does not pull towards the reference"
-    )
-    tis_imp_ratio_cap: Annotated[float | None, ParseNull] = Field(
-        None,
-        ge=1,
-        allow_inf_nan=False,
-        description="importance sampling from the engine's to the trainer's distribution: cap of a weight, such as 2; "
-        "null: off",
-    )
-    tis_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
-        "token_truncate",
-        description="with tis_imp_ratio_cap: weights of tokens, or their product over an episode; above the cap "
-        "truncated to it (TIS), or set to 0",
-    )
-    tis_imp_ratio_floor: Annotated[Fraction | None, ParseNull] = Field(
-        None, description="with a mask: smaller weights are set to 0, too; IcePop: token_mask from 0.5 to 5; null: none"
-    )
-    filter_loss_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="scale advantages by the fraction of groups kept (linear) or its square root (sqrt)"
-    )
+    kl_loss_type: Common[KLKind] = "kl"  # type: ignore[valid-type]
+    """KL estimator of the loss; kl, the published one, does not pull towards the reference"""
+    tis_imp_ratio_cap: Annotated[float | None, ParseNull] = Field(None, ge=1, allow_inf_nan=False)
+    """importance sampling from the engine's to the trainer's distribution: cap of a weight, such as 2; null: off"""
+    tis_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """with tis_imp_ratio_cap: weights of tokens, or their product over an episode; above the cap truncated to it (TIS),
+    or set to 0"""
+    tis_imp_ratio_floor: Annotated[Fraction | None, ParseNull] = None
+    """with a mask: smaller weights are set to 0, too; IcePop: token_mask from 0.5 to 5; null: none"""
+    filter_loss_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """scale advantages by the fraction of groups kept (linear) or its square root (sqrt)"""
 
     @property
     def reads_reference_distribution(self) -> bool:
@@ -443,51 +366,41 @@ class ActorConfig(OptimConfig):
 class CriticConfig(OptimConfig):
     """The value function's loss and optimizer."""
 
-    lr: Common[Positive] = Field(
-        1e-5, description="learning rate (constant); with shared_trunk, of the value head alone"
-    )
-    cliprange_value: Positive = Field(
-        0.5, description="clip range of the value loss: how far a value may move from its old one"
-    )
+    lr: Common[Positive] = 1e-5
+    """learning rate (constant); with shared_trunk, of the value head alone"""
+    cliprange_value: Positive = 0.5
+    """clip range of the value loss: how far a value may move from its old one"""
     shared_trunk: bool = Field(False, description="put the value head on the policy's trunk: one network, one update")
 
 
 class KLControl(SettingsSection):
     """The coefficient of the KL penalty in the reward (use_kl_in_reward)."""
 
-    type: Literal["fixed", "adaptive"] = Field(
-        "fixed", description="fixed: constant kl_coef; adaptive: adjust it towards target_kl"
-    )
-    kl_coef: NonNegative = Field(
-        0.0, description="coefficient of the KL penalty in the reward (adaptive: initial value); 0: none"
-    )
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """fixed: constant kl_coef; adaptive: adjust it towards target_kl"""
+    kl_coef: NonNegative = 0.0
+    """coefficient of the KL penalty in the reward (adaptive: initial value); 0: none"""
     target_kl: Positive = Field(0.1, description="target KL for adaptive, in nats per token")
-    horizon: Positive = Field(
-        10_000.0, description="adaptive: sequences over which kl_coef changes by at most about 20 %"
-    )
+    horizon: Positive = 10_000.0
+    """adaptive: sequences over which kl_coef changes by at most about 20 %"""
 
 
 class AlgorithmConfig(SettingsSection):
     """Advantage estimation and the KL penalty in the reward."""
 
-    adv_estimator: Common[EstimatorName] = Field(
-        "gae", description="advantage estimator; gae trains a critic, the others need none"
-    )
+    adv_estimator: Common[EstimatorName] = "gae"
+    """advantage estimator; gae trains a critic, the others need none"""
     gamma: Common[Fraction] = Field(1.0, description="discount factor per token")
     lam: Common[Fraction] = Field(1.0, description="GAE lambda")
     bi_level_gae: bool = Field(False, description="gae: first over turns, then over the tokens of each turn")
     high_level_gamma: Fraction = Field(0.95, description="discount factor per turn, for bi_level_gae")
-    norm_adv_by_std_in_grpo: bool = Field(
-        True, description="grpo: divide by the group's standard deviation (False: Dr. GRPO)"
-    )
-    tree_weighting: Literal["root-and-children", "one-per-tree"] = Field(
-        "root-and-children",
-        description="papers: weight of the root of a tree and of all its children, 1 each as published, or 1 together",
-    )
+    norm_adv_by_std_in_grpo: bool = True
+    """grpo: divide by the group's standard deviation (False: Dr. GRPO)"""
+    tree_weighting: Literal["root-and-children", "one-per-tree"] = "root-and-children"
+    """papers: weight of the root of a tree and of all its children, 1 each as published, or 1 together"""
     train_children: bool = Field(True, description="papers: train the children of a tree, too")
-    zero_task_advantage: Common[bool] = Field(
-        False, description="set advantages to 0, so that only KL and entropy move the policy"
-    )
+    zero_task_advantage: Common[bool] = False
+    """set advantages to 0, so that only KL and entropy move the policy"""
     use_kl_in_reward: Common[bool] = Field(False, description="subtract a KL penalty from each token's reward")
     kl_penalty: KLKind = Field("kl", description="KL estimator of the penalty in the reward")  # type: ignore[valid-type]
     kl_ctrl: KLControl = KLControl()
@@ -510,85 +423,57 @@ class TrainerConfig(BaseTrainerConfig):
     """The length of a run, its schedule of validations, checkpoints and analyses, and its hardware."""
 
     total_training_steps: Common[int] = Field(400, ge=1, le=100_000, description="training steps per run")
-    test_freq: Common[int] = Field(
-        10, description="validate every N steps and after the last; <= 0: only the final evaluation"
-    )
+    test_freq: Common[int] = 10
+    """validate every N steps and after the last; <= 0: only the final evaluation"""
     val_before_train: bool = Field(True, description="validate the untrained policy before step 1")
-    measure_val_kl: bool = Field(
-        False, description="measure the KL to the reference at each sampled validation, also without a KL term"
-    )
-    log_val_generations: int = Field(
-        0, ge=0, le=MAX_LEVELS, description="record the text of a sampled episode of the first N validation levels"
-    )
-    log_train_generations: int = Field(
-        0,
-        ge=0,
-        le=MAX_LEVELS,
-        description="at each validation, also record the text of the first N episodes that the step trained on, with "
-        "the advantage of each turn",
-    )
+    measure_val_kl: bool = False
+    """measure the KL to the reference at each sampled validation, also without a KL term"""
+    log_val_generations: int = Field(0, ge=0, le=MAX_LEVELS)
+    """record the text of a sampled episode of the first N validation levels"""
+    log_train_generations: int = Field(0, ge=0, le=MAX_LEVELS)
+    """at each validation, also record the text of the first N episodes that the step trained on, with the advantage of
+    each turn"""
     save_freq: Common[int] = Field(-1, description="keep a checkpoint (folder global_step_<N>) every N steps; -1: none")
-    keep_best: bool = Field(
-        False, description="also keep the rolling checkpoint of the best validation so far (val_success)"
-    )
-    keep_last: bool = Field(
-        True, description="keep the last state of a run that has ended; false: only what save_freq and keep_best keep"
-    )
+    keep_best: bool = False
+    """also keep the rolling checkpoint of the best validation so far (val_success)"""
+    keep_last: bool = True
+    """keep the last state of a run that has ended; false: only what save_freq and keep_best keep"""
     resume_every: Common[int] = Field(25, ge=1, description="write the rolling checkpoint for recovery every N steps")
-    resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(
-        None, description="write it earlier, so that at most N seconds of training are lost; null: by steps only"
-    )
-    async_checkpoints: bool = Field(
-        False, description="write checkpoints while the next step samples, instead of waiting for the disk"
-    )
-    nonfinite_patience: int = Field(
-        3, ge=1, description="fail the run after N consecutive steps that skip an update for non-finite numbers"
-    )
-    own_stop_rules: tuple[OwnPartName, ...] = Field(
-        (), description="functions of yours that may stop a run too, such as [my_rules.py:too_long]"
-    )
+    resume_seconds: Annotated[NonNegative | None, ParseNull] = None
+    """write it earlier, so that at most N seconds of training are lost; null: by steps only"""
+    async_checkpoints: bool = False
+    """write checkpoints while the next step samples, instead of waiting for the disk"""
+    nonfinite_patience: int = Field(3, ge=1)
+    """fail the run after N consecutive steps that skip an update for non-finite numbers"""
+    own_stop_rules: tuple[OwnPartName, ...] = ()
+    """functions of yours that may stop a run too, such as [my_rules.py:too_long]"""
     disk_patience: Patience = Field(600.0, description="seconds to wait while the disk is full")
-    critic_warmup: int = Field(
-        0, ge=0, description="first step that updates the policy (earlier ones train only the critic); 0 or 1: all do"
-    )
+    critic_warmup: int = Field(0, ge=0)
+    """first step that updates the policy (earlier ones train only the critic); 0 or 1: all do"""
     gradient_analysis_mode: bool = Field(False, description="analyze the gradients of buckets of groups")
     gradient_analysis_every: int = Field(50, ge=1, description="analyze gradients at step 1 and every N steps after it")
-    gradient_analysis_env_groups: Annotated[int | None, ParseNull] = Field(
-        None,
-        ge=1,
-        description="groups sampled for the analysis; null here or for the group size: the step's batch is used",
-    )
-    gradient_analysis_group_size: Annotated[int | None, ParseNull] = Field(
-        None, ge=2, description="rollouts per group sampled for the analysis"
-    )
-    gradient_analysis_sketch: Annotated[int | None, ParseNull] = Field(
-        2**18,
-        ge=2**8,
-        le=2**24,
-        description="sketch size: entries per gradient; null: whole gradients, dozens of model copies",
-    )
+    gradient_analysis_env_groups: Annotated[int | None, ParseNull] = Field(None, ge=1)
+    """groups sampled for the analysis; null here or for the group size: the step's batch is used"""
+    gradient_analysis_group_size: Annotated[int | None, ParseNull] = Field(None, ge=2)
+    """rollouts per group sampled for the analysis"""
+    gradient_analysis_sketch: Annotated[int | None, ParseNull] = Field(2**18, ge=2**8, le=2**24)
+    """sketch size: entries per gradient; null: whole gradients, dozens of model copies"""
     gradient_analysis_log_prefilter: bool = Field(False, description="also analyze the batch before the filter")
     gradient_analysis_only: bool = Field(False, description="update neither policy nor critic; only analyze")
     exit_after_gradient_analysis: bool = Field(False, description="end the run after the first analysis")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if one is visible, else the CPU")
-    n_gpus_per_node: Common[NonNegative] = Field(
-        1, le=64, description="GPUs per trial: a fraction of one, or a whole number"
-    )
-    strategy: Literal["auto", "torch", "deepspeed"] = Field(
-        "auto", description="training backend; auto: torch on one device, DeepSpeed on several"
-    )
-    zero_stage: int = Field(
-        2, ge=1, le=3, description="ZeRO stage of DeepSpeed: shards 1 optimizer, 2 also gradients, 3 also weights"
-    )
+    n_gpus_per_node: Common[NonNegative] = Field(1, le=64)
+    """GPUs per trial: a fraction of one, or a whole number"""
+    strategy: Literal["auto", "torch", "deepspeed"] = "auto"
+    """training backend; auto: torch on one device, DeepSpeed on several"""
+    zero_stage: int = Field(2, ge=1, le=3)
+    """ZeRO stage of DeepSpeed: shards 1 optimizer, 2 also gradients, 3 also weights"""
     offload_optimizer: bool = Field(False, description="DeepSpeed: keep the optimizer state in CPU memory")
-    offload_parameters: bool = Field(
-        False, description="DeepSpeed with zero_stage=3: keep the weights in CPU memory between updates"
-    )
-    swap_to_host: Annotated[bool | None, ParseNull] = Field(
-        None,
-        description="keep networks and optimizer states in host memory while nothing reads them: less GPU memory, a "
-        "few seconds per step, the same numbers; null: only if the run would not fit otherwise",
-    )
+    offload_parameters: bool = False
+    """DeepSpeed with zero_stage=3: keep the weights in CPU memory between updates"""
+    swap_to_host: Annotated[bool | None, ParseNull] = None
+    """keep networks and optimizer states in host memory while nothing reads them: less GPU memory, a few seconds per
+    step, the same numbers; null: only if the run would not fit otherwise"""
     ray_num_cpus: int = Field(16, ge=1, description="CPUs given to Ray")
     num_threads: Annotated[int | None, ParseNull] = Field(
         None,
@@ -597,9 +482,8 @@ class TrainerConfig(BaseTrainerConfig):
         description="CPU threads per GPU of a run, for checkpoints, loading and vLLM's scheduler; null: its share of "
         f"the cores, at most {MAX_DEFAULT_THREADS}; a run on the CPU has one",
     )
-    logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
-        ("console", "tensorboard"), description="add wandb to log to it offline; console and tensorboard are always on"
-    )
+    logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = ("console", "tensorboard")
+    """add wandb to log to it offline; console and tensorboard are always on"""
 
     def is_gradient_analysis_step(self, step: int) -> bool:
         """Check whether gradients are analyzed at `step`, counted from 1: at step 1 and every N steps after it."""
@@ -643,12 +527,10 @@ class TrainerConfig(BaseTrainerConfig):
 class CollapseDetectionConfig(SettingsSection):
     """The mutual information between prompts and thoughts: a diagnosis that never stops a run."""
 
-    first_turn_enabled: Common[bool] = Field(
-        True, description="score first-turn thoughts against the first prompts of all groups"
-    )
-    multi_turn_enabled: Common[bool] = Field(
-        True, description="score thoughts of all turns against the prompts of all of these turns"
-    )
+    first_turn_enabled: Common[bool] = True
+    """score first-turn thoughts against the first prompts of all groups"""
+    multi_turn_enabled: Common[bool] = True
+    """score thoughts of all turns against the prompts of all of these turns"""
     compute_freq: Common[int] = Field(5, ge=1, description="diagnose at step 1 and at every N-th step")
     num_samples: int = Field(64, ge=2, description="maximum number of thoughts scored per diagnosis")
     all_quantities: bool = Field(False, description="also write the 28 quantities per sample that published logs have")
@@ -657,20 +539,15 @@ class CollapseDetectionConfig(SettingsSection):
 class EarlyStopConfig(SettingsSection):
     """The thresholds and windows of the published stop rules, and an optional alarm."""
 
-    variance_baseline_steps: int = Field(
-        10, ge=1, description="the first N non-empty steps, whose mean reward std is the baseline"
-    )
-    variance_window: int = Field(
-        10, ge=1, description="stop when the last N non-empty steps are all below the threshold"
-    )
-    variance_ratio: Common[NonNegative] = Field(
-        0.1, description="threshold of the reward std, as a fraction of the baseline"
-    )
+    variance_baseline_steps: int = Field(10, ge=1)
+    """the first N non-empty steps, whose mean reward std is the baseline"""
+    variance_window: int = Field(10, ge=1)
+    """stop when the last N non-empty steps are all below the threshold"""
+    variance_ratio: Common[NonNegative] = 0.1
+    """threshold of the reward std, as a fraction of the baseline"""
     success_threshold: Common[Fraction] = Field(0.01, description="validation success below this counts as a failure")
     success_patience: int = Field(5, ge=1, description="stop after N consecutive validations below the threshold")
-    empty_stop_steps: Common[int] = Field(
-        5, description="stop after N consecutive steps with no group kept; <= 0: never"
-    )
-    alarm: AlarmText = Field(
-        "", description='also stop when a measure is beyond a threshold, as the command `alarms` prints it; "": never'
-    )
+    empty_stop_steps: Common[int] = 5
+    """stop after N consecutive steps with no group kept; <= 0: never"""
+    alarm: AlarmText = ""
+    """also stop when a measure is beyond a threshold, as the command `alarms` prints it; "": never"""

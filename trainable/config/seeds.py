@@ -35,9 +35,5 @@ PURPOSES = {
 
 
 def make_rng(seed: int, purpose: str, *indices: int) -> np.random.Generator:
-    """Create the random generator for one purpose in one run.
-
-    seed: the run's seed. purpose: a key of PURPOSES. indices: numbers such as the step, which distinguish draws with
-    the same purpose. Equal arguments give equal streams in any process.
-    """
+    """Create the generator of a run's seed for a key of PURPOSES and numbers such as the step."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, PURPOSES[purpose], *indices])))

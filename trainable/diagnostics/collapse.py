@@ -86,19 +86,13 @@ def diagnose_episodes(
     sample's longest thought would exceed the model's context are left out, together with their thoughts. This is rare,
     because `roll_out_episodes` leaves enough context for a full reply after every prompt except the first.
 
-    Args:
-        model: the policy before the step's update. Its weights, gradients and mode are unchanged.
-        codec: the policy's codec, for finding the end of a thought.
-        episodes: at least one, as played.
-        settings: which samples to draw, their numbers of thoughts, and which quantities to report.
-        averages: `Diagnosis.averages` of the previous diagnosis, or {}. Not changed.
-        rng: each sample draws from a separate child, so that switching one sample off leaves the other unchanged.
-        world: ranks with the same episodes. Each scores some of the prompts.
+    model: the policy before the step's update. Its weights, gradients and mode are unchanged. averages: the
+    `Diagnosis.averages` of the previous diagnosis, or {}. rng: each sample draws from a separate child, so that
+    switching one sample off leaves the other unchanged. world: ranks with the same episodes. Each scores some prompts.
 
-    Returns:
-        The number of turns with a thought. For each sample: the quantities of `compute_information_metrics`,
-        `smooth_zscores` and `compute_retrieval_metrics`, `retrieval_shuffled`, and the duration. Only `all_quantities`
-        includes `trainable.runs.collapse_quantities.EXTRA_QUANTITIES`. Log-probs are in nats, at temperature 1.
+    Returns the number of turns with a thought. For each sample: the quantities of `compute_information_metrics`,
+    `smooth_zscores` and `compute_retrieval_metrics`, `retrieval_shuffled`, and the duration. Only `all_quantities`
+    includes `trainable.runs.collapse_quantities.EXTRA_QUANTITIES`. Log-probs are in nats, at temperature 1.
 
     Source: published code (RAGEN `CollapseDetector.compute_collapse_metrics`).
     """

@@ -67,14 +67,11 @@ def compute_cross_scores(
 
     Equal prompts and equal thoughts are scored once.
 
-    Args:
-        model: the scoring model; its weights and mode are unchanged.
-        prompts, thoughts: token ids, at least one of each, none empty. Any prompt and thought together must fit into
-            the model's context.
-        max_tokens: maximum rows times length of a pass, for reading prompts and for scoring trees, to limit memory. A
-            single prompt, or a single thought after a single prompt, may be longer. None: `PASS_TOKENS`, or
-            `PASS_TOKENS_CUDA` on a GPU.
-        world: ranks that all call this with the same arguments. Each scores some prompts, and all get all sums.
+    model: the scoring model; its weights and mode are unchanged. prompts, thoughts: token ids, at least one of each,
+    none empty. Any prompt and thought together must fit into the model's context. max_tokens: maximum rows times length
+    of a pass, for reading prompts and for scoring trees, to limit memory. A single prompt, or a single thought after a
+    single prompt, may be longer. None: `PASS_TOKENS`, or `PASS_TOKENS_CUDA` on a GPU. world: ranks that all call this
+    with the same arguments. Each scores some prompts, and all get all sums.
     """
     device = model.lm_head.weight.device
     if max_tokens is None:

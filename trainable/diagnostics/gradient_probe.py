@@ -76,15 +76,12 @@ def probe_gradients(
 ) -> ProbeResult:
     """Measure the gradients of `batch`, bucket by bucket. The rows of the whole batch, `all`, are last.
 
-    Args:
-        update: the policy's update. Weights, `.grad` and optimizer of its model stay unchanged.
-        batch, targets: B episodes. The targets, including whitened advantages, were computed over the full batch.
-        reward_stds: standard deviation of the scores of each group, by group id.
-        max_buckets: maximum number of buckets in mode `quantile`.
-        bucket_mode: `quantile`, or `fixed_rv`, which leaves out empty buckets.
-        generator: assigns groups to folds.
-        sketch_size: entries of the sketch that replaces each gradient (`count_sketch`); None keeps full gradients.
-        dtype: dtype of the model's passes, a key of `ROUNDING_TOLERANCE`.
+    update: the policy's update. Weights, `.grad` and optimizer of its model stay unchanged. batch, targets: B episodes.
+    The targets, including whitened advantages, were computed over the full batch. reward_stds: standard deviation of
+    the scores of each group, by group id. max_buckets: maximum number of buckets in mode `quantile`. bucket_mode:
+    `quantile`, or `fixed_rv`, which leaves out empty buckets. generator: assigns groups to folds. sketch_size: entries
+    of the sketch that replaces each gradient (`count_sketch`); None keeps full gradients. dtype: dtype of the model's
+    passes, a key of `ROUNDING_TOLERANCE`.
 
     Memory on the model's device with full gradients: (2 x folds x components + 3 x components + 2) copies of its
     parameters in float32, and (folds x components) copies of its largest parameter in float64. With sketches: one

@@ -133,11 +133,9 @@ class Environment(LevelSource[L], Protocol[L]):
     ) -> TurnOutcome:
         """Play one turn of B episodes.
 
-        Args:
-            states: B states of episodes that have not ended.
-            actions: the actions of each episode's turn, as returned by `read_action`; may be empty.
-            luck: float64 (B, A) uniform random numbers from [0, 1), one per action: the only source of randomness.
-                Deterministic games ignore them.
+        states: B states of episodes that have not ended. actions: the actions of each episode's turn, as returned by
+        `read_action`; may be empty. luck: float64 (B, A) uniform random numbers from [0, 1), one per action: the only
+        source of randomness. Deterministic games ignore them.
         """
 
     def read_action(self, word: str) -> str | None:

@@ -466,17 +466,7 @@ def extend(
                         block_rows[last_tokens], block_positions[last_tokens] = block_rows[t], block_positions[t]
                         last_tokens += 1
                 tokens = last_tokens
-            attend(
-                qkv,
-                keys[layer],
-                values[layer],
-                block_rows,
-                block_positions,
-                tokens,
-                attention,
-                scores,
-                mix,
-            )
+            attend(qkv, keys[layer], values[layer], block_rows, block_positions, tokens, attention, scores, mix)
             multiply(attention, output[layer], product, tokens)
             add(residual, product, tokens)
             normalize(residual, mlp_gain[layer], eps, normed, inverses, tokens)
@@ -492,10 +482,7 @@ def extend(
 
 @_compile
 def draw_token(
-    logits: Floats,
-    temperature: np.float32,
-    uniform: np.float32,
-    probs: Floats,
+    logits: Floats, temperature: np.float32, uniform: np.float32, probs: Floats
 ) -> tuple[int, np.float32, np.float32]:
     """Draw a token as `torch_sampler.sample_tokens` does; return the token, its log-prob, and the entropy.
 

@@ -179,10 +179,7 @@ class StreamLayer(torch.autograd.Function):
 
 
 def run_stream_layer(x: Tensor, inputs: LayerInputs, weights: Sequence[Tensor]) -> Tensor:
-    """Run a block on the residual stream `x` (N, hidden), float32 on the CPU; return it (M, hidden) at the queries.
-
-    weights: the fields of `LayerWeights`.
-    """
+    """Run a block of `LayerWeights` on `x` (N, hidden), float32 on the CPU; return it (M, hidden) at the queries."""
     output: Tensor = StreamLayer.apply(x, inputs, *weights)
     return output
 
@@ -199,12 +196,7 @@ def _normalize_backward(
 ) -> None:
     """Add the gradients of `_normalize` to `x_grad` and `gain_grad`."""
     normalize_backward(
-        y_grad.numpy(),
-        x.detach().numpy(),
-        gain.detach().numpy(),
-        inverses.numpy(),
-        x_grad.numpy(),
-        gain_grad.numpy(),
+        y_grad.numpy(), x.detach().numpy(), gain.detach().numpy(), inverses.numpy(), x_grad.numpy(), gain_grad.numpy()
     )
 
 

@@ -45,19 +45,14 @@ class Policy:
     def stop_token(self) -> int:
         """The token that ends a reply: the chat format's end marker if it is a token, otherwise the end-of-text token.
 
-        Base models have the marker, but do not declare it as their end-of-text token. Without it, turns would not end
-        and would fill up with noise.
+        Base models have the marker, but do not declare it as their end-of-text token.
         """
         marker: int | None = self.tokenizer.token_to_id(self.chat_format.end_marker)
         return self.model.shape.eos_token_id if marker is None else marker
 
     @property
     def other_stop_tokens(self) -> tuple[int, ...]:
-        """Further tokens that end a reply: the end-of-text tokens in the model's files.
-
-        Base models end many replies with their end-of-text token, and would continue with noise up to the maximum
-        length.
-        """
+        """The end-of-text tokens in the model's files, with which base models end many replies."""
         return tuple(sorted(read_end_tokens(self.folder) - {self.stop_token}))
 
 
@@ -175,18 +170,12 @@ def compute_fingerprint(folder: Path) -> str:
 
 
 def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
-    """Raise ValueError if a checkpoint's adapters were trained on another base than this run's.
-
-    checkpoint_base, run_base: fingerprints of the base; None without adapters.
-    """
+    """Raise ValueError unless both fingerprints of the base under adapters (None without adapters) are equal."""
     _check_equal(checkpoint_base, run_base, "adapters of the base", "no adapters", "type the same model.")
 
 
 def check_reference(checkpoint_reference: str | None, run_reference: str | None) -> None:
-    """Raise ValueError if a checkpoint was trained with another model at model.reference_path than this run loads.
-
-    checkpoint_reference, run_reference: fingerprints of that model; None without one.
-    """
+    """Raise ValueError unless both fingerprints of the model at model.reference_path (None without one) are equal."""
     _check_equal(
         checkpoint_reference,
         run_reference,

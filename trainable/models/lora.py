@@ -37,10 +37,7 @@ class FourBitLinear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
-        """Quantize the current weight of `layer` and put the new layer on `device`.
-
-        Raises ValueError if `find_four_bit_obstacle` finds an obstacle.
-        """
+        """Quantize the weight of `layer` on `device`. ValueError if `find_four_bit_obstacle` finds an obstacle."""
         if obstacle := find_four_bit_obstacle([layer.in_features]):
             raise ValueError(f"{obstacle}.")
         from bitsandbytes.nn import Params4bit
@@ -79,8 +76,7 @@ class FourBitLinear(nn.Linear):
 def make_frozen_base(model: M, settings: ModelConfig, device: torch.device) -> M:
     """Freeze `model` in place and return it. With model.load_in_4bit, quantize the linear layers of its trunk.
 
-    device: where the model will be used; quantized layers are put there already. Raises ValueError if
-    `find_four_bit_obstacle` finds an obstacle.
+    device: where the model will be used; quantized layers are put there already.
     """
     if settings.load_in_4bit:
         for module in list(model.model.modules()):

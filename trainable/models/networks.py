@@ -83,10 +83,9 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
 
 
 def _make_reference(config: RunConfig, policy: Policy, device: torch.device) -> tuple[LanguageModel | None, str | None]:
-    """Make the frozen reference; also return the fingerprint of model.reference_path, or None if it is not set.
+    """Make the frozen reference, if any, and compute the fingerprint of model.reference_path; None if it is not set.
 
-    The reference is the untrained policy or the model at model.reference_path; None if no KL is needed. policy: the
-    untrained policy; with LoRA the frozen base under its adapters, which needs no copy.
+    policy: the untrained policy; with LoRA the frozen base under its adapters, which needs no copy.
     """
     if not config.needs_reference:
         return None, None

@@ -4,6 +4,7 @@
 `extend` grows a key-value cache with slots shared by all rows. Both reproduce transformers' Qwen2ForCausalLM.
 """
 
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -217,17 +218,6 @@ class Qwen2Trunk(Trunk):
         """The blocks, typed."""
         return cast(list[Layer], list(self.layers))
 
-    def _run_layer(
-        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows, is_last: bool
-    ) -> Tensor:
-        """Run `layer.forward_packed`, with gradient checkpointing if it is on and gradients are needed."""
-        if not (self.pass_settings.recompute and torch.is_grad_enabled()):
-            return layer.forward_packed(x, cos, sin, packed, is_last)
-        # Blocks are deterministic, so the generator's state need not be saved.
-        return checkpoint(
-            layer.forward_packed, x, cos, sin, packed, is_last, use_reentrant=False, preserve_rng_state=False
-        )
-
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Compute hidden states (N, hidden) at chosen positions of whole sequences.
 
@@ -244,7 +234,11 @@ class Qwen2Trunk(Trunk):
         with self.pass_settings.autocast(tokens.device):
             x = self.embed_tokens(tokens.flatten().index_select(0, packed.source_indices))
             for layer_index, layer in enumerate(self.blocks):
-                x = self._run_layer(layer, x, cos, sin, packed, layer_index == last_layer)
+                run = layer.forward_packed
+                if self.pass_settings.recompute and torch.is_grad_enabled():
+                    # Blocks are deterministic, so the generator's state need not be saved.
+                    run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+                x = run(x, cos, sin, packed, layer_index == last_layer)
             return self.norm(x)
 
     def _run_compiled(self, tokens: Tensor, packed: PackedRows) -> Tensor:

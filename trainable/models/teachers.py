@@ -17,8 +17,7 @@ from trainable.files.paths import find_cache_folder
 def find_teacher_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder, which may not exist yet, for the teacher `name` (a key of `TEACHERS`) on this machine.
 
-    environ: the environment variables. The folder is in `find_cache_folder`. Its name contains a hash of the recipe, so
-    that teachers of other recipes are never mistaken for this one.
+    Its name contains a hash of the recipe, so that teachers of other recipes are never mistaken for this one.
     """
     recipe = (SHIPPED_MODELS[TEACHERS[name]].folder / "recipe.json").read_bytes()
     return find_cache_folder(environ) / f"{name}-{hashlib.sha256(recipe).hexdigest()[:8]}"

@@ -62,7 +62,6 @@ class RankActor:
     """The actor of a rank other than 0. It calls the same methods of its trainer as rank 0, without returning results.
 
     settings: the fields of a `RunConfig`, as JSON values. part_files: the files of the plug-ins that they name.
-    rendezvous: see `connect`.
     """
 
     def __init__(
@@ -184,10 +183,7 @@ class DistributedTrainer:
         disconnect(self.rendezvous)
 
     def _run_on_all_ranks(self, method_name: str, call: Callable[[], T]) -> T:
-        """Run `method_name` on all other ranks and, at the same time, `call` here. Return the result of `call`.
-
-        If one of them fails, raises the root cause (see `_find_first_error`).
-        """
+        """Run `method_name` on all other ranks and `call` here. Return its result, or raise the root cause."""
         # Start the other ranks first, since `call` waits for them in its collectives.
         self.pending_refs = [actor.run_method.remote(method_name) for actor in self.rank_actors]
         is_done = threading.Event()
@@ -205,8 +201,6 @@ class DistributedTrainer:
 
 def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Exception:
     """Find the root cause among the errors of all ranks: if one fails, others may report a closed connection.
-
-    pending_refs: the calls on ranks 1 and up. local_error: the error of rank 0, possibly a consequence of another.
 
     Returns the likeliest cause, in this order: an error of rank 0 that cannot be a consequence, an error that another
     rank reported, the death of a rank, a RuntimeError of another rank, and the error of rank 0.
@@ -252,9 +246,8 @@ def _raise_first_error(pending_refs: list[Any]) -> None:
 def _watch_ranks(pending_refs: list[Any], is_done: threading.Event) -> None:
     """Watch the other ranks in a thread of rank 0, and end this process if one fails and rank 0 does not notice.
 
-    Otherwise, rank 0 could wait in an NCCL collective for `COLLECTIVE_TIMEOUT`.
-
-    pending_refs: the calls on the other ranks. is_done: set when the call on rank 0 has returned or raised.
+    Otherwise, rank 0 could wait in an NCCL collective for `COLLECTIVE_TIMEOUT`. is_done: set when the call on rank 0
+    has returned or raised.
     """
     while pending_refs and not is_done.wait(1.0):
         finished_refs, pending_refs = ray.wait(pending_refs, num_returns=1, timeout=1.0)

@@ -91,10 +91,7 @@ def make_evaluation(
 def measure_episodes(
     source: LevelSource[Any], levels: Sequence[Level], episodes: Sequence[Episode]
 ) -> dict[str, float]:
-    """Average each measure of the game over the episodes that have it. Measures that no episode has are left out.
-
-    levels: the level of each group.
-    """
+    """Average each measure of the game over the episodes that have it. levels: of each group."""
     means: dict[str, float] = {}
     for name, measure in source.measures.items():
         values = [measure(levels[episode.group], list(chain(*episode.turn_actions))) for episode in episodes]
@@ -162,8 +159,7 @@ def summarize_batch(
 def estimate_mean_kl(batch: Batch, ref_logprobs: Tensor) -> float:
     """Estimate the KL of the sampling policy to the reference, in nats, as the mean of k3 over the sampled tokens.
 
-    The estimator is k3 whichever KL the run trains with, so that runs can be compared. ref_logprobs: (B, T), at the
-    temperature at which the batch was sampled.
+    The estimator is k3 whichever KL the run trains with, so that runs can be compared. ref_logprobs: (B, T).
     """
     return float(masked_mean(estimate_kl(batch.logprobs, ref_logprobs, "low_var_kl"), batch.mask))
 

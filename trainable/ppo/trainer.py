@@ -149,10 +149,7 @@ class PPOTrainer:
         self._set_up_environment(policy)
 
     def _set_up_environment(self, policy: Policy) -> None:
-        """Make the game, its prompts and limits, the engine, and the levels of all steps.
-
-        Raises ValueError if the first turn of an episode does not fit into the context.
-        """
+        """Make the game, its prompts and limits, the engine, and the levels of all steps."""
         config, env = self.config, self.config.env
         self.level_source = make_level_source(env)
         model_context = self.model.shape.max_position_embeddings
@@ -213,17 +210,14 @@ class PPOTrainer:
         policy_meter = self._update_policy(prepared, timer) if prepared and plan.policy else None  # 8
         update = self._end_update(prepared, critic_meter, policy_meter, plan, timer) if prepared else {}
         evaluations = self._validate(timer, "sampled") if plan.validation else []  # 9
-        batch_summary = (
-            summarize_batch(
-                prepared.batch,
-                prepared.targets,
-                list_rollouts(selection.episodes),
-                plan.values,
-                config.rollout.has_entropies,
+        batch_summary, trained_episodes = None, list[RecordedEpisode]()
+        if prepared:
+            batch, targets, rollouts = prepared.batch, prepared.targets, list_rollouts(selection.episodes)
+            batch_summary = summarize_batch(batch, targets, rollouts, plan.values, config.rollout.has_entropies)
+            num_recorded = config.trainer.log_train_generations if plan.validation else 0
+            trained_episodes = record_trained_episodes(
+                selection.episodes, prepared, num_recorded, self.step_index, self.codec, self._tree_settings
             )
-            if prepared
-            else None
-        )
         budget = self._count_budget(episodes, policy_meter, batch_summary)
         record = StepRecord(
             rollout=summarize_rollout(episodes, config.env.group_size),
@@ -239,14 +233,6 @@ class PPOTrainer:
             validation=summarize_validation(evaluations, self.is_val_unseen),
             collapse=collapse,
             measures=self._collect_measures(episodes, base_evaluations, evaluations),
-        )
-        num_recorded = config.trainer.log_train_generations if plan.validation else 0
-        trained_episodes = (
-            record_trained_episodes(
-                selection.episodes, prepared, num_recorded, self.step_index, self.codec, self._tree_settings
-            )
-            if prepared
-            else []
         )
         return StepOutput(record, [*base_evaluations, *evaluations], gradients, trained_episodes)
 
@@ -272,8 +258,7 @@ class PPOTrainer:
 
     def _collect_episodes(self) -> list[Episode]:
         """Roll out the training levels of the current step."""
-        levels = self.levels[self.step_index - 1]
-        return self.roll_out(levels, self.config.env.group_size, "sampling")
+        return self.roll_out(self.levels[self.step_index - 1], self.config.env.group_size, "sampling")
 
     def roll_out(self, levels: Sequence[Level], group_size: int, purpose: str) -> list[Episode]:
         """Sample training episodes: `group_size` per level, in the order of the levels.
@@ -304,8 +289,7 @@ class PPOTrainer:
     ) -> list[Episode]:
         """Roll out every level `group_size` times, and return the episodes of all ranks in the order of the levels.
 
-        Each rank plays some of the levels, with the same random numbers as a single rank would draw. They depend on the
-        run's seed, on `purpose` and on the step.
+        Each rank plays some of the levels, with the same random numbers as a single rank would draw.
         has_passes_next: whether the trainer's passes over the episodes come next, and need the memory of the engine.
         recomputes_logprobs: whether to replace the engine's log-probs of the episodes by the trainer's.
         """
@@ -411,11 +395,7 @@ class PPOTrainer:
         plan: StepPlan,
         timer: PhaseTimer,
     ) -> dict[str, float | None]:
-        """Check the new weights, sync them to the engine, and summarize the optimizer steps.
-
-        Raises NonFiniteError if a weight or the KL in the reward is not finite, or if too many consecutive steps were
-        skipped, and EngineMismatchError if the engine's log-probs differ after the sync.
-        """
+        """Check the new weights, sync them to the engine, and summarize the optimizer steps (for errors see `step`)."""
         meters = [meter for meter in (critic_meter, policy_meter) if meter is not None]
         skipped_steps = sum(meter.skipped_steps for meter in meters)
         # A single bad batch may be an accident, but after several in a row, the run cannot recover.
@@ -451,10 +431,7 @@ class PPOTrainer:
         )
 
     def _make_batch(self, episodes: Sequence[Episode], num_groups: int, rng: np.random.Generator) -> Batch:
-        """Collate episodes into a batch, and add random copies so that all mini-batches are full.
-
-        See `RunConfig.compute_batch_multiple`.
-        """
+        """Collate episodes into a batch, with random copies that fill it up (`RunConfig.compute_batch_multiple`)."""
         if not self.config.algorithm.train_children:
             episodes = [episode._replace(children=()) for episode in episodes]
         generator = torch.Generator().manual_seed(int(rng.integers(2**62)))  # a seed that fits a signed 64-bit integer

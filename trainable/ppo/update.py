@@ -85,11 +85,10 @@ def make_passes(
     """Split this rank's shard of a mini-batch into passes, with the weights of their tokens in the mini-batch's loss.
 
     All ranks get the same number of passes, so that they can gather sharded weights together. The last passes of a rank
-    may have no trained tokens.
-
-    batch: all episodes of the step. rows: (N,) indices of the mini-batch's episodes. mode: how to aggregate losses, one
-    of `LOSS_AGG_MODES`. micro_batch_size: number of consecutive `rows` in a micro-batch. padded_length: tokens of the
-    longest episode of `batch`, the divisor of seq-mean-token-sum-norm. needs_padding: see `split_by_tokens`.
+    may have no trained tokens. batch: all episodes of the step. rows: (N,) indices of the mini-batch's episodes. mode:
+    how to aggregate losses, one of `LOSS_AGG_MODES`. micro_batch_size: number of consecutive `rows` in a micro-batch.
+    padded_length: tokens of the longest episode of `batch`, the divisor of seq-mean-token-sum-norm. needs_padding: see
+    `split_by_tokens`.
     """
     # Before the mini-batch is sharded, since a micro-batch may have rows on several ranks.
     if targets.loss_weights is None:
@@ -182,11 +181,9 @@ def _run_optimizer_steps(
     """Make an optimizer step for each mini-batch of `order` (B,), accumulating gradients over its passes.
 
     get_targets: called with the rows (n,) of a mini-batch just before its step, because the targets of tpo depend on
-    the current weights. Returns targets for the complete batch, of which only these rows are read. mode: how to
-    aggregate losses, one of `LOSS_AGG_MODES`. compute_loss: computes the loss of one pass. meter: collects the terms
-    that `compute_loss` and the optimizer record, and is returned, summed over all ranks. norm_column: name of the
-    column of the gradient norm. needs_padding: see `split_by_tokens`. takes_all: whether all episodes are one
-    mini-batch.
+    the current weights. Returns targets for the complete batch, of which only these rows are read. compute_loss:
+    computes the loss of one pass. meter: collects what `compute_loss` and the optimizer record, and is returned, summed
+    over all ranks. norm_column: of the gradient norm. takes_all: whether all episodes are one mini-batch.
     """
     # The length of the batch, so that seq-mean-token-sum-norm divides all mini-batches by the same length.
     micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
@@ -313,9 +310,8 @@ class ActorUpdate:
     def compute_loss_terms(self, inputs: PassInputs, meter: Meter) -> dict[str, Tensor]:
         """Compute the terms of the loss of one pass, including their coefficients. The loss is their sum.
 
-        Returns:
-            Scalars by name: task; entropy with an entropy_coeff (negative, since it is a bonus); kl with use_kl_loss;
-            value with a value head on the trunk.
+        Returns Scalars by name: task; entropy with an entropy_coeff (negative, since it is a bonus); kl with
+        use_kl_loss; value with a value head on the trunk.
         """
         settings, flat_positions = self.settings, inputs.batch.find_prediction_positions()
         hidden = self.model.model.compute_hidden_states(inputs.batch.tokens, flat_positions)

@@ -21,13 +21,7 @@ from trainable.kernels.compiled import (
 from trainable.models.interface import LanguageModel
 from trainable.models.qwen2 import Qwen2, compute_rotary_halves
 from trainable.models.qwen2_shape import Qwen2Shape
-from trainable.rollout.sampler import (
-    Conversation,
-    RowStreams,
-    SampledReply,
-    SamplingParams,
-    check_entropies,
-)
+from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams, check_entropies
 
 FIRST_REPLIES = 4
 """Initial size of a cache, in replies of full length."""

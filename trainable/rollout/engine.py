@@ -47,9 +47,8 @@ GatherWeights = Callable[[], AbstractContextManager[None]]
 class Engine:
     """Samples with the trainer's weights, and defines the interface of all engines.
 
-    It has nothing to sync, recompute or compare. `SyncedEngine` has its own copy of the weights.
-
-    sampler: use it only within `wake_up`. gather_weights: makes the trainer's weights readable.
+    Use `sampler` within `wake_up` only. This engine has nothing to sync, recompute or compare. `SyncedEngine` has its
+    own copy of the weights.
     """
 
     synced_step = 0
@@ -127,10 +126,7 @@ class CopySampler:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the policy's weights.
-
-        weights: all tensors by their hub names. Raises KeyError for an unknown name.
-        """
+        """Copy the policy's weights, given by their hub names. Raises KeyError for an unknown name."""
         own_weights = {self.model.to_hub_name(name): weight for name, weight in self.model.state_dict().items()}
         for name, weight in weights:
             own_weights[name].copy_(weight)
@@ -150,8 +146,7 @@ class CopySampler:
 class SyncedEngine(Engine):
     """Samples in the trainer's process with a sampler that has its own copy of the weights.
 
-    sampler: starts with the untrained policy's weights. device: of trainer and sampler. prompt: token ids of the fixed
-    prompt whose log-probs are compared after each sync.
+    prompt: token ids of the fixed prompt whose log-probs are compared after each sync.
     """
 
     sampler: SyncedSampler

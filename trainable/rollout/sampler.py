@@ -68,10 +68,9 @@ class Conversation(Protocol):
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to each of `rows` and sample its reply.
 
-        Args:
-            rows: ascending subset of the previous turn's rows. Omitted rows are finished.
-            new_tokens: the tokens between the last reply and the next one, for each of `rows`. Empty in the first turn,
-                since rows already contain their prompts.
+        rows: ascending subset of the previous turn's rows. Omitted rows are finished. new_tokens: the tokens between
+        the last reply and the next one, for each of `rows`. Empty in the first turn, since rows already contain their
+        prompts.
         """
 
 

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from trainable.models.interface import LanguageModel
-from trainable.rollout.sampler import (
-    Conversation,
-    RowStreams,
-    SampledReply,
-    SamplingParams,
-    check_entropies,
-)
+from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams, check_entropies
 
 COMPACT_FRACTION = 0.5
 """Live rows are moved together when fewer than this fraction of rows is live. This copies the cache: with one half, at

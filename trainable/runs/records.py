@@ -56,27 +56,16 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("train_response_tokens", "tokens", "mean sampled tokens per episode", "train/response_length"),
     Column(
-        "reward_std",
-        "reward",
-        "standard deviation (ddof 1) of the scores within a group, mean over groups",
-        "rollout/in_group_reward_std",
+        "reward_std", "reward", "std (ddof 1) of the scores of a group, mean over groups", "rollout/in_group_reward_std"
     ),
     Column("reward_std_max", "reward", "largest standard deviation of the scores within a group"),
-    Column(
-        "zero_std_groups",
-        "groups",
-        "groups whose scores have a standard deviation of at most 1e-10",
-        "rollout/filter_zero_count",
-    ),
+    Column("zero_std_groups", "groups", "groups whose scores have a std of at most 1e-10", "rollout/filter_zero_count"),
     # The groups that the filter kept.
     Column("groups", "groups", "groups collected"),
     Column("groups_kept", "groups", "groups trained on", "rollout/filter_kept_count"),
     Column("kept_ratio", "fraction", "groups_kept / groups", "rollout/filter_kept_ratio"),
     Column(
-        "reward_std_kept",
-        "reward",
-        "reward_std over the groups that the filter kept; 0 if none",
-        "rollout/chosen_in_group_reward_std",
+        "reward_std_kept", "reward", "reward_std over the kept groups; 0 if none", "rollout/chosen_in_group_reward_std"
     ),
     Column(
         "consecutive_empty_steps",
@@ -92,15 +81,9 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "mean absolute difference between the trainer's and the engine's log-probs over all sampled tokens; missing "
         "if they share weights, and with rollout.recompute_logprobs=False",
     ),
-    Column(
-        "engine_mismatch_max", "nats", "largest absolute difference between the trainer's and the engine's log-probs"
-    ),
+    Column("engine_mismatch_max", "nats", "as engine_mismatch_mean, the largest difference"),
     Column("engine_kl", "nats", "KL(engine || trainer) per token, k3 estimate"),
-    Column(
-        "engine_ess_fraction",
-        "fraction",
-        "effective sample size of the weights exp(trainer - engine) / number of tokens",
-    ),
+    Column("engine_ess_fraction", "fraction", "effective sample size of the weights exp(trainer - engine) / tokens"),
     Column(
         "engine_prompt_mismatch",
         "nats",
@@ -132,21 +115,10 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "fraction",
         "trained tokens whose importance weight is truncated or set to 0; missing without actor.tis_imp_ratio_cap",
     ),
+    Column("ppo_kl", "nats", "token mean of log pi_old - log pi, each clamped to [-20, 20]", "actor/ppo_kl"),
+    Column("tpo_target_entropy", "nats", "entropy of TPO's target over a group, mean over groups; missing without TPO"),
     Column(
-        "ppo_kl",
-        "nats",
-        "token mean of log pi_old - log pi, where the difference of each token is clamped to [-20, 20]",
-        "actor/ppo_kl",
-    ),
-    Column(
-        "tpo_target_entropy",
-        "nats",
-        "entropy of TPO's target over the rollouts of a group, mean over groups; missing if TPO is off",
-    ),
-    Column(
-        "tpo_target_top_prob",
-        "fraction",
-        "largest probability of TPO's target, mean over groups; missing if TPO is off",
+        "tpo_target_top_prob", "fraction", "largest probability of TPO's target, mean over groups; missing without TPO"
     ),
     Column(
         "entropy_loss",
@@ -156,11 +128,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "actor/entropy_loss",
     ),
     Column(
-        "kl_loss",
-        "nats",
-        "KL estimator in the loss, aggregated as entropy_loss is, without its coefficient; missing if the KL loss is "
-        "off",
-        "actor/kl_loss",
+        "kl_loss", "nats", "KL estimator of the loss, as entropy_loss; missing if the KL loss is off", "actor/kl_loss"
     ),
     Column(
         "kl_to_reference",
@@ -170,10 +138,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "rollout.recompute_logprobs=False, pi is that of the engine",
     ),
     Column(
-        "actor_grad_norm",
-        "1",
-        "total gradient norm before clipping, mean over the optimizer steps that were not skipped",
-        "actor/grad_norm",
+        "actor_grad_norm", "1", "gradient norm before clipping, mean over applied optimizer steps", "actor/grad_norm"
     ),
     Column("vf_loss", "reward^2", "value loss, mean over micro-batches", "critic/vf_loss"),
     Column("vf_clipfrac", "fraction", "values that the value clip clips", "critic/vf_clipfrac"),
@@ -259,7 +224,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "base_val_kl_to_reference",
         "nats",
-        "val_kl_to_reference of the policy before training; missing where that policy is the reference",
+        "val_kl_to_reference before training; missing if the policy is the reference",
     ),
     Column("base_val_children", "children", "val_children of the policy before training"),
     Column("base_val_consistent_guesses", "fraction", "val_consistent_guesses of the policy before training"),
@@ -288,9 +253,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("mfu_values", "fraction", "MFU of seconds_values"),
     Column("mfu_reference", "fraction", "MFU of seconds_reference"),
     Column(
-        "mfu_update_critic",
-        "fraction",
-        "MFU of seconds_update_critic; a backward pass counts as two forward passes, with LoRA as one",
+        "mfu_update_critic", "fraction", "MFU of seconds_update_critic; backward passes count twice, with LoRA once"
     ),
     Column("mfu_update_actor", "fraction", "MFU of seconds_update_actor; recomputed activations are not counted"),
     Column("tokens_per_second", "tokens/s", "sampled_tokens / seconds_rollout"),
@@ -322,9 +285,7 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("status", "", "completed, early_stopped, censored (by a search), failed, interrupted or never_ran"),
     Column("reason", "", "why the run has this status"),
     Column(
-        "failure_class",
-        "",
-        "of a failed run: configuration, non-finite, out of memory, storage, process died or error; otherwise empty",
+        "failure_class", "", "kind of failure: configuration, non-finite, out of memory, storage, process died or error"
     ),
     Column("steps_done", "steps", "training steps with a row"),
     Column("steps_total", "steps", "training steps requested"),
@@ -365,55 +326,28 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     ),
     Column("norm_per_sample", "1", "norm / sample_count", "grad_norm/<bucket>/per_sample/<component>"),
     Column("norm_per_token", "1", "norm / token_count", "grad_norm/<bucket>/per_token/<component>"),
-    Column(
-        "loss",
-        "1",
-        "the component's loss, including the coefficient, mean over micro-batches",
-        "grad_norm/<bucket>/loss/<component>",
-    ),
-    Column(
-        "mean_norm",
-        "1",
-        "norm of the bucket's mean gradient, a single gradient over all its tokens; its square is signal + noise",
-    ),
+    Column("loss", "1", "loss with its coefficient, mean over micro-batches", "grad_norm/<bucket>/loss/<component>"),
+    Column("mean_norm", "1", "norm of the bucket's mean gradient over all its tokens; its square is signal + noise"),
     Column("signal", "1", "unbiased estimate of the squared norm of the mean gradient's expectation; may be negative"),
     Column("noise", "1", "unbiased estimate of the summed variance of the mean gradient over draws of prompts"),
     Column("snr", "1", "signal / noise"),
     Column("snr_low", "1", "lower end of the 95 % interval of snr, from a jackknife over folds of prompts"),
     Column("snr_high", "1", "upper end of the 95 % interval of snr"),
     Column("cosine_task", "1", "cosine between the mean gradients of this component and of task"),
+    Column("cosine_entropy", "1", "as cosine_task, with entropy; missing if the loss has no entropy bonus"),
+    Column("cosine_kl", "1", "as cosine_task, with kl; missing if the KL loss is off"),
     Column(
-        "cosine_entropy",
-        "1",
-        "cosine between the mean gradients of this component and of entropy; missing if the loss has no entropy bonus",
-    ),
-    Column(
-        "cosine_kl", "1", "cosine between the mean gradients of this component and of kl; missing if the KL loss is off"
-    ),
-    Column(
-        "share",
-        "fraction",
-        "signed share of the component in the bucket's mean gradient (the sampled step), including noise; shares sum "
-        "to 1",
+        "share", "fraction", "signed share in the sampled step (the mean gradient, with its noise); shares sum to 1"
     ),
     Column(
         "signal_share",
         "fraction",
-        "signed share of the component in the expected step, from products of different folds; shares sum to 1; "
+        "signed share in the expected step, from products of different folds; shares sum to 1; "
         "missing if the total has no signal, with all folds or without one of them",
     ),
-    Column(
-        "signal_share_low",
-        "fraction",
-        "lower end of the 95 % interval of signal_share, from a jackknife over folds of prompts",
-    ),
+    Column("signal_share_low", "fraction", "lower end of the 95 % interval of signal_share, as snr_low"),
     Column("signal_share_high", "fraction", "upper end of the 95 % interval of signal_share"),
-    Column(
-        "weight",
-        "fraction",
-        "weight of the bucket's mean gradient in the mean gradient of the whole batch; the weights of the buckets sum "
-        "to 1",
-    ),
+    Column("weight", "fraction", "weight of the bucket in the batch's mean gradient; weights of buckets sum to 1"),
     Column(
         "fold_count", "folds", "folds of prompts for signal and noise: 8, or one per group if there are fewer groups"
     ),
@@ -421,34 +355,19 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     Column(
         "sample_pct",
         "percent",
-        "percentage of the batch's sequences that are in the bucket, including copies",
+        "percentage of the batch's sequences, including copies",
         "grad_norm/<bucket>/sample_pct",
     ),
     Column("token_count", "tokens", "trained tokens in the bucket, including copies"),
     Column("group_count", "groups", "groups in the bucket", "grad_norm/<bucket>/group_rv_count"),
-    Column(
-        "reward_std_mean",
-        "reward",
-        "standard deviation of the reward within a group, mean over groups",
-        "grad_norm/<bucket>/reward_std_mean",
-    ),
+    Column("reward_std_mean", "reward", "mean reward std of the groups", "grad_norm/<bucket>/reward_std_mean"),
     Column("reward_std_min", "reward", "smallest reward std of a group", "grad_norm/<bucket>/reward_std_min"),
     Column("reward_std_max", "reward", "largest reward std of a group", "grad_norm/<bucket>/reward_std_max"),
-    Column(
-        "source_env_groups", "groups", "groups that were rolled out for the analysis", "grad_analysis/source_env_groups"
-    ),
-    Column(
-        "source_group_size",
-        "episodes",
-        "episodes per group that was rolled out for the analysis",
-        "grad_analysis/source_group_size",
-    ),
+    Column("source_env_groups", "groups", "groups rolled out for the analysis", "grad_analysis/source_env_groups"),
+    Column("source_group_size", "episodes", "episodes per rolled-out group", "grad_analysis/source_group_size"),
     Column("source_batch_size", "sequences", "sequences before the filter", "grad_analysis/source_batch_size"),
     Column(
-        "adjusted_batch_size",
-        "sequences",
-        "sequences after the filter, including copies",
-        "grad_analysis/adjusted_batch_size",
+        "adjusted_batch_size", "sequences", "after the filter, including copies", "grad_analysis/adjusted_batch_size"
     ),
     Column(
         "uses_training_batch",
@@ -473,20 +392,14 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
         "grad_analysis/empty_after_filter",
     ),
     Column(
-        "analysis_only",
-        "1",
-        "1: neither the policy nor the critic is updated, as in every probe; otherwise 0",
-        "trainer/gradient_analysis_only",
+        "analysis_only", "1", "1: nothing is updated, as in every probe; otherwise 0", "trainer/gradient_analysis_only"
     ),
     Column("source_groups_kept", "groups", "rolled-out groups that the filter kept", "grad_analysis/filter_kept_count"),
     Column(
         "source_kept_ratio", "fraction", "source_groups_kept / source_env_groups", "grad_analysis/filter_kept_ratio"
     ),
     Column(
-        "source_zero_std_groups",
-        "groups",
-        "rolled-out groups whose scores have a standard deviation of at most 1e-10",
-        "grad_analysis/filter_zero_count",
+        "source_zero_std_groups", "groups", "zero_std_groups of rolled-out groups", "grad_analysis/filter_zero_count"
     ),
     Column(
         "source_reward_std", "reward", "mean reward std of the rolled-out groups", "grad_analysis/in_group_reward_std"

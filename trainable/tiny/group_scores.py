@@ -58,11 +58,7 @@ def compute_equal_share(sizes: SetSizes, levels: int, samples: int, group_size: 
     For a level with n_c rollouts of score c, it is the share of subsets of G rollouts with equal scores:
     sum_c binom(n_c, G) / binom(K, G). The result is the mean over levels.
 
-    Args:
-        sizes: the n_c of all levels.
-        levels: number of levels.
-        samples: K.
-        group_size: G, at least 2.
+    sizes: the n_c of all levels. levels: number of levels. samples: K. group_size: G, at least 2.
 
     Example:
         >>> compute_equal_share({3: 1, 4: 1}, levels=2, samples=4, group_size=2)  # 3 of 6 pairs, and all of them

@@ -408,7 +408,7 @@ def _make_section_rows(
         elif name != "seed":
             is_swept = prefix + name in study.axis.swept_fields
             defaults = tuple(study.axis.option if is_swept else _format_value(value) for value in values)
-            cells = field.description or "", _format_allowed(annotation, field.metadata)
+            cells = " ".join((field.description or "").split()), _format_allowed(annotation, field.metadata)
             rows.append(SettingRow(prefix + name, defaults, *cells, is_common(field)))
     return rows
 

@@ -60,9 +60,8 @@ def restore(
 ) -> PPOTrainer:
     """Restore the trainer of a run from a checkpoint.
 
-    `trainer.roll_out` and `trainer.evaluate` roll out episodes. `trainable.diagnostics.token_scores` reads transcripts,
-    log-probs, entropies and values. `trainer.step()` continues the training in this process and writes nothing.
-    `trainer.close()` frees the memory of the sampling engine.
+    `trainer.roll_out` and `trainer.evaluate` roll out episodes. `trainer.step()` continues the training in this process
+    and writes nothing. `trainer.close()` frees the memory of the sampling engine.
 
     Args:
         run: the study's folder, results/<run>.

@@ -6,12 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies.algo import examples
-from trainable.algo.batching import (
-    adjust_copy,
-    order_by_group,
-    order_length_stratified,
-    split_by_tokens,
-)
+from trainable.algo.batching import adjust_copy, order_by_group, order_length_stratified, split_by_tokens
 
 
 def make_generator(seed: int = 0) -> torch.Generator:

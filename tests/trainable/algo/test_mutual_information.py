@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,13 +52,26 @@ def make_separable_thoughts(rows: int, own_logprob: float = -1.0, other_logprob:
     return ScoredThoughts(sums, torch.ones(rows, dtype=torch.long), torch.arange(rows), torch.arange(rows))
 
 
+def measure_information(thoughts: ScoredThoughts) -> dict[str, float]:
+    return compute_information_metrics(*thoughts[:3])
+
+
+def measure_retrieval(thoughts: ScoredThoughts) -> dict[str, float]:
+    return compute_retrieval_metrics(thoughts.sums, thoughts.own_columns, thoughts.classes)
+
+
+def measure_control(thoughts: ScoredThoughts, num_shuffles: int = 100, seed: int = 0) -> float:
+    generator = torch.Generator().manual_seed(seed)
+    return compute_shuffled_accuracy(thoughts.sums, thoughts.own_columns, thoughts.classes, generator, num_shuffles)
+
+
 # ---------------------------------------------------------------------------- mutual information
 
 
 @examples
 @given(scored_thoughts())
 def test_information_equals_the_literal_formulas(thoughts: ScoredThoughts) -> None:
-    metrics = compute_information_metrics(thoughts.sums, thoughts.lengths, thoughts.own_columns)
+    metrics = measure_information(thoughts)
     expected = oracles.mutual_information(
         thoughts.sums.tolist(), thoughts.lengths.tolist(), thoughts.own_columns.tolist()
     )
@@ -94,7 +108,7 @@ def test_the_two_normalizations_differ_where_thoughts_have_two_tokens() -> None:
 @examples
 @given(scored_thoughts())
 def test_entropy_is_conditional_entropy_plus_information(thoughts: ScoredThoughts) -> None:
-    metrics = compute_information_metrics(thoughts.sums, thoughts.lengths, thoughts.own_columns)
+    metrics = measure_information(thoughts)
     for information, suffix in (("mi_estimate", "est"), ("mi_seq_estimate", "seq_est")):
         expected_entropy = metrics[f"conditional_entropy_{suffix}"] + metrics[information]
         assert metrics[f"reasoning_entropy_{suffix}"] == pytest.approx(expected_entropy, abs=1e-9)
@@ -105,7 +119,7 @@ def test_entropy_is_conditional_entropy_plus_information(thoughts: ScoredThought
 @examples
 @given(scored_thoughts())
 def test_information_stays_below_its_bounds_and_the_papers_below_the_published(thoughts: ScoredThoughts) -> None:
-    metrics = compute_information_metrics(thoughts.sums, thoughts.lengths, thoughts.own_columns)
+    metrics = measure_information(thoughts)
     bound = math.log(thoughts.sums.shape[1]) + 1e-9
     assert max(metrics["mi_estimate"], metrics["mi_seq_estimate"]) <= bound
     assert metrics["mi_estimate_paper"] <= metrics["mi_upper_bound_paper"] + 1e-9 <= bound
@@ -114,7 +128,7 @@ def test_information_stays_below_its_bounds_and_the_papers_below_the_published(t
 
 
 def test_thoughts_that_only_one_prompt_allows_reach_the_bound() -> None:
-    metrics = compute_information_metrics(*make_separable_thoughts(5, other_logprob=-500.0)[:3])
+    metrics = measure_information(make_separable_thoughts(5, other_logprob=-500.0))
     assert metrics["mi_estimate"] == pytest.approx(math.log(5))
     assert metrics["mi_estimate_paper"] == pytest.approx(metrics["mi_upper_bound_paper"])
 
@@ -129,10 +143,8 @@ def test_thoughts_that_ignore_their_prompt_carry_no_information() -> None:
 def test_information_has_the_sign_of_the_own_prompts_advantage() -> None:
     separable, misleading = make_separable_thoughts(4), make_separable_thoughts(4, own_logprob=-9.0, other_logprob=-1.0)
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper", "mi_zscore", "mi_zscore_seq"):
-        assert (
-            compute_information_metrics(*separable[:3])[name] > 0 > compute_information_metrics(*misleading[:3])[name]
-        )
-    metrics = compute_information_metrics(*separable[:3])
+        assert measure_information(separable)[name] > 0 > measure_information(misleading)[name]
+    metrics = measure_information(separable)
     assert 0 < metrics["conditional_entropy_est"] < metrics["reasoning_entropy_est"]
     assert metrics["matched_log_prob_mean"] == -1.0
 
@@ -150,17 +162,12 @@ def test_the_order_of_thoughts_and_of_prompts_does_not_matter(thoughts: ScoredTh
         new_columns[thoughts.own_columns[rows]],
         thoughts.classes[columns],
     )
-    original_metrics, shuffled_metrics = (
-        compute_information_metrics(*scored[:3]) for scored in (thoughts, shuffled_thoughts)
-    )
+    original_metrics, shuffled_metrics = (measure_information(scored) for scored in (thoughts, shuffled_thoughts))
     # With abs alone, pytest would not apply rel.
     assert shuffled_metrics == pytest.approx(original_metrics, rel=1e-9, abs=1e-9)
     # Ties rank by column, so that the accuracy is compared only without ties.
     if all(len(set(row)) == len(set(thoughts.classes.tolist())) for row in thoughts.sums.tolist()):
-        accuracies = [
-            compute_retrieval_metrics(scored.sums, scored.own_columns, scored.classes)["retrieval_accuracy"]
-            for scored in (thoughts, shuffled_thoughts)
-        ]
+        accuracies = [measure_retrieval(scored)["retrieval_accuracy"] for scored in (thoughts, shuffled_thoughts)]
         assert accuracies[0] == pytest.approx(accuracies[1])
 
 
@@ -168,7 +175,7 @@ def test_the_order_of_thoughts_and_of_prompts_does_not_matter(thoughts: ScoredTh
 @given(scored_thoughts())
 def test_showing_every_prompt_twice_changes_no_information(thoughts: ScoredThoughts) -> None:
     repeated_sums = thoughts.sums.repeat(1, 2)
-    metrics = compute_information_metrics(thoughts.sums, thoughts.lengths, thoughts.own_columns)
+    metrics = measure_information(thoughts)
     repeated_metrics = compute_information_metrics(repeated_sums, thoughts.lengths, thoughts.own_columns)
     for name in metrics.keys() - {"mi_upper_bound", "mi_upper_bound_paper"}:
         assert repeated_metrics[name] == pytest.approx(metrics[name], abs=1e-9)
@@ -180,7 +187,7 @@ def test_showing_every_prompt_twice_changes_no_information(thoughts: ScoredThoug
 @examples
 @given(st.lists(scored_thoughts(), min_size=1, max_size=4))
 def test_the_moving_average_starts_at_the_first_std_and_keeps_nine_tenths(steps: list[ScoredThoughts]) -> None:
-    metrics = [compute_information_metrics(*step[:3]) for step in steps]
+    metrics = [measure_information(step) for step in steps]
     state, smoothed = None, []
     for step in metrics:
         row, state = smooth_zscores(step, state)
@@ -194,7 +201,7 @@ def test_the_moving_average_starts_at_the_first_std_and_keeps_nine_tenths(steps:
 
 
 def test_a_step_of_the_moving_average_leaves_the_old_state_alone() -> None:
-    metrics = compute_information_metrics(*make_separable_thoughts(3)[:3])
+    metrics = measure_information(make_separable_thoughts(3))
     first_row, state = smooth_zscores(metrics, None)
     assert first_row["mi_zscore_ema"] == metrics["mi_zscore"]
     old_state = dict(state)
@@ -211,7 +218,7 @@ def test_a_step_of_the_moving_average_leaves_the_old_state_alone() -> None:
 @examples
 @given(scored_thoughts())
 def test_retrieval_equals_the_literal_count(thoughts: ScoredThoughts) -> None:
-    metrics = compute_retrieval_metrics(thoughts.sums, thoughts.own_columns, thoughts.classes)
+    metrics = measure_retrieval(thoughts)
     expected = oracles.retrieval(thoughts.sums.tolist(), thoughts.own_columns.tolist(), thoughts.classes.tolist())
     assert metrics.keys() == expected.keys()
     assert metrics == pytest.approx(expected, abs=1e-12)
@@ -220,7 +227,7 @@ def test_retrieval_equals_the_literal_count(thoughts: ScoredThoughts) -> None:
 @examples
 @given(scored_thoughts())
 def test_retrieval_grows_with_k_and_is_certain_among_all_columns(thoughts: ScoredThoughts) -> None:
-    metrics = compute_retrieval_metrics(thoughts.sums, thoughts.own_columns, thoughts.classes)
+    metrics = measure_retrieval(thoughts)
     for name in ("retrieval_accuracy", "retrieval_chance_level"):
         levels = [metrics[name + suffix] for suffix in ("", "@2", "@4", "@8")]
         assert all(low <= high + 1e-12 for low, high in pairwise(levels))
@@ -232,17 +239,13 @@ def test_retrieval_grows_with_k_and_is_certain_among_all_columns(thoughts: Score
 
 
 def test_retrieval_of_thoughts_that_are_told_apart_and_of_their_opposite() -> None:
-    separable, misleading = (
-        make_separable_thoughts(10),
-        make_separable_thoughts(10, own_logprob=-9.0, other_logprob=-1.0),
-    )
-    metrics = compute_retrieval_metrics(separable.sums, separable.own_columns, separable.classes)
+    metrics = measure_retrieval(make_separable_thoughts(10))
     assert [metrics[f"retrieval_accuracy{k}"] for k in ("", "@2", "@4", "@8")] == [1, 1, 1, 1]
     assert [metrics[f"retrieval_chance_level{k}"] for k in ("", "@2", "@4", "@8")] == pytest.approx(
         [0.1, 0.2, 0.4, 0.8]
     )
     assert [metrics[f"retrieval_above_chance{k}"] for k in ("", "@2")] == pytest.approx([0.9, 0.8])
-    metrics = compute_retrieval_metrics(misleading.sums, misleading.own_columns, misleading.classes)
+    metrics = measure_retrieval(make_separable_thoughts(10, own_logprob=-9.0, other_logprob=-1.0))
     assert [metrics[f"retrieval_accuracy{k}"] for k in ("", "@2", "@4", "@8")] == [0, 0, 0, 0]
     assert metrics["retrieval_above_chance"] == pytest.approx(-0.1)
 
@@ -262,17 +265,11 @@ def test_equal_scores_rank_by_column() -> None:
     metrics = compute_retrieval_metrics(equal_sums, own_columns, torch.arange(3))
     assert metrics["retrieval_accuracy"] == pytest.approx(1 / 3)
     assert metrics["retrieval_accuracy@2"] == pytest.approx(2 / 3)
-    assert (
-        compute_retrieval_metrics(equal_sums, torch.zeros(3, dtype=torch.long), torch.arange(3))["retrieval_accuracy"]
-        == 1
-    )
+    first_column = torch.zeros(3, dtype=torch.long)
+    assert compute_retrieval_metrics(equal_sums, first_column, torch.arange(3))["retrieval_accuracy"] == 1
 
 
 # ---------------------------------------------------------------------------- the control
-
-
-def make_generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @examples
@@ -281,9 +278,7 @@ def test_the_control_approaches_the_mean_over_all_permutations(thoughts: ScoredT
     expected_accuracy = oracles.mean_shuffled_accuracy(
         thoughts.sums.tolist(), thoughts.own_columns.tolist(), thoughts.classes.tolist()
     )
-    accuracy = compute_shuffled_accuracy(
-        thoughts.sums, thoughts.own_columns, thoughts.classes, make_generator(), num_shuffles=2000
-    )
+    accuracy = measure_control(thoughts, num_shuffles=2000)
     # Five standard errors of a share among 2,000 permutations, at most 0.5 each.
     assert accuracy == pytest.approx(expected_accuracy, abs=5 * 0.5 / 2000**0.5)
 
@@ -291,12 +286,8 @@ def test_the_control_approaches_the_mean_over_all_permutations(thoughts: ScoredT
 @pytest.mark.parametrize("own_logprob", [-1.0, -17.0])
 def test_the_control_sits_at_chance_however_well_thoughts_are_told_apart(own_logprob: float) -> None:
     thoughts = make_separable_thoughts(64, own_logprob=own_logprob)
-    chance_level = compute_retrieval_metrics(thoughts.sums, thoughts.own_columns, thoughts.classes)[
-        "retrieval_chance_level"
-    ]
-    accuracy = compute_shuffled_accuracy(
-        thoughts.sums, thoughts.own_columns, thoughts.classes, make_generator(), num_shuffles=400
-    )
+    chance_level = measure_retrieval(thoughts)["retrieval_chance_level"]
+    accuracy = measure_control(thoughts, num_shuffles=400)
     # Hits of one permutation are nearly Poisson(1): five standard errors are 5 / 64 / sqrt(400).
     assert accuracy == pytest.approx(chance_level, abs=5 / 64 / 20)
 
@@ -304,46 +295,25 @@ def test_the_control_sits_at_chance_however_well_thoughts_are_told_apart(own_log
 def test_the_control_is_reproduced_by_its_generator_and_moves_nothing() -> None:
     thoughts = make_separable_thoughts(6)
     original_columns = thoughts.own_columns.clone()
-    accuracies = [
-        compute_shuffled_accuracy(thoughts.sums, thoughts.own_columns, thoughts.classes, make_generator(3), 7)
-        for _ in range(2)
-    ]
+    accuracies = [measure_control(thoughts, 7, seed=3) for _ in range(2)]
     assert accuracies[0] == accuracies[1]
     assert torch.equal(thoughts.own_columns, original_columns)
     single_thought = ScoredThoughts(thoughts.sums[:1], thoughts.lengths[:1], thoughts.own_columns[:1], thoughts.classes)
-    assert (
-        compute_shuffled_accuracy(
-            single_thought.sums, single_thought.own_columns, single_thought.classes, make_generator()
-        )
-        == 1
-    )
+    assert measure_control(single_thought) == 1
 
 
 # ---------------------------------------------------------------------------- refusals
 
 
-def test_one_prompt_or_no_thought_is_refused() -> None:
-    no_columns = torch.zeros(0, dtype=torch.long)
-    one_column = torch.zeros(1, dtype=torch.long)
-    for sums, own_columns in (
-        (torch.zeros(1, 1), one_column),
-        (torch.zeros(0, 2), no_columns),
-        (torch.zeros(0, 0), no_columns),
-    ):
-        classes = torch.arange(sums.shape[1])
-        for call in (
-            lambda sums=sums, own_columns=own_columns: compute_information_metrics(
-                sums, torch.ones(len(own_columns)), own_columns
-            ),
-            lambda sums=sums, own_columns=own_columns, classes=classes: compute_retrieval_metrics(
-                sums, own_columns, classes
-            ),
-            lambda sums=sums, own_columns=own_columns, classes=classes: compute_shuffled_accuracy(
-                sums, own_columns, classes, make_generator()
-            ),
-        ):
-            with pytest.raises(ValueError, match=r"at least 1 thought and 2 prompts.*Leave out the diagnostics"):
-                call()
+@pytest.mark.parametrize("shape", [(1, 1), (0, 2), (0, 0)])
+@pytest.mark.parametrize("measure", [measure_information, measure_retrieval, measure_control])
+def test_one_prompt_or_no_thought_is_refused(
+    measure: Callable[[ScoredThoughts], object], shape: tuple[int, int]
+) -> None:
+    rows, columns = shape
+    own_columns = torch.zeros(rows, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"at least 1 thought and 2 prompts.*Leave out the diagnostics"):
+        measure(ScoredThoughts(torch.zeros(shape), torch.ones(rows), own_columns, torch.arange(columns)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -351,6 +321,6 @@ def test_scores_that_are_not_finite_are_refused(value: float) -> None:
     thoughts = make_separable_thoughts(3)
     thoughts.sums[1, 2] = value
     with pytest.raises(ValueError, match="not finite"):
-        compute_information_metrics(*thoughts[:3])
+        measure_information(thoughts)
     with pytest.raises(ValueError, match="not finite"):
-        compute_retrieval_metrics(thoughts.sums, thoughts.own_columns, thoughts.classes)
+        measure_retrieval(thoughts)

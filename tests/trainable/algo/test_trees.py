@@ -58,11 +58,7 @@ def compute_segment_weights(shape: Shape, weighting: TreeWeighting, train_childr
         # One child of two turns.
         ([[1, 2]], [1, 1 / 2, 1 / 2], [1 / 2, 1 / 4, 1 / 4]),
         # Two children, of one turn and of three.
-        (
-            [[2, 1, 3]],
-            [1 / 2, 1 / 2, 1 / 2, 1 / 6, 1 / 6, 1 / 6],
-            [1 / 4, 1 / 4, 1 / 4, 1 / 12, 1 / 12, 1 / 12],
-        ),
+        ([[2, 1, 3]], [1 / 2, 1 / 2, 1 / 2, 1 / 6, 1 / 6, 1 / 6], [1 / 4, 1 / 4, 1 / 4, 1 / 12, 1 / 12, 1 / 12]),
     ],
 )
 def test_hand_worked_trees(shape: Shape, published: list[float], invariant: list[float]) -> None:

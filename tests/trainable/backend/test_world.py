@@ -16,14 +16,7 @@ from hypothesis import strategies as st
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.algo.batching import order_length_stratified
 from trainable.backend.meter import Meter
-from trainable.backend.world import (
-    SINGLE_PROCESS,
-    Rendezvous,
-    World,
-    compute_local_range,
-    shard_rows,
-    skip_child_seeds,
-)
+from trainable.backend.world import SINGLE_PROCESS, Rendezvous, World, compute_local_range, shard_rows, skip_child_seeds
 from trainable.config.seeds import make_rng
 from trainable.ppo import update
 from trainable.ppo.trainer import PPOTrainer

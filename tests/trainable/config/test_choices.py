@@ -6,12 +6,7 @@ from tests.fakes.scripted import make_small_config
 from trainable.algo.filters import TopKAbs, parse_rule
 from trainable.algo.losses import KL_FORMULAS
 from trainable.algo.names import KL_KINDS
-from trainable.config.choices import (
-    ADVANTAGE_ESTIMATORS,
-    FILTER_STRATEGIES,
-    POLICY_LOSSES,
-    find_unused_settings,
-)
+from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ActorConfig, FilterConfig
 from trainable.ppo.phases import plan_step

@@ -250,10 +250,7 @@ def test_states_by_seconds_can_be_turned_off(config: BaseRunConfig) -> None:
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        (
-            "actor_rollout_ref.rollout.tensor_model_parallel_size",
-            "Tensor parallelism is missing: every GPU of a run",
-        ),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "Tensor parallelism is missing: every GPU of a run"),
         ("trainer.nnodes", "A run is on one node: nothing places its ranks on several"),
         ("gradient_accumulation_steps", "Gradients are accumulated over the micro-batches of a mini-batch: type"),
         ("lr_scheduler_type", "The learning rate is constant, without warm-up and schedule"),

@@ -41,9 +41,7 @@ def test_a_wrong_setting_is_refused_in_one_sentence(key: str, value: object, mes
     assert str(raised.value).count(": must be ") == 1
 
 
-def test_a_run_without_adapters_keeps_the_hash_from_before_adapters_existed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_without_adapters_keeps_the_hash_from_before_adapters_existed(monkeypatch: pytest.MonkeyPatch) -> None:
     default_config, rank_override = RunConfig(), {"lora_rank": 8}
     adapter_hashes = [
         apply_overrides(default_config, {**rank_override, **extra_overrides}).compute_hash()

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,22 +12,16 @@ import torch
 from tests.fakes.scripted import make_small_config
 from tests.fakes.trainers import drop_times, make_quiet_trainer, replay_step, run_steps
 from tests.oracles import mutual_information as oracle
+from tests.trainable.diagnostics.conftest import Rollout
 from trainable.config.sections import CollapseDetectionConfig
 from trainable.diagnostics.collapse import Diagnosis, diagnose_episodes, is_due
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_first_turn_pairs, sample_trajectory_pairs
-from trainable.envs.level_sets import make_training_levels
-from trainable.envs.prompts import make_prompt_template
-from trainable.envs.sokoban.game import Sokoban
 from trainable.language_model import TRAINER as LANGUAGE_MODEL
-from trainable.models.codec import Codec
-from trainable.models.load import load_policy, make_codec
+from trainable.models.load import load_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
-from trainable.rollout.sampler import SamplingParams
-from trainable.rollout.torch_sampler import TorchSampler
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STEP_COLUMNS, TIME_COLUMNS
 
@@ -40,34 +33,6 @@ FIRST_TURN_COLUMNS = {name for name in COLUMNS if "collapse_first_turn_" in name
 FIRST_TURN_COUNTS = {f"collapse_first_turn_{name}" for name in ("num_total", "num_valid", "valid_rate")}
 TRAJECTORY_COLUMNS = {name for name in COLUMNS if "collapse_trajectory_" in name}
 TIME_NAMES = {"seconds_collapse_first_turn", "seconds_collapse_multi_turn"}
-
-
-class Rollout(NamedTuple):
-    """A policy and the episodes that it played."""
-
-    model: Qwen2
-    codec: Codec
-    episodes: list[Episode]
-
-
-@pytest.fixture(scope="module")
-def rollout() -> Rollout:
-    policy = load_policy("sokoban-tiny", torch.device("cpu"))
-    codec = make_codec(policy.tokenizer)
-    rules = EpisodeLimits(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
-    episodes = roll_out_episodes(
-        Sokoban(),
-        make_training_levels(Sokoban(), 0, 1, 3, 10_000),
-        6,
-        TorchSampler(policy.model),
-        make_prompt_template(Sokoban(), "compact", 10),
-        codec,
-        rules,
-        SamplingParams(1.0, 24, policy.stop_token),
-        np.random.default_rng(0),
-        draw_luck(np.random.default_rng(0), 18, rules),
-    )
-    return Rollout(policy.model, codec, episodes)
 
 
 def diagnose(

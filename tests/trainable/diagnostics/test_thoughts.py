@@ -2,12 +2,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.strategies.algo import examples
+from tests.trainable.diagnostics.conftest import Rollout
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.diagnostics.thoughts import (
     Turn,
@@ -16,15 +16,9 @@ from trainable.diagnostics.thoughts import (
     sample_first_turn_pairs,
     sample_trajectory_pairs,
 )
-from trainable.envs.level_sets import make_training_levels
-from trainable.envs.prompts import END_OF_MESSAGE, make_prompt_template
-from trainable.envs.sokoban.game import Sokoban
-from trainable.models.codec import Codec
-from trainable.models.load import load_policy, make_codec
+from trainable.envs.prompts import END_OF_MESSAGE
+from trainable.models.load import make_codec
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
-from trainable.rollout.sampler import SamplingParams
-from trainable.rollout.torch_sampler import TorchSampler
 from trainable.tiny.policies import SOKOBAN_TINY
 
 TINY_TOKENIZER = SOKOBAN_TINY.build_tokenizer()
@@ -264,37 +258,16 @@ def test_no_valid_turn_gives_no_pairs() -> None:
 # ---------------------------------------------------------------------------- a real rollout
 
 
-@pytest.fixture(scope="module")
-def rollout() -> tuple[list[Episode], Codec]:
-    policy = load_policy("sokoban-tiny", torch.device("cpu"))
-    codec = make_codec(policy.tokenizer)
-    rules = EpisodeLimits(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
-    episodes = roll_out_episodes(
-        Sokoban(),
-        make_training_levels(Sokoban(), 0, 1, 3, 10_000),
-        6,
-        TorchSampler(policy.model),
-        make_prompt_template(Sokoban(), "compact", 10),
-        codec,
-        rules,
-        SamplingParams(1.0, 24, policy.stop_token),
-        np.random.default_rng(0),
-        draw_luck(np.random.default_rng(0), 18, rules),
-    )
-    return episodes, codec
-
-
-def test_thoughts_of_a_rollout_equal_those_of_its_texts(rollout: tuple[list[Episode], Codec]) -> None:
-    episodes, codec = rollout
+def test_thoughts_of_a_rollout_equal_those_of_its_texts(rollout: Rollout) -> None:
+    _, codec, episodes = rollout
     for episode, turns in zip(episodes, read_turns(episodes, codec), strict=True):
         for text, turn in zip(episode.texts, turns, strict=True):
             expected = text.split("</think>")[0].strip() if "</think>" in text else ""
             assert codec.decode([turn.thought])[0].strip() == expected
 
 
-def test_the_score_of_a_thought_after_its_prompt_is_that_of_the_sampler(rollout: tuple[list[Episode], Codec]) -> None:
-    episodes, codec = rollout
-    model = load_policy("sokoban-tiny", torch.device("cpu")).model
+def test_the_score_of_a_thought_after_its_prompt_is_that_of_the_sampler(rollout: Rollout) -> None:
+    model, codec, episodes = rollout
     num_compared = 0
     for episode, turns in zip(episodes, read_turns(episodes, codec), strict=True):
         for turn in turns:

@@ -165,14 +165,7 @@ def test_demonstrations_go_on_where_a_call_ended():
         (level_sets.make_training_levels, (SOKOBAN, 0, 0, 8), "step 0"),
         (level_sets.make_training_levels, (SOKOBAN, 0, 1, 0), "0 groups"),
         (held_out.make_test_levels, (513,), "between 0 and 512"),
-        (
-            level_sets.make_demonstration_levels,
-            (
-                SOKOBAN,
-                -1,
-            ),
-            "-1 demonstration levels",
-        ),
+        (level_sets.make_demonstration_levels, (SOKOBAN, -1), "-1 demonstration levels"),
         (level_sets.make_demonstration_levels, (SOKOBAN, 3, 200_000_000), "test seeds"),
     ],
 )

@@ -293,9 +293,7 @@ def test_optimizer_steps_by_groups_kept(groups_kept: int, batch_size: int, optim
 
 def test_the_batch_is_a_multiple_of_the_groups_too() -> None:
     trainer = make_quiet_trainer(
-        env__env_groups=3,
-        filter__rollout_filter_strategy="top_k_abs",
-        filter__rollout_filter_value=2,
+        env__env_groups=3, filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=2
     )
     (row,) = run_steps(trainer, 1)
     # Eight episodes of two groups are filled up to a multiple of lcm(3 groups, mini-batch 4).

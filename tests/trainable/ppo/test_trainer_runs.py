@@ -353,11 +353,7 @@ def test_it_learns() -> None:
 
 @pytest.mark.parametrize(
     ("device", "gpus", "calls"),
-    [
-        ("cuda", 1.0, [("cudnn", False)]),
-        ("cuda", 0.5, [("cudnn", False), ("fraction", 0.5)]),
-        ("cpu", 0.0, []),
-    ],
+    [("cuda", 1.0, [("cudnn", False)]), ("cuda", 0.5, [("cudnn", False), ("fraction", 0.5)]), ("cpu", 0.0, [])],
 )
 def test_a_run_on_a_gpu_takes_no_more_than_its_share(
     monkeypatch: pytest.MonkeyPatch, device: str, gpus: float, calls: list[tuple[str, float]]

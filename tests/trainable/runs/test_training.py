@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,19 @@ def compare(folder: Path, uninterrupted_run: UninterruptedRun) -> None:
     assert read_episodes(folder / "runs" / "r") == read_episodes(uninterrupted_run[0] / "runs" / "r") != []
 
 
+def train_steps(folder: Path, count: int, **settings: object) -> PPO:
+    trainable = start_trial(folder, **settings)
+    for _ in range(count):
+        trainable.step()
+    return trainable
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stop", [0, 1, 2])
 def test_interrupted_after_a_step_and_started_again(
     stop: int, tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
-    trainable = start_trial(tmp_path)
-    for _ in range(stop):
-        trainable.step()
+    train_steps(tmp_path, stop)
     resumed = start_trial(tmp_path)
     assert [row["step"] for row in get_rows(resumed)] == list(range(1, stop + 1))
     assert [resumed.step()["step"] for _ in range(3 - stop)] == list(range(stop + 1, 4))
@@ -121,10 +127,8 @@ def test_states_are_written_by_steps_and_by_seconds(
 
     monkeypatch.setattr(SingleRunTrainer, "step", train_for_a_while)
     loop._longest_write_seconds = write_seconds
-    try:
+    with closing(loop):
         reports = [loop.step() for _ in step_seconds]
-    finally:
-        loop.close()
     assert [report.last_step for report in reports if report.is_saved] == expected
 
 
@@ -167,11 +171,9 @@ def test_the_state_of_the_best_validation_stays(
         trainer__keep_best=keeps_best,
         trainer__keep_last=keeps_last,
     )
-    try:
+    with closing(loop):
         for _ in values:
             loop.step()
-    finally:
-        loop.close()
     steps = sorted(step for step, _ in iter_checkpoints(tmp_path / "runs" / "r" / "state"))
     best_steps = [] if values == [None] * 6 else [states[0]]
     assert steps == sorted({*(best_steps if keeps_best else ()), *([6] if keeps_last else ())})
@@ -233,11 +235,8 @@ def test_a_checkpoint_is_written_while_the_next_step_samples_and_before_it_updat
     monkeypatch.setattr(run, "write_rolling_checkpoint", write_late)
     monkeypatch.setattr(PPOTrainer, "_collect_episodes", collect_and_tell)
     monkeypatch.setattr(PPOTrainer, "_update_critic", tell_and_update)
-    loop = make_async_loop(tmp_path)
-    try:
+    with closing(make_async_loop(tmp_path)) as loop:
         reports = [loop.step() for _ in range(3)]
-    finally:
-        loop.close()
     expected = ["sampled 1", "updates 1"]
     for step in (2, 3):
         expected += [f"sampled {step}", f"wrote {step - 1}", f"updates {step}"]
@@ -250,10 +249,7 @@ def test_a_checkpoint_is_written_while_the_next_step_samples_and_before_it_updat
 @pytest.mark.long
 def test_checkpoints_in_the_background_equal_those_that_a_run_waits_for(tmp_path: Path) -> None:
     settings = {"trainer__resume_every": 1, "trainer__save_freq": 1}
-    trainable = start_trial(tmp_path / "plain", **settings)
-    for _ in range(3):
-        trainable.step()
-    trainable.cleanup()
+    train_steps(tmp_path / "plain", 3, **settings).cleanup()
     loop = make_async_loop(tmp_path / "async", **settings)
     while not loop.is_over:
         loop.step()
@@ -279,22 +275,16 @@ def test_an_error_of_a_checkpoint_in_the_background_reaches_the_run(
         raise PermissionError("read-only")
 
     loop = make_async_loop(tmp_path, interrupt=str(tmp_path / "interrupt"))
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(run, "write_rolling_checkpoint", fail)
+    with closing(loop), monkeypatch.context() as patched:
+        patched.setattr(run, "write_rolling_checkpoint", fail)
+        loop.step()
+        if is_interrupted:
+            (tmp_path / "interrupt").touch()
+        with pytest.raises(PermissionError, match="read-only"):
             loop.step()
-            if is_interrupted:
-                (tmp_path / "interrupt").touch()
-            with pytest.raises(PermissionError, match="read-only"):
-                loop.step()
-    finally:
-        loop.close()
     (tmp_path / "interrupt").unlink(missing_ok=True)
-    loop = make_async_loop(tmp_path)  # nothing was saved: the steps are trained again
-    try:
+    with closing(make_async_loop(tmp_path)) as loop:  # nothing was saved: the steps are trained again
         assert [loop.step().last_step for _ in range(3)] == [1, 2, 3]
-    finally:
-        loop.close()
     compare(tmp_path, uninterrupted_run)
 
 
@@ -304,18 +294,13 @@ def test_an_interrupted_study_has_its_checkpoint_when_the_step_is_reported(
 ) -> None:
     interrupt = tmp_path / "interrupt"
     loop = make_async_loop(tmp_path, interrupt=str(interrupt))
-    try:
+    with closing(loop):
         assert not loop.step().is_saved
         interrupt.touch()
         assert loop.step().is_saved
         assert find_newest_checkpoint(tmp_path).name == "step_2"
-    finally:
-        loop.close()
-    loop = make_async_loop(tmp_path)
-    try:
+    with closing(make_async_loop(tmp_path)) as loop:
         assert loop.step().last_step == 3
-    finally:
-        loop.close()
     compare(tmp_path, uninterrupted_run)
 
 
@@ -326,13 +311,11 @@ def test_a_run_whose_last_state_is_removed_is_never_trained_again(
 ) -> None:
     for expected_steps in ([1, 2, 3], [3]):
         loop = make_loop(tmp_path, trainer__save_freq=save_freq, trainer__keep_last=False)
-        try:
+        with closing(loop):
             assert not loop.notes
             steps = []
             while not steps or not loop.is_over:
                 steps.append(loop.step().last_step)
-        finally:
-            loop.close()
         assert steps == expected_steps
         assert list(iter_checkpoints(tmp_path / "runs" / "r" / "state")) == []
         saved_steps = [step for step, _ in iter_checkpoints(tmp_path / "saved")]
@@ -343,10 +326,7 @@ def test_a_run_whose_last_state_is_removed_is_never_trained_again(
 @pytest.mark.long
 @pytest.mark.parametrize("keeps_last", [True, False])
 def test_a_state_that_a_dead_process_left_is_removed_by_the_next_start(keeps_last: bool, tmp_path: Path) -> None:
-    trainable = start_trial(tmp_path)
-    for _ in range(3):
-        trainable.step()
-    trainable.cleanup()
+    train_steps(tmp_path, 3).cleanup()
     loop = make_loop(tmp_path, trainer__keep_last=keeps_last)
     loop.close()
     assert loop.is_over
@@ -357,12 +337,10 @@ def test_a_state_that_a_dead_process_left_is_removed_by_the_next_start(keeps_las
 def test_a_saved_last_state_that_is_missing_is_made_again(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
     for expected_steps in ([1, 2, 3], [3]):
         loop, steps = make_loop(tmp_path, trainer__save_freq=2, trainer__keep_last=False), []
-        try:
+        with closing(loop):
             assert not loop.is_over
             while not loop.is_over:
                 steps.append(loop.step().last_step)
-        finally:
-            loop.close()
         assert steps == expected_steps
         assert [step for step, _ in iter_checkpoints(tmp_path / "saved")] == [3, 2]
         shutil.rmtree(tmp_path / "saved" / "global_step_3")
@@ -410,9 +388,7 @@ DAMAGES = (truncate, flip_byte, Path.unlink)
 def test_a_damaged_state_is_named_and_the_one_before_is_used(
     tmp_path: Path, uninterrupted_run: UninterruptedRun, name: str, damage: Callable[[Path], None]
 ) -> None:
-    trainable = start_trial(tmp_path)
-    trainable.step()
-    trainable.step()
+    train_steps(tmp_path, 2)
     damaged = find_newest_checkpoint(tmp_path)
     damage(damaged / name)
     resumed = start_trial(tmp_path)
@@ -439,9 +415,7 @@ def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, uninte
 def test_a_kept_checkpoint_is_used_where_every_rolling_state_is_damaged(
     tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
-    trainable = start_trial(tmp_path, trainer__save_freq=1)
-    trainable.step()
-    trainable.step()
+    train_steps(tmp_path, 2, trainer__save_freq=1)
     for _, path in iter_checkpoints(tmp_path / "runs" / "r" / "state"):
         truncate(path / "state.json")
     truncate(tmp_path / "saved" / "global_step_2" / "checksums.json")
@@ -479,9 +453,7 @@ def drop_kl_coef(values: Row) -> Row:
 def test_a_whole_state_that_is_not_this_runs_is_not_used(
     tmp_path: Path, uninterrupted_run: UninterruptedRun, change: Callable[[Row], Row], reason: str
 ) -> None:
-    trainable = start_trial(tmp_path)
-    trainable.step()
-    trainable.step()
+    train_steps(tmp_path, 2)
     tensors, values = read_checkpoint(find_newest_checkpoint(tmp_path))
     write_checkpoint(find_newest_checkpoint(tmp_path), tensors, change(values))
     resumed = start_trial(tmp_path)
@@ -497,9 +469,7 @@ def test_a_whole_state_that_is_not_this_runs_is_not_used(
 def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
     tmp_path: Path, uninterrupted_run: UninterruptedRun, change: str
 ) -> None:
-    trainable = start_trial(tmp_path)
-    trainable.step()
-    trainable.step()
+    train_steps(tmp_path, 2)
     tensors, values = read_checkpoint(find_newest_checkpoint(tmp_path))
     name = "critic_optimizer/0/exp_avg"
     changed_tensors = {
@@ -522,9 +492,7 @@ def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
 
 @pytest.mark.long
 def test_a_state_without_its_rows_is_not_used(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
-    trainable = start_trial(tmp_path)
-    trainable.step()
-    trainable.step()
+    train_steps(tmp_path, 2)
     metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines()[1] + "\n")  # the row of step 1 is gone
     resumed = start_trial(tmp_path)
@@ -539,9 +507,7 @@ def test_a_state_without_its_rows_is_not_used(tmp_path: Path, uninterrupted_run:
 def test_a_state_without_its_evaluations_is_not_used(
     tmp_path: Path, uninterrupted_run: UninterruptedRun, name: str, line_count: int
 ) -> None:
-    trainable = start_trial(tmp_path)
-    trainable.step()
-    trainable.step()
+    train_steps(tmp_path, 2)
     (tmp_path / "runs" / "r" / name).unlink()
     resumed = start_trial(tmp_path)
     rows = [resumed.step() for _ in range(3)]
@@ -555,9 +521,7 @@ def test_a_state_without_its_evaluations_is_not_used(
 def test_one_lost_evaluation_is_trained_again(
     tmp_path: Path, uninterrupted_run: UninterruptedRun, line_index: int
 ) -> None:
-    trainable = start_trial(tmp_path)
-    trainable.step()
-    trainable.step()
+    train_steps(tmp_path, 2)
     path = tmp_path / "runs" / "r" / "levels.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) == 3
@@ -575,9 +539,7 @@ def test_one_lost_evaluation_is_trained_again(
 def test_a_run_that_abandoned_lines_continues_from_the_checkpoints_after_them(tmp_path: Path) -> None:
     """The evaluations have no line after the abandoned ones until the next validation."""
     settings: dict[str, object] = {"trainer__total_training_steps": 5, "trainer__test_freq": 5}
-    first_trial = start_trial(tmp_path, **settings)
-    for _ in range(3):
-        first_trial.step()
+    train_steps(tmp_path, 3, **settings)
     path = tmp_path / "runs" / "r" / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], lines[2].replace(b'"groups": 2', b'"groups": 3')]))
@@ -628,9 +590,7 @@ def test_a_finished_run_with_a_changed_letter_of_an_episode_is_trained_again(
 
 
 def test_trained_episodes_are_in_the_file_beside_those_of_validations(tmp_path: Path) -> None:
-    trial = start_trial(tmp_path, trainer__log_train_generations=3, trainer__test_freq=1)
-    for _ in range(2):
-        trial.step()
+    train_steps(tmp_path, 2, trainer__log_train_generations=3, trainer__test_freq=1)
     run_dir = tmp_path / "runs" / "r"
     assert RunLines.read(run_dir).find_damage() == []
     episodes = read_episodes(run_dir)

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import analysis
-from trainable.diagnostics.token_scores import format_transcript, score_tokens
 from trainable.files.json_lines import read_lines
 from trainable.models.lora import find_adapters
 from tune_study.commands import probe
@@ -107,20 +107,15 @@ def test_resumed_from_its_first_state_it_ends_as_it_did(study: Path, tmp_path: P
     assert all(torch.equal(resumed_tensors[name], value) for name, value in expected_tensors.items())
 
 
-def test_a_restored_run_is_its_adapters_and_says_what_it_says(study: Path) -> None:
-    trainers = {step: probe.restore(study / RUN, step=step) for step in (1, 2)}
+def test_a_restored_run_has_its_adapters(study: Path) -> None:
+    trainer = probe.restore(study / RUN, step=2)
     tensors = load_file(find_checkpoint(study, 2) / "state.safetensors")
-    for name, layer in find_adapters(trainers[2].model):
+    for name, layer in find_adapters(trainer.model):
         assert torch.equal(layer.lora_B["default"].weight, tensors[f"actor/{name}.lora_B.default.weight"])
-    episodes = trainers[2].roll_out(trainers[2].val_levels[:2], 1, "sampling")
-    assert f"level {episodes[0].level_seed}" in format_transcript(episodes[0], trainers[2].codec)
-    scores = {step: score_tokens(trainer, episodes) for step, trainer in trainers.items()}
-    for episode, token_scores in zip(episodes, scores[2], strict=True):
-        assert [token.logprob for token in token_scores] == pytest.approx(
-            episode.logprobs[episode.mask].tolist(), abs=1e-4
-        )
-        assert all(token.value is not None for token in token_scores)
-    assert scores[1] != scores[2]
+    other_trainer = probe.restore(study / RUN, step=1)
+    episodes, other_episodes = (t.roll_out(trainer.val_levels[:2], 1, "sampling") for t in (trainer, other_trainer))
+    logprobs, other_logprobs = episodes[0].logprobs, other_episodes[0].logprobs
+    assert logprobs.shape != other_logprobs.shape or not np.array_equal(logprobs, other_logprobs)
 
 
 def test_a_probe_measures_gradients_of_adapters(study: Path) -> None:

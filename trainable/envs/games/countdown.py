@@ -1,7 +1,11 @@
 """Countdown: combine all numbers to the target, in one turn; the rewards of RAGEN, with a parser instead of `eval`."""
 
+import ast
+import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
@@ -11,12 +15,60 @@ import numpy.typing as npt
 
 from trainable.config.setting_types import PromptStyle
 from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits, TurnOutcome
-from trainable.envs.games.arithmetic import parse_expression
 from trainable.envs.level_sets import find_test_levels
 
 REWARD_TARGET = 1.0
 REWARD_NUMBERS = 0.1
 """For an expression of exactly the given numbers that misses the target."""
+MAX_LENGTH = 200
+"""Maximum number of characters of an expression, which bounds parsing time and nesting."""
+
+_TEXT = re.compile(r"(?:\s*(?:[0-9]{1,9}(?![0-9])|[-+*/()]))*\s*")
+_TOKEN = re.compile(r"[0-9]+|[-+*/()]")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+class Expression(NamedTuple):
+    """A parsed expression.
+
+    text: its tokens without blanks. numbers: in the order of the text. value: the exact result; None after a division
+    by zero.
+    """
+
+    text: str
+    numbers: tuple[int, ...]
+    value: Fraction | None
+
+
+def parse_expression(text: str) -> Expression | None:
+    """Parse numbers of up to nine digits, joined by +, -, *, / and parentheses; return None for any other text.
+
+    Example:
+        >>> parse_expression("(1 + 2) * 3").value
+        Fraction(9, 1)
+    """
+    tokens = _TOKEN.findall(text)
+    if not tokens or len(text) > MAX_LENGTH or not _TEXT.fullmatch(text):
+        return None
+    # Blanks between the tokens, so that Python sees no ** or //. It refuses leading zeros.
+    source = " ".join(str(int(token)) if token.isdigit() else token for token in tokens)
+    try:
+        tree = ast.parse(source, mode="eval").body
+    except SyntaxError:
+        return None
+    if not all(isinstance(node, ast.BinOp | ast.Constant | ast.operator) for node in ast.walk(tree)):
+        return None  # a sign, a call or an empty tuple
+    try:
+        value = _compute(tree)
+    except ZeroDivisionError:
+        value = None
+    return Expression("".join(tokens), tuple(int(token) for token in tokens if token.isdigit()), value)
+
+
+def _compute(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_compute(node.left), _compute(node.right))
+    return Fraction(ast.literal_eval(node))
 
 
 @dataclass(frozen=True, eq=False)

@@ -131,10 +131,7 @@ def _try_generate(python_rng: random.Random, numpy_rng: np.random.RandomState, s
 
 
 def _carve(python_rng: random.Random, settings: _Settings, grid: "_Grid") -> int:
-    """Walk at random and stamp floor; return a bit mask of the inner cells that became floor.
-
-    The order of the random draws must stay as published.
-    """
+    """Walk at random (in the published order of draws) and stamp floor; return a bit mask of the inner floor cells."""
     height, width = settings.rows - 2, settings.cols - 2
     row_step, col_step = python_rng.choice(_WALK_DIRECTIONS)
     # As published, the walk may start on the far border; the first step moves it inside.

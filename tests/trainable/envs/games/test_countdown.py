@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.strategies.examples import draw_examples
 from trainable.envs.environment import TurnLimits
-from trainable.envs.games.arithmetic import MAX_LENGTH, parse_expression
-from trainable.envs.games.countdown import Countdown, ProblemState
+from trainable.envs.games.countdown import MAX_LENGTH, Countdown, ProblemState, parse_expression
 from trainable.envs.level_sets import collect_level_keys, make_validation_levels
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
