@@ -154,7 +154,7 @@ def check_recordable(plan: StudyPlan) -> None:
 def _list_earlier_declarations(plan: StudyPlan, previous: StudyRecord) -> tuple[SourceFile, ...]:
     """List the declarations of earlier starts that differ from the current one, oldest first."""
     earlier, declaration = previous.earlier_declarations, previous.declaration
-    is_changed = declaration is not None and plan.source is not None and declaration.sha256 != plan.source.sha256
+    is_changed = declaration is not None and plan.source is not None and declaration.sha256 != plan.source.record.sha256
     return (*earlier, declaration) if is_changed and declaration is not None else earlier
 
 
@@ -179,7 +179,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         command=format_command_line(),
         versions=read_versions(),
         git=read_git_state(Path(__file__).parent),
-        declaration=None if plan.source is None else plan.source.sha256,
+        declaration=None if plan.source is None else plan.source.record.sha256,
         wandb=plan.wandb,
     )
     record = replace(

@@ -4,7 +4,6 @@ Only a file whose path was typed is executed. A results folder records the text 
 comparison; a path in a folder is shown and never opened.
 """
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import NamedTuple
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
-from trainable.config.own_parts import OwnPartError, execute_text
+from trainable.config.own_parts import OwnPartError, PartFile, register_file
 from trainable.config.setting_types import format_value
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.runs.study_record import SourceFile
 from tune_study.plan.errors import PlanError, as_plan_error
-from tune_study.plan.own_parts import CODE_OPTION, format_changes, load_typed_files, read_source
+from tune_study.plan.own_parts import CODE_OPTION, load_typed_files, read_source, refuse_change
 
 NEW_COMMAND = format_command("new", "NAME", "--vary", "actor.lr=1e-4,3e-4")
 """An example of the command that writes the file of a study."""
@@ -30,16 +29,14 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 class StudySource(NamedTuple):
-    """Where the declaration of a study comes from.
-
-    typed: the path as it was typed. text: the content of the file. sha256: hash of the text. accepts_change: whether a
-    study that was started with another text may continue.
-    """
+    """Where the declaration of a study comes from."""
 
     typed: str
+    """The path of its file, maybe with a variable, as it was typed; empty for a study that was declared in Python."""
     text: str
-    sha256: str
+    """The content of the file."""
     accepts_change: bool = False
+    """Whether a study that was started with another text may continue."""
 
     @property
     def path(self) -> str:
@@ -49,7 +46,7 @@ class StudySource(NamedTuple):
     @property
     def record(self) -> SourceFile:
         """The record in study.json."""
-        return SourceFile(self.typed, self.sha256, self.text)
+        return SourceFile(self.typed, PartFile(self.typed, self.text).sha256, self.text)
 
 
 class OwnStudy(NamedTuple):
@@ -71,10 +68,9 @@ def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
     Raises PlanError if there is no such file, if it cannot be executed, or if it declares no usable study.
     """
     path_text, variable = _split_path(typed)
-    text = read_source(path_text, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    file = read_source(path_text, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
     with as_plan_error(OwnPartError):
-        module = execute_text(text, path_text, f"own_study_{sha256[:16]}")
+        module = register_file(file)
     study = getattr(module, variable, None)
     if not isinstance(study, Study):
         names = [name for name, value in vars(module).items() if isinstance(value, Study)]
@@ -83,7 +79,7 @@ def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
             advice = f"type {path_text}:{names[0]}"
         raise PlanError(f"{format_value(path_text, 1000)} has no Study called {format_value(variable)}: {advice}.")
     check_study(study, path_text)
-    return OwnStudy(study, StudySource(typed, text, sha256, accepts_change))
+    return OwnStudy(study, StudySource(typed, file.text, accepts_change))
 
 
 def load_typed_code(
@@ -115,14 +111,12 @@ def check_same_source(folder: Path, entry: SourceFile, source: StudySource) -> N
 
     entry: the declaration in study.json of `folder`.
     """
-    if source.sha256 == entry.sha256 or source.accepts_change:
-        return
-    diff = format_changes(entry.text, source.text)
-    raise PlanError(
-        f"{format_value(source.typed, 1000)} has changed since {folder} was started:\n  {diff}\n"
-        "Restore the file, start a new study with another --output, or type --accept-changed-file to continue with the "
-        "changed file, which is recorded. The settings of runs that have started cannot change."
-    )
+    if source.record.sha256 != entry.sha256 and not source.accepts_change:
+        advice = (
+            "Restore the file, start a new study with another --output, or type --accept-changed-file to continue with "
+            "the changed file, which is recorded. The settings of runs that have started cannot change."
+        )
+        refuse_change(folder, entry.text, PartFile(source.typed, source.text), advice)
 
 
 def explain_missing_file(folder: Path, entry: SourceFile) -> str:

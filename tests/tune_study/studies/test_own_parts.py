@@ -80,7 +80,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _without_files_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_parts, "_loaded_files", {})
-    monkeypatch.setattr(own_parts, "_newest_digests", {})
 
 
 def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
