@@ -4,12 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.filesize import decimal
 
 from tune_study.commands.describe import describe_signal
 from tune_study.folder import outputs
 from tune_study.host.console import print_error, print_line
+from tune_study.host.gpus import Gpu
 from tune_study.host.interrupt import TimeLimit, make_interrupt
-from tune_study.placement.disk import DiskBudget
+from tune_study.placement.disk import DiskBudget, format_disk_line
+from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
@@ -22,15 +25,25 @@ _INTERRUPTED_EXIT_CODE = 130
 
 
 class PreparedStudy(NamedTuple):
-    """A study whose requirements were checked, with the results of the checks.
-
-    space_line: disk budget of the study in words, printed when the study starts.
-    """
+    """A study, and the resources that it gets and needs."""
 
     plan: StudyPlan
     resource_plan: ResourcePlan
     disk_budget: DiskBudget
-    space_line: str
+    memory: MemoryPlan | None
+    """None if no memory plan can be made."""
+    used_gpus: tuple[Gpu, ...]
+    """The GPUs of this machine that the study uses."""
+
+    @property
+    def space_line(self) -> str:
+        """The disk budget as a line; for a study with a storage, the space that it needs there."""
+        if self.plan.study_uri is None:
+            return format_disk_line(self.disk_budget)
+        size = self.disk_budget.total_bytes
+        return (
+            f"Storage: {self.plan.study_uri}, {'size unknown' if size is None else f'needs at most {decimal(size)}'}."
+        )
 
 
 def run_prepared_study(

@@ -38,6 +38,7 @@ from trainable.runs.study_record import (
 )
 from tune_study.folder.origin import remember_origin
 from tune_study.folder.statuses import make_timestamp
+from tune_study.host.machine_checks import find_nearest_existing
 from tune_study.plan.errors import PlanError
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan, make_base_config
@@ -304,15 +305,20 @@ def format_command_line() -> str:
 
 
 def check_writable(output: Path, option: str = "--output", advice: str = "type another folder") -> None:
-    """Raise PlanError unless the output folder is writable or can be created in its nearest existing parent.
+    """Raise PlanError unless a file can be written in the output folder or its nearest existing parent.
 
     option: the option or argument that names the folder. advice: what to do if the folder cannot be written.
     """
     if output.exists() and not output.is_dir():
         raise PlanError(f"{option} {output} is a file: type the name of a folder.")
-    nearest = next(folder for folder in (output, *output.parents) if folder.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise PlanError(f"{option} {output} cannot be written ({nearest} does not allow it): {advice}.")
+    nearest = find_nearest_existing(output)
+    try:
+        with tempfile.TemporaryFile(dir=nearest) as file:  # without a name where the system can
+            file.write(os.urandom(2**16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise PlanError(f"{option} {output} cannot be written ({nearest}: {error.strerror}): {advice}.") from None
 
 
 def check_study_links(plan: StudyPlan) -> None:

@@ -11,15 +11,14 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class Gpu(NamedTuple):
-    """One visible GPU.
-
-    id: as in CUDA_VISIBLE_DEVICES, an index or a UUID. uuid: empty if unknown. name: product name, such as
-    `NVIDIA H100 80GB HBM3`.
-    """
+    """One visible GPU."""
 
     id: str
+    """As in CUDA_VISIBLE_DEVICES, an index or a UUID."""
     uuid: str
+    """Empty if unknown."""
     name: str
+    """Product name, such as `NVIDIA H100 80GB HBM3`."""
 
 
 def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -61,10 +60,15 @@ def run_nvidia_smi(query: str) -> str | None:
         return None
 
 
+def split_lines(text: str, n_fields: int, number: int) -> list[list[str]]:
+    """Split the lines of nvidia-smi with this many fields, of which one is a number; other lines are complaints."""
+    rows = [[field.strip() for field in line.split(",", n_fields - 1)] for line in text.splitlines()]
+    return [row for row in rows if len(row) == n_fields and row[number].isdecimal()]
+
+
 def parse_gpu_listing(text: str) -> tuple[Gpu, ...]:
-    """Parse nvidia-smi's lines `index, uuid, name`; other lines, such as errors, are skipped."""
-    rows = [[field.strip() for field in line.split(",", 2)] for line in text.splitlines()]
-    return tuple(Gpu(*row) for row in rows if len(row) == 3 and row[0].isdecimal())
+    """Parse lines `index, uuid, name`."""
+    return tuple(Gpu(*row) for row in split_lines(text, 3, 0))
 
 
 def count_cpus() -> int:

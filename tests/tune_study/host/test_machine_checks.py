@@ -1,9 +1,4 @@
-import errno
 import os
-import resource
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,41 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tune_study.host import machine_checks
-from tune_study.host.gpus import Gpu
-from tune_study.host.machine_checks import CheckResult, GpuMemory, GpuProcess
-
-H100 = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3")
-GB = 10**9
-
-
-@contextmanager
-def limit_resource(resource_kind: int, soft_limit: int) -> Iterator[None]:
-    """Lower a soft limit of this process inside the block."""
-    old_limits = resource.getrlimit(resource_kind)
-    resource.setrlimit(resource_kind, (soft_limit, old_limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource_kind, old_limits)
-
+from tune_study.host.machine_checks import GpuMemory, GpuProcess
 
 # Memory
-
-
-@pytest.mark.parametrize(
-    ("available", "trials", "severity", "advice"),
-    [
-        (1.59 * GB, 1, "problem", "need 1.6 GB"),
-        (1.61 * GB, 1, "ok", ""),
-        (1.61 * GB, 2, "remark", "--max-concurrent 1"),
-        (5 * GB, 8, "remark", "--max-concurrent 6"),
-        (5 * GB, 6, "ok", ""),
-    ],
-)
-def test_memory_is_counted_in_trials(available: float, trials: int, severity: str, advice: str) -> None:
-    result = machine_checks.check_memory(int(available), trials)
-    assert result.severity == severity
-    assert advice in result.text
 
 
 def write_control_group(folder: Path, **numbers: object) -> None:
@@ -82,57 +45,6 @@ def test_no_list_of_control_groups_breaks_the_reading(membership: str) -> None:
 
 def test_the_memory_that_is_available_is_that_of_this_machine() -> None:
     assert 0 < machine_checks.measure_available_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-# Disk
-
-
-def test_a_disk_needs_some_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "not" / "yet"
-    usage = shutil.disk_usage(tmp_path)
-    for free, severity in ((GB, "ok"), (GB - 1, "problem"), (0, "problem")):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
-        result = machine_checks.check_disk(folder, "problem", "Free some.")
-        assert result.severity == severity
-        assert ("Free some." in result.text) == (severity == "problem")
-        assert str(folder) in result.text
-    assert machine_checks.check_disk(folder, "remark", "Free some.").severity == "remark"
-    assert list(tmp_path.iterdir()) == []
-
-
-# The output folder
-
-
-def test_an_output_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-    result = machine_checks.check_output(tmp_path / "new" / "folder")
-    assert result == CheckResult("ok", f"a file can be written in {tmp_path}")
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_an_output_below_a_file_is_a_problem(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("mine")
-    result = machine_checks.check_output(tmp_path / "taken" / "below")
-    assert result.severity == "problem"
-    assert result.text.startswith(f"{tmp_path / 'taken'}: Not a directory")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    result = machine_checks.check_output(tmp_path / "dangling")
-    assert result.severity == "problem"
-
-
-def test_an_output_that_nobody_may_write_is_a_problem() -> None:
-    result = machine_checks.check_output(Path("/proc/no-such-folder"))
-    assert result.severity == "problem"
-    assert result.text.startswith("/proc: ")
-    assert "--output" in result.text
-
-
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    with limit_resource(resource.RLIMIT_FSIZE, 2**12):
-        result = machine_checks.check_output(tmp_path)
-    assert result.severity == "problem"
-    assert result.text.startswith(f"{tmp_path}: {os.strerror(errno.EFBIG)}. ")
-    assert list(tmp_path.iterdir()) == []
 
 
 # Ray's folder
@@ -214,15 +126,3 @@ def test_memory_that_is_printed_is_read_again(listing: list[GpuMemory], missing_
 def test_processes_that_are_printed_are_read_again(listing: list[GpuProcess]) -> None:
     cells = [["[N/A]" if cell is None else str(cell) for cell in entry] for entry in listing]
     assert machine_checks.parse_gpu_processes("\n".join(map(", ".join, cells))) == tuple(listing)
-
-
-def test_visible_gpus_are_listed() -> None:
-    result = machine_checks.check_gpus((H100, Gpu("3", "", "NVIDIA GB10")), 4)
-    assert result == CheckResult("ok", "0 (NVIDIA H100 80GB HBM3), 3 (NVIDIA GB10)")
-
-
-def test_no_gpu_is_a_remark_and_says_which_preset_needs_none() -> None:
-    result, hidden_result = (machine_checks.check_gpus((), count) for count in (0, 2))
-    assert (result.severity, hidden_result.severity) == ("remark", "remark")
-    assert "--preset laptop" in result.text
-    assert "unset CUDA_VISIBLE_DEVICES" in hidden_result.text
