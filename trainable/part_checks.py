@@ -76,11 +76,9 @@ def _require(condition: object, clause: str) -> None:
 
 def _require_tensor(answer: Any, shape: tuple[int, ...], kind: str = "numbers") -> None:
     """Raise unless `answer` is a tensor of this shape, of bools or of finite numbers."""
-    has_kind = isinstance(answer, Tensor) and (
-        answer.dtype == torch.bool if kind == "bools" else answer.is_floating_point()
-    )
-    clause = f"it returned {_describe(answer)}, and a tensor {list(shape)} of {kind} is needed"
-    _require(has_kind and tuple(answer.shape) == shape, clause)
+    has_shape = isinstance(answer, Tensor) and tuple(answer.shape) == shape
+    has_kind = has_shape and (answer.dtype == torch.bool if kind == "bools" else answer.is_floating_point())
+    _require(has_kind, f"it returned {_describe(answer)}, and a tensor {list(shape)} of {kind} is needed")
     _require(torch.isfinite(answer).all(), "it returned numbers that are not finite")
 
 
@@ -160,10 +158,8 @@ def _check_game(game: Any, config: RunConfig) -> None:
     words = _list_example_words(instructions)
     answers = [environment.read_action(word) for word in [*words, "no such word"]]
     actions = tuple(action for action in answers[:-1] if action is not None)
-    _require(
-        actions,
-        "the instructions have no example of an answer, <answer>ACTION</answer>, whose action read_action() knows",
-    )
+    clause = "the instructions have no example of an answer, <answer>ACTION</answer>, whose action read_action() knows"
+    _require(actions, clause)
     texts = [environment.format_state(state, style) for style in ("full", "compact") for state in states]
     has_texts = all(isinstance(text, str) and text for text in [*texts, *actions])
     _require(has_texts, "format_state() did not return a text, or read_action() neither a text nor None")
@@ -173,19 +169,16 @@ def _check_game(game: Any, config: RunConfig) -> None:
     for names in ((), *((action,) for action in dict.fromkeys(actions))):
         _check_outcome(environment.step(environment.start(levels), [names] * len(levels), luck), len(levels), names)
 
-    for shares in (
-        compute(levels, get_turn_limits(config.env))
-        for compute in (environment.compute_chance, environment.compute_best)
-    ):
+    for compute in (environment.compute_chance, environment.compute_best):
+        shares = compute(levels, get_turn_limits(config.env))
         array = np.zeros(len(levels)) if shares is None else np.asarray(shares)
         is_valid = array.shape == (len(levels),) and array.dtype.kind == "f" and ((array >= 0) & (array <= 1)).all()
         clause = f"compute_chance() or compute_best() returned neither None nor {len(levels)} numbers in [0, 1]"
         _require(is_valid, clause)
     column_names = {column.name for column in STEP_COLUMNS}
     for name, measure in environment.measures.items():
-        is_free = str(name).isidentifier() and len(name) <= MAX_MEASURE_LENGTH and f"val_{name}" not in column_names
         _require(
-            is_free,
+            str(name).isidentifier() and len(name) <= MAX_MEASURE_LENGTH and f"val_{name}" not in column_names,
             f"the measure {format_value(name)} cannot be a column: it needs a short name of letters, digits and `_` "
             "that no column of docs/metrics.md has",
         )
@@ -199,15 +192,11 @@ def _check_outcome(outcome: Any, count: int, names: tuple[str, ...]) -> None:
     _require(isinstance(outcome, TurnOutcome), f"{call} {_describe(outcome)}, and a TurnOutcome is needed")
     has_states = isinstance(outcome.states, list) and len(outcome.states) == count
     _require(has_states, f"{call} states that are not a list of {count}")
-    kinds = {"rewards": "floats", "action_counts": "integers", "done": "bools", "success": "bools"}
+    kinds = {"rewards": np.floating, "action_counts": np.integer, "done": np.bool_, "success": np.bool_}
     for name, kind in kinds.items():
         array = getattr(outcome, name)
-        has_kind = (
-            isinstance(array, np.ndarray)
-            and array.shape == (count,)
-            and array.dtype.kind in kind[0] + "u" * (kind == "integers")
-        )
-        _require(has_kind, f"{call} {name} that are not an array of {count} {kind}")
+        has_kind = isinstance(array, np.ndarray) and array.shape == (count,) and np.issubdtype(array.dtype, kind)
+        _require(has_kind, f"{call} {name} that are not an array of {count} numpy.{kind.__name__}")
     _require(not (outcome.success & ~outcome.done).any(), f"{call} success where done is False")
     are_counts = ((outcome.action_counts >= 0) & (outcome.action_counts <= len(names))).all()
     _require(are_counts, f"{call} action_counts that are not between 0 and {len(names)}")

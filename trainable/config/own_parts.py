@@ -10,12 +10,13 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.setting_types import format_value
 
@@ -42,7 +43,7 @@ class PartName(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """The file's name without its folder. Configurations contain only this, so that files can be moved."""
+        """The file's name without its folder: all that configurations have, so that files can be moved."""
         return PurePath(self.path).name
 
     def format(self) -> str:
@@ -134,28 +135,25 @@ def register_file(file: PartFile) -> ModuleType:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error with the innermost line of a plug-in that it comes from: class, message, place and text."""
-    place = _find_place(error)
-    line = f" ({place[0]}: `{format_value(linecache.getline(*place[1:]).strip(), 200)}`)" if place else ""
-    return f"{type(error).__name__}: {format_value(str(error), 500)}{line}"
+    """Describe an error that a plug-in has raised: class, message and place."""
+    place = find_place(error)
+    return f"{type(error).__name__}: {format_value(str(error), 500)}{f' ({place})' if place else ''}"
 
 
 def find_place(error: BaseException) -> str:
-    """Find the innermost line of a plug-in in the traceback of an error, such as "my_loss.py, line 12".
+    """Find the innermost line of a plug-in in the traceback of an error, such as "my_loss.py, line 12: `x / 0`".
 
     Empty if no plug-in was involved.
     """
-    place = _find_place(error)
-    return place[0] if place else ""
-
-
-def _find_place(error: BaseException) -> tuple[str, str, int] | None:
     places = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__", "")).startswith(_MODULE_PREFIX)
     ]
-    return (f"{PurePath(places[-1][0]).name}, line {places[-1][1]}", *places[-1]) if places else None
+    if not places:
+        return ""
+    path, line = places[-1]
+    return f"{PurePath(path).name}, line {line}: `{format_value(linecache.getline(path, line).strip(), 200)}`"
 
 
 def find_registered_file(name: str) -> PartFile | None:
@@ -202,18 +200,13 @@ def _find_loaded_file(part: PartName) -> tuple[PartFile, ModuleType]:
 
 def list_parts(config: BaseRunConfig) -> dict[str, PartName]:
     """List the plug-ins in a configuration by dotted setting, with an index at the end for entries of a list."""
-    return dict(_find_parts(config.model_dump(), ""))
-
-
-def _find_parts(value: object, name: str) -> Iterator[tuple[str, PartName]]:
-    if isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _find_parts(entry, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, tuple | list):
-        for number, entry in enumerate(value):
-            yield from _find_parts(entry, f"{name}.{number}")
-    elif (part := parse_part_name(value)) is not None:
-        yield name, part
+    parts: dict[str, PartName] = {}
+    for name, value in flatten_settings(config.model_dump()).items():
+        is_list = isinstance(value, tuple | list)
+        for number, entry in enumerate(value if is_list else [value]):
+            if (part := parse_part_name(entry)) is not None:
+                parts[f"{name}.{number}" if is_list else name] = part
+    return parts
 
 
 def list_part_files(*configs: BaseRunConfig) -> tuple[PartFile, ...]:

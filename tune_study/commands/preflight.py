@@ -14,10 +14,10 @@ from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
-from tune_study.commands import describe
+from tune_study.commands.describe import PreparedStudy, print_plan
 from tune_study.commands.option_groups import LaunchOptions, StudyOptions
 from tune_study.commands.run_options import ChosenPreset
-from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite
+from tune_study.commands.suites import format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_line
@@ -256,8 +256,7 @@ def _print_plan(
     notes += describe_teachers(plan.model_paths, os.environ, is_local=nodes is None)
     for line in filter(None, [*shortages, *notes]):
         print_line(console, line)
-    gpu_names = tuple(gpu.name for gpu in study.used_gpus)
-    describe.print_plan(console, plan, study.resource_plan, study.space_line, study.memory, gpu_names)
+    print_plan(console, study)
     return not any(shortages)
 
 

@@ -1,20 +1,14 @@
 """Run several studies one after another in one Ray instance, and write an index of them at the end."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from rich.console import Console
-from rich.filesize import decimal
 
-from tune_study.commands.describe import describe_signal
+from tune_study.commands.describe import PreparedStudy, describe_signal
 from tune_study.folder import outputs
 from tune_study.host.console import print_error, print_line
-from tune_study.host.gpus import Gpu
 from tune_study.host.interrupt import TimeLimit, make_interrupt
-from tune_study.placement.disk import DiskBudget, format_disk_line
-from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.plan.remarks import find_remarks
-from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.run import execute_study
@@ -22,28 +16,6 @@ from tune_study.tune.session import SuiteContext
 
 _INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
-
-
-class PreparedStudy(NamedTuple):
-    """A study, and the resources that it gets and needs."""
-
-    plan: StudyPlan
-    resource_plan: ResourcePlan
-    disk_budget: DiskBudget
-    memory: MemoryPlan | None
-    """None if no memory plan can be made."""
-    used_gpus: tuple[Gpu, ...]
-    """The GPUs of this machine that the study uses."""
-
-    @property
-    def space_line(self) -> str:
-        """The disk budget as a line; for a study with a storage, the space that it needs there."""
-        if self.plan.study_uri is None:
-            return format_disk_line(self.disk_budget)
-        size = self.disk_budget.total_bytes
-        return (
-            f"Storage: {self.plan.study_uri}, {'size unknown' if size is None else f'needs at most {decimal(size)}'}."
-        )
 
 
 def run_prepared_study(
@@ -72,14 +44,9 @@ def run_suite(
 ) -> int:
     """Run `plans` one after another until all have run or one is interrupted.
 
-    Args:
-        plans: the studies, in order.
-        prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used
-            disk space; raises PlanError.
-        console: output.
-        skipped_statuses: runs with one of these statuses are not run again.
-        time_limit: when to stop the suite as after Ctrl-C; None without a limit.
-        is_local: False on a cluster.
+    prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used disk
+    space; raises PlanError. skipped_statuses: runs with one of these statuses are not run again. time_limit: when to
+    stop the suite as after Ctrl-C. is_local: False on a cluster.
 
     Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C, and else 1. A failed
     study does not end the suite. Raises FolderLockedError, and writes nothing, while another suite runs in the output

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tune_study.host.gpus import run_nvidia_smi, split_lines
+from tune_study.host.gpus import query_nvidia_smi
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 
 _MAX_SOCKET_PATH_BYTES = 103 if sys.platform == "darwin" else 107
@@ -116,28 +116,21 @@ def measure_scratch_space() -> int:
     return min(shutil.disk_usage(find_nearest_existing(folder)).free for folder in folders)
 
 
-def parse_gpu_memory(text: str) -> tuple[GpuMemory, ...]:
-    """Parse lines `index, uuid, free, total`; values like [N/A] become None."""
-    return tuple(GpuMemory(row[1], _parse_mib(row[2]), _parse_mib(row[3])) for row in split_lines(text, 4, 0))
-
-
-def parse_gpu_processes(text: str) -> tuple[GpuProcess, ...]:
-    """Parse lines `uuid, pid, used`; values like [N/A] become None."""
-    return tuple(GpuProcess(row[0], int(row[1]), _parse_mib(row[2])) for row in split_lines(text, 3, 1))
-
-
-def _parse_mib(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
-
-
 def query_gpu_memory() -> tuple[GpuMemory, ...]:
     """Ask nvidia-smi for the memory of every GPU of this machine; empty if it reports nothing."""
-    return parse_gpu_memory(run_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total") or "")
+    rows = query_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total", 4, number=0) or []
+    return tuple(GpuMemory(uuid, _parse_mib(free), _parse_mib(total)) for _, uuid, free, total in rows)
 
 
 def query_gpu_processes() -> tuple[GpuProcess, ...]:
     """Ask nvidia-smi for the visible processes that use GPU memory."""
-    return parse_gpu_processes(run_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory") or "")
+    rows = query_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", 3, number=1) or []
+    return tuple(GpuProcess(uuid, int(pid), _parse_mib(used)) for uuid, pid, used in rows)
+
+
+def _parse_mib(text: str) -> int | None:
+    """Parse a number of MiB; None for values like [N/A]."""
+    return int(text) if text.isdecimal() else None
 
 
 def format_processes(processes: Sequence[GpuProcess]) -> str:

@@ -48,10 +48,8 @@ def read_source(path_text: str, purpose: str) -> PartFile:
         if len(content) > MAX_SOURCE_BYTES:
             raise PlanError(f"{shown_path} has more than {MAX_SOURCE_BYTES} bytes: type the path of a file {purpose}.")
         return PartFile(path_text, content.decode())
-    except UnicodeDecodeError:
-        raise PlanError(f"{shown_path} is not a text in UTF-8: type the path of a Python file.") from None
-    except OSError as error:
-        raise PlanError(f"{shown_path} cannot be read: {error.strerror}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{shown_path} cannot be read ({error}): type the path of a Python file.") from None
 
 
 def refuse_change(folder: Path, recorded_text: str, file: PartFile, advice: str) -> NoReturn:
@@ -133,14 +131,12 @@ def load_game_settings(name: str) -> dict[str, object]:
 
 def _find_names(value: object) -> Iterator[PartName]:
     """Yield all plug-ins that values of settings name; values may be texts such as `[a.py:rule,b.py:rule]`."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for entry in value:
+    if isinstance(value, str):
+        texts = re.split(r"[\[\],'\"\s]+", value) if value.startswith("[") else [value]
+        yield from filter(None, map(parse_part_name, texts))
+    elif isinstance(value, Mapping | list | tuple):
+        for entry in value.values() if isinstance(value, Mapping) else value:
             yield from _find_names(entry)
-    elif isinstance(value, str):
-        names = map(parse_part_name, re.split(r"[\[\],'\"\s]+", value) if value.startswith("[") else [value])
-        yield from (name for name in names if name is not None)
 
 
 def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:

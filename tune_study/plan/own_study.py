@@ -62,10 +62,10 @@ def is_study_file(name: str) -> bool:
 
 
 def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
-    """Execute the Python file that was typed, and return the study that it declares.
+    """Execute the Python file that was typed, maybe with a variable after a colon, and return its study.
 
-    typed: the path of the file, or path:VARIABLE; the default variable is STUDY. accepts_change: see `StudySource`.
-    Raises PlanError if there is no such file, if it cannot be executed, or if it declares no usable study.
+    accepts_change: see `StudySource`. Raises PlanError if there is no such file, if it cannot be executed, or if it
+    declares no usable study.
     """
     path_text, variable = _split_path(typed)
     file = read_source(path_text, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
@@ -74,9 +74,8 @@ def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
     study = getattr(module, variable, None)
     if not isinstance(study, Study):
         names = [name for name, value in vars(module).items() if isinstance(value, Study)]
-        advice = f"`{format_command('new', 'NAME')}` writes a file that has one"
-        if names:
-            advice = f"type {path_text}:{names[0]}"
+        new_command = format_command("new", "NAME")
+        advice = f"type {path_text}:{names[0]}" if names else f"`{new_command}` writes a file that has one"
         raise PlanError(f"{format_value(path_text, 1000)} has no Study called {format_value(variable)}: {advice}.")
     check_study(study, path_text)
     return OwnStudy(study, StudySource(typed, file.text, accepts_change))
@@ -87,11 +86,7 @@ def load_typed_code(
 ) -> OwnStudy | None:
     """Execute the files of --study and --code to continue a study; return the study, None without --study."""
     own_study = None if study is None else load_own_study(study, accepts_change)
-    paths = list(code_paths or ())
-    # The file of a study may contain plug-ins as well, unless another file of that name was typed.
-    if own_study is not None and Path(own_study.source.path).name not in {Path(path).name for path in paths}:
-        paths.append(own_study.source.path)
-    load_typed_files(paths)
+    load_typed_files(code_paths or ())  # may replace the file of the study, which may have plug-ins as well
     return own_study
 
 
@@ -101,8 +96,8 @@ def list_resume_options(path: str | None, code_paths: Iterable[str] = ()) -> tup
     path: where the study is declared; None or empty if it is in no file. code_paths: its plug-in files. A file that is
     typed with --study is not repeated.
     """
-    study_options = ("--study", path) if path else ()
     other_paths = [code_path for code_path in code_paths if not path or code_path != _split_path(path)[0]]
+    study_options = ("--study", path) if path else ()
     return (*study_options, *(word for code_path in other_paths for word in (CODE_OPTION, code_path)))
 
 

@@ -1,12 +1,16 @@
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tune_study.host import machine_checks
-from tune_study.host.machine_checks import GpuMemory, GpuProcess
+from tune_study.host import gpus, machine_checks
+from tune_study.host.gpus import Gpu, detect_gpus
+from tune_study.host.machine_checks import GpuMemory, GpuProcess, query_gpu_memory, query_gpu_processes
 
 # Memory
 
@@ -92,37 +96,49 @@ GPU-77aa, [N/A], 5
 COMPLAINT = "NVIDIA-SMI has failed because it couldn't communicate, at all, with the NVIDIA driver.\n"
 
 
+def print_in_nvidia_smi(text: str) -> Any:
+    """Let nvidia-smi print this text in the block."""
+    return mock.patch.object(gpus.subprocess, "run", return_value=SimpleNamespace(stdout=text))
+
+
 def test_what_nvidia_smi_prints_is_read() -> None:
-    assert machine_checks.parse_gpu_memory(MEMORY + COMPLAINT) == (
-        GpuMemory("GPU-5a4b", 81037, 81559),
-        GpuMemory("GPU-77aa", None, None),
-        GpuMemory("GPU-88cc", 1024, 81559),
-    )
-    assert machine_checks.parse_gpu_processes(PROCESSES) == (
-        GpuProcess("GPU-88cc", 4242, 70000),
-        GpuProcess("GPU-88cc", 4243, None),
-    )
+    with print_in_nvidia_smi(f"0, GPU-5a4b, NVIDIA H100 80GB HBM3\n1, GPU-77aa, NVIDIA H100, 94GB\n{COMPLAINT}\n"):
+        names = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3"), Gpu("1", "GPU-77aa", "NVIDIA H100, 94GB")
+        assert detect_gpus({}) == names
+    with print_in_nvidia_smi(MEMORY + COMPLAINT):
+        assert query_gpu_memory() == (
+            GpuMemory("GPU-5a4b", 81037, 81559),
+            GpuMemory("GPU-77aa", None, None),
+            GpuMemory("GPU-88cc", 1024, 81559),
+        )
+    with print_in_nvidia_smi(PROCESSES + COMPLAINT):
+        assert query_gpu_processes() == (GpuProcess("GPU-88cc", 4242, 70000), GpuProcess("GPU-88cc", 4243, None))
     for complaint in (COMPLAINT, "No devices were found\n", "No running processes found", ""):
-        assert machine_checks.parse_gpu_memory(complaint) == machine_checks.parse_gpu_processes(complaint) == ()
+        with print_in_nvidia_smi(complaint):
+            assert query_gpu_memory() == query_gpu_processes() == detect_gpus({}) == ()
 
 
 @given(st.text() | st.lists(st.lists(st.text(), max_size=5).map(", ".join)).map("\n".join))
 def test_no_text_breaks_the_reading(text: str) -> None:
-    machine_checks.parse_gpu_memory(text)
-    machine_checks.parse_gpu_processes(text)
+    with print_in_nvidia_smi(text):
+        query_gpu_memory()
+        query_gpu_processes()
 
 
 sizes = st.none() | st.integers(0, 10**6)
 uuids = st.from_regex(r"GPU-[0-9a-f-]{1,36}", fullmatch=True)
 
 
-@given(st.lists(st.builds(GpuMemory, uuids, sizes, sizes)), st.sampled_from(["[N/A]", "[Not Supported]", ""]))
-def test_memory_that_is_printed_is_read_again(listing: list[GpuMemory], missing_text: str) -> None:
-    cells = [[missing_text if cell is None else str(cell) for cell in (i, *entry)] for i, entry in enumerate(listing)]
-    assert machine_checks.parse_gpu_memory("\n".join(map(", ".join, cells))) == tuple(listing)
-
-
-@given(st.lists(st.builds(GpuProcess, uuids, st.integers(1, 2**22), sizes)))
-def test_processes_that_are_printed_are_read_again(listing: list[GpuProcess]) -> None:
-    cells = [["[N/A]" if cell is None else str(cell) for cell in entry] for entry in listing]
-    assert machine_checks.parse_gpu_processes("\n".join(map(", ".join, cells))) == tuple(listing)
+@given(
+    st.lists(st.builds(GpuMemory, uuids, sizes, sizes)),
+    st.lists(st.builds(GpuProcess, uuids, st.integers(1, 2**22), sizes)),
+    st.sampled_from(["[N/A]", "[Not Supported]", ""]),
+)
+def test_what_is_printed_is_read_again(memory: list[GpuMemory], processes: list[GpuProcess], missing: str) -> None:
+    for rows, entries, query in (
+        ([(number, *entry) for number, entry in enumerate(memory)], memory, query_gpu_memory),
+        (processes, processes, query_gpu_processes),
+    ):
+        lines = [", ".join(missing if cell is None else str(cell) for cell in row) for row in rows]
+        with print_in_nvidia_smi("\n".join(lines)):
+            assert list(query()) == entries
