@@ -104,7 +104,7 @@ def try_ray(ray_folder: Path, n_gpus: int, timeout_s: float) -> str:
     elif exit_code < 0:  # Popen reports the signal that ended a process, such as a segmentation fault, like this
         reason = f"it was ended by {signal.Signals(-exit_code).name}"
     # After an error the session folder is kept for its logs. If there is none, Ray failed before it wrote a log.
-    sessions = sorted(ray_folder.glob(f"{FOLDER_PREFIX}{process.pid}*/{RAY_SUBFOLDER}/session_*_{process.pid}"))
+    sessions = sorted(ray_folder.glob(f"{FOLDER_PREFIX}*/{RAY_SUBFOLDER}/session_*_{process.pid}"))
     advice = f"Ray created no session in {ray_folder}; set RAY_TMPDIR to use another folder."
     if sessions:
         advice = f"The logs are in {sessions[-1] / 'logs'}; read gcs_server.* and raylet.* first."

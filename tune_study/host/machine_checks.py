@@ -16,7 +16,7 @@ from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 _MAX_SOCKET_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 """A socket address has at most 108 bytes (104 on a Mac), including the terminating null byte."""
 _LONGEST_SOCKET_NAME = (
-    f"/{FOLDER_PREFIX}4194304/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+    f"/{FOLDER_PREFIX}abcdefgh/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 )
 """Ray's longest name, with Linux' highest process id, 4194304."""
 
