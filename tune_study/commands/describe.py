@@ -55,11 +55,9 @@ def print_study(console: Console, study: Study) -> None:
     print_line(console, f"{study.name}: {study.question.strip()}")
     print_line(console, f"  axis    {study.axis.setting}, option {study.axis.option}")
     grids = study.axis.grids
-    if len(set(grids.values())) == 1:  # all presets have the same values
-        print_line(console, f"  values  {_shorten_values(study, next(iter(grids.values())))}")
-    else:
-        for preset, grid in grids.items():
-            print_line(console, f"  {preset:<7} {_shorten_values(study, grid)}")
+    is_same = len(set(grids.values())) == 1  # all presets have the same values
+    for name, grid in [("values", next(iter(grids.values())))] if is_same else grids.items():
+        print_line(console, f"  {name:<7} {_shorten_values(study, grid)}")
     print_line(console, f"Plan of its runs: {format_command('run', study.name, '--dry-run')}")
 
 
@@ -82,10 +80,8 @@ def make_study_list(studies: Sequence[Study], suites: Mapping[str, Sequence[str]
 def _shorten_values(study: Study, values: tuple[str, ...]) -> str:
     """Format the values of an axis on one line; a long list is cut and ends with its number of values."""
     text = format_values(study, values)
-    if len(text) <= MAX_VALUES_LENGTH:
-        return text
-    beginning = text[:MAX_VALUES_LENGTH].rpartition(",")[0]
-    return f"{beginning},... ({len(values)} values)"
+    is_short = len(text) <= MAX_VALUES_LENGTH
+    return text if is_short else f"{text[:MAX_VALUES_LENGTH].rpartition(',')[0]},... ({len(values)} values)"
 
 
 class PreparedStudy(NamedTuple):
@@ -191,10 +187,8 @@ def _describe_game(plan: StudyPlan) -> list[str]:
     env = plan.ppo_config.env
     lines = [describe_success_range(env)]
     if env.kind.has_trees and env.papers.score == "judge":
-        judge = f"the judge at {env.papers.judge_url}"
-        lines.append(
-            f"Questions, passages, answers and the key in {env.papers.judge_key_variable} are sent to {judge}."
-        )
+        sent_text = f"Questions, passages, answers and the key in {env.papers.judge_key_variable}"
+        lines.append(f"{sent_text} are sent to the judge at {env.papers.judge_url}.")
     return lines
 
 
@@ -212,11 +206,12 @@ def describe_signal(plan: StudyPlan) -> list[str]:
         for config in plan.ppo_configs
         if parse_part_name(config.env.name) is not None and config.model.path in SHIPPED_MODELS
     }
-    if not games:
-        return describe_groups(plan.ppo_configs)
-    from trainable.part_checks import describe_first_replies  # imports torch
+    lines = describe_groups(plan.ppo_configs)
+    if games:
+        from trainable.part_checks import describe_first_replies  # imports torch
 
-    return [*describe_groups(plan.ppo_configs), *filter(None, map(describe_first_replies, games.values()))]
+        lines = [*lines, *filter(None, map(describe_first_replies, games.values()))]
+    return lines
 
 
 def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
@@ -299,11 +294,9 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         step = step_rows[-1]["step"] if step_rows else 0
         if step_rows:
             problems.append((entry.arm, describe_missing_signal(step_rows)))
-        metric_values = (row.get(metric) for row in reversed(step_rows))
         # Rows are read from disk and may be damaged, so values that are not finite numbers are skipped.
-        finite_values = (value for value in map(parse_finite, metric_values) if value is not None)
-        metric_value = next(finite_values, None)
-        metric_text = "-" if metric_value is None else f"{metric_value:.3f}"
+        values = (parse_finite(row.get(metric)) for row in reversed(step_rows))
+        metric_text = next((f"{value:.3f}" for value in values if value is not None), "-")
         cells = [entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text]
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
         rows.append([*cells, f"step {step + 1}: {phase}" if phase else status.reason, entry.run_id])
@@ -378,14 +371,11 @@ def _make_section_rows(
             rows += _make_section_rows(study, annotation, values, f"{prefix}{name}.")
         elif name != "seed":
             is_swept = prefix + name in study.axis.swept_fields
-            defaults = tuple(study.axis.option if is_swept else _format_value(value) for value in values)
-            cells = field.description or "", _format_allowed(annotation, field.metadata)
-            rows.append(SettingRow(prefix + name, defaults, *cells, is_common(field)))
+            texts = [f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value) for value in values]
+            defaults = tuple([study.axis.option] * len(texts) if is_swept else texts)
+            allowed = _format_allowed(annotation, field.metadata)
+            rows.append(SettingRow(prefix + name, defaults, field.description or "", allowed, is_common(field)))
     return rows
-
-
-def _format_value(value: object) -> str:
-    return f"[{', '.join(str(entry) for entry in value)}]" if isinstance(value, tuple) else str(value)
 
 
 def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:

@@ -221,9 +221,8 @@ def explain_misfit(
     """Return (reason, remedies) of the first study that does not fit this machine's GPUs; see `explain_excess`."""
     for plan in plans:
         memory = _estimate_requirements(plan, options, visible_gpus, nodes=None, dry_run=True).memory
-        reason, remedies = ("", []) if memory is None else memory_advice.explain_excess(memory, plan.study)
-        if reason:
-            return reason, remedies
+        if memory is not None and (excess := memory_advice.explain_excess(memory, plan.study))[0]:
+            return excess
     return "", []
 
 
@@ -375,8 +374,7 @@ def _check_game(game: GameRequirements, plan: StudyPlan) -> None:
 def _check_files(plan: StudyPlan) -> None:
     """Raise PlanError if a file, a folder or a model that a study of another family loads is missing.
 
-    The model that is fine-tuned (`StudyPlan.model`) is checked together with its engines, on this machine or on each
-    node.
+    `_list_models` has the models of the others.
     """
     family = plan.study.family
     # Seeds share their files: one configuration per arm is enough.

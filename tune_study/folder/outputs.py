@@ -38,7 +38,6 @@ from trainable.runs.study_record import (
 )
 from tune_study.folder.origin import remember_origin
 from tune_study.folder.statuses import make_timestamp
-from tune_study.host.machine_checks import find_nearest_existing
 from tune_study.plan.errors import PlanError
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan, make_base_config
@@ -311,7 +310,8 @@ def check_writable(output: Path, option: str = "--output", advice: str = "type a
     """
     if output.exists() and not output.is_dir():
         raise PlanError(f"{option} {output} is a file: type the name of a folder.")
-    nearest = find_nearest_existing(output)
+    # May be a file or a dangling link.
+    nearest = next(path for path in (output.absolute(), *output.absolute().parents) if os.path.lexists(path))
     try:
         with tempfile.TemporaryFile(dir=nearest) as file:  # without a name where the system can
             file.write(os.urandom(2**16))

@@ -86,12 +86,6 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def find_nearest_existing(folder: Path) -> Path:
-    """Find `folder` or its nearest existing parent, which may be a file or a dangling link."""
-    candidates = (folder.absolute(), *folder.absolute().parents)
-    return next(candidate for candidate in candidates if os.path.lexists(candidate))
-
-
 def find_ray_folder(environ: Mapping[str, str]) -> Path:
     """Find the folder for Ray's session folder: the one that Ray 2.60 would choose."""
     # Ray reads TMPDIR only on Linux.
@@ -113,7 +107,8 @@ def explain_long_path(ray: Path) -> str:
 def measure_scratch_space() -> int:
     """Measure the free bytes where trials of a study with a storage write: in Ray's and the temporary folder."""
     folders = find_ray_folder(os.environ), Path(tempfile.gettempdir())
-    return min(shutil.disk_usage(find_nearest_existing(folder)).free for folder in folders)
+    existing = (next(path for path in (folder, *folder.parents) if path.exists()) for folder in folders)
+    return min(shutil.disk_usage(path).free for path in existing)
 
 
 def query_gpu_memory() -> tuple[GpuMemory, ...]:

@@ -15,8 +15,7 @@ PPO_REMARKS: tuple[Remark, ...] = (
     Remark(
         lambda c: c.env.max_turn * c.rollout.response_length >= (c.rollout.max_model_len or math.inf),
         "rollout.max_model_len={c.rollout.max_model_len} has no room for the env.max_turn={c.env.max_turn} replies of "
-        "rollout.response_length={c.rollout.response_length} tokens that an episode may have: one whose next reply may "
-        "not fit ends as `out of context`",
+        "rollout.response_length={c.rollout.response_length} tokens: an episode may end as `out of context`",
     ),
     Remark(
         lambda c: c.algorithm.estimator.compares_group and c.env.group_size == 1,
@@ -31,8 +30,7 @@ PPO_REMARKS: tuple[Remark, ...] = (
     Remark(
         lambda c: c.copies_per_step > 0,
         "actor.ppo_mini_batch_size={c.actor.ppo_mini_batch_size} does not divide the {c.episodes_per_step} episodes of "
-        "a step: they are filled up with {c.copies_per_step} random copies, as published, so that some count several "
-        "times",
+        "a step: {c.copies_per_step} random copies fill them up, as published, so that some count several times",
     ),
     Remark(
         lambda c: c.actor.lr >= 1,
@@ -69,15 +67,13 @@ def _find_sentences(plan: StudyPlan) -> Iterator[str]:
             where = "" if len(arms) == len(configs) else f" (in {len(arms)} of {len(configs)} arms, such as {arms[0]})"
             yield f"{remark.sentence.format(c=configs[arms[0]])}{where}."
     if plan.earlier_steps:  # rows of a study that was started with this length do not have these
-        steps, test_freq = plan.earlier_steps[-1], plan.base_config.trainer.test_freq
-        exception = (
-            f"; step {steps} has a validation, although trainer.test_freq={test_freq}, which counts for means of the "
-            "last validations and for rules that count validations"
-        )
+        steps, test_freq, exception = plan.earlier_steps[-1], plan.base_config.trainer.test_freq, ""
+        if test_freq > 0 and steps % test_freq:
+            exception = f"; step {steps} has a validation, although trainer.test_freq={test_freq}, which counts for "
+            exception += "means of the last validations and for rules that count validations"
         yield (
-            f"the runs are trained from step {steps} on{exception if test_freq > 0 and steps % test_freq else ''}. A "
-            "run without a state of its last step (trainer.keep_last=false, or after `clean`) goes back to its newest "
-            "one, or begins again."
+            f"the runs are trained from step {steps} on{exception}. A run without a state of its last step "
+            "(trainer.keep_last=false, or after `clean`) goes back to its newest one, or begins again."
         )
     yield from _describe_unread_settings(plan, list(configs.values()))
     if plan.baseline is not None:
@@ -91,9 +87,8 @@ def _describe_unread_settings(plan: StudyPlan, configs: Sequence[BaseRunConfig])
     declared_settings = flatten_settings(make_base_config(declared, plan.preset).model_dump())
     of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]
     for name, value in flatten_settings(plan.base_config.model_dump()).items():
-        if value == declared_settings[name] or any(value == settings.get(name) for settings in of_games):
-            continue
-        if all(name in advice_by_name for advice_by_name in unread_settings):
+        is_declared = value == declared_settings[name] or any(value == settings.get(name) for settings in of_games)
+        if not is_declared and all(name in advice_by_name for advice_by_name in unread_settings):
             text = f"{value:g}" if isinstance(value, float) else value
             yield f"{name}={text} has no effect: {unread_settings[0][name]}."
 
