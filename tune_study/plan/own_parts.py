@@ -13,7 +13,6 @@ from typing import NoReturn
 from search_spaces.declaration.study import Study
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import (
-    OwnPartError,
     PartFile,
     PartName,
     find_registered_file,
@@ -25,7 +24,7 @@ from trainable.config.own_parts import (
 )
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import SourceFile
-from tune_study.plan.errors import PlanError, as_plan_error
+from tune_study.plan.errors import PlanError
 
 GAME_SETTING = "env.name"
 CODE_OPTION = "--code"
@@ -62,7 +61,10 @@ def refuse_change(folder: Path, recorded_text: str, file: PartFile, advice: str)
 
 
 def load_typed_files(paths: Iterable[str]) -> None:
-    """Read and execute typed files. Raises PlanError if one cannot be used, or if two have the same name."""
+    """Read and execute typed files.
+
+    Raises PlanError if one cannot be read or if two have the same name, and OwnPartError if one cannot be executed.
+    """
     files_by_name: dict[str, PartFile] = {}
     for file in [read_source(path, "that has the parts of the study") for path in dict.fromkeys(paths)]:
         other_file = files_by_name.setdefault(file.name, file)
@@ -72,8 +74,7 @@ def load_typed_files(paths: Iterable[str]) -> None:
                 "is how runs tell their parts apart: rename one of them."
             )
     for file in files_by_name.values():
-        with as_plan_error(OwnPartError):
-            register_file(file)
+        register_file(file)
 
 
 def load_named_files(
@@ -83,7 +84,7 @@ def load_named_files(
 
     study_path: path of the file that declares it, to whose folder paths in its settings are relative; empty for a study
     that no file declares. values: values of its axis, as they were typed; None for all of the preset. typed_values:
-    values of settings that were typed. Raises PlanError as `load_typed_files` does.
+    values of settings that were typed. Raises the errors of `load_typed_files`.
     """
     named_settings = study.axis.named_settings
     # The name of an arm may look like a plug-in, but is not one.
@@ -99,24 +100,22 @@ def load_named_files(
 def pin_typed_values(values: Mapping[str, object]) -> dict[str, object]:
     """Read the plug-in files that typed values of settings name, and add each file's hash to the plug-in's name.
 
-    Raises PlanError if a file cannot be used.
+    Raises the errors of `load_typed_files`.
     """
     load_typed_files(part.path for part in _find_names(values))
-    with as_plan_error(OwnPartError):
-        return {name: pin_values(value) for name, value in values.items()}
+    return {name: pin_values(value) for name, value in values.items()}
 
 
 def load_game_settings(name: str) -> dict[str, object]:
     """Read the file of a plug-in game, and return the settings that come with it: its attribute `settings`.
 
-    name: the game as it was typed, FILE.py:NAME. A game without the attribute has no settings. Raises PlanError if the
-    file or the game cannot be used.
+    name: the game as it was typed, FILE.py:NAME. A game without the attribute has no settings. Raises PlanError or
+    OwnPartError if the file or the game cannot be used.
     """
     part = parse_part_name(name)
     assert part is not None
     load_typed_files([part.path])
-    with as_plan_error(OwnPartError):
-        game = get_part(part._replace(path=part.file_name).format())
+    game = get_part(part._replace(path=part.file_name).format())
     try:
         settings = getattr(game() if callable(game) else game, "settings", {})
     except Exception:  # the check of the game reports the error
@@ -162,7 +161,7 @@ def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:
 
 
 def check_parts(configs: Sequence[BaseRunConfig]) -> None:
-    """Try each plug-in on a small example. Raises PlanError that names the plug-in and what is wrong with it."""
+    """Try each plug-in on a small example. Raises OwnPartError that names the plug-in and what is wrong with it."""
     # A reward is tried on each game's levels.
     configs_by_part = {
         (setting, part, parts.get(GAME_SETTING)): config
@@ -176,5 +175,4 @@ def check_parts(configs: Sequence[BaseRunConfig]) -> None:
 
     # Games first, since other plug-ins are tried with them.
     for (setting, _, _), config in sorted(configs_by_part.items(), key=lambda entry: entry[0][0] != GAME_SETTING):
-        with as_plan_error(OwnPartError):
-            check_part(config, setting)
+        check_part(config, setting)

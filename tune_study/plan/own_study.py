@@ -12,11 +12,11 @@ from typing import NamedTuple
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
-from trainable.config.own_parts import OwnPartError, PartFile, register_file
+from trainable.config.own_parts import PartFile, register_file
 from trainable.config.setting_types import format_value
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.runs.study_record import SourceFile
-from tune_study.plan.errors import PlanError, as_plan_error
+from tune_study.plan.errors import PlanError
 from tune_study.plan.own_parts import CODE_OPTION, load_typed_files, read_source, refuse_change
 
 NEW_COMMAND = format_command("new", "NAME", "--vary", "actor.lr=1e-4,3e-4")
@@ -64,13 +64,12 @@ def is_study_file(name: str) -> bool:
 def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
     """Execute the Python file that was typed, maybe with a variable after a colon, and return its study.
 
-    accepts_change: see `StudySource`. Raises PlanError if there is no such file, if it cannot be executed, or if it
-    declares no usable study.
+    accepts_change: see `StudySource`. Raises PlanError if there is no such file or if it declares no usable study, and
+    OwnPartError if it cannot be executed.
     """
     path_text, variable = _split_path(typed)
     file = read_source(path_text, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
-    with as_plan_error(OwnPartError):
-        module = register_file(file)
+    module = register_file(file)
     study = getattr(module, variable, None)
     if not isinstance(study, Study):
         names = [name for name, value in vars(module).items() if isinstance(value, Study)]
