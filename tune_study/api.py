@@ -55,7 +55,8 @@ def run(
         extend: whether to add new values and seeds to the study that the folder contains.
         max_concurrent: maximum number of concurrent runs; None for as many as the machine holds.
 
-    Raises PlanError or ConfigError (both are ValueErrors) if the study cannot be run, and RuntimeError if a run failed.
+    Raises PlanError, ConfigError or OwnPartError (all are ValueErrors) if the study cannot be run, and RuntimeError if
+    a run failed.
 
     Example:
         >>> import tune_study

@@ -50,6 +50,7 @@ def diagnose(console: Console, output: Path, preset: str | None) -> int:
     checks: list[Callable[[], str | None]] = [
         *list_checks(plan),
         lambda: prepare_study(plan, options, gpus, None).space_line,
+        lambda: "Starting Ray ...",
         lambda: f"Ray: {try_ray(find_ray_folder(os.environ), used_gpus, _TIMEOUT_S)}",
     ]
     problems: list[str] = []
