@@ -10,13 +10,12 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.setting_types import format_value
 
@@ -200,13 +199,15 @@ def _find_loaded_file(part: PartName) -> tuple[PartFile, ModuleType]:
 
 def list_parts(config: BaseRunConfig) -> dict[str, PartName]:
     """List the plug-ins in a configuration by dotted setting, with an index at the end for entries of a list."""
-    parts: dict[str, PartName] = {}
-    for name, value in flatten_settings(config.model_dump()).items():
-        is_list = isinstance(value, tuple | list)
-        for number, entry in enumerate(value if is_list else [value]):
-            if (part := parse_part_name(entry)) is not None:
-                parts[f"{name}.{number}" if is_list else name] = part
-    return parts
+    return dict(_find_parts(config.model_dump(), ""))
+
+
+def _find_parts(value: object, name: str) -> Iterator[tuple[str, PartName]]:
+    if isinstance(value, Mapping | tuple | list):
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _find_parts(entry, f"{name}.{key}" if name else str(key))
+    elif (part := parse_part_name(value)) is not None:
+        yield name, part
 
 
 def list_part_files(*configs: BaseRunConfig) -> tuple[PartFile, ...]:
