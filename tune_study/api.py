@@ -1,6 +1,5 @@
 """Run a study from Python, with the same plan, folder and runs as on the command line."""
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,7 +55,8 @@ def run(
         extend: whether to add new values and seeds to the study that the folder contains.
         max_concurrent: maximum number of concurrent runs; None for as many as the machine holds.
 
-    Raises PlanError or ConfigError (both are ValueErrors) if the study cannot be run, and RuntimeError if a run failed.
+    Raises PlanError, ConfigError or OwnPartError (all are ValueErrors) if the study cannot be run, and RuntimeError if
+    a run failed.
 
     Example:
         >>> import tune_study
@@ -107,4 +107,4 @@ def describe_source(study: Study) -> StudySource:
     }
     text = "".join(f"{name} = {value!r}\n" for name, value in fields.items())
     # Changed settings are refused when they are compared, so a changed text alone is no reason to stop.
-    return StudySource("", text, hashlib.sha256(text.encode()).hexdigest(), accepts_change=True)
+    return StudySource("", text, accepts_change=True)

@@ -6,6 +6,7 @@ each process of a run gets the texts, and executes them before it makes anything
 """
 
 import hashlib
+import linecache
 import re
 import sys
 import traceback
@@ -41,7 +42,7 @@ class PartName(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """The file's name without its folder. Configurations contain only this, so that files can be moved."""
+        """The file's name without its folder: all that configurations have, so that files can be moved."""
         return PurePath(self.path).name
 
     def format(self) -> str:
@@ -85,7 +86,7 @@ class Choice:
 
 
 class PartFile(NamedTuple):
-    """A file with plug-ins. path: as it was typed. text: its content."""
+    """A file with plug-ins: its path, as it was typed, and its content."""
 
     path: str
     text: str
@@ -106,74 +107,57 @@ class PartFile(NamedTuple):
         return self.sha256[:16]
 
 
-class _LoadedFile(NamedTuple):
-    """A file that this process has executed."""
-
-    file: PartFile
-    module: ModuleType
+_loaded_files: dict[tuple[str, str], tuple[PartFile, ModuleType]] = {}
+"""The files that this process has executed, by name and digest, and by name and "" the one that was registered last."""
 
 
-_loaded_files: dict[tuple[str, str], _LoadedFile] = {}
-"""The files that this process has executed, by name and digest."""
-_newest_digests: dict[str, str] = {}
-"""The digest of the text that was registered last, by file name."""
+def register_file(file: PartFile) -> ModuleType:
+    """Execute a file, so that its plug-ins can be used in this process. Each text is executed only once.
+
+    Raises OwnPartError, with the line, if the file cannot be executed.
+    """
+    key = (file.name, file.digest)
+    if key not in _loaded_files:
+        module = ModuleType(f"{_MODULE_PREFIX}{PurePath(file.name).stem}_{file.digest}")
+        module.__file__ = file.path
+        sys.modules[module.__name__] = module  # dataclasses look their own module up
+        # Tracebacks show the text that is executed, wherever the file is by then.
+        linecache.cache[file.path] = (len(file.text), None, file.text.splitlines(keepends=True), file.path)
+        try:
+            exec(compile(file.text, file.path, "exec"), module.__dict__)
+        except (Exception, SystemExit) as error:
+            path = format_value(file.path, 1000)
+            raise OwnPartError(f"{path} cannot be executed: {describe_error(error)}. Correct the file.") from None
+        _loaded_files[key] = file, module
+    _loaded_files[file.name, ""] = _loaded_files[key]
+    return _loaded_files[key][1]
 
 
-def execute_text(text: str, path: str, module_name: str) -> ModuleType:
-    """Execute the text of a Python file as a module. Raise OwnPartError, with the line, if it fails."""
-    module = ModuleType(module_name)
-    module.__file__ = path
-    sys.modules[module_name] = module  # dataclasses look their own module up
-    shown_path = format_value(path, 1000)
-    try:
-        exec(compile(text, path, "exec"), module.__dict__)
-    except SyntaxError as error:
-        raise OwnPartError(
-            f"{shown_path} is not Python: {error.msg} in line {error.lineno}. Correct the file."
-        ) from None
-    except (Exception, SystemExit) as error:
-        raise OwnPartError(
-            f"{shown_path} cannot be executed: {describe_error(error, path)}. Correct the file."
-        ) from None
-    return module
-
-
-def describe_error(error: BaseException, path: str) -> str:
-    """Describe an error that was raised in the plug-in file `path`: its class, line and message."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    place = f" in line {lines[-1]}" if lines else ""
-    return f"{type(error).__name__}{place}: {format_value(str(error), 500)}"
+def describe_error(error: BaseException) -> str:
+    """Describe an error that a plug-in has raised: class, message and place."""
+    place = find_place(error)
+    return f"{type(error).__name__}: {format_value(str(error), 500)}{f' ({place})' if place else ''}"
 
 
 def find_place(error: BaseException) -> str:
-    """Find the innermost line of a plug-in in the traceback of an error, such as "my_loss.py, line 12".
+    """Find the innermost line of a plug-in in the traceback of an error, such as "my_loss.py, line 12: `x / 0`".
 
     Empty if no plug-in was involved.
     """
     places = [
-        f"{PurePath(frame.f_code.co_filename).name}, line {line}"
+        (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__", "")).startswith(_MODULE_PREFIX)
     ]
-    return places[-1] if places else ""
-
-
-def register_file(file: PartFile) -> None:
-    """Execute a file, so that its plug-ins can be used in this process. Each text is executed only once.
-
-    Raises OwnPartError if the file cannot be executed.
-    """
-    key = (file.name, file.digest)
-    if key not in _loaded_files:
-        module_name = f"{_MODULE_PREFIX}{PurePath(file.name).stem}_{file.digest}"
-        _loaded_files[key] = _LoadedFile(file, execute_text(file.text, file.path, module_name))
-    _newest_digests[file.name] = file.digest
+    if not places:
+        return ""
+    path, line = places[-1]
+    return f"{PurePath(path).name}, line {line}: `{format_value(linecache.getline(path, line).strip(), 200)}`"
 
 
 def find_registered_file(name: str) -> PartFile | None:
     """Find the file of this name that was registered last, if any."""
-    digest = _newest_digests.get(name)
-    return None if digest is None else _loaded_files[name, digest].file
+    return _loaded_files[name, ""][0] if (name, "") in _loaded_files else None
 
 
 def get_part(value: str) -> Any:
@@ -185,38 +169,32 @@ def get_part(value: str) -> Any:
     part = parse_part_name(value)
     if part is None:
         raise OwnPartError(f"{format_value(value)} names no part: type {PART_FORM}.")
-    module = _find_loaded_file(part).module
-    try:
-        own_part = getattr(module, part.name)
-    except AttributeError:
-        raise OwnPartError(
-            f"{format_value(part.path, 1000)} has no {part.name}: define it, or name something that the file has."
-        ) from None
+    _, module = _find_loaded_file(part)
+    path = format_value(part.path, 1000)
+    if not hasattr(module, part.name):
+        raise OwnPartError(f"{path} has no {part.name}: define it, or name something that the file has.")
+    own_part = getattr(module, part.name)
     is_definition = isinstance(own_part, type | FunctionType | BuiltinFunctionType)
     if isinstance(own_part, ModuleType) or (is_definition and own_part.__module__ != module.__name__):
         raise OwnPartError(
-            f"{format_value(part.path, 1000)} imports {part.name}, and only the text of that file is recorded: define "
-            "it there, or wrap it in a function."
+            f"{path} imports {part.name}, and only the text of that file is recorded: define it there, or wrap it in a "
+            "function."
         )
     return own_part
 
 
-def get_part_file(value: str) -> PartFile:
-    """Find the registered file of the plug-in that the value of a setting names."""
-    part = parse_part_name(value)
-    if part is None:
-        raise OwnPartError(f"{format_value(value)} names no part: type {PART_FORM}.")
-    return _find_loaded_file(part).file
+def get_part_file(part: PartName) -> PartFile:
+    """Find the registered file of a plug-in. Raises OwnPartError if there is none."""
+    return _find_loaded_file(part)[0]
 
 
-def _find_loaded_file(part: PartName) -> _LoadedFile:
+def _find_loaded_file(part: PartName) -> tuple[PartFile, ModuleType]:
     """Find the file of a plug-in. Without a digest, use the file of that name that was registered last."""
-    digest = part.digest or _newest_digests.get(part.file_name, "")
-    loaded_file = _loaded_files.get((part.file_name, digest))
-    if loaded_file is None:
+    try:
+        return _loaded_files[part.file_name, part.digest]
+    except KeyError:
         name = format_value(part.format(), 1000)
-        raise OwnPartError(f"{name} needs the file {part.file_name}, which was not typed.")
-    return loaded_file
+        raise OwnPartError(f"{name} needs the file {part.file_name}, which was not typed.") from None
 
 
 def list_parts(config: BaseRunConfig) -> dict[str, PartName]:
@@ -225,19 +203,16 @@ def list_parts(config: BaseRunConfig) -> dict[str, PartName]:
 
 
 def _find_parts(value: object, name: str) -> Iterator[tuple[str, PartName]]:
-    if isinstance(value, Mapping):
-        for key, entry in value.items():
+    if isinstance(value, Mapping | tuple | list):
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _find_parts(entry, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, tuple | list):
-        for number, entry in enumerate(value):
-            yield from _find_parts(entry, f"{name}.{number}")
     elif (part := parse_part_name(value)) is not None:
         yield name, part
 
 
-def list_part_files(config: BaseRunConfig) -> tuple[PartFile, ...]:
-    """List the files of the plug-ins that a configuration names, each once. All must be registered."""
-    files = (_find_loaded_file(part).file for part in list_parts(config).values())
+def list_part_files(*configs: BaseRunConfig) -> tuple[PartFile, ...]:
+    """List the files of the plug-ins that configurations name, each once. All must be registered."""
+    files = (get_part_file(part) for config in configs for part in list_parts(config).values())
     return tuple({(file.name, file.digest): file for file in files}.values())
 
 
@@ -246,17 +221,14 @@ def pin_parts(config: C) -> C:
 
     Raises OwnPartError if a file was not registered.
     """
-    if not list_parts(config):
-        return config
-    return type(config).model_validate(_pin_values(config.model_dump()))
+    return type(config).model_validate(pin_values(config.model_dump())) if list_parts(config) else config
 
 
-def _pin_values(value: Any) -> Any:
+def pin_values(value: Any) -> Any:
+    """Pin the plug-ins in values of settings; see `pin_parts`."""
     if isinstance(value, Mapping):
-        return {key: _pin_values(entry) for key, entry in value.items()}
+        return {key: pin_values(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
-        return tuple(_pin_values(entry) for entry in value)
+        return tuple(pin_values(entry) for entry in value)
     part = parse_part_name(value)
-    if part is None:
-        return value
-    return PartName(part.file_name, part.name, _find_loaded_file(part).file.digest).format()
+    return value if part is None else PartName(part.file_name, part.name, get_part_file(part).digest).format()

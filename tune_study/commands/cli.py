@@ -154,7 +154,7 @@ def settings(
 ) -> None:
     """List the most common settings of STUDY for --set, or all whose name or meaning has a WORD."""
     is_study = normalize_study_name(study) in STUDIES
-    if is_study or not describe.print_matching_settings(make_console(), STUDIES["kl"], study):
+    if is_study or not describe.print_settings(make_console(), STUDIES["kl"], study):
         describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 

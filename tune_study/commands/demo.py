@@ -1,6 +1,5 @@
 """The command `demo`: show the recorded study with its statuses, verdicts, two episodes and its report."""
 
-import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,9 +78,8 @@ def _choose_episodes(runs: list[RunEpisodes], baseline: str) -> Iterator[tuple[s
     """Choose the first failed episode at the end of a baseline run, and the first solved one at the end of another."""
     choices = ((True, False, "A failed episode at the end"), (False, True, "A solved episode at the end"))
     for is_baseline, success, words in choices:
-        arm_runs = [run for run in runs if (run.arm == baseline) == is_baseline]
-        episodes = (
-            (run, episode) for run in arm_runs for episode in select_episodes(run, EpisodeChoice(success=success))
-        )
-        for run, episode in itertools.islice(episodes, 1):
-            yield words, run, episode
+        for run in runs:
+            episodes = select_episodes(run, EpisodeChoice(success=success))
+            if (run.arm == baseline) == is_baseline and (episode := next(iter(episodes), None)) is not None:
+                yield words, run, episode
+                break

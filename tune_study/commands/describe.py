@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from rich.console import Console
+from rich.filesize import decimal
 
 from search_spaces.catalog import FAMILIES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
-from trainable.config.sections import ActorConfig
 from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamageWarning
 from trainable.files.step_phase import read_phase
@@ -25,7 +25,9 @@ from trainable.runs.study_record import ENDED_STATUSES, RunRecord, StudyRecord, 
 from tune_study.folder.outputs import make_study_record
 from tune_study.folder.saved_checkpoints import find_missing, format_missing
 from tune_study.host.console import print_line, print_table
+from tune_study.host.gpus import Gpu
 from tune_study.placement import memory_plan, time_estimate
+from tune_study.placement.disk import DiskBudget, format_disk_line
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.resources import load_game_requirements
 from tune_study.plan.own_study import list_resume_options
@@ -53,11 +55,9 @@ def print_study(console: Console, study: Study) -> None:
     print_line(console, f"{study.name}: {study.question.strip()}")
     print_line(console, f"  axis    {study.axis.setting}, option {study.axis.option}")
     grids = study.axis.grids
-    if len(set(grids.values())) == 1:  # all presets have the same values
-        print_line(console, f"  values  {_shorten_values(study, next(iter(grids.values())))}")
-    else:
-        for preset, grid in grids.items():
-            print_line(console, f"  {preset:<7} {_shorten_values(study, grid)}")
+    is_same = len(set(grids.values())) == 1  # all presets have the same values
+    for name, grid in [("values", next(iter(grids.values())))] if is_same else grids.items():
+        print_line(console, f"  {name:<7} {_shorten_values(study, grid)}")
     print_line(console, f"Plan of its runs: {format_command('run', study.name, '--dry-run')}")
 
 
@@ -80,33 +80,45 @@ def make_study_list(studies: Sequence[Study], suites: Mapping[str, Sequence[str]
 def _shorten_values(study: Study, values: tuple[str, ...]) -> str:
     """Format the values of an axis on one line; a long list is cut and ends with its number of values."""
     text = format_values(study, values)
-    if len(text) <= MAX_VALUES_LENGTH:
-        return text
-    beginning = text[:MAX_VALUES_LENGTH].rpartition(",")[0]
-    return f"{beginning},... ({len(values)} values)"
+    is_short = len(text) <= MAX_VALUES_LENGTH
+    return text if is_short else f"{text[:MAX_VALUES_LENGTH].rpartition(',')[0]},... ({len(values)} values)"
 
 
-def print_plan(
-    console: Console,
-    plan: StudyPlan,
-    resource_plan: ResourcePlan,
-    disk_line: str,
-    memory: MemoryPlan | None,
-    gpu_names: tuple[str, ...],
-) -> None:
-    """Print the plan of a study: runs, resources, steps, paths and memory.
+class PreparedStudy(NamedTuple):
+    """A study, and the resources that it gets and needs."""
 
-    disk_line: the study's disk budget in words. memory: memory plan of the run that needs most; None if unknown.
-    gpu_names: names of the GPUs in use.
-    """
-    for line in [
+    plan: StudyPlan
+    resource_plan: ResourcePlan
+    disk_budget: DiskBudget
+    memory: MemoryPlan | None
+    """None if no memory plan can be made."""
+    used_gpus: tuple[Gpu, ...]
+    """The GPUs of this machine that the study uses."""
+
+    @property
+    def space_line(self) -> str:
+        """The disk budget as a line; for a study with a storage, the space that it needs there."""
+        if self.plan.study_uri is None:
+            return format_disk_line(self.disk_budget)
+        size = self.disk_budget.total_bytes
+        return (
+            f"Storage: {self.plan.study_uri}, {'size unknown' if size is None else f'needs at most {decimal(size)}'}."
+        )
+
+
+def print_plan(console: Console, study: PreparedStudy) -> None:
+    """Print the plan of a study: runs, resources, steps, paths, memory, and a time estimate where speeds are known."""
+    from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
+
+    plan, resource_plan, memory = study.plan, study.resource_plan, study.memory
+    lines = [
         *_format_plan_lines(plan, resource_plan),
         *_describe_search(plan),
         *_describe_game(plan),
         *describe_signal(plan),
-        *_describe_power(plan),
-        *filter(None, [time_estimate.format_cpu_time_line(plan, resource_plan)]),
-        disk_line,
+        describe_power(make_study_record(plan)),
+        time_estimate.format_cpu_time_line(plan, resource_plan),
+        study.space_line,
         # The memory of cluster nodes is unknown here.
         *(
             game.describe_memory(plan, resource_plan.max_concurrent)
@@ -115,11 +127,22 @@ def print_plan(
         ),
         f"Results: {plan.folder}",
         f"Summary log: {plan.summary_log}",
-    ]:
-        print_line(console, line)
+    ]
+    if resource_plan.gpu_slots and memory is None:
+        lines.append(
+            f"Memory: unknown, because no config.json of a trainable model was found for {plan.model}, and its sizes "
+            "are not built in."
+        )
     # The memory plan covers GPU memory only.
-    if resource_plan.gpu_slots:
-        print_memory(console, plan, resource_plan, memory, gpu_names)
+    elif resource_plan.gpu_slots and memory is not None:
+        lines += memory_plan.format_memory_plan(memory)
+    for line in filter(None, lines):
+        print_line(console, line)
+    if resource_plan.gpu_slots and memory is not None:
+        print_table(console, *memory_plan.make_memory_table(memory))
+        gpu_names = tuple(gpu.name for gpu in study.used_gpus)
+        if estimate := time_estimate.format_time_line(memory, plan, resource_plan, gpu_names):
+            print_line(console, estimate)
     if plan.search is not None:
         # A point has no value for a setting whose condition it does not meet.
         settings = list(dict.fromkeys(name for point in plan.points.values() for name in point))
@@ -164,10 +187,8 @@ def _describe_game(plan: StudyPlan) -> list[str]:
     env = plan.ppo_config.env
     lines = [describe_success_range(env)]
     if env.kind.has_trees and env.papers.score == "judge":
-        judge = f"the judge at {env.papers.judge_url}"
-        lines.append(
-            f"Questions, passages, answers and the key in {env.papers.judge_key_variable} are sent to {judge}."
-        )
+        sent_text = f"Questions, passages, answers and the key in {env.papers.judge_key_variable}"
+        lines.append(f"{sent_text} are sent to the judge at {env.papers.judge_url}.")
     return lines
 
 
@@ -185,38 +206,32 @@ def describe_signal(plan: StudyPlan) -> list[str]:
         for config in plan.ppo_configs
         if parse_part_name(config.env.name) is not None and config.model.path in SHIPPED_MODELS
     }
-    if not games:
-        return describe_groups(plan.ppo_configs)
-    from trainable.part_checks import describe_first_replies  # imports torch
+    lines = describe_groups(plan.ppo_configs)
+    if games:
+        from trainable.part_checks import describe_first_replies  # imports torch
 
-    return [*describe_groups(plan.ppo_configs), *filter(None, map(describe_first_replies, games.values()))]
-
-
-def _describe_power(plan: StudyPlan) -> list[str]:
-    """Describe which effects the planned seeds resolve."""
-    from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
-
-    line = describe_power(make_study_record(plan))
-    return [line] if line else []
+        lines = [*lines, *filter(None, map(describe_first_replies, games.values()))]
+    return lines
 
 
 def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
     """Format the study, its runs, their steps, and the resources that each run reserves."""
     trainer = plan.base_config.trainer
-    reserved_resources = " + ".join(
-        " ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in resource_plan.bundles
-    )
+    bundles = [" ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in resource_plan.bundles]
     values = format_values(plan.study, plan.values)
+    seeds = ",".join(map(str, plan.seeds))
+    for value, added in plan.extra_seeds.items():  # single arms may have more
+        name = "the baseline" if value == plan.baseline else format_value(value)
+        seeds += f"; of {name} also {','.join(map(str, added))}"
     trial = "Each trial (all seeds of an arm)" if plan.study.family.has_batched_seeds else "Each run"
     lines = [
         f"Study {plan.study.name}: {plan.study.question.strip()}",
         f"Preset {plan.preset}: {plan.preset_reason}",
         *([] if plan.model is None else [f"Model: {plan.model}", *_describe_precision(plan), *_describe_losses(plan)]),
-        f"{len(plan.runs)} run{'s' * (len(plan.runs) > 1)}: {plan.study.axis.setting} in {values}; seeds "
-        f"{_format_seeds(plan)}",
+        f"{len(plan.runs)} run{'s' * (len(plan.runs) > 1)}: {plan.study.axis.setting} in {values}; seeds {seeds}",
         f"Steps per run: {trainer.total_training_steps}, validation "
         + (f"every {trainer.test_freq} steps" if trainer.test_freq > 0 else "after the last one only"),
-        f"{trial} reserves {reserved_resources}; "
+        f"{trial} reserves {' + '.join(bundles)}; "
         f"{resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs"
         + (" (--ray-num-cpus; the cores of this machine are not counted)" if resource_plan.gpu_slots else ""),
     ]
@@ -242,56 +257,18 @@ def _describe_precision(plan: StudyPlan) -> list[str]:
 
 def _describe_losses(plan: StudyPlan) -> list[str]:
     """Describe how the arms aggregate token losses: token-mean depends on the size of a micro-batch."""
-    # Losses over whole groups and over trees weight tokens themselves.
-    texts = dict.fromkeys(
-        _describe_aggregation(config.actor)
-        for config in plan.ppo_configs
-        if not (config.env.kind.has_trees or config.actor.loss.needs_whole_groups)
-    )
+    texts: dict[str, None] = {}
+    for config in plan.ppo_configs:
+        mode, size = config.actor.loss_agg_mode, config.actor.ppo_micro_batch_size_per_gpu
+        if config.env.kind.has_trees or config.actor.loss.needs_whole_groups:
+            continue  # losses over whole groups and over trees weight tokens themselves
+        if mode == "token-mean" and size < config.actor.ppo_mini_batch_size:
+            mode = (
+                f"token-mean as published, the mean over micro-batches of {size} sequences of the mean over their "
+                "tokens (actor.loss_agg_mode=token-mean-global does not depend on micro-batches)"
+            )
+        texts[mode] = None
     return [f"Loss: {'; '.join(texts)}"] if texts else []
-
-
-def _describe_aggregation(actor: ActorConfig) -> str:
-    mode, micro_size, mini_size = actor.loss_agg_mode, actor.ppo_micro_batch_size_per_gpu, actor.ppo_mini_batch_size
-    if mode == "token-mean" and micro_size < mini_size:
-        return (
-            f"token-mean as published, the mean over micro-batches of {micro_size} sequences of the mean over their "
-            "tokens (actor.loss_agg_mode=token-mean-global does not depend on micro-batches)"
-        )
-    return mode
-
-
-def print_memory(
-    console: Console,
-    plan: StudyPlan,
-    resource_plan: ResourcePlan,
-    memory: MemoryPlan | None,
-    gpu_names: tuple[str, ...],
-) -> None:
-    """Print the memory plan of a run, whether it fits, and a time estimate if the GPUs' speed is known."""
-    if memory is None:
-        print_line(
-            console,
-            f"Memory: unknown, because no config.json of a trainable model was found for {plan.model}, and its sizes "
-            f"are not built in.",
-        )
-        return
-    for line in memory_plan.format_memory_plan(memory):
-        print_line(console, line)
-    print_table(console, *memory_plan.make_memory_table(memory))
-    estimate = time_estimate.format_time_line(memory, plan, resource_plan, gpu_names)
-    if estimate is not None:
-        print_line(console, estimate)
-
-
-def _format_seeds(plan: StudyPlan) -> str:
-    """Format the seeds: `0,1,2`, or `0; of the baseline also 1,2,3,4` if single arms have more."""
-    seeds = ",".join(map(str, plan.seeds))
-    further = [
-        f"of {'the baseline' if value == plan.baseline else format_value(value)} also {','.join(map(str, added))}"
-        for value, added in plan.extra_seeds.items()
-    ]
-    return "; ".join([seeds, *further])
 
 
 def print_status(console: Console, folder: Path, location: str, study: StudyRecord, is_running: bool) -> None:
@@ -317,11 +294,9 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         step = step_rows[-1]["step"] if step_rows else 0
         if step_rows:
             problems.append((entry.arm, describe_missing_signal(step_rows)))
-        metric_values = (row.get(metric) for row in reversed(step_rows))
         # Rows are read from disk and may be damaged, so values that are not finite numbers are skipped.
-        finite_values = (value for value in map(parse_finite, metric_values) if value is not None)
-        metric_value = next(finite_values, None)
-        metric_text = "-" if metric_value is None else f"{metric_value:.3f}"
+        values = (parse_finite(row.get(metric)) for row in reversed(step_rows))
+        metric_text = next((f"{value:.3f}" for value in values if value is not None), "-")
         cells = [entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text]
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
         rows.append([*cells, f"step {step + 1}: {phase}" if phase else status.reason, entry.run_id])
@@ -348,50 +323,39 @@ def print_missing_checkpoints(console: Console, folder: Path, study: StudyRecord
 
 
 class SettingRow(NamedTuple):
-    """A row of the list of settings. name: dotted name. is_common: whether the short list includes it."""
+    """A row of the list of settings, by its dotted name."""
 
     name: str
     defaults: tuple[str, ...]
+    """The value under each preset; for a setting in which the arms differ, the option that sets its values."""
     meaning: str
     allowed: str
     is_common: bool
+    """Whether the short list includes it."""
 
 
-def print_settings(console: Console, study: Study, *, with_all: bool = False) -> None:
+def print_settings(console: Console, study: Study, word: str | None = None, *, with_all: bool = False) -> bool:
     """Print the settings of a study: their values under each preset, meaning and allowed values.
 
-    with_all: print every setting; otherwise the most common ones, and the command that lists the others.
+    word: print the settings whose name or meaning contains it, and return whether there are any. with_all: print every
+    setting; otherwise the most common ones, and the command that lists the others.
     """
     table = make_settings_rows(study)
-    rows = [row for row in table if with_all or row.is_common]
-    _print_settings_rows(console, study, rows)
-    if len(rows) < len(table):
-        n_others = len(table) - len(rows)
-        print_line(
-            console,
-            f"{n_others} more settings are rarely changed: {format_command('settings', study.name, '--all')}",
-        )
-
-
-def print_matching_settings(console: Console, study: Study, word: str) -> bool:
-    """Print the settings whose name or meaning contains a word, and return whether there are any."""
-    rows = [row for row in make_settings_rows(study) if word.lower() in f"{row.name} {row.meaning}".lower()]
+    if word is None:
+        rows = [row for row in table if with_all or row.is_common]
+    else:
+        rows = [row for row in table if word.lower() in f"{row.name} {row.meaning}".lower()]
     if rows:
-        _print_settings_rows(console, study, rows)
+        cells = [[row.name, *row.defaults, row.meaning, row.allowed] for row in rows]
+        print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
+    if word is None and len(rows) < len(table):
+        command = format_command("settings", study.name, "--all")
+        print_line(console, f"{len(table) - len(rows)} more settings are rarely changed: {command}")
     return bool(rows)
 
 
-def _print_settings_rows(console: Console, study: Study, rows: Sequence[SettingRow]) -> None:
-    cells = [[row.name, *row.defaults, row.meaning, row.allowed] for row in rows]
-    print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
-
-
 def make_settings_rows(study: Study) -> list[SettingRow]:
-    """Make a row for each setting of a study except the seed (which --seeds sets), in order of declaration.
-
-    `defaults` has one entry per preset. For a setting in which the arms differ, it names the option that sets the
-    values.
-    """
+    """Make a row for each setting of a study except the seed (which --seeds sets), in order of declaration."""
     configs = [make_base_config(study, preset) for preset in study.family.presets]
     return _make_section_rows(study, study.family.config_class, configs, "")
 
@@ -407,14 +371,11 @@ def _make_section_rows(
             rows += _make_section_rows(study, annotation, values, f"{prefix}{name}.")
         elif name != "seed":
             is_swept = prefix + name in study.axis.swept_fields
-            defaults = tuple(study.axis.option if is_swept else _format_value(value) for value in values)
+            texts = [f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value) for value in values]
+            defaults = tuple([study.axis.option] * len(texts) if is_swept else texts)
             cells = " ".join((field.description or "").split()), _format_allowed(annotation, field.metadata)
             rows.append(SettingRow(prefix + name, defaults, *cells, is_common(field)))
     return rows
-
-
-def _format_value(value: object) -> str:
-    return f"[{', '.join(str(entry) for entry in value)}]" if isinstance(value, tuple) else str(value)
 
 
 def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:

@@ -2,8 +2,6 @@
 
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,12 +14,8 @@ import trainable
 from trainable.config.run_config import RunConfig
 from tune_study.folder.outputs import read_versions
 from tune_study.folder.storage import StoredFolder, format_error
-from tune_study.host.machine_checks import (
-    find_nearest_existing,
-    find_ray_folder,
-    measure_available_memory,
-    query_gpu_memory,
-)
+from tune_study.host.machine_checks import measure_available_memory, measure_scratch_space, query_gpu_memory
+from tune_study.placement.disk import check_scratch
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_engines
@@ -32,7 +26,7 @@ from tune_study.tune.cluster import Node, count_fitting_runs
 
 _TIMEOUT_S = 180.0
 """Seconds to wait for a node's answer: a worker has to start there and import our packages first."""
-_PACKAGES = ("tune_study", "trainable", "search_spaces", "analysis")
+_PACKAGES = ("tune_study", "trainable", "search_spaces", "sandboxes", "analysis")
 """The packages whose sources `compute_code_hash` reads."""
 _DRIVER_PACKAGES = ("python", "ray", "tune_study", "code")
 """Packages whose versions must be equal on the driver and on the nodes.
@@ -42,20 +36,20 @@ Pickled objects need the same Python and Ray. Torch may differ on the driver, wh
 
 
 class NodeReport(NamedTuple):
-    """What a node has.
-
-    versions: of packages, and `code`, a hash of our sources. storage_error: why the node cannot read and write where
-    runs write; empty if it can. setup_error: why it cannot load the models or engines; empty if it can.
-    free_disk_bytes: where runs of a study with a storage write. free_memory_bytes: CPU memory for new processes.
-    gpu_memory_mib: memory of each GPU, as nvidia-smi reports it.
-    """
+    """What a node has."""
 
     versions: dict[str, str]
+    """Of packages, and `code`, a hash of our sources."""
     storage_error: str
+    """Why the node cannot read and write where runs write; empty if it can."""
     setup_error: str
+    """Why it cannot load the models or engines; empty if it can."""
     free_disk_bytes: int
+    """Where runs of a study with a storage write."""
     free_memory_bytes: int
+    """CPU memory for new processes."""
     gpu_memory_mib: tuple[int, ...]
+    """Memory of each GPU, as nvidia-smi reports it."""
 
 
 def compute_code_hash() -> str:
@@ -74,12 +68,6 @@ def compute_code_hash() -> str:
 def read_all_versions() -> dict[str, str]:
     """Read the versions that machines are compared by: of packages, and the hash of our sources."""
     return {**read_versions(), "code": compute_code_hash()}
-
-
-def measure_scratch_space() -> int:
-    """Measure the free bytes where trials of a study with a storage write: in Ray's and the temporary folder."""
-    folders = find_ray_folder(os.environ), Path(tempfile.gettempdir())
-    return min(shutil.disk_usage(find_nearest_existing(folder)).free for folder in folders)
 
 
 def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]]) -> NodeReport:
@@ -181,32 +169,16 @@ def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[st
     driver_versions: versions by package. node_versions: the same for at least one node, by the node's name.
     """
     # If every node equals the first one, all are equal.
-    first_node, first_versions = next(iter(node_versions.items()))
-    for node, installed_versions in node_versions.items():
-        for package in sorted(first_versions.keys() | installed_versions.keys()):
-            reference_name, reference_versions = first_node, first_versions
-            if package in _DRIVER_PACKAGES:
-                reference_name, reference_versions = "this machine", driver_versions
-            node_version, version = installed_versions.get(package, "not"), reference_versions.get(package, "not")
-            if node_version != version:
+    first = next(iter(node_versions.items()))
+    for node, versions in node_versions.items():
+        for package in sorted(first[1].keys() | versions.keys()):
+            name, expected = ("this machine", driver_versions) if package in _DRIVER_PACKAGES else first
+            version, expected_version = versions.get(package, "not"), expected.get(package, "not")
+            if version != expected_version:
                 raise PlanError(
-                    f"The node {node} has {package} {node_version} and {reference_name} {version}: results would "
-                    f"depend on the node of a run. Install the same versions on all nodes, as in docs/cluster.md."
+                    f"The node {node} has {package} {version} and {name} {expected_version}: results would depend on "
+                    "the node of a run. Install the same versions on all nodes, as in docs/cluster.md."
                 )
-
-
-def check_scratch(n_runs: int, run_bytes: int | None) -> None:
-    """Raise PlanError if this machine lacks disk space for the checkpoints of concurrent runs.
-
-    n_runs: maximum number of concurrent runs. run_bytes: bytes per run; None if unknown.
-    """
-    free_bytes = measure_scratch_space()
-    if run_bytes is not None and free_bytes < n_runs * run_bytes:
-        raise PlanError(
-            f"This machine has {decimal(free_bytes)} free for the checkpoints of up to {n_runs} runs until they are "
-            f"copied to the storage, which take {decimal(n_runs * run_bytes)}: set RAY_TMPDIR to a folder on a "
-            f"larger disk, or type --max-concurrent with a smaller number."
-        )
 
 
 def check_capacity(
@@ -220,12 +192,9 @@ def check_capacity(
     for node, report in reports.items():
         # Ray may fill a node with runs, up to the number that run at once.
         n_runs = min(count_fitting_runs(node, n_gpus), runs_per_node)
-        if scratch_bytes is not None and report.free_disk_bytes < n_runs * scratch_bytes:
-            raise PlanError(
-                f"The node {node.name} has {decimal(report.free_disk_bytes)} free for the checkpoints of up to "
-                f"{n_runs} runs, which take {decimal(n_runs * scratch_bytes)}: type `ray start` there with "
-                f"--temp-dir and a folder on a larger disk, or type --max-concurrent with a smaller number."
-            )
+        if scratch_bytes is not None:
+            remedy = "type `ray start` there with --temp-dir and a folder on a larger disk"
+            check_scratch(f"The node {node.name}", report.free_disk_bytes, n_runs, scratch_bytes, remedy)
         if host_bytes * n_runs > report.free_memory_bytes:
             raise PlanError(
                 f"{n_runs} runs at once need {decimal(host_bytes * n_runs)} of CPU memory on the node {node.name}, "

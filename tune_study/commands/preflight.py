@@ -3,32 +3,32 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple, cast
 
 from rich.console import Console
-from rich.filesize import decimal
 
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
-from tune_study.commands import describe
+from tune_study.commands.describe import PreparedStudy, print_plan
 from tune_study.commands.option_groups import LaunchOptions, StudyOptions
 from tune_study.commands.run_options import ChosenPreset
-from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite
+from tune_study.commands.suites import format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, start_time_limit
-from tune_study.host.machine_checks import explain_long_path, find_ray_folder
+from tune_study.host.machine_checks import explain_long_path, find_ray_folder, measure_scratch_space
 from tune_study.placement import disk, memory_plan, resources
-from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_files import check_file, check_model
 from tune_study.placement.model_size import read_model_shape
+from tune_study.placement.resources import GameRequirements
 from tune_study.placement.samplers import compile_kernels
 from tune_study.placement.teachers import describe_teachers, make_missing_teachers
 from tune_study.plan.errors import MisfitError, PlanError
@@ -40,29 +40,16 @@ from tune_study.tune.cluster import Node
 
 
 class PlacementChoices(NamedTuple):
-    """What a user has chosen and the search for plans that fit must not change.
-
-    preset: None for the default preset. has_adapters: whether the rank of adapters is chosen, also as 0 for none.
-    has_gpus: whether an option is chosen that suits only certain GPUs or the paper preset. command: what was typed;
-    empty in Python.
-    """
+    """What a user has chosen and the search for plans that fit must not change."""
 
     preset: str | None
+    """None for the default preset."""
     has_adapters: bool
+    """Whether the rank of adapters is chosen, also as 0 for none."""
     has_gpus: bool
+    """Whether an option is chosen that suits only certain GPUs or the paper preset."""
     command: str = ""
-
-
-class _Requirements(NamedTuple):
-    """The resources that a study gets, and the disk space and memory that it needs.
-
-    memory: None if no memory plan can be made. used_gpus: the GPUs of this machine that the study uses.
-    """
-
-    resource_plan: ResourcePlan
-    disk_budget: DiskBudget
-    memory: MemoryPlan | None
-    used_gpus: tuple[Gpu, ...]
+    """What was typed; empty in Python."""
 
 
 def start_studies(
@@ -143,27 +130,22 @@ def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
     except ValueError as error:
         source = "WANDB_PROJECT" if options.wandb_project is None else "--wandb-project"
         raise PlanError(f"{source}: {error}.") from None
+    if mode == "online":
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))
+        try:  # the user is not asked, and no server is contacted
+            problem = "" if wandb.login(prompt=False, verify=False) else "no key is configured"
+        except wandb.Error as error:
+            problem = str(error)
+        if problem:
+            raise PlanError(
+                f"--wandb online needs a login, and W&B says: {problem}. Type `wandb login`, set WANDB_API_KEY, or log "
+                "with --wandb offline and upload later."
+            )
     # The last start takes precedence over the environment, or a study's rows could be split over two projects.
     project = typed_project or (last.project if last else "") or environment_project or plan.wandb_project
-    if mode == "online":
-        _check_wandb_login()
     return WandbTarget(cast(WandbMode, mode), project)
-
-
-def _check_wandb_login() -> None:
-    """Raise PlanError if W&B has no key that could be valid. The user is not asked, and no server is contacted."""
-    import wandb
-
-    wandb.setup(wandb.Settings(silent=True))
-    try:
-        problem = "" if wandb.login(prompt=False, verify=False) else "no key is configured"
-    except wandb.Error as error:
-        problem = str(error)
-    if problem:
-        raise PlanError(
-            f"--wandb online needs a login, and W&B says: {problem}. Type `wandb login`, set WANDB_API_KEY, or log "
-            "with --wandb offline and upload later."
-        )
 
 
 def _check_context(plan: StudyPlan) -> None:
@@ -255,46 +237,26 @@ def _print_plan(
 
     Of the files of this machine only models are checked. Raises PlanError if one is missing and its size is unknown.
     """
-    outputs.check_writable(plan.output)  # only for its PlanError
-    missing_models = _find_missing_models(plan) if nodes is None else []
-    requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
-    gpu_names = tuple(gpu.name for gpu in requirements.used_gpus)
-    shortages = [] if plan.storage is not None else [disk.explain_shortage(requirements.disk_budget)]
-    if requirements.memory is not None and not requirements.memory.fits:
-        shortages.insert(0, memory_plan.format_misfit(requirements.memory, plan.study))
-    if nodes is None:
-        shortages += [game.explain_shortage(plan) for game in resources.load_game_requirements(plan)]
-    for shortage in filter(None, shortages):
-        print_line(console, shortage)
-    for line in missing_models:
-        print_line(console, line)
-    for line in describe_teachers(plan.model_paths, os.environ, is_local=nodes is None):
-        print_line(console, line)
-    describe.print_plan(
-        console,
-        plan,
-        requirements.resource_plan,
-        format_space_line(plan, requirements.disk_budget),
-        requirements.memory,
-        gpu_names,
-    )
-    return not any(shortages)
-
-
-def _find_missing_models(plan: StudyPlan) -> list[str]:
-    """Explain which models cannot be loaded here; a plan for another machine may ignore this.
-
-    Raises PlanError if the sizes of such a model are unknown too, since nothing can be planned then.
-    """
-    problems = []
-    for path, option in _list_models(plan):
+    outputs.check_writable(plan.output)
+    notes = []
+    for path, option in _list_models(plan) if nodes is None else ():
         try:
             check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
-        except PlanError as error:
+        except PlanError as error:  # a plan for another machine may ignore it, but needs the sizes of the model
             if read_model_shape(path, os.environ) is None:
                 raise
-            problems.append(str(error))
-    return problems
+            notes.append(str(error))
+    study = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
+    shortages = [] if plan.storage is not None else [disk.explain_shortage(study.disk_budget)]
+    if study.memory is not None and not study.memory.fits:
+        shortages.insert(0, memory_plan.format_misfit(study.memory, plan.study))
+    if nodes is None:
+        shortages += [game.explain_shortage(plan) for game in resources.load_game_requirements(plan)]
+    notes += describe_teachers(plan.model_paths, os.environ, is_local=nodes is None)
+    for line in filter(None, [*shortages, *notes]):
+        print_line(console, line)
+    print_plan(console, study)
+    return not any(shortages)
 
 
 def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
@@ -308,6 +270,23 @@ def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
     ]
 
 
+def list_checks(plan: StudyPlan) -> list[Callable[[], None]]:
+    """List the checks of what a study needs on this machine. Each raises PlanError if it is not met.
+
+    Space, memory and GPUs depend on how many runs train at once, which `prepare_study` checks.
+    """
+    return [
+        _check_ray_folder,
+        *(partial(_check_game, game, plan) for game in resources.load_game_requirements(plan)),
+        partial(_check_files, plan),
+        *(
+            partial(check_model, path, os.environ, plan.ppo_config.model.chat_format, option)
+            for path, option in _list_models(plan)
+        ),
+        *(partial(resources.check_engines, config, os.environ) for config in plan.ppo_configs),
+    ]
+
+
 def prepare_study(
     plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
 ) -> PreparedStudy:
@@ -316,24 +295,18 @@ def prepare_study(
     nodes: the nodes of the cluster; None for this machine.
     """
     outputs.check_study_links(plan)
-    requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
-    resource_plan = requirements.resource_plan
+    study = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
     outputs.check_writable(plan.output)
     if nodes is None:
-        _check_machine(plan, requirements)
+        _check_machine(study)
     else:
-        memory = _check_cluster(plan, resource_plan, options, requirements.disk_budget, nodes)
+        memory = _check_cluster(study, options, nodes)
         if memory is not None:  # planned for the nodes, whose GPUs were not known before
-            resource_plan = _add_placement(resource_plan, memory)
+            study = study._replace(memory=memory, resource_plan=_add_placement(study.resource_plan, memory))
     # With a storage, checkpoints are written on the nodes, and their space was checked above.
     if plan.storage is None:
-        disk.check_budget(requirements.disk_budget)
-    return PreparedStudy(
-        plan,
-        resource_plan,
-        requirements.disk_budget,
-        format_space_line(plan, requirements.disk_budget),
-    )
+        disk.check_budget(study.disk_budget)
+    return study
 
 
 def _estimate_requirements(
@@ -342,7 +315,7 @@ def _estimate_requirements(
     visible_gpus: tuple[Gpu, ...],
     nodes: tuple[Node, ...] | None,
     dry_run: bool,
-) -> _Requirements:
+) -> PreparedStudy:
     if nodes is not None and options.address is not None:
         resource_plan = cluster.allocate_cluster(plan, options.address, nodes, options.gpus, options.max_concurrent)
     else:
@@ -366,7 +339,7 @@ def _estimate_requirements(
     memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
         resource_plan = _add_placement(resource_plan, memory)
-    return _Requirements(resource_plan, disk_budget, memory, used_gpus)
+    return PreparedStudy(plan, resource_plan, disk_budget, memory, used_gpus)
 
 
 def _add_placement(resource_plan: ResourcePlan, memory: MemoryPlan) -> ResourcePlan:
@@ -374,42 +347,34 @@ def _add_placement(resource_plan: ResourcePlan, memory: MemoryPlan) -> ResourceP
     return resource_plan._replace(placement_settings=settings)
 
 
-def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:
-    """Format the disk budget as a line; for a study with a storage, the space that it needs there."""
-    if plan.study_uri is None:
-        return disk.format_disk_line(disk_budget)
-    size = "size unknown" if disk_budget.total_bytes is None else f"needs at most {decimal(disk_budget.total_bytes)}"
-    return f"Storage: {plan.study_uri}, {size}."
-
-
-def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
+def _check_machine(study: PreparedStudy) -> None:
     """Raise PlanError if this machine lacks something that the study needs: files, a model, memory or disk space."""
+    plan = study.plan
+    for check in list_checks(plan):
+        check()
+    if study.memory is not None:
+        memory_plan.check_memory(study.memory, plan, study.used_gpus)
+    run_bytes = None if plan.study_uri is None else disk.compute_scratch_bytes(study.disk_budget)
+    if run_bytes is not None:
+        remedy = "set RAY_TMPDIR to a folder on a larger disk"
+        n_runs = study.resource_plan.max_concurrent * plan.max_runs_per_trial
+        disk.check_scratch("This machine", measure_scratch_space(), n_runs, run_bytes, remedy)
+
+
+def _check_ray_folder() -> None:
     if obstacle := explain_long_path(find_ray_folder(os.environ)):
         raise PlanError(f"Ray cannot start here: {obstacle}")
-    for game in resources.load_game_requirements(plan):
-        if shortage := game.explain_shortage(plan):
-            raise MisfitError(shortage)
-    _check_files(plan)
-    for path, option in _list_models(plan):
-        check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
-    for config in plan.ppo_configs:
-        resources.check_engines(config, os.environ)
-    if requirements.memory is not None:
-        memory_plan.check_memory(requirements.memory, plan, requirements.used_gpus)
-    if plan.study_uri is not None:
-        from tune_study.commands.node_checks import check_scratch
 
-        check_scratch(
-            requirements.resource_plan.max_concurrent * plan.max_runs_per_trial,
-            disk.compute_scratch_bytes(requirements.disk_budget),
-        )
+
+def _check_game(game: GameRequirements, plan: StudyPlan) -> None:
+    if shortage := game.explain_shortage(plan):
+        raise MisfitError(shortage)
 
 
 def _check_files(plan: StudyPlan) -> None:
     """Raise PlanError if a file, a folder or a model that a study of another family loads is missing.
 
-    The model that is fine-tuned (`StudyPlan.model`) is checked together with its engines, on this machine or on each
-    node.
+    `_list_models` has the models of the others.
     """
     family = plan.study.family
     # Seeds share their files: one configuration per arm is enough.
@@ -422,27 +387,21 @@ def _check_files(plan: StudyPlan) -> None:
             check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
 
 
-def _check_cluster(
-    plan: StudyPlan,
-    resource_plan: ResourcePlan,
-    options: LaunchOptions,
-    disk_budget: DiskBudget,
-    nodes: tuple[Node, ...],
-) -> MemoryPlan | None:
+def _check_cluster(study: PreparedStudy, options: LaunchOptions, nodes: tuple[Node, ...]) -> MemoryPlan | None:
     """Raise PlanError if a node where a run may be placed lacks something; return the memory plan of the nodes."""
     from tune_study.commands import node_checks
 
-    reports = node_checks.check_nodes(plan, cluster.find_usable_nodes(nodes, plan.base_config.trainer.n_gpus_per_node))
+    plan, resource_plan, n_gpus = study.plan, study.resource_plan, study.plan.base_config.trainer.n_gpus_per_node
+    reports = node_checks.check_nodes(plan, cluster.find_usable_nodes(nodes, n_gpus))
     # --gpu-memory-gib takes precedence over the memory that the nodes report.
     gpu_capacity = None if options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
-    memory = memory_plan.plan_memory(
-        plan, resource_plan, gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, gpus=()), os.environ
-    )
+    gpu_capacity = gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, gpus=())
+    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
         memory_plan.check_fits(memory, plan.study)
-    scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(disk_budget)
+    scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(study.disk_budget)
     if scratch_bytes is not None:
         scratch_bytes *= plan.max_runs_per_trial
-    n_gpus, host_bytes = plan.base_config.trainer.n_gpus_per_node, 0 if memory is None else memory.host_bytes
+    host_bytes = 0 if memory is None else memory.host_bytes
     node_checks.check_capacity(reports, n_gpus, resource_plan.runs_per_node, scratch_bytes, host_bytes)
     return memory

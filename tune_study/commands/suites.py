@@ -1,17 +1,14 @@
 """Run several studies one after another in one Ray instance, and write an index of them at the end."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from rich.console import Console
 
-from tune_study.commands.describe import describe_signal
+from tune_study.commands.describe import PreparedStudy, describe_signal
 from tune_study.folder import outputs
 from tune_study.host.console import print_error, print_line
 from tune_study.host.interrupt import TimeLimit, make_interrupt
-from tune_study.placement.disk import DiskBudget
 from tune_study.plan.remarks import find_remarks
-from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.run import execute_study
@@ -19,18 +16,6 @@ from tune_study.tune.session import SuiteContext
 
 _INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
-
-
-class PreparedStudy(NamedTuple):
-    """A study whose requirements were checked, with the results of the checks.
-
-    space_line: disk budget of the study in words, printed when the study starts.
-    """
-
-    plan: StudyPlan
-    resource_plan: ResourcePlan
-    disk_budget: DiskBudget
-    space_line: str
 
 
 def run_prepared_study(
@@ -59,14 +44,9 @@ def run_suite(
 ) -> int:
     """Run `plans` one after another until all have run or one is interrupted.
 
-    Args:
-        plans: the studies, in order.
-        prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used
-            disk space; raises PlanError.
-        console: output.
-        skipped_statuses: runs with one of these statuses are not run again.
-        time_limit: when to stop the suite as after Ctrl-C; None without a limit.
-        is_local: False on a cluster.
+    prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used disk
+    space; raises PlanError. skipped_statuses: runs with one of these statuses are not run again. time_limit: when to
+    stop the suite as after Ctrl-C. is_local: False on a cluster.
 
     Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C, and else 1. A failed
     study does not end the suite. Raises FolderLockedError, and writes nothing, while another suite runs in the output

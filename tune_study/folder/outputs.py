@@ -154,7 +154,7 @@ def check_recordable(plan: StudyPlan) -> None:
 def _list_earlier_declarations(plan: StudyPlan, previous: StudyRecord) -> tuple[SourceFile, ...]:
     """List the declarations of earlier starts that differ from the current one, oldest first."""
     earlier, declaration = previous.earlier_declarations, previous.declaration
-    is_changed = declaration is not None and plan.source is not None and declaration.sha256 != plan.source.sha256
+    is_changed = declaration is not None and plan.source is not None and declaration.sha256 != plan.source.record.sha256
     return (*earlier, declaration) if is_changed and declaration is not None else earlier
 
 
@@ -179,7 +179,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         command=format_command_line(),
         versions=read_versions(),
         git=read_git_state(Path(__file__).parent),
-        declaration=None if plan.source is None else plan.source.sha256,
+        declaration=None if plan.source is None else plan.source.record.sha256,
         wandb=plan.wandb,
     )
     record = replace(
@@ -304,15 +304,21 @@ def format_command_line() -> str:
 
 
 def check_writable(output: Path, option: str = "--output", advice: str = "type another folder") -> None:
-    """Raise PlanError unless the output folder is writable or can be created in its nearest existing parent.
+    """Raise PlanError unless a file can be written in the output folder or its nearest existing parent.
 
     option: the option or argument that names the folder. advice: what to do if the folder cannot be written.
     """
     if output.exists() and not output.is_dir():
         raise PlanError(f"{option} {output} is a file: type the name of a folder.")
-    nearest = next(folder for folder in (output, *output.parents) if folder.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise PlanError(f"{option} {output} cannot be written ({nearest} does not allow it): {advice}.")
+    # May be a file or a dangling link.
+    nearest = next(path for path in (output.absolute(), *output.absolute().parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=nearest) as file:  # without a name where the system can
+            file.write(os.urandom(2**16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise PlanError(f"{option} {output} cannot be written ({nearest}: {error.strerror}): {advice}.") from None
 
 
 def check_study_links(plan: StudyPlan) -> None:

@@ -83,15 +83,12 @@ def show_phases(console: Console, task: str) -> Iterator[None]:
             yield
         return
     # No refresh thread: a fork of this process draws the figures of a report, and must not be made with other threads.
+    note = EscapedRenderable(Text(f"{task} ..."))
     with (
-        Live(_make_note(f"{task} ..."), console=console, auto_refresh=False, transient=True) as live,
-        STEP_PHASE.reporting(lambda phase: live.update(_make_note(f"{task}: {phase}"), refresh=True)),
+        Live(note, console=console, auto_refresh=False, transient=True) as live,
+        STEP_PHASE.reporting(lambda phase: live.update(EscapedRenderable(Text(f"{task}: {phase}")), refresh=True)),
     ):
         yield
-
-
-def _make_note(text: str) -> EscapedRenderable:
-    return EscapedRenderable(Text(text))
 
 
 def show_warnings() -> None:
@@ -134,30 +131,24 @@ def print_table(
             print_line(console, "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return
     columns, *rows = [[_escape_unencodable(console, cell) for cell in row] for row in [columns, *rows]]
-    hidden: list[str] = []
-    narrow = [columns, *rows]
-    for name in optional:
-        if _fits(console, narrow):
-            break
-        hidden.append(name)
-        place = narrow[0].index(name)
+    narrow, n_hidden = [columns, *rows], 0
+    while not _fits(console, narrow) and n_hidden < len(optional):
+        place = narrow[0].index(optional[n_hidden])
         narrow = [[*row[:place], *row[place + 1 :]] for row in narrow]
-    if _fits(console, narrow):
-        columns, *rows = narrow
-        # The first column has names, which must not be wrapped, so that they can be copied.
-        table = Table(Column(columns[0], no_wrap=True), box=box.SIMPLE_HEAD)
-        for name in columns[1:]:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        console.print(table)
-    else:
+        n_hidden += 1
+    if not _fits(console, narrow):
         for row in rows:
             pairs = [f"{name}: {cell}" for name, cell in zip(columns[1:], row[1:], strict=True) if cell]
             console.print(Text(row[0], overflow="fold"), Padding(Text("; ".join(pairs), overflow="fold"), (0, 0, 0, 4)))
         return
-    if hidden:
-        print_line(console, f"Left out at this width: {', '.join(hidden)}. `| cat` shows all columns.")
+    # The first column has names, which must not be wrapped, so that they can be copied.
+    first, *others = narrow[0]
+    table = Table(Column(first, no_wrap=True), *(Column(name, overflow="fold") for name in others), box=box.SIMPLE_HEAD)
+    for row in narrow[1:]:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    if n_hidden:
+        print_line(console, f"Left out at this width: {', '.join(optional[:n_hidden])}. `| cat` shows all columns.")
 
 
 def _measure_columns(rows: Sequence[Sequence[str]]) -> list[int]:

@@ -11,15 +11,14 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class Gpu(NamedTuple):
-    """One visible GPU.
-
-    id: as in CUDA_VISIBLE_DEVICES, an index or a UUID. uuid: empty if unknown. name: product name, such as
-    `NVIDIA H100 80GB HBM3`.
-    """
+    """One visible GPU."""
 
     id: str
+    """As in CUDA_VISIBLE_DEVICES, an index or a UUID."""
     uuid: str
+    """Empty if unknown."""
     name: str
+    """Product name, such as `NVIDIA H100 80GB HBM3`."""
 
 
 def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -31,8 +30,8 @@ def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None and visible_devices.strip() in ("", "-1"):
         return ()
-    if (listing := run_nvidia_smi("--query-gpu=index,uuid,name")) is not None:
-        return select_visible(parse_gpu_listing(listing), visible_devices)
+    if (rows := query_nvidia_smi("--query-gpu=index,uuid,name", 3, number=0)) is not None:
+        return select_visible(tuple(Gpu(*row) for row in rows), visible_devices)
     folders = sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else []
     return select_visible(tuple(Gpu(str(index), "", "GPU") for index, _ in enumerate(folders)), visible_devices)
 
@@ -52,19 +51,18 @@ def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[
     return tuple(selected_gpus)
 
 
-def run_nvidia_smi(query: str) -> str | None:
-    """Run nvidia-smi. Returns a line per item with comma-separated fields; None if it is missing or fails."""
+def query_nvidia_smi(query: str, n_fields: int, number: int) -> list[list[str]] | None:
+    """Run nvidia-smi; return the fields of each line, or None if it is missing or fails.
+
+    number: the index of a field that is a number. Lines without it are complaints, and are skipped.
+    """
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def parse_gpu_listing(text: str) -> tuple[Gpu, ...]:
-    """Parse nvidia-smi's lines `index, uuid, name`; other lines, such as errors, are skipped."""
-    rows = [[field.strip() for field in line.split(",", 2)] for line in text.splitlines()]
-    return tuple(Gpu(*row) for row in rows if len(row) == 3 and row[0].isdecimal())
+    rows = [[field.strip() for field in line.split(",", n_fields - 1)] for line in text.splitlines()]
+    return [row for row in rows if len(row) == n_fields and row[number].isdecimal()]
 
 
 def count_cpus() -> int:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -24,10 +24,11 @@ INTERRUPTED = "the study was interrupted"
 
 
 class TimeLimit(NamedTuple):
-    """The limit of --max-hours. deadline: as of `time.monotonic`."""
+    """The limit of --max-hours."""
 
     hours: float
     deadline: float
+    """As of `time.monotonic`."""
 
 
 def start_time_limit(hours: float | None) -> TimeLimit | None:
@@ -41,17 +42,18 @@ def make_interrupt(folder: Path) -> "Interrupt":
 
 
 class Interrupt:
-    """A request to stop, stored as a file so that the processes of the runs see it as well.
+    """A request to stop, stored as the file `path` so that the processes of the runs see it as well.
 
-    path: the file, which exists from the request until the study is started again. A file beside it, named after an
-    arm, requests that the runs of that arm stop. `signal_name` is the signal that made the request, such as SIGTERM, or
-    empty. `reason` says why the study was stopped, as the beginning of a sentence.
+    The file exists from the request until the study is started again. A file beside it, named after an arm, requests
+    that the runs of that arm stop.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.signal_name = ""
+        """The signal that made the request, such as SIGTERM, or empty."""
         self.reason = INTERRUPTED
+        """Why the study was stopped, as the beginning of a sentence."""
         self._is_requested = self._watches_files = False
         self._signal_time: float | None = None
 
@@ -62,7 +64,7 @@ class Interrupt:
 
     def clear(self) -> None:
         """Remove the requests of an earlier start. From then on, a file of another process counts as a request."""
-        for path in (self.path, *self._list_arm_paths()):
+        for path in self.path.parent.glob(f"{self.path.name}*"):
             path.unlink(missing_ok=True)
         self._is_requested, self.signal_name, self.reason = False, "", INTERRUPTED
         self._watches_files = True
@@ -75,10 +77,8 @@ class Interrupt:
     def request(self, reason: str = INTERRUPTED) -> None:
         """Ask every run to stop after its step."""
         self._is_requested, self.reason = True, reason
-        try:
+        with suppress(OSError):  # a full disk must not turn a graceful end into a crash: the driver then stops the runs
             self.path.touch()
-        except OSError:
-            return  # a full disk must not turn a graceful end into a crash: the driver then stops the runs itself
 
     def get_arm_path(self, arm: str) -> Path:
         """Return the file that asks the runs of an arm to stop."""
@@ -91,10 +91,7 @@ class Interrupt:
     @property
     def is_any_arm_requested(self) -> bool:
         """Whether the runs of any arm are to stop."""
-        return self._watches_files and bool(self._list_arm_paths())
-
-    def _list_arm_paths(self) -> list[Path]:
-        return list(self.path.parent.glob(f"{self.path.name}-*"))
+        return self._watches_files and any(self.path.parent.glob(f"{self.path.name}-*"))
 
     @contextmanager
     def limit_time(self, limit: TimeLimit | None, notify: Callable[[str], None]) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Check memory, disks, the paths of Ray's sockets and GPUs of this machine."""
+"""Measure what this machine has free for runs, and find where Ray keeps its files."""
 
 import os
 import shutil
@@ -6,35 +6,19 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import psutil
-from rich.filesize import decimal
 
-from tune_study.host.gpus import Gpu, run_nvidia_smi
+from tune_study.host.gpus import query_nvidia_smi
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 
-_DRIVER_MEMORY_BYTES, _TRIAL_MEMORY_BYTES = 1.0e9, 0.6e9
-"""Measured with the laptop preset: the driver and Ray together take 0.9 GB, and a trial takes 0.6 GB."""
-_MIN_DISK_BYTES = 10**9
-"""A laptop study writes about 30 MB, and so do Ray's logs; others have a disk budget. Docker's /dev/shm has 64 MB."""
 _MAX_SOCKET_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 """A socket address has at most 108 bytes (104 on a Mac), including the terminating null byte."""
 _LONGEST_SOCKET_NAME = (
-    f"/{FOLDER_PREFIX}4194304/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+    f"/{FOLDER_PREFIX}abcdefgh/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 )
 """Ray's longest name, with Linux' highest process id, 4194304."""
-
-
-class CheckResult(NamedTuple):
-    """The result of a check.
-
-    severity: `problem` if a run cannot start or may lose work, `remark` if it may be slower or needs a choice. text:
-    the finding and, unless the severity is `ok`, a remedy.
-    """
-
-    severity: Literal["ok", "remark", "problem"]
-    text: str
 
 
 class GpuMemory(NamedTuple):
@@ -46,24 +30,11 @@ class GpuMemory(NamedTuple):
 
 
 class GpuProcess(NamedTuple):
-    """A process that uses memory of the GPU `uuid`. used_mib: in MiB; None if the driver does not report it."""
+    """A process that uses memory of the GPU `uuid`, in MiB; None if the driver does not report how much."""
 
     uuid: str
     pid: int
     used_mib: int | None
-
-
-def check_memory(available: int, trials: int) -> CheckResult:
-    """Compare the `available` bytes with the needs of Ray and `trials` laptop trials; a problem if none fits."""
-    detail = f"{decimal(available)} available"
-    fitting_trials = int((available - _DRIVER_MEMORY_BYTES) // _TRIAL_MEMORY_BYTES)
-    if fitting_trials < 1:
-        needed = decimal(int(_DRIVER_MEMORY_BYTES + _TRIAL_MEMORY_BYTES))
-        return CheckResult("problem", f"{detail}. Free some memory: Ray, the driver and one trial need {needed}.")
-    if fitting_trials < trials:
-        advice = f"Type --max-concurrent {fitting_trials}, or free some memory: {trials} trials would run concurrently."
-        return CheckResult("remark", f"{detail}. {advice}")
-    return CheckResult("ok", detail)
 
 
 def measure_available_memory() -> int:
@@ -115,12 +86,6 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def find_nearest_existing(folder: Path) -> Path:
-    """Find `folder` or its nearest existing parent, which may be a file or a dangling link."""
-    candidates = (folder.absolute(), *folder.absolute().parents)
-    return next(candidate for candidate in candidates if os.path.lexists(candidate))
-
-
 def find_ray_folder(environ: Mapping[str, str]) -> Path:
     """Find the folder for Ray's session folder: the one that Ray 2.60 would choose."""
     # Ray reads TMPDIR only on Linux.
@@ -128,85 +93,38 @@ def find_ray_folder(environ: Mapping[str, str]) -> Path:
     return Path(os.path.abspath(next((environ[name] for name in names if name in environ), "/tmp")))
 
 
-def check_disk(folder: Path, severity: Literal["remark", "problem"], advice: str) -> CheckResult:
-    """Check that `folder` has the free space that any study needs; if not, report `severity` and `advice`."""
-    free = shutil.disk_usage(find_nearest_existing(folder)).free
-    detail = f"{decimal(free)} free at {folder}"
-    if free >= _MIN_DISK_BYTES:
-        return CheckResult("ok", detail)
-    return CheckResult(severity, f"{detail}, less than {decimal(_MIN_DISK_BYTES)}. {advice}")
-
-
-def check_output(output: Path) -> CheckResult:
-    """Try to write a file where the output would go. Nothing is left behind."""
-    folder = find_nearest_existing(output)
-    try:
-        # In the folder itself, since another one may be on another disk.
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(os.urandom(2**16))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        advice = f"Make {folder} writable, or type another --output."
-        return CheckResult("problem", f"{folder}: {error.strerror}. {advice}")
-    return CheckResult("ok", f"a file can be written in {folder}")
-
-
 def explain_long_path(ray: Path) -> str:
     """Explain that the paths of Ray's sockets below `ray` are too long for the kernel, in bytes; empty if not."""
-    max_length = _MAX_SOCKET_PATH_BYTES - len(os.fsencode(_LONGEST_SOCKET_NAME))
-    length = len(os.fsencode(ray))
+    length, max_length = len(os.fsencode(ray)), _MAX_SOCKET_PATH_BYTES - len(os.fsencode(_LONGEST_SOCKET_NAME))
     if length <= max_length:
         return ""
     return (
         f"the path {ray} has {length} bytes; at most {max_length} are possible. Type `export RAY_TMPDIR=/tmp`, or "
-        f"another folder with a short path."
+        "another folder with a short path."
     )
 
 
-def check_gpus(gpus: Sequence[Gpu], machine_gpu_count: int) -> CheckResult:
-    """List the visible GPUs; a remark if there is none.
-
-    machine_gpu_count: all GPUs of the machine, including those hidden by CUDA_VISIBLE_DEVICES.
-    """
-    if gpus:
-        return CheckResult("ok", ", ".join(f"{gpu.id} ({gpu.name})" for gpu in gpus))
-    if machine_gpu_count:
-        detail = f"CUDA_VISIBLE_DEVICES hides the {machine_gpu_count} GPUs of this machine"
-        return CheckResult("remark", f"{detail}. Type `unset CUDA_VISIBLE_DEVICES` to use them.")
-    advice = "--preset laptop needs none. For --preset paper, check the output of `nvidia-smi`."
-    return CheckResult("remark", f"no NVIDIA GPU is visible. {advice}")
+def measure_scratch_space() -> int:
+    """Measure the free bytes where trials of a study with a storage write: in Ray's and the temporary folder."""
+    folders = find_ray_folder(os.environ), Path(tempfile.gettempdir())
+    existing = (next(path for path in (folder, *folder.parents) if path.exists()) for folder in folders)
+    return min(shutil.disk_usage(path).free for path in existing)
 
 
 def query_gpu_memory() -> tuple[GpuMemory, ...]:
     """Ask nvidia-smi for the memory of every GPU of this machine; empty if it reports nothing."""
-    return parse_gpu_memory(run_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total") or "")
+    rows = query_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total", 4, number=0) or []
+    return tuple(GpuMemory(uuid, _parse_mib(free), _parse_mib(total)) for _, uuid, free, total in rows)
 
 
 def query_gpu_processes() -> tuple[GpuProcess, ...]:
     """Ask nvidia-smi for the visible processes that use GPU memory."""
-    return parse_gpu_processes(run_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory") or "")
-
-
-def parse_gpu_memory(text: str) -> tuple[GpuMemory, ...]:
-    """Parse lines `index, uuid, free, total`; values like [N/A] become None, other lines are skipped."""
-    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
-    return tuple(
-        GpuMemory(row[1], _parse_mib(row[2]), _parse_mib(row[3]))
-        for row in rows
-        if len(row) == 4 and row[0].isdecimal()
-    )
-
-
-def parse_gpu_processes(text: str) -> tuple[GpuProcess, ...]:
-    """Parse lines `uuid, pid, used`; values like [N/A] become None, other lines are skipped."""
-    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
-    return tuple(
-        GpuProcess(row[0], int(row[1]), _parse_mib(row[2])) for row in rows if len(row) == 3 and row[1].isdecimal()
-    )
+    rows = query_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", 3, number=1) or []
+    return tuple(GpuProcess(uuid, int(pid), _parse_mib(used)) for uuid, pid, used in rows)
 
 
 def _parse_mib(text: str) -> int | None:
+    """Parse a number of MiB; None for values like [N/A]."""
     return int(text) if text.isdecimal() else None
 
 

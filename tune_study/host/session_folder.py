@@ -11,13 +11,12 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 
 from trainable.files.paths import lock_file
 
 FOLDER_PREFIX = "ts-"
-"""Prefix of the folder's name, which ends in the driver's process id. Short, since socket paths must be short."""
+"""Prefix of the folder's name, to which eight characters are added. Short, since socket paths must be short."""
 
 RAY_SUBFOLDER = "r"
 """Name of the folder for Ray inside the session folder."""
@@ -35,26 +34,14 @@ def make_session_folder(base: Path) -> Iterator[Path]:
     """
     remove_abandoned_folders(base)
     base.mkdir(parents=True, exist_ok=True)
-    # Locked before it gets its final name, so that no other driver considers it abandoned. mkdtemp sets the mode 0700.
-    unnamed_folder = Path(tempfile.mkdtemp(prefix=".", dir=base))
-    with (unnamed_folder / _LOCK_FILE).open("w") as lock:
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # of mode 0700
+    with (folder / "lock").open("w") as lock:
         lock_file(lock)
-        folder = _rename_to_free_name(unnamed_folder, base)
+        # Locked before it gets its name, so that no other driver considers the folder abandoned.
+        Path(lock.name).rename(folder / _LOCK_FILE)
         yield folder / RAY_SUBFOLDER
         # Not in a `finally`: after an error the logs are needed.
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _rename_to_free_name(unnamed_folder: Path, base: Path) -> Path:
-    """Rename a folder to the first free name for this process."""
-    for attempt in count(1):
-        folder = base / f"{FOLDER_PREFIX}{os.getpid()}{f'.{attempt}' if attempt > 1 else ''}"
-        # A driver with the same process id may have left one, in another container or before a reboot.
-        with suppress(OSError):  # the name is taken by a file or by a folder that is not empty
-            return unnamed_folder.rename(folder)
-        if not os.path.lexists(folder):  # the name was free, so no other name would help
-            raise OSError(f"{unnamed_folder} cannot be renamed to {folder}")
-    raise AssertionError("count() never ends")
 
 
 def remove_abandoned_folders(base: Path) -> None:

@@ -17,7 +17,7 @@ from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 from tune_study.folder.summary import find_finished_runs
 from tune_study.placement import model_size
 from tune_study.placement.model_size import ModelShape
-from tune_study.plan.errors import MisfitError
+from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
@@ -177,6 +177,19 @@ def compute_scratch_bytes(budget: DiskBudget) -> int | None:
         return None
     # A saved checkpoint is there until it is copied to the storage.
     return budget.checkpoint_bytes * (_ROLLING_STATES + (budget.saved_checkpoints > 0))
+
+
+def check_scratch(place: str, free_bytes: int, n_runs: int, run_bytes: int, remedy: str) -> None:
+    """Raise PlanError if a machine lacks disk space for the checkpoints of concurrent runs of a study with a storage.
+
+    place: the machine, for the message. remedy: what to type on it for more space.
+    """
+    if free_bytes < n_runs * run_bytes:
+        raise PlanError(
+            f"{place} has {decimal(free_bytes)} free for the checkpoints of up to {n_runs} runs until they are copied "
+            f"to the storage, which take {decimal(n_runs * run_bytes)}: {remedy}, or type --max-concurrent with a "
+            "smaller number."
+        )
 
 
 def count_folder_bytes(folder: Path) -> int:

@@ -45,9 +45,9 @@ def parse_factors(assignments: Sequence[str]) -> dict[str, tuple[str, ...]]:
         raise PlanError("A study varies at least one setting: type --vary KEY=VALUES, like --vary actor.lr=1e-4,3e-4.")
     factors: dict[str, tuple[str, ...]] = {}
     for assignment in assignments:
-        key, sign, text = assignment.partition("=")
+        key, _, text = assignment.partition("=")
         values = tuple(value.strip() for value in text.split(","))
-        if not sign or len(values) < 2 or not all(values):
+        if len(values) < 2 or not all(values):
             raise PlanError(
                 f"--vary {format_value(assignment)} does not have two values or more: type --vary KEY=VALUE,VALUE, "
                 "like --vary actor.lr=1e-4,3e-4,1e-3."
@@ -55,10 +55,9 @@ def parse_factors(assignments: Sequence[str]) -> dict[str, tuple[str, ...]]:
         setting = resolve_key(key.strip(), RunConfig)
         if setting == "seed":
             raise PlanError("Seeds are no axis: type --seeds N when you run the study.")
-        duplicates = [value for number, value in enumerate(values) if value in values[:number]]
-        if setting in factors or duplicates:
-            what = f"the value {format_value(duplicates[0])}" if duplicates else f"the setting {setting}"
-            raise PlanError(f"--vary has {what} twice: give it once.")
+        duplicates = [f"the value {value}" for number, value in enumerate(values) if value in values[:number]]
+        if twice := [f"the setting {setting}"] if setting in factors else duplicates:
+            raise PlanError(f"--vary has {format_value(twice[0])} twice: give it once.")
         factors[setting] = values
     base = apply_overrides(RunConfig(), PPO.presets["laptop"].settings)
     for arm in itertools.product(*factors.values()):
@@ -68,37 +67,27 @@ def parse_factors(assignments: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:
     """Format a file that declares the study `name` over the values of each setting in `factors`."""
-    constants = contrasts = ""
-    option, choice = "--values", "others"
+    grids = {setting: f"({', '.join(map(json.dumps, values))})" for setting, values in factors.items()}
+    fields = {"name": name, "constants": "", "contrasts": "", "option": "--values", "choice": "others"}
     if len(factors) == 1:
-        ((setting, values),) = factors.items()
-        grid = _format_tuple(values)
-        axis = f"Axis({json.dumps(setting)}, {{{', '.join(f'{json.dumps(preset)}: {grid}' for preset in PRESETS)}}})"
-        question, imports, baseline = f"Does {setting} change the success of the policy?", "Axis, Study", values[0]
+        ((setting, grid),) = grids.items()
+        presets = ", ".join(f"{json.dumps(preset)}: {grid}" for preset in PRESETS)
+        fields["axis"] = f"Axis({json.dumps(setting)}, {{{presets}}})"
+        fields["question"] = f"Does {setting} change the success of the policy?"
+        fields["imports"], baseline = "Axis, Study", factors[setting][0]
     else:
-        lines = "".join(f"\n    {json.dumps(key)}: {_format_tuple(values)}," for key, values in factors.items())
-        constants = f"FACTORS = {{{lines}\n}}\n\n"
-        axis = "make_grid_axis(FACTORS)"
-        contrasts = (
+        lines = "".join(f"\n    {json.dumps(key)}: {grid}," for key, grid in grids.items())
+        fields["constants"] = f"FACTORS = {{{lines}\n}}\n\n"
+        fields["axis"] = "make_grid_axis(FACTORS)"
+        fields["contrasts"] = (
             "\n    contrasts=make_grid_contrasts(FACTORS),  # main effects"
             "\n    interactions=make_grid_interactions(FACTORS),"
         )
-        option, choice = "--arms", "some of them"
-        names = " and ".join(factors)
-        question = f"How do {names} change the success of the policy?"
-        imports = "Study, make_grid_axis, make_grid_contrasts, make_grid_interactions"
+        fields["option"], fields["choice"] = "--arms", "some of them"
+        fields["question"] = f"How do {' and '.join(factors)} change the success of the policy?"
+        fields["imports"] = "Study, make_grid_axis, make_grid_contrasts, make_grid_interactions"
         baseline = make_grid_axis(factors).grids[PRESETS[0]][0]
-    return _FILE.format(
-        question=question,
-        imports=imports,
-        name=name,
-        axis=axis,
-        baseline=json.dumps(baseline),
-        constants=constants,
-        option=option,
-        choice=choice,
-        contrasts=contrasts,
-    )
+    return _FILE.format(**fields, baseline=json.dumps(baseline))
 
 
 def write_study_file(name: str, assignments: Sequence[str], path: Path | None) -> tuple[Path, str]:
@@ -125,7 +114,3 @@ def write_study_file(name: str, assignments: Sequence[str], path: Path | None) -
     except OSError as error:
         raise PlanError(f"{format_value(str(path), 1000)} cannot be written: {error.strerror}.") from None
     return path, format_command("run", path)
-
-
-def _format_tuple(values: Sequence[str]) -> str:
-    return f"({', '.join(json.dumps(value) for value in values)})"

@@ -8,23 +8,23 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from search_spaces.declaration.study import Study
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import (
-    OwnPartError,
     PartFile,
     PartName,
     find_registered_file,
     get_part,
-    list_part_files,
     list_parts,
     parse_part_name,
+    pin_values,
     register_file,
 )
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import SourceFile
-from tune_study.plan.errors import PlanError, as_plan_error
+from tune_study.plan.errors import PlanError
 
 GAME_SETTING = "env.name"
 CODE_OPTION = "--code"
@@ -34,50 +34,47 @@ MAX_SOURCE_BYTES = 1_000_000
 MAX_DIFF_LINES = 40
 
 
-def read_source(path_text: str, purpose: str) -> str:
+def read_source(path_text: str, purpose: str) -> PartFile:
     """Read a Python file. Raises PlanError if it cannot be read or is not a text file.
 
     purpose: what the file is for, to follow "type the path of a Python file".
     """
-    path = Path(path_text).expanduser()
-    shown_path = format_value(path_text, 1000)
+    path, shown_path = Path(path_text).expanduser(), format_value(path_text, 1000)
     if not path.is_file():
         raise PlanError(f"There is no file {shown_path}: type the path of a Python file {purpose}.")
     try:
         content = path.read_bytes()
         if len(content) > MAX_SOURCE_BYTES:
             raise PlanError(f"{shown_path} has more than {MAX_SOURCE_BYTES} bytes: type the path of a file {purpose}.")
-        return content.decode()
-    except UnicodeDecodeError:
-        raise PlanError(f"{shown_path} is not a text in UTF-8: type the path of a Python file.") from None
-    except OSError as error:
-        raise PlanError(f"{shown_path} cannot be read: {error.strerror}.") from None
+        return PartFile(path_text, content.decode())
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{shown_path} cannot be read ({error}): type the path of a Python file.") from None
 
 
-def format_changes(old_text: str, new_text: str) -> str:
-    """Format the lines in which a file differs from its text when a study was started, indented, for a message."""
-    lines = list(
-        difflib.unified_diff(
-            old_text.splitlines(), new_text.splitlines(), "when the study was started", "now", lineterm="", n=1
-        )
-    )
-    return "\n  ".join(lines[:MAX_DIFF_LINES] + ["..."] * (len(lines) > MAX_DIFF_LINES))
+def refuse_change(folder: Path, recorded_text: str, file: PartFile, advice: str) -> NoReturn:
+    """Raise PlanError with the lines in which a file differs from its text when the study in `folder` was started."""
+    old_lines, new_lines = recorded_text.splitlines(), file.text.splitlines()
+    names = ("when the study was started", "now")
+    lines = list(difflib.unified_diff(old_lines, new_lines, *names, lineterm="", n=1))
+    diff = "\n  ".join(lines[:MAX_DIFF_LINES] + ["..."] * (len(lines) > MAX_DIFF_LINES))
+    raise PlanError(f"{format_value(file.path, 1000)} has changed since {folder} was started:\n  {diff}\n{advice}")
 
 
 def load_typed_files(paths: Iterable[str]) -> None:
-    """Read and execute typed files. Raises PlanError if one cannot be used, or if two have the same name."""
-    files = [PartFile(path, read_source(path, "that has the parts of the study")) for path in dict.fromkeys(paths)]
+    """Read and execute typed files.
+
+    Raises PlanError if one cannot be read or if two have the same name, and OwnPartError if one cannot be executed.
+    """
     files_by_name: dict[str, PartFile] = {}
-    for file in files:
+    for file in [read_source(path, "that has the parts of the study") for path in dict.fromkeys(paths)]:
         other_file = files_by_name.setdefault(file.name, file)
         if other_file.text != file.text:
             raise PlanError(
                 f"{format_value(other_file.path, 1000)} and {format_value(file.path, 1000)} have the same name, which "
                 "is how runs tell their parts apart: rename one of them."
             )
-    for file in files:
-        with as_plan_error(OwnPartError):
-            register_file(file)
+    for file in files_by_name.values():
+        register_file(file)
 
 
 def load_named_files(
@@ -85,16 +82,9 @@ def load_named_files(
 ) -> None:
     """Read and execute the plug-in files that the settings of a study name.
 
-    Args:
-        study: the declaration.
-        study_path: path of the file that declares it, to whose folder paths in its settings are relative; empty for a
-            study of this package, or one that was declared in Python.
-        values: values of its axis, as they were typed; None for all of the preset.
-        preset: the preset.
-        typed_values: values of settings that were typed.
-
-    Raises PlanError if a file cannot be used, or if two files have the same name, since a configuration tells them
-    apart only by name.
+    study_path: path of the file that declares it, to whose folder paths in its settings are relative; empty for a study
+    that no file declares. values: values of its axis, as they were typed; None for all of the preset. typed_values:
+    values of settings that were typed. Raises the errors of `load_typed_files`.
     """
     named_settings = study.axis.named_settings
     # The name of an arm may look like a plug-in, but is not one.
@@ -110,31 +100,22 @@ def load_named_files(
 def pin_typed_values(values: Mapping[str, object]) -> dict[str, object]:
     """Read the plug-in files that typed values of settings name, and add each file's hash to the plug-in's name.
 
-    Raises PlanError if a file cannot be used.
+    Raises the errors of `load_typed_files`.
     """
     load_typed_files(part.path for part in _find_names(values))
-    pinned_values: dict[str, object] = {}
-    for setting, value in values.items():
-        part = parse_part_name(value)
-        file = None if part is None else find_registered_file(part.file_name)
-        if part is None or file is None or part.digest:
-            pinned_values[setting] = value
-        else:
-            pinned_values[setting] = PartName(file.name, part.name, file.digest).format()
-    return pinned_values
+    return {name: pin_values(value) for name, value in values.items()}
 
 
 def load_game_settings(name: str) -> dict[str, object]:
     """Read the file of a plug-in game, and return the settings that come with it: its attribute `settings`.
 
-    name: the game as it was typed, FILE.py:NAME. A game without the attribute has no settings. Raises PlanError if the
-    file or the game cannot be used.
+    name: the game as it was typed, FILE.py:NAME. A game without the attribute has no settings. Raises PlanError or
+    OwnPartError if the file or the game cannot be used.
     """
     part = parse_part_name(name)
     assert part is not None
     load_typed_files([part.path])
-    with as_plan_error(OwnPartError):
-        game = get_part(part._replace(path=part.file_name).format())
+    game = get_part(part._replace(path=part.file_name).format())
     try:
         settings = getattr(game() if callable(game) else game, "settings", {})
     except Exception:  # the check of the game reports the error
@@ -149,55 +130,43 @@ def load_game_settings(name: str) -> dict[str, object]:
 
 def _find_names(value: object) -> Iterator[PartName]:
     """Yield all plug-ins that values of settings name; values may be texts such as `[a.py:rule,b.py:rule]`."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for entry in value:
+    if isinstance(value, str):
+        texts = re.split(r"[\[\],'\"\s]+", value) if value.startswith("[") else [value]
+        yield from filter(None, map(parse_part_name, texts))
+    elif isinstance(value, Mapping | list | tuple):
+        for entry in value.values() if isinstance(value, Mapping) else value:
             yield from _find_names(entry)
-    elif isinstance(value, str):
-        names = map(parse_part_name, re.split(r"[\[\],'\"\s]+", value) if value.startswith("[") else [value])
-        yield from (name for name in names if name is not None)
-
-
-def list_used_files(configs: Iterable[BaseRunConfig]) -> tuple[PartFile, ...]:
-    """List the plug-in files that the configurations use, each once."""
-    files = {(file.name, file.digest): file for config in configs for file in list_part_files(config)}
-    return tuple(files.values())
 
 
 def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:
-    """Raise PlanError unless the files with which a study was started were typed again, with the same texts.
+    """Raise PlanError unless the files in a study's record were typed again, with the same texts.
 
     Plug-ins decide what runs compute, so a study never continues with another text.
-
-    entries: the record in study.json of `folder`.
     """
-    if missing_paths := [entry.path for entry in entries if find_registered_file(Path(entry.path).name) is None]:
-        files = " and ".join(format_value(path, 1000) for path in missing_paths)
-        options = " ".join(f"{CODE_OPTION} {format_value(path, 1000)}" for path in missing_paths)
+    files = {entry.path: find_registered_file(Path(entry.path).name) for entry in entries}
+    if missing_paths := [format_value(path, 1000) for path, file in files.items() if file is None]:
+        options = " ".join(f"{CODE_OPTION} {path}" for path in missing_paths)
         raise PlanError(
-            f"The study in {folder} uses parts of {files}. For safety, no file that a folder names is "
-            f"executed: name them yourself with {options}, where they are here."
+            f"The study in {folder} uses parts of {' and '.join(missing_paths)}. For safety, no file that a folder "
+            f"names is executed: name them yourself with {options}, where they are here."
         )
+    advice = (
+        "It decides what the runs compute, and even a comment counts: restore the file, or start a new study with "
+        "another --output. (--accept-changed-file is for the file of a study.)"
+    )
     for entry in entries:
-        file = find_registered_file(Path(entry.path).name)
-        if file is None or file.sha256 == entry.sha256:
-            continue
-        diff = format_changes(entry.text, file.text)
-        raise PlanError(
-            f"{format_value(file.path, 1000)} has changed since {folder} was started:\n  {diff}\n"
-            "It decides what the runs compute, and even a comment counts: restore the file, or start a new study with "
-            "another --output. (--accept-changed-file is for the file of a study.)"
-        )
+        file = files[entry.path]
+        if file is not None and file.sha256 != entry.sha256:
+            refuse_change(folder, entry.text, file, advice)
 
 
 def check_parts(configs: Sequence[BaseRunConfig]) -> None:
-    """Try each plug-in on a small example. Raises PlanError that names the plug-in and what is wrong with it."""
-    parts_by_config = [(config, list_parts(config)) for config in configs]
+    """Try each plug-in on a small example. Raises OwnPartError that names the plug-in and what is wrong with it."""
     # A reward is tried on each game's levels.
     configs_by_part = {
         (setting, part, parts.get(GAME_SETTING)): config
-        for config, parts in parts_by_config
+        for config in configs
+        for parts in [list_parts(config)]
         for setting, part in parts.items()
     }
     if not configs_by_part:
@@ -206,5 +175,4 @@ def check_parts(configs: Sequence[BaseRunConfig]) -> None:
 
     # Games first, since other plug-ins are tried with them.
     for (setting, _, _), config in sorted(configs_by_part.items(), key=lambda entry: entry[0][0] != GAME_SETTING):
-        with as_plan_error(OwnPartError):
-            check_part(config, setting)
+        check_part(config, setting)

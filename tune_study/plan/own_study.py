@@ -4,7 +4,6 @@ Only a file whose path was typed is executed. A results folder records the text 
 comparison; a path in a folder is shown and never opened.
 """
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import NamedTuple
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
-from trainable.config.own_parts import OwnPartError, execute_text
+from trainable.config.own_parts import PartFile, register_file
 from trainable.config.setting_types import format_value
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.runs.study_record import SourceFile
-from tune_study.plan.errors import PlanError, as_plan_error
-from tune_study.plan.own_parts import CODE_OPTION, format_changes, load_typed_files, read_source
+from tune_study.plan.errors import PlanError
+from tune_study.plan.own_parts import CODE_OPTION, load_typed_files, read_source, refuse_change
 
 NEW_COMMAND = format_command("new", "NAME", "--vary", "actor.lr=1e-4,3e-4")
 """An example of the command that writes the file of a study."""
@@ -30,16 +29,14 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 class StudySource(NamedTuple):
-    """Where the declaration of a study comes from.
-
-    typed: the path as it was typed. text: the content of the file. sha256: hash of the text. accepts_change: whether a
-    study that was started with another text may continue.
-    """
+    """Where the declaration of a study comes from."""
 
     typed: str
+    """The path of its file, maybe with a variable, as it was typed; empty for a study that was declared in Python."""
     text: str
-    sha256: str
+    """The content of the file."""
     accepts_change: bool = False
+    """Whether a study that was started with another text may continue."""
 
     @property
     def path(self) -> str:
@@ -49,7 +46,7 @@ class StudySource(NamedTuple):
     @property
     def record(self) -> SourceFile:
         """The record in study.json."""
-        return SourceFile(self.typed, self.sha256, self.text)
+        return SourceFile(self.typed, PartFile(self.typed, self.text).sha256, self.text)
 
 
 class OwnStudy(NamedTuple):
@@ -65,25 +62,22 @@ def is_study_file(name: str) -> bool:
 
 
 def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
-    """Execute the Python file that was typed, and return the study that it declares.
+    """Execute the Python file that was typed, maybe with a variable after a colon, and return its study.
 
-    typed: the path of the file, or path:VARIABLE; the default variable is STUDY. accepts_change: see `StudySource`.
-    Raises PlanError if there is no such file, if it cannot be executed, or if it declares no usable study.
+    accepts_change: see `StudySource`. Raises PlanError if there is no such file or if it declares no usable study, and
+    OwnPartError if it cannot be executed.
     """
     path_text, variable = _split_path(typed)
-    text = read_source(path_text, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    with as_plan_error(OwnPartError):
-        module = execute_text(text, path_text, f"own_study_{sha256[:16]}")
+    file = read_source(path_text, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
+    module = register_file(file)
     study = getattr(module, variable, None)
     if not isinstance(study, Study):
         names = [name for name, value in vars(module).items() if isinstance(value, Study)]
-        advice = f"`{format_command('new', 'NAME')}` writes a file that has one"
-        if names:
-            advice = f"type {path_text}:{names[0]}"
+        new_command = format_command("new", "NAME")
+        advice = f"type {path_text}:{names[0]}" if names else f"`{new_command}` writes a file that has one"
         raise PlanError(f"{format_value(path_text, 1000)} has no Study called {format_value(variable)}: {advice}.")
     check_study(study, path_text)
-    return OwnStudy(study, StudySource(typed, text, sha256, accepts_change))
+    return OwnStudy(study, StudySource(typed, file.text, accepts_change))
 
 
 def load_typed_code(
@@ -91,11 +85,7 @@ def load_typed_code(
 ) -> OwnStudy | None:
     """Execute the files of --study and --code to continue a study; return the study, None without --study."""
     own_study = None if study is None else load_own_study(study, accepts_change)
-    paths = list(code_paths or ())
-    # The file of a study may contain plug-ins as well, unless another file of that name was typed.
-    if own_study is not None and Path(own_study.source.path).name not in {Path(path).name for path in paths}:
-        paths.append(own_study.source.path)
-    load_typed_files(paths)
+    load_typed_files(code_paths or ())  # may replace the file of the study, which may have plug-ins as well
     return own_study
 
 
@@ -105,8 +95,8 @@ def list_resume_options(path: str | None, code_paths: Iterable[str] = ()) -> tup
     path: where the study is declared; None or empty if it is in no file. code_paths: its plug-in files. A file that is
     typed with --study is not repeated.
     """
-    study_options = ("--study", path) if path else ()
     other_paths = [code_path for code_path in code_paths if not path or code_path != _split_path(path)[0]]
+    study_options = ("--study", path) if path else ()
     return (*study_options, *(word for code_path in other_paths for word in (CODE_OPTION, code_path)))
 
 
@@ -115,14 +105,12 @@ def check_same_source(folder: Path, entry: SourceFile, source: StudySource) -> N
 
     entry: the declaration in study.json of `folder`.
     """
-    if source.sha256 == entry.sha256 or source.accepts_change:
-        return
-    diff = format_changes(entry.text, source.text)
-    raise PlanError(
-        f"{format_value(source.typed, 1000)} has changed since {folder} was started:\n  {diff}\n"
-        "Restore the file, start a new study with another --output, or type --accept-changed-file to continue with the "
-        "changed file, which is recorded. The settings of runs that have started cannot change."
-    )
+    if source.record.sha256 != entry.sha256 and not source.accepts_change:
+        advice = (
+            "Restore the file, start a new study with another --output, or type --accept-changed-file to continue with "
+            "the changed file, which is recorded. The settings of runs that have started cannot change."
+        )
+        refuse_change(folder, entry.text, PartFile(source.typed, source.text), advice)
 
 
 def explain_missing_file(folder: Path, entry: SourceFile) -> str:

@@ -1,12 +1,13 @@
 """Make the remarks of a plan: settings that are allowed, but with which a run has nothing to learn or cannot learn."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pkgutil import resolve_name
 
 from search_spaces.catalog import STUDIES
 from trainable.config.aliases import flatten_settings
+from trainable.config.base_config import BaseRunConfig
 from trainable.families import Remark
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
@@ -14,8 +15,7 @@ PPO_REMARKS: tuple[Remark, ...] = (
     Remark(
         lambda c: c.env.max_turn * c.rollout.response_length >= (c.rollout.max_model_len or math.inf),
         "rollout.max_model_len={c.rollout.max_model_len} has no room for the env.max_turn={c.env.max_turn} replies of "
-        "rollout.response_length={c.rollout.response_length} tokens that an episode may have: one whose next reply may "
-        "not fit ends as `out of context`",
+        "rollout.response_length={c.rollout.response_length} tokens: an episode may end as `out of context`",
     ),
     Remark(
         lambda c: c.algorithm.estimator.compares_group and c.env.group_size == 1,
@@ -30,8 +30,7 @@ PPO_REMARKS: tuple[Remark, ...] = (
     Remark(
         lambda c: c.copies_per_step > 0,
         "actor.ppo_mini_batch_size={c.actor.ppo_mini_batch_size} does not divide the {c.episodes_per_step} episodes of "
-        "a step: they are filled up with {c.copies_per_step} random copies, as published, so that some count several "
-        "times",
+        "a step: {c.copies_per_step} random copies fill them up, as published, so that some count several times",
     ),
     Remark(
         lambda c: c.actor.lr >= 1,
@@ -53,74 +52,59 @@ PPO_REMARKS: tuple[Remark, ...] = (
 
 def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
     """Make a line for each remark that holds in some arm, with the settings of the first of these arms."""
-    configs = {spec.arm: spec.config for spec in plan.runs}
-    lines: list[str] = []
+    return tuple(f"Remark: {sentence}" for sentence in _find_sentences(plan))
+
+
+def _find_sentences(plan: StudyPlan) -> Iterator[str]:
+    configs = {spec.arm: spec.config for spec in plan.runs}  # seeds share their settings
     if plan.baseline is None and not plan.study.axis.value_groups and plan.confirms is None:
         # With another base configuration, the baseline may not be an arm of the study.
         is_arm = plan.baseline_name in plan.study.get_grid(plan.preset)
         advice = f": type {plan.study.axis.option} {','.join((plan.baseline_name, *plan.values))}" if is_arm else ""
-        lines.append(
-            f"Remark: the baseline {plan.baseline_name} is not among the arms, so no arm is compared with it{advice}."
-        )
+        yield f"the baseline {plan.baseline_name} is not among the arms, so no arm is compared with it{advice}."
     for remark in resolve_name(plan.study.family.remarks) if plan.study.family.remarks else ():
-        arms = [arm for arm, config in configs.items() if remark.applies(config)]
-        if arms:
+        if arms := [arm for arm, config in configs.items() if remark.applies(config)]:
             where = "" if len(arms) == len(configs) else f" (in {len(arms)} of {len(configs)} arms, such as {arms[0]})"
-            lines.append(f"Remark: {remark.sentence.format(c=configs[arms[0]])}{where}.")
-    return (*lines, *_describe_longer_runs(plan), *_describe_unread_settings(plan), *_describe_equal_arms(plan))
-
-
-def _describe_longer_runs(plan: StudyPlan) -> Iterator[str]:
-    """Describe what the rows of a lengthened study have that rows of a study started with this length do not."""
-    if not plan.earlier_steps:
-        return
-    steps, test_freq = plan.earlier_steps[-1], plan.base_config.trainer.test_freq
-    exception = ""
-    if test_freq > 0 and steps % test_freq:
-        exception = (
-            f"; step {steps} has a validation, although trainer.test_freq={test_freq}, which counts for means of the "
-            "last validations and for rules that count validations"
+            yield f"{remark.sentence.format(c=configs[arms[0]])}{where}."
+    if plan.earlier_steps:  # rows of a study that was started with this length do not have these
+        steps, test_freq, exception = plan.earlier_steps[-1], plan.base_config.trainer.test_freq, ""
+        if test_freq > 0 and steps % test_freq:
+            exception = f"; step {steps} has a validation, although trainer.test_freq={test_freq}, which counts for "
+            exception += "means of the last validations and for rules that count validations"
+        yield (
+            f"the runs are trained from step {steps} on{exception}. A run without a state of its last step "
+            "(trainer.keep_last=false, or after `clean`) goes back to its newest one, or begins again."
         )
-    yield (
-        f"Remark: the runs are trained from step {steps} on{exception}. A run without a state of its last step "
-        "(trainer.keep_last=false, or after `clean`) goes back to its newest one, or begins again."
-    )
+    yield from _describe_unread_settings(plan, list(configs.values()))
+    if plan.baseline is not None:
+        yield from _describe_equal_arms(plan.baseline, configs.pop(plan.baseline), configs)
 
 
-def _describe_unread_settings(plan: StudyPlan) -> Iterator[str]:
-    """Yield a line per setting that no arm reads, unless its value is from a preset, a shipped study or a game."""
-    study, configs = plan.study, {spec.arm: spec.config for spec in plan.runs}  # seeds share their settings
-    unread_settings = [config.find_unread_settings() for config in configs.values()]
+def _describe_unread_settings(plan: StudyPlan, configs: Sequence[BaseRunConfig]) -> Iterator[str]:
+    """Yield a sentence per setting that no arm reads, unless its value is from a preset, a shipped study or a game."""
+    study, unread_settings = plan.study, [config.find_unread_settings() for config in configs]
     declared = STUDIES.get(study.name, replace(study, fixed_settings={}, presets={}))
     declared_settings = flatten_settings(make_base_config(declared, plan.preset).model_dump())
     of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]
     for name, value in flatten_settings(plan.base_config.model_dump()).items():
-        if value == declared_settings[name] or any(value == settings.get(name) for settings in of_games):
-            continue
-        if all(name in advice_by_name for advice_by_name in unread_settings):
+        is_declared = value == declared_settings[name] or any(value == settings.get(name) for settings in of_games)
+        if not is_declared and all(name in advice_by_name for advice_by_name in unread_settings):
             text = f"{value:g}" if isinstance(value, float) else value
-            yield f"Remark: {name}={text} has no effect: {unread_settings[0][name]}."
+            yield f"{name}={text} has no effect: {unread_settings[0][name]}."
 
 
-def _describe_equal_arms(plan: StudyPlan) -> Iterator[str]:
-    """Yield a line for arms that equal the baseline, or differ from it only in settings that neither reads."""
-    configs = {spec.arm: spec.config for spec in plan.runs}
-    if plan.baseline is None:
-        return
-    baseline = configs.pop(plan.baseline)
+def _describe_equal_arms(name: str, baseline: BaseRunConfig, configs: Mapping[str, BaseRunConfig]) -> Iterator[str]:
+    """Yield a sentence for arms that equal the baseline, or differ from it only in settings that neither reads."""
     baseline_settings, unread_settings = flatten_settings(baseline.model_dump()), baseline.find_unread_settings()
     arms_by_changes: dict[tuple[str, ...], list[str]] = {}
     for arm, config in configs.items():
         settings = flatten_settings(config.model_dump())
         # Runs differ in their seeds.
-        changes = tuple(name for name in settings if name != "seed" and settings[name] != baseline_settings[name])
+        changes = tuple(key for key in settings if key != "seed" and settings[key] != baseline_settings[key])
         if {*changes} <= {*unread_settings} & {*config.find_unread_settings()}:
             arms_by_changes.setdefault(changes, []).append(arm)
     for changes, arms in arms_by_changes.items():
         subject = f"arm {arms[0]} differs" if len(arms) == 1 else f"the arms {', '.join(arms)} differ"
-        reasons = "".join(f" {name} has no effect: {unread_settings[name]}." for name in changes)
-        yield (
-            f"Remark: {subject} from the baseline {plan.baseline} in "
-            f"{' and '.join(changes) + ' alone' if changes else 'no setting'}, so the rows will equal the baseline's."
-            f"{reasons}"
-        )
+        settings_text = f"{' and '.join(changes)} alone" if changes else "no setting"
+        reasons = "".join(f" {key} has no effect: {unread_settings[key]}." for key in changes)
+        yield f"{subject} from the baseline {name} in {settings_text}, so the rows will equal the baseline's.{reasons}"

@@ -10,14 +10,13 @@ from search_spaces.declaration.study import Study, make_value_label
 from search_spaces.language_model.family import as_run_config
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.own_parts import PartFile, pin_parts
+from trainable.config.own_parts import PartFile, list_part_files, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
 from trainable.config.setting_types import format_value
 from trainable.families import Settings
 from trainable.files.control_characters import is_printable
 from trainable.runs.study_record import MAX_RUNS, MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget, is_run_id
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_parts import list_used_files
 from tune_study.plan.own_study import StudySource, list_resume_options
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.search import make_point_study
@@ -78,7 +77,7 @@ class StudyPlan:
     @property
     def code(self) -> tuple[PartFile, ...]:
         """The plug-in files that the runs use."""
-        return list_used_files([self.base_config, *(spec.config for spec in self.runs)])
+        return list_part_files(self.base_config, *(spec.config for spec in self.runs))
 
     @property
     def resume_options(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -21,9 +21,6 @@ from sandboxes.update_rules.training.algorithm import UpdateRuleAlgorithm
 from trainable.config.own_parts import get_part
 from trainable.config.run_config import ConfigError, apply_overrides
 from trainable.runs.training import TrainerFamily
-
-if TYPE_CHECKING:
-    from trainable.part_checks import PartTrial
 
 
 def load_formula(formula: str) -> UpdateRule:
@@ -76,8 +73,8 @@ def wrap_own_rule(function: Callable[[Rollouts, Tensor, UpdateRuleConfig], Tenso
 TRAINER = TrainerFamily(make_trainer)
 
 
-def check_update_rule(trial: "PartTrial", rule: Any, config: UpdateRuleConfig) -> None:
-    """Train with the rule until it has learned from a batch. Raises OwnPartError that says what is wrong with it."""
+def check_update_rule(rule: Any, config: UpdateRuleConfig) -> None:
+    """Train with the rule until it has learned from a batch; see `trainable.part_checks`."""
     with suppress(ConfigError):  # with a batch of age 0, the first step already trains
         config = apply_overrides(config, {"delay": 0})
     try:
@@ -85,4 +82,4 @@ def check_update_rule(trial: "PartTrial", rule: Any, config: UpdateRuleConfig) -
     except Exception:  # from the task, such as a missing file, which is reported elsewhere
         return
     for _ in range(config.delay + 1):
-        trial.call(f"{trial.name}(rollouts, log_probs, config)", trainer.step)
+        trainer.step()

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import search_spaces.catalog
 import tune_study
 from analysis import load
+from analysis.sweep.planned_power import describe_power
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from search_spaces.catalog import STUDIES, SUITES
 from tests.fakes.lines import append_record
@@ -25,8 +26,8 @@ from trainable.files.json_values import DamageWarning
 from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.commands import preflight
 from tune_study.commands.cli import app
-from tune_study.commands.describe import _describe_power, make_study_list
-from tune_study.folder.outputs import lock_folder, write_study
+from tune_study.commands.describe import make_study_list
+from tune_study.folder.outputs import lock_folder, make_study_record, write_study
 from tune_study.placement.model_size import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
 
@@ -740,7 +741,7 @@ def test_the_power_of_a_plan_is_that_for_the_margins_of_the_study(work_dir: Path
     for margin in (0.05, 0.5):
         study = replace(STUDIES["kl"], margins={"late_val_success": margin})
         plan = make_plan(study, "laptop", "a test", {}, ("0", "0.1"), 3, work_dir)
-        (lines[margin],) = _describe_power(plan)
+        lines[margin] = describe_power(make_study_record(plan))
     assert "; for 0.05, type --seeds " in lines[0.05]
     assert lines[0.5].endswith("noise of recorded runs)")
 

@@ -97,7 +97,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --max-hours 0", "--max-hours 0 leaves no time to train: type hours, such as --max-hours 8.5."),
     (f"{LAPTOP} --output ''", "--output is empty, as an unset variable is: type a path, or . for the current folder."),
     (f"{LAPTOP} --output FILE", "FILE is a file: type the name of a folder."),
-    (f"{LAPTOP} --output /dev/null/x", "/dev/null/x cannot be written (/dev/null does not allow it): type another"),
+    (f"{LAPTOP} --output /dev/null/x", "/dev/null/x cannot be written (/dev/null: Not a directory): type another"),
     (f"{LAPTOP} --steps 1_000", "--steps 1_000: type numbers without `_`, like 1000."),
     (f"{LAPTOP} --set actor.lr=1_000", "actor.lr=1_000: type numbers without `_`, like 1000 or 1e-3."),
     (f"{LAPTOP} --set actor.betas=[0.9,0.9_9]", "actor.betas=[0.9,0.9_9]: type numbers without `_`"),

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from search_spaces.catalog import STUDIES
 from tune_study.commands import preflight, suites
+from tune_study.commands.describe import PreparedStudy
 from tune_study.commands.option_groups import LaunchOptions
 from tune_study.folder import outputs
 from tune_study.host.interrupt import make_interrupt
@@ -144,8 +145,8 @@ def test_an_index_that_cannot_be_written_is_told(
 def test_a_suite_does_not_begin_where_a_later_study_lacks_something(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse_second(plan: StudyPlan, *_: object) -> None:
-        if plan == two_plans[1]:
+    def refuse_second(study: PreparedStudy) -> None:
+        if study.plan == two_plans[1]:
             raise PlanError("lacks something")
 
     monkeypatch.setattr(preflight, "_check_machine", refuse_second)

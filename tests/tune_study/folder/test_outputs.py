@@ -1,7 +1,13 @@
+import errno
+import os
+import re
+import resource
 import shlex
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -312,10 +318,31 @@ def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
     assert not is_running(tmp_path)
 
 
-def test_outputs_that_can_be_written(tmp_path: Path) -> None:
+@contextmanager
+def limit_file_size(n_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond this size inside the block."""
+    old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, old_limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
+
+
+def test_a_file_is_tried_in_the_output_and_nothing_stays(tmp_path: Path) -> None:
     check_writable(tmp_path)
     check_writable(tmp_path / "new" / "folder")
+    too_large = re.escape(
+        f"{tmp_path / 'new'} cannot be written ({tmp_path}: {os.strerror(errno.EFBIG)}): type another"
+    )
+    with limit_file_size(2**12), pytest.raises(PlanError, match=too_large):
+        check_writable(tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "taken").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for output, place in (("taken/below", "taken"), ("dangling", "dangling"), ("/proc/no-such-folder", "/proc")):
+        with pytest.raises(PlanError, match=re.escape(f"({tmp_path / place}: ")):
+            check_writable(tmp_path / output)
 
 
 def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
+"""Requests to stop: signals, a time limit, and files that another process makes."""
+
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from tune_study.host.interrupt import Interrupt
+from tune_study.host.interrupt import Interrupt, TimeLimit, make_interrupt, start_time_limit
 
 
 @pytest.fixture(autouse=True)
@@ -12,9 +16,16 @@ def _separate_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tune_study.host.interrupt._ONE_EVENT_S", 0.0)
 
 
+@pytest.fixture
+def interrupt(tmp_path: Path) -> Interrupt:
+    return make_interrupt(tmp_path)
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_request_and_the_second_an_end(tmp_path: Path, signal_number: signal.Signals) -> None:
-    interrupt, messages = Interrupt(tmp_path / ".interrupt"), list[str]()
+def test_the_first_signal_is_a_request_and_the_second_an_end(
+    interrupt: Interrupt, signal_number: signal.Signals
+) -> None:
+    messages = list[str]()
     old_handler = signal.getsignal(signal_number)
     with interrupt.handle_signals(messages.append):
         assert not interrupt.is_requested
@@ -30,17 +41,17 @@ def test_the_first_signal_is_a_request_and_the_second_an_end(tmp_path: Path, sig
     assert signal.getsignal(signal_number) is old_handler
 
 
-def test_two_signals_at_once_are_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_signals_at_once_are_one_event(interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tune_study.host.interrupt._ONE_EVENT_S", 60.0)
-    interrupt, messages = Interrupt(tmp_path / ".interrupt"), list[str]()
+    messages = list[str]()
     with interrupt.handle_signals(messages.append):
         for signal_number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), signal_number)
     assert len(messages) == 1
 
 
-def test_a_hang_up_asks_and_never_hurries(tmp_path: Path) -> None:
-    interrupt, messages = Interrupt(tmp_path / ".interrupt"), list[str]()
+def test_a_hang_up_asks_and_never_hurries(interrupt: Interrupt) -> None:
+    messages = list[str]()
     with interrupt.handle_signals(messages.append):
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGHUP)
@@ -48,10 +59,9 @@ def test_a_hang_up_asks_and_never_hurries(tmp_path: Path) -> None:
     assert len(messages) == 1
 
 
-def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+def test_a_signal_that_is_ignored_stays_ignored(interrupt: Interrupt) -> None:
     old_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
-        interrupt = Interrupt(tmp_path / ".interrupt")
         with interrupt.handle_signals(print):
             os.kill(os.getpid(), signal.SIGHUP)
         assert not interrupt.is_requested
@@ -67,10 +77,66 @@ def test_a_request_that_cannot_be_written_is_one_all_the_same(tmp_path: Path) ->
     assert not interrupt.is_visible
 
 
-def test_a_new_start_forgets_the_request(tmp_path: Path) -> None:
-    interrupt = Interrupt(tmp_path / ".interrupt")
+def test_a_new_start_forgets_the_request(interrupt: Interrupt, tmp_path: Path) -> None:
     interrupt.request()
     interrupt.clear()
     assert not interrupt.is_requested
     assert list(tmp_path.iterdir()) == []
     interrupt.clear()
+
+
+def test_a_file_of_an_earlier_start_is_no_request(interrupt: Interrupt) -> None:
+    interrupt.path.touch()
+    interrupt.get_arm_path("0.1").touch()
+    assert not interrupt.is_requested
+    assert not interrupt.is_arm_requested("0.1")
+    interrupt.clear()
+    assert not interrupt.is_visible
+    assert not interrupt.is_any_arm_requested
+
+
+def test_a_file_that_another_process_makes_is_a_request(interrupt: Interrupt) -> None:
+    interrupt.clear()
+    make_interrupt(interrupt.path.parent).path.touch()
+    assert interrupt.is_requested
+    assert not interrupt.is_arm_requested("0.1")
+
+
+def test_an_arm_is_stopped_alone(interrupt: Interrupt) -> None:
+    interrupt.clear()
+    interrupt.get_arm_path("0.1").touch()
+    assert interrupt.is_arm_requested("0.1")
+    assert not interrupt.is_arm_requested("0.01")
+    assert not interrupt.is_requested
+    assert interrupt.is_any_arm_requested
+
+
+def test_a_time_limit_requests_a_stop_and_says_why(interrupt: Interrupt) -> None:
+    requested = threading.Event()
+    lines: list[str] = []
+
+    def notify(text: str) -> None:
+        lines.append(text)
+        requested.set()
+
+    with interrupt.limit_time(TimeLimit(0.5, time.monotonic() - 1), notify):
+        assert requested.wait(timeout=60)
+    assert interrupt.is_requested
+    assert interrupt.is_visible
+    assert interrupt.reason == "the study was interrupted after the 0.5 hours of --max-hours"
+    assert lines == ["--max-hours 0.5: stopping after the current steps, which are finished and saved."]
+
+
+def test_a_body_that_ends_before_the_limit_is_not_stopped(interrupt: Interrupt) -> None:
+    num_threads = threading.active_count()
+    with interrupt.limit_time(start_time_limit(1.0), lambda text: None):
+        assert threading.active_count() == num_threads + 1
+    with interrupt.limit_time(start_time_limit(None), lambda text: None):
+        pass
+    assert not interrupt.is_requested
+
+
+def test_the_deadline_is_hours_from_the_start() -> None:
+    limit = start_time_limit(2.0)
+    assert limit is not None
+    assert 7190 < limit.deadline - time.monotonic() <= 7200

@@ -1,51 +1,18 @@
-import errno
 import os
-import resource
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tune_study.host import machine_checks
-from tune_study.host.gpus import Gpu
-from tune_study.host.machine_checks import CheckResult, GpuMemory, GpuProcess
-
-H100 = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3")
-GB = 10**9
-
-
-@contextmanager
-def limit_resource(resource_kind: int, soft_limit: int) -> Iterator[None]:
-    """Lower a soft limit of this process inside the block."""
-    old_limits = resource.getrlimit(resource_kind)
-    resource.setrlimit(resource_kind, (soft_limit, old_limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource_kind, old_limits)
-
+from tune_study.host import gpus, machine_checks
+from tune_study.host.gpus import Gpu, detect_gpus
+from tune_study.host.machine_checks import GpuMemory, GpuProcess, query_gpu_memory, query_gpu_processes
 
 # Memory
-
-
-@pytest.mark.parametrize(
-    ("available", "trials", "severity", "advice"),
-    [
-        (1.59 * GB, 1, "problem", "need 1.6 GB"),
-        (1.61 * GB, 1, "ok", ""),
-        (1.61 * GB, 2, "remark", "--max-concurrent 1"),
-        (5 * GB, 8, "remark", "--max-concurrent 6"),
-        (5 * GB, 6, "ok", ""),
-    ],
-)
-def test_memory_is_counted_in_trials(available: float, trials: int, severity: str, advice: str) -> None:
-    result = machine_checks.check_memory(int(available), trials)
-    assert result.severity == severity
-    assert advice in result.text
 
 
 def write_control_group(folder: Path, **numbers: object) -> None:
@@ -82,57 +49,6 @@ def test_no_list_of_control_groups_breaks_the_reading(membership: str) -> None:
 
 def test_the_memory_that_is_available_is_that_of_this_machine() -> None:
     assert 0 < machine_checks.measure_available_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-# Disk
-
-
-def test_a_disk_needs_some_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "not" / "yet"
-    usage = shutil.disk_usage(tmp_path)
-    for free, severity in ((GB, "ok"), (GB - 1, "problem"), (0, "problem")):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
-        result = machine_checks.check_disk(folder, "problem", "Free some.")
-        assert result.severity == severity
-        assert ("Free some." in result.text) == (severity == "problem")
-        assert str(folder) in result.text
-    assert machine_checks.check_disk(folder, "remark", "Free some.").severity == "remark"
-    assert list(tmp_path.iterdir()) == []
-
-
-# The output folder
-
-
-def test_an_output_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-    result = machine_checks.check_output(tmp_path / "new" / "folder")
-    assert result == CheckResult("ok", f"a file can be written in {tmp_path}")
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_an_output_below_a_file_is_a_problem(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("mine")
-    result = machine_checks.check_output(tmp_path / "taken" / "below")
-    assert result.severity == "problem"
-    assert result.text.startswith(f"{tmp_path / 'taken'}: Not a directory")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    result = machine_checks.check_output(tmp_path / "dangling")
-    assert result.severity == "problem"
-
-
-def test_an_output_that_nobody_may_write_is_a_problem() -> None:
-    result = machine_checks.check_output(Path("/proc/no-such-folder"))
-    assert result.severity == "problem"
-    assert result.text.startswith("/proc: ")
-    assert "--output" in result.text
-
-
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    with limit_resource(resource.RLIMIT_FSIZE, 2**12):
-        result = machine_checks.check_output(tmp_path)
-    assert result.severity == "problem"
-    assert result.text.startswith(f"{tmp_path}: {os.strerror(errno.EFBIG)}. ")
-    assert list(tmp_path.iterdir()) == []
 
 
 # Ray's folder
@@ -180,49 +96,49 @@ GPU-77aa, [N/A], 5
 COMPLAINT = "NVIDIA-SMI has failed because it couldn't communicate, at all, with the NVIDIA driver.\n"
 
 
+def print_in_nvidia_smi(text: str) -> Any:
+    """Let nvidia-smi print this text in the block."""
+    return mock.patch.object(gpus.subprocess, "run", return_value=SimpleNamespace(stdout=text))
+
+
 def test_what_nvidia_smi_prints_is_read() -> None:
-    assert machine_checks.parse_gpu_memory(MEMORY + COMPLAINT) == (
-        GpuMemory("GPU-5a4b", 81037, 81559),
-        GpuMemory("GPU-77aa", None, None),
-        GpuMemory("GPU-88cc", 1024, 81559),
-    )
-    assert machine_checks.parse_gpu_processes(PROCESSES) == (
-        GpuProcess("GPU-88cc", 4242, 70000),
-        GpuProcess("GPU-88cc", 4243, None),
-    )
+    with print_in_nvidia_smi(f"0, GPU-5a4b, NVIDIA H100 80GB HBM3\n1, GPU-77aa, NVIDIA H100, 94GB\n{COMPLAINT}\n"):
+        names = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3"), Gpu("1", "GPU-77aa", "NVIDIA H100, 94GB")
+        assert detect_gpus({}) == names
+    with print_in_nvidia_smi(MEMORY + COMPLAINT):
+        assert query_gpu_memory() == (
+            GpuMemory("GPU-5a4b", 81037, 81559),
+            GpuMemory("GPU-77aa", None, None),
+            GpuMemory("GPU-88cc", 1024, 81559),
+        )
+    with print_in_nvidia_smi(PROCESSES + COMPLAINT):
+        assert query_gpu_processes() == (GpuProcess("GPU-88cc", 4242, 70000), GpuProcess("GPU-88cc", 4243, None))
     for complaint in (COMPLAINT, "No devices were found\n", "No running processes found", ""):
-        assert machine_checks.parse_gpu_memory(complaint) == machine_checks.parse_gpu_processes(complaint) == ()
+        with print_in_nvidia_smi(complaint):
+            assert query_gpu_memory() == query_gpu_processes() == detect_gpus({}) == ()
 
 
 @given(st.text() | st.lists(st.lists(st.text(), max_size=5).map(", ".join)).map("\n".join))
 def test_no_text_breaks_the_reading(text: str) -> None:
-    machine_checks.parse_gpu_memory(text)
-    machine_checks.parse_gpu_processes(text)
+    with print_in_nvidia_smi(text):
+        query_gpu_memory()
+        query_gpu_processes()
 
 
 sizes = st.none() | st.integers(0, 10**6)
 uuids = st.from_regex(r"GPU-[0-9a-f-]{1,36}", fullmatch=True)
 
 
-@given(st.lists(st.builds(GpuMemory, uuids, sizes, sizes)), st.sampled_from(["[N/A]", "[Not Supported]", ""]))
-def test_memory_that_is_printed_is_read_again(listing: list[GpuMemory], missing_text: str) -> None:
-    cells = [[missing_text if cell is None else str(cell) for cell in (i, *entry)] for i, entry in enumerate(listing)]
-    assert machine_checks.parse_gpu_memory("\n".join(map(", ".join, cells))) == tuple(listing)
-
-
-@given(st.lists(st.builds(GpuProcess, uuids, st.integers(1, 2**22), sizes)))
-def test_processes_that_are_printed_are_read_again(listing: list[GpuProcess]) -> None:
-    cells = [["[N/A]" if cell is None else str(cell) for cell in entry] for entry in listing]
-    assert machine_checks.parse_gpu_processes("\n".join(map(", ".join, cells))) == tuple(listing)
-
-
-def test_visible_gpus_are_listed() -> None:
-    result = machine_checks.check_gpus((H100, Gpu("3", "", "NVIDIA GB10")), 4)
-    assert result == CheckResult("ok", "0 (NVIDIA H100 80GB HBM3), 3 (NVIDIA GB10)")
-
-
-def test_no_gpu_is_a_remark_and_says_which_preset_needs_none() -> None:
-    result, hidden_result = (machine_checks.check_gpus((), count) for count in (0, 2))
-    assert (result.severity, hidden_result.severity) == ("remark", "remark")
-    assert "--preset laptop" in result.text
-    assert "unset CUDA_VISIBLE_DEVICES" in hidden_result.text
+@given(
+    st.lists(st.builds(GpuMemory, uuids, sizes, sizes)),
+    st.lists(st.builds(GpuProcess, uuids, st.integers(1, 2**22), sizes)),
+    st.sampled_from(["[N/A]", "[Not Supported]", ""]),
+)
+def test_what_is_printed_is_read_again(memory: list[GpuMemory], processes: list[GpuProcess], missing: str) -> None:
+    for rows, entries, query in (
+        ([(number, *entry) for number, entry in enumerate(memory)], memory, query_gpu_memory),
+        (processes, processes, query_gpu_processes),
+    ):
+        lines = [", ".join(missing if cell is None else str(cell) for cell in row) for row in rows]
+        with print_in_nvidia_smi("\n".join(lines)):
+            assert list(query()) == entries

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from search_spaces.catalog import STUDIES
 from trainable.backend.gpus import make_bundles
 from trainable.config.run_config import ConfigError
-from tune_study.host.gpus import Gpu, detect_gpus, parse_gpu_listing, select_visible
+from tune_study.host.gpus import Gpu, detect_gpus, select_visible
 from tune_study.placement import resources, samplers
 from tune_study.placement.resources import (
     check_engines,
@@ -207,15 +207,3 @@ def test_the_preset_follows_the_machine() -> None:
 def test_published_gpu_labels(name: str, label: str) -> None:
     assert format_gpu_label(2, (Gpu("0", "", name),)) == label
     assert format_gpu_label(2, (Gpu("0", "", name), Gpu("9", "", "Tesla T4"))) == "2xmixed"
-
-
-def test_the_drivers_listing_is_read() -> None:
-    listing = (
-        "0, GPU-5a4b, NVIDIA H100 80GB HBM3\n1, GPU-77aa, NVIDIA H100, 94GB\n"
-        "NVIDIA-SMI has failed because it couldn't communicate, at all, with the driver\n\n"
-    )
-    assert parse_gpu_listing(listing) == (
-        Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3"),
-        Gpu("1", "GPU-77aa", "NVIDIA H100, 94GB"),
-    )
-    assert parse_gpu_listing("") == ()

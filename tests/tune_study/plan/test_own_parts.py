@@ -148,7 +148,7 @@ def test_a_file_that_ends_the_process_is_refused() -> None:
         "run", "kl", "--preset", "laptop", "--dry-run", "--set", "actor.policy_loss=my_loss.py:f"
     )
     assert (code, output) == (2, "")
-    assert "my_loss.py cannot be executed: SystemExit in line 2" in error
+    assert "my_loss.py cannot be executed: SystemExit: 0 (my_loss.py, line 2: `sys.exit(0)`)" in error
 
 
 def test_a_setting_with_another_digest_is_refused() -> None:
