@@ -52,9 +52,6 @@ _CONFIG = {
 }
 
 
-# ---------------------------------------------------------------------- colors
-
-
 def make_arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]:
     """Choose the color of each arm: along the color map in the given order, and grays and browns for `words`.
 
@@ -86,8 +83,6 @@ def choose(column: str, key: str = "") -> alt.Parameter:
     """Make the choice of values of a column by clicks on the legend. key: beginning of its name."""
     return alt.selection_point(name=f"{key}{column}", fields=[column], bind="legend")
 
-
-# ---------------------------------------------------------------------- pieces of charts
 
 # Channels are given as objects: for a text such as "arm:N" Altair looks for the class of the channel through the whole
 # schema, which took a third of the time of a chart.
@@ -132,9 +127,6 @@ def layer(*charts: alt.Chart, height: int | alt.Step = HEIGHT, width: Any = "con
     """Put charts above each other. width: "container" for the width of the page."""
     # In one call: each further method would copy the chart with all of its data.
     return alt.LayerChart(layer=charts, width=width, height=height)
-
-
-# ---------------------------------------------------------------------- from charts to files
 
 
 def make_spec(chart: alt.TopLevelMixin) -> dict[str, Any]:

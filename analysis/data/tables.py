@@ -64,9 +64,7 @@ def get_damage(table: pd.DataFrame) -> list[str]:
 def read_table(path: Path) -> pd.DataFrame:
     """Read a table of a study.
 
-    Raises:
-            ValueError: the table is damaged, has another schema, or would take more memory than `MAX_TABLE_BYTES`. The
-                message names the file.
+    ValueError that names the file if it is damaged, has another schema, or would take more than `MAX_TABLE_BYTES`.
     """
     try:
         return _read_bounded(path)

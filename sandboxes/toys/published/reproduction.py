@@ -217,16 +217,23 @@ def summarize_verdicts(table: pd.DataFrame) -> str:
     counts = table["verdict"].value_counts()
     verdict_counts = [
         f"{counts[verdict]} {'differ' if verdict == DIFFERS and counts[verdict] != 1 else verdict}"
-        for verdict in (EQUAL, DIFFERS, OPEN, NOT_TESTED)
+        for verdict in (EQUAL, DIFFERS, OPEN)
         if verdict in counts
     ]
-    unexpected_count = int((table["as_expected"] == False).sum())  # noqa: E712 (`~` fails on None)
     # Pooled cells count rows in n, and cells without a published mean count seeds that reach a step. Without any other
     # cell, the maximum is NaN, which is not below the plan.
     max_seeds = table.loc[table["kind"] == PER_SEED, "n"].max()
     seed_warning = (
         f" Our arms have at most {max_seeds:.0f} of {PLANNED_SEEDS} planned seeds." if max_seeds < PLANNED_SEEDS else ""
     )
+    if not verdict_counts:
+        return f"None of the {len(table)} published numbers can be tested.{seed_warning}"
+    num_tested = int((table["verdict"] != NOT_TESTED).sum())
+    expectations = table["as_expected"].dropna()
+    num_expected = (
+        f" {expectations.sum()} of {len(expectations)} verdicts are as expected." if len(expectations) else ""
+    )
     return (
-        f"{len(table)} published cells: {', '.join(verdict_counts)}; not as expected: {unexpected_count}.{seed_warning}"
+        f"Of {len(table)} published numbers, {num_tested} can be tested: {', '.join(verdict_counts)}."
+        f"{num_expected}{seed_warning}"
     )

@@ -34,8 +34,8 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
         turned = {} if family.is_higher_better else {"better": "lower for", "worse": "higher for"}
         groups = findings.group_arms(compared, compared["verdict"], {**findings.OUTCOME_LABELS, **turned})
         sentences.append(
-            f"Compared with it over {findings.format_range(compared['n'])} "
-            f"seed{'s' if compared['n'].max() > 1 else ''}, {tables.get_description(frames).outcome} is {groups}."
+            f"Compared with it over {findings.format_seed_range(compared['n'])}, "
+            f"{tables.get_description(frames).outcome} is {groups}."
         )
     missing = error_rows.loc[error_rows["n"] == 0, "arm"]
     sentences += [f"Not compared: {', '.join(missing)}."] if len(missing) else []
@@ -99,10 +99,9 @@ def _make_seed_notes(frames: StudyFrames) -> list[str]:
     if seed_count == 1:
         return ["1 seed: there is no standard error. Another seed may give another result."]
     advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
-    noise_text = "" if has_added_seeds(frames.studies[0]) else ", with the noise of all arms as far as none stands out"
+    noise_text = "" if has_added_seeds(frames.studies[0]) else ", with the noise of all arms unless one stands out"
     return [
-        f"{seed_count} seeds: intervals are over seeds{noise_text}, and the band of a curve is one standard "
-        f"error.{advice}"
+        f"{seed_count} seeds: intervals are over seeds{noise_text}. The band of a curve is one standard error.{advice}"
     ]
 
 
