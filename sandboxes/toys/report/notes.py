@@ -60,7 +60,7 @@ def compute_chance_error(frames: StudyFrames) -> float | None:
 def make_notes(frames: StudyFrames) -> list[str]:
     """List what a reader must know of the numbers: few seeds, stops, collapse, errors at chance, equal arms."""
     lines = [*_make_seed_notes(frames), *findings.describe_looks(frames.studies[0]), *_make_ending_notes(frames)]
-    chance_error = compute_chance_error(frames)
+    chance_error, at_chance = compute_chance_error(frames), []
     for arm in list_arms(frames):
         # Only scored runs: the last row of a failed run is no final number, and its notes would be about an early
         # state.
@@ -75,16 +75,19 @@ def make_notes(frames: StudyFrames) -> list[str]:
                 "separators, which are never correct. The error of these runs is that of a collapse onto one token."
             )
         if chance_error is not None and (error := runs["final_test_error"].mean()) >= chance_error - CHANCE_TOLERANCE:
-            lines.append(
-                f"{arm}: the mean test error of {error:.3f} is no better than that of random content tokens "
-                f"({chance_error:.2f}). On average, the policy has learned at most to avoid separators."
-            )
+            at_chance.append(f"{arm} {error:.3f}")
         steps = frames.steps[frames.steps["run_id"].isin(runs["run_id"])]
         # Only update rules have a filter.
         if "kept_frac" in steps and steps["kept_frac"].max() == 0:
             lines.append(
                 f"{arm}: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
             )
+    if at_chance:
+        others = f" and {count_nouns(len(at_chance) - 5, 'other')}" if len(at_chance) > 5 else ""
+        lines.append(
+            f"No better than random content tokens, whose error is {chance_error:.2f}: the mean test error of "
+            f"{', '.join(at_chance[:5])}{others}. On average, such a policy has learned at most to avoid separators."
+        )
     lines += [
         f"{a} and {b} end with equal numbers in every seed: in this study they are the same algorithm."
         for a, b in tables.find_equal_arms(frames)

@@ -41,7 +41,14 @@ from analysis.report.section import (
     text,
 )
 from analysis.sweep import findings, series
-from analysis.sweep.verdicts import format_interval, format_p_value, format_signed, format_signed_4, is_missing
+from analysis.sweep.verdicts import (
+    count_nouns,
+    format_interval,
+    format_p_value,
+    format_signed,
+    format_signed_4,
+    is_missing,
+)
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from sandboxes.toys.report import notes, tables
@@ -384,7 +391,8 @@ def _describe_effort(results: ToyResults) -> Iterator[str]:
     time = (
         f" Run time of all trials: {format_duration(seconds)}, which depends on the load." if pd.notna(seconds) else ""
     )
-    yield f"{len(list_arms(results.frames))} arms; {findings.format_status_counts(results.frames.trials)}.{time}"
+    arms_text = count_nouns(len(list_arms(results.frames)), "arm")
+    yield f"{arms_text}; {findings.format_status_counts(results.frames.trials)}.{time}"
 
 
 ARMS: Section[ToyResults] = Section("arms", "What was run", sentences=_describe_effort, tables=_make_arm_table)

@@ -90,7 +90,7 @@ def test_the_page_is_complete(words: str) -> None:
         "TPO: uniform_groups stopped 1 of 3 runs (step 107: 10 ≥ 10); a stopped run counts with its last row.",
         "GRPO, not counted: seed 2 failed after 40 of 300 steps (RuntimeError: <x>).",
         "GRPO: in 2 of 2 runs (seed 0, 1) more than half of the greedily decoded tokens are separators",
-        "GRPO: the mean test error of 0.680 is no better than that of random content tokens (0.50)",
+        "No better than random content tokens, whose error is 0.50: the mean test error of GRPO 0.680.",
         "DG and SameAsDG end with equal numbers in every seed: in this study they are the same algorithm.",
         "Bands are one standard error of the mean to each side (not the standard deviation of runs)",
         "Of 3 published numbers, 3 can be tested: 1 equal, 2 open. 3 of 3 verdicts are as expected. Our arms have at "
