@@ -143,13 +143,7 @@ def make_spec(chart: alt.TopLevelMixin) -> dict[str, Any]:
 
 
 def format_spec(spec: Mapping[str, Any]) -> str:
-    """Format a chart as JSON that may stand in a <script> element: no text in it can end the element.
-
-    Example:
-        >>> data = pd.DataFrame({"arm": ["</script><b>"]})
-        >>> "<" in format_spec(make_spec(alt.Chart(data).mark_point().encode(alt.X("arm:N"))))
-        False
-    """
+    """Format a chart as JSON that may stand in a <script> element: no text in it can end the element."""
     text = json.dumps(spec, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -220,10 +214,7 @@ def make_file_chart(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
 
 
 class _Offline:
-    """A chart that a notebook shows without network: its 0.9 MB hold the library that draws it, too.
-
-    By default, Altair loads the library from a CDN, which the nodes of many clusters cannot reach.
-    """
+    """A chart that a notebook shows without network: its 0.9 MB hold the library, which Altair loads from a CDN."""
 
     def _repr_mimebundle_(self, *arguments: Any, **options: Any) -> Any:
         with alt.renderers.enable("html", template="inline"):

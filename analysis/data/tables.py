@@ -1,7 +1,6 @@
-"""Read and write the parquet tables of a study.
+"""Read and write the parquet tables of a study, which may come from untrusted sources and be built to exhaust memory.
 
-A table contains the SHA-256 of its file, so that any changed byte is noticed. Tables may come from untrusted sources,
-and be built to exhaust memory.
+A table contains the SHA-256 of its file, so that any changed byte is noticed.
 """
 
 import hashlib

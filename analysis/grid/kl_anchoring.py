@@ -3,10 +3,6 @@
 The measure is `kl_to_reference`, the k3 estimate of KL(pi || ref) at the trained tokens before each update. It is
 computed in the same way for every form of the loss. Runs without a reference pass do not have it.
 
-Used as a loss, k1 = log pi - log ref has the gradient of log pi. The reference does not occur in this gradient, whose
-expectation is 0 on policy, so the coefficient of k1 cannot anchor the policy. k2, k3 and forms with a + have the
-gradient of a distance.
-
 Only runs with otherwise equal settings are compared. A set is the runs of one loss that differ only in the coefficient.
 Two sets of different losses match if all other settings and the seed are equal. All runs of matching sets are measured
 over the same steps, the last quarter of the steps that all of them have, because a stopped run moved for fewer steps.

@@ -79,11 +79,10 @@ def estimate_mean_sequentially(differences: ArrayLike, num_comparisons: int = 1)
     arms and at any number of seeds, contain their true means with a probability of at least 1 - alpha.
 
     p = min(1, 1/e) is for a single comparison; correct it with `holm_adjust`. Under equality, the probability that it
-    ever falls to alpha is at most alpha, and far smaller at a single look. After the correction, the rejections at all
-    looks, whatever the dependence of the arms, include a false one with a probability of at most alpha: the first false
-    one needs e >= m0/alpha from one of the m0 true hypotheses. The e-Holm procedure of Vovk and Wang 2021 rejects more,
-    but needs expectations of at most 1 at a common stopping time. Ours are martingales only in the filtration of their
-    arm, for which Ville's inequality holds at all times.
+    ever falls to alpha is at most alpha. After the correction, the rejections at all looks, whatever the dependence of
+    the arms, include a false one with a probability of at most alpha: the first false one needs e >= m0/alpha from one
+    of the m0 true hypotheses. The e-Holm procedure of Vovk and Wang 2021 rejects more, but needs expectations of at
+    most 1 at a common stopping time. Ours are martingales only in the filtration of their arm.
 
     With fewer seeds than `find_fewest_seeds`, the interval is infinite. Equal differences have no interval (NaN) and p
     = 1: their spread of 0 is chance, and would make any mean certain. Without differences, value is NaN.

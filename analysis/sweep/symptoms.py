@@ -22,7 +22,6 @@ from analysis.sweep.verdicts import count_nouns
 UP, DOWN, EITHER = 1, -1, 0
 PERMUTATION_SEED = 0
 """Seed of the permutation tests: fixed, so that the same rows give the same p-values in every report."""
-
 MAX_P = 0.05
 """A series has changed if its p, corrected for all symptoms and runs that are examined, is at most this."""
 MAX_WELL_RUNS = 12

@@ -71,9 +71,8 @@ def format_signed_number(value: float) -> str:
 def join_arms(arms: Iterable[str]) -> str:
     """Join the names of arms in a list, writing a common prefix only once.
 
-    Example:
-        >>> join_arms(["KL 0.01", "KL 0.1"]), join_arms(["KL 0.01", "nofilter"])
-        ('KL 0.01, 0.1', 'KL 0.01, nofilter')
+    >>> join_arms(["KL 0.01", "KL 0.1"]), join_arms(["KL 0.01", "nofilter"])
+    ('KL 0.01, 0.1', 'KL 0.01, nofilter')
     """
     names = list(arms)
     beginnings = {name[: name.rfind(" ") + 1] for name in names}
