@@ -133,7 +133,7 @@ def _format_steps(steps: Sequence[float], seeds: Sequence[int] = ()) -> str:
     """
     texts = [f"{step:g}" for step in steps]
     if len(texts) > MAX_LISTED_STEPS:
-        return f"at steps {texts[0]} to {texts[-1]}"
+        return f"at steps {texts[0]} to {texts[-1]}" if texts[0] != texts[-1] else f"at step {texts[0]}"
     plural = "s" if len(texts) > 1 else ""
     names = f" (seed{plural} {', '.join(map(str, seeds))})" if seeds else ""
     return f"at step{plural} {_join_words(texts)}{names}"
