@@ -181,7 +181,8 @@ def _describe_trend(row: dict[str, Any]) -> str:
     stopped_text = f" A rule stopped {row['early_stopped']} of the runs." if row["early_stopped"] else ""
     return (
         f"Under the loss {row['form']}, KL to the reference {_find_direction(row)} with the coefficient: it is "
-        f"{row['kl_smallest']:.2g} nats at {row['smallest']:g} and {row['kl_largest']:.2g} nats at {row['largest']:g}. "
+        f"{row['kl_smallest']:.2g} nats at coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at "
+        f"{row['largest']:g}. "
         f"The mean rank correlation is {format_signed_2(row['rho'])} {interval_text}, permutation "
         f"{format_p_value(row['p'])}, over {row['sets']} sets of runs that differ only in the coefficient: "
         f"{row['runs']} runs of {count_nouns(row['seeds'], 'seed')}.{stopped_text}"

@@ -145,7 +145,7 @@ def test_sets_of_one_seed_are_not_independent() -> None:
     # The permutations of runs within sets need no interval over seeds.
     assert trends.loc["mse", "p"] < 0.001
     words = describe(make_table(forms, 12))
-    assert "Under the loss mse, KL to the reference falls with the coefficient: it is 4 nats at 1 and 1 nats" in words
+    assert "Under the loss mse, KL to the reference falls with the coefficient: it is 4 nats at coefficient 1" in words
     assert "The mean rank correlation is −1.00 (no interval" in words
 
 
