@@ -164,8 +164,8 @@ def shorten_names(names: Iterable[str]) -> dict[str, str]:
     >>> shorten_names(["ppo-sokoban-topk100-kl0-low_var_kl", "ppo-sokoban-topk60-kl0-low_var_kl"]).values()
     dict_values(['topk100', 'topk60'])
     """
-    words = {name: name.split("-") for name in names}
-    if len(words) < 2 or max(map(len, words)) <= MAX_NAME_LENGTH:
+    words = {name: re.split(r"(?<!\de)-", name) for name in names}  # the hyphen of 1e-4 is a sign
+    if len(words) < 2 or max(map(len, words)) <= MAX_NAME_LENGTH or any(" " in name for name in words):
         return {name: name for name in words}
     num_first, num_last = (
         sum(1 for _ in takewhile(lambda place: len(set(place)) == 1, zip(*lists, strict=False)))

@@ -196,3 +196,7 @@ def test_many_arms_are_counted_and_long_names_are_cut_to_what_differs() -> None:
     assert findings.describe_span(values) == "between 0.2 (topk2) and 0.4 (topk4)"
     short = pd.Series({"a-1": 0.1, "a-2": 0.2})
     assert findings.describe_span(short) == "between 0.1 (a-1) and 0.2 (a-2)"
+    rates = pd.Series({f"smoke-ppo-sokoban-topk-lr{rate}-kl0": float(rate) for rate in ("1e-4", "2e-4")})
+    assert findings.describe_span(rates) == "between 0.0001 (lr1e-4) and 0.0002 (lr2e-4)"
+    labels = pd.Series({f"learning rate 1e-{n}, advantage gae": 0.1 * n for n in (1, 2)})
+    assert findings.describe_span(labels).startswith("between 0.1 (learning rate 1e-1, advantage gae)")
