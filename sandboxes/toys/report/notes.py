@@ -82,12 +82,11 @@ def make_notes(frames: StudyFrames) -> list[str]:
             lines.append(
                 f"{arm}: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
             )
-    if at_chance:
-        others = f" and {count_nouns(len(at_chance) - 5, 'other')}" if len(at_chance) > 5 else ""
-        lines.append(
-            f"No better than random content tokens, whose error is {chance_error:.2f}: the mean test error of "
-            f"{', '.join(at_chance[:5])}{others}. On average, such a policy has learned at most to avoid separators."
-        )
+    lines += [
+        f"No better than random content tokens, whose error is {chance_error:.2f}: the mean test error of "
+        f"{', '.join(at_chance[:5])}{f' and {len(at_chance) - 5} more' if at_chance[5:] else ''}. On average, such a "
+        "policy has learned at most to avoid separators."
+    ] * bool(at_chance)
     lines += [
         f"{a} and {b} end with equal numbers in every seed: in this study they are the same algorithm."
         for a, b in tables.find_equal_arms(frames)

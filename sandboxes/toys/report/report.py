@@ -391,8 +391,10 @@ def _describe_effort(results: ToyResults) -> Iterator[str]:
     time = (
         f" Run time of all trials: {format_duration(seconds)}, which depends on the load." if pd.notna(seconds) else ""
     )
-    arms_text = count_nouns(len(list_arms(results.frames)), "arm")
-    yield f"{arms_text}; {findings.format_status_counts(results.frames.trials)}.{time}"
+    yield (
+        f"{count_nouns(len(list_arms(results.frames)), 'arm')}; "
+        f"{findings.format_status_counts(results.frames.trials)}.{time}"
+    )
 
 
 ARMS: Section[ToyResults] = Section("arms", "What was run", sentences=_describe_effort, tables=_make_arm_table)
