@@ -82,11 +82,15 @@ def make_notes(frames: StudyFrames) -> list[str]:
             lines.append(
                 f"{arm}: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
             )
-    lines += [
-        f"No better than random content tokens, whose error is {chance_error:.2f}: the mean test error of "
-        f"{', '.join(at_chance[:5])}{f' and {len(at_chance) - 5} more' if at_chance[5:] else ''}. On average, such a "
-        "policy has learned at most to avoid separators."
-    ] * bool(at_chance)
+    lines += (
+        [
+            f"No better than random content tokens, whose error is {chance_error:.2f}: the mean test error of "
+            f"{', '.join(at_chance[:5])}{f' and {len(at_chance) - 5} more' if at_chance[5:] else ''}. On average, such "
+            "a policy has learned at most to avoid separators."
+        ]
+        if at_chance
+        else []
+    )
     lines += [
         f"{a} and {b} end with equal numbers in every seed: in this study they are the same algorithm."
         for a, b in tables.find_equal_arms(frames)
