@@ -52,9 +52,6 @@ _CONFIG = {
 }
 
 
-# ---------------------------------------------------------------------- colors
-
-
 def make_arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]:
     """Choose the color of each arm: along the color map in the given order, and grays and browns for `words`.
 
@@ -86,8 +83,6 @@ def choose(column: str, key: str = "") -> alt.Parameter:
     """Make the choice of values of a column by clicks on the legend. key: beginning of its name."""
     return alt.selection_point(name=f"{key}{column}", fields=[column], bind="legend")
 
-
-# ---------------------------------------------------------------------- pieces of charts
 
 # Channels are given as objects: for a text such as "arm:N" Altair looks for the class of the channel through the whole
 # schema, which took a third of the time of a chart.
@@ -134,9 +129,6 @@ def layer(*charts: alt.Chart, height: int | alt.Step = HEIGHT, width: Any = "con
     return alt.LayerChart(layer=charts, width=width, height=height)
 
 
-# ---------------------------------------------------------------------- from charts to files
-
-
 def make_spec(chart: alt.TopLevelMixin) -> dict[str, Any]:
     """Return a chart as a Vega-Lite object with the colors and fonts of all charts.
 
@@ -151,13 +143,7 @@ def make_spec(chart: alt.TopLevelMixin) -> dict[str, Any]:
 
 
 def format_spec(spec: Mapping[str, Any]) -> str:
-    """Format a chart as JSON that may stand in a <script> element: no text in it can end the element.
-
-    Example:
-        >>> data = pd.DataFrame({"arm": ["</script><b>"]})
-        >>> "<" in format_spec(make_spec(alt.Chart(data).mark_point().encode(alt.X("arm:N"))))
-        False
-    """
+    """Format a chart as JSON that may stand in a <script> element: no text in it can end the element."""
     text = json.dumps(spec, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -228,10 +214,7 @@ def make_file_chart(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
 
 
 class _Offline:
-    """A chart that a notebook shows without network: its 0.9 MB hold the library that draws it, too.
-
-    By default, Altair loads the library from a CDN, which the nodes of many clusters cannot reach.
-    """
+    """A chart that a notebook shows without network: its 0.9 MB hold the library, which Altair loads from a CDN."""
 
     def _repr_mimebundle_(self, *arguments: Any, **options: Any) -> Any:
         with alt.renderers.enable("html", template="inline"):

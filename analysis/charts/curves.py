@@ -8,19 +8,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from analysis.charts.chart import (
-    INK,
-    TARGETS,
-    choose,
-    draw_line_at,
-    layer,
-    make_arm_color,
-    make_legend,
-    make_opacity,
-    make_step_axis,
-    make_tooltips,
-    mark_stop,
-)
+from analysis.charts import chart as charts
 
 MAX_POINTS = 20_000
 """With more points, every curve has only each second, third, ... of them, and its last one."""
@@ -42,27 +30,22 @@ def draw_curves(
 ) -> alt.TopLevelMixin:
     """Draw the curves of all runs and the mean of each arm. A click on the legend leaves one arm, with Shift several.
 
-    Args:
-        table: from `series.make_curves`, with any columns named below.
-        means: with arm, step and value, and `standard_error` if the mean has a band. Arms without a mean have one run,
-            whose curve is drawn like a mean.
-        colors: by arm.
-        label: of the vertical axis, with its unit.
-        dash: a column whose values have different dashes. A click on its legend leaves one of them.
-        panel: a column whose values have a panel each.
-        line_at: a value at which a dashed line is drawn.
-        key: beginning of the names of its layers and its selection, which differs between the charts of one picture.
+    table: from `series.make_curves`, with any columns named below. means: with arm, step and value, and
+    `standard_error` if the mean has a band; an arm without one has one run, whose curve is drawn like a mean. label: of
+    the vertical axis, with its unit. dash, panel: columns whose values have different dashes, or a panel each. line_at:
+    a value at which a dashed line is drawn. key: beginning of the names of its layers and its selection, which differs
+    between the charts of one picture.
     """
     data = _collect_points(table, means, ["run_id", *([panel] if panel else [])])
-    choices = [choose(column, key) for column in ("arm", *([dash] if dash else []))]
+    choices = [charts.choose(column, key) for column in ("arm", *([dash] if dash else []))]
     is_chosen = reduce(and_, choices)
-    opacity = make_opacity(is_chosen)
-    x, color, runs = make_step_axis(), make_arm_color(colors, table), alt.Detail("run_id:N")
+    opacity = charts.make_opacity(is_chosen)
+    x, color, runs = charts.make_step_axis(), charts.make_arm_color(colors, table), alt.Detail("run_id:N")
     # As the title of a channel, the label would become a part of an expression.
     y = alt.Y("value:Q", axis=alt.Axis(title=label, tickCount=5), scale=alt.Scale(zero=True))
     dashes = alt.Scale(domain=list(dict.fromkeys(table[dash]))) if dash else alt.Undefined
-    channels = [alt.StrokeDash(f"{dash}:N", legend=make_legend(), scale=dashes)] if dash else []
-    tooltips = make_tooltips("arm:N", "seed:N", "step:Q", "value:Q", "status:N")
+    channels = [alt.StrokeDash(f"{dash}:N", legend=charts.make_legend(), scale=dashes)] if dash else []
+    tooltips = charts.make_tooltips("arm:N", "seed:N", "step:Q", "value:Q", "status:N")
     tooltips[1:1] = [alt.Tooltip(f"{dash}:N", title="with")] if dash else []
 
     def select(condition: str) -> alt.Chart:
@@ -75,23 +58,23 @@ def draw_curves(
     # Points are the targets of the pointer: a line has no value under it.
     targets = select("isValid(datum.seed)").mark_point(size=60, filled=True, opacity=0)
     layers = [
-        thin.encode(x, y, color, runs, *channels, opacity=make_opacity(is_chosen, 0.5)),
+        thin.encode(x, y, color, runs, *channels, opacity=charts.make_opacity(is_chosen, 0.5)),
         thick.encode(x, y, color, runs, *channels, opacity=opacity),
         points.encode(x, y, color, opacity=opacity),
-        select("datum.end == 'other'").mark_point(size=60, color=INK).encode(x, y, opacity=opacity),
-        select("datum.end == 'early_stopped'").mark_point(**mark_stop()).encode(x, y, opacity=opacity),
+        select("datum.end == 'other'").mark_point(size=60, color=charts.INK).encode(x, y, opacity=opacity),
+        select("datum.end == 'early_stopped'").mark_point(**charts.mark_stop()).encode(x, y, opacity=opacity),
         targets.encode(x, y, color, tooltip=tooltips),
     ]
     if "low" in data:
         band = select("isValid(datum.low)").mark_area(opacity=0.2)
         layers.insert(0, band.encode(x, alt.Y("low:Q", axis=alt.Axis(title=label)), alt.Y2("high:Q"), color))
     if line_at is not None:
-        layers.insert(0, draw_line_at(y=line_at))
+        layers.insert(0, charts.draw_line_at(y=line_at))
     # Names of its own would be counted through all charts of a process.
     for index, chart in enumerate(layers):
-        chart.name = f"{TARGETS}{key}" if index == len(layers) - 1 else f"{key} layer {index}"
+        chart.name = f"{charts.TARGETS}{key}" if index == len(layers) - 1 else f"{key} layer {index}"
     if panel is None or table[panel].nunique() < 2:
-        return layer(*layers)
+        return charts.layer(*layers)
     for chart in layers:
         chart.data = alt.Undefined
     order = list(dict.fromkeys(table[panel]))
@@ -127,14 +110,14 @@ def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.LayerCh
 
     table: from `collapse.compute_survival`.
     """
-    choice = choose("arm")
+    choice = charts.choose("arm")
     y = alt.Y("surviving_fraction:Q", title="fraction of runs not collapsed", scale=alt.Scale(domain=[0, 1]))
-    channels = [make_step_axis(), y, make_arm_color(colors, table), make_opacity(choice)]
+    channels = [charts.make_step_axis(), y, charts.make_arm_color(colors, table), charts.make_opacity(choice)]
     lines = alt.Chart(table, name="lines").mark_line(interpolate="step-after", strokeWidth=2.5).add_params(choice)
     fraction = alt.Tooltip("surviving_fraction:Q", title="not collapsed", format=".3f")
-    tooltips = [*make_tooltips("arm:N", "step:Q"), fraction, *make_tooltips("collapsed:Q", "runs:Q")]
+    tooltips = [*charts.make_tooltips("arm:N", "step:Q"), fraction, *charts.make_tooltips("collapsed:Q", "runs:Q")]
     targets = alt.Chart(table).mark_point(size=60, filled=True)
-    return layer(lines.encode(*channels), targets.encode(*channels, tooltip=tooltips))
+    return charts.layer(lines.encode(*channels), targets.encode(*channels, tooltip=tooltips))
 
 
 def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConcatChart:
@@ -142,8 +125,8 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConca
 
     table: from `series.make_arm_lines`. colors: by arm.
     """
-    choice, x, color = choose("arm"), make_step_axis(), make_arm_color(colors, table)
-    tooltips = make_tooltips("arm:N", "step:Q", "value:Q")
+    choice, x, color = charts.choose("arm"), charts.make_step_axis(), charts.make_arm_color(colors, table)
+    tooltips = charts.make_tooltips("arm:N", "step:Q", "value:Q")
     panels = []
     for index, (measure, rows) in enumerate(table.groupby("measure", sort=False)):
         axis = alt.Axis(title=str(measure), tickCount=5)
@@ -153,9 +136,11 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConca
         lines = lines if index else lines.add_params(choice)
         # Chance is a mean over all runs, so every arm has the same value at a step.
         chance = alt.Chart(rows.dropna(subset="chance").drop_duplicates("step")[["step", "chance"]])
-        guess = chance.mark_line(strokeDash=[4, 3], color=INK, opacity=0.6).encode(x, alt.Y("chance:Q", axis=axis))
-        curves = lines.encode(x, y, color, opacity=make_opacity(choice), tooltip=tooltips)
-        panels.append(layer(curves, guess, height=160, width=600))
+        guess = chance.mark_line(strokeDash=[4, 3], color=charts.INK, opacity=0.6).encode(
+            x, alt.Y("chance:Q", axis=axis)
+        )
+        curves = lines.encode(x, y, color, opacity=charts.make_opacity(choice), tooltip=tooltips)
+        panels.append(charts.layer(curves, guess, height=160, width=600))
     return alt.VConcatChart(vconcat=panels)
 
 
@@ -174,12 +159,12 @@ def draw_onsets(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.LayerChar
     labels = [str(label) for label in medians.index]
     y = alt.Y("label:N", sort=labels, axis=alt.Axis(title=None), scale=alt.Scale(padding=0.2))
     offset = alt.YOffset("offset:Q", scale=alt.Scale(domain=[-0.5, 0.5]))
-    color = make_arm_color(colors, changed)
+    color = charts.make_arm_color(colors, changed)
     intervals = alt.Chart(changed).mark_rule(opacity=0.5)
     points = alt.Chart(changed).mark_point(filled=True, size=30, opacity=1)
-    tooltips = make_tooltips("arm:N", "seed:N", "label:N", "onset:Q", "low:Q", "high:Q")
-    bars = alt.Chart(medians.rename("onset").reset_index()).mark_tick(color=INK, thickness=2, size=20)
-    return layer(
+    tooltips = charts.make_tooltips("arm:N", "seed:N", "label:N", "onset:Q", "low:Q", "high:Q")
+    bars = alt.Chart(medians.rename("onset").reset_index()).mark_tick(color=charts.INK, thickness=2, size=20)
+    return charts.layer(
         intervals.encode(alt.X("low:Q", axis=alt.Axis(title=None)), alt.X2("high:Q"), y, offset, color),
         points.encode(x, y, offset, color, tooltip=tooltips),
         bars.encode(x, y, tooltip=[alt.Tooltip("onset:Q", title="median")]),
@@ -192,11 +177,8 @@ def draw_intervals(
 ) -> alt.LayerChart:
     """Draw differences with their intervals, a row per name, and a dashed line at 0.
 
-    Args:
-        table: with name, difference, difference_low and difference_high.
-        label: of the horizontal axis.
-        margin: within which arms count as equal, drawn as a band.
-        pairs: with name and difference, drawn as rings; None: none.
+    table: with name, difference, difference_low and difference_high. label: of the horizontal axis. margin: within
+    which arms count as equal, drawn as a band. pairs: with name and difference, drawn as rings.
     """
     names: Sequence[str] = list(dict.fromkeys(table["name"]))
     y = alt.Y("name:N", sort=names, axis=alt.Axis(title=None, labelLimit=260))
@@ -204,16 +186,16 @@ def draw_intervals(
     x = alt.X("difference:Q", axis=x_axis)
     layers = []
     if margin is not None:
-        band = alt.Chart(pd.DataFrame({"from": [-margin], "to": [margin]})).mark_rect(color=INK, opacity=0.08)
+        band = alt.Chart(pd.DataFrame({"from": [-margin], "to": [margin]})).mark_rect(color=charts.INK, opacity=0.08)
         layers.append(band.encode(alt.X("from:Q", axis=x_axis), alt.X2("to:Q")))
-    layers.append(draw_line_at(x=0.0))
+    layers.append(charts.draw_line_at(x=0.0))
     if pairs is not None:
-        rings = alt.Chart(pairs).mark_point(size=24, color=INK, opacity=0.4)
-        layers.append(rings.encode(x, y, tooltip=make_tooltips("name:N", "difference:Q")))
+        rings = alt.Chart(pairs).mark_point(size=24, color=charts.INK, opacity=0.4)
+        layers.append(rings.encode(x, y, tooltip=charts.make_tooltips("name:N", "difference:Q")))
     bounded = alt.Chart(table.dropna(subset=["difference_low", "difference_high"])).mark_rule(strokeWidth=2)
-    points = alt.Chart(table).mark_point(filled=True, size=60, color=INK, opacity=1)
-    tooltips = make_tooltips("name:N", "difference:Q", "difference_low:Q", "difference_high:Q")
-    return layer(
+    points = alt.Chart(table).mark_point(filled=True, size=60, color=charts.INK, opacity=1)
+    tooltips = charts.make_tooltips("name:N", "difference:Q", "difference_low:Q", "difference_high:Q")
+    return charts.layer(
         *layers,
         bounded.encode(alt.X("difference_low:Q", axis=x_axis), alt.X2("difference_high:Q"), y),
         points.encode(x, y, tooltip=tooltips),

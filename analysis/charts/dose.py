@@ -5,18 +5,7 @@ from collections.abc import Mapping
 import altair as alt
 import pandas as pd
 
-from analysis.charts.chart import (
-    HEIGHT,
-    INK,
-    STOPPED_COLOR,
-    choose,
-    layer,
-    make_color,
-    make_legend,
-    make_opacity,
-    make_tooltips,
-    mark_stop,
-)
+from analysis.charts import chart as charts
 
 _MEASURES = {"success": "validation, sampled", "greedy": "validation, greedy", "test": "test, sampled"}
 """Columns of the dose-response table."""
@@ -36,8 +25,8 @@ def draw_dose_response(
     the axis.
     """
     points = _make_points(table)
-    choices = choose("measure"), alt.selection_point(name="arm", fields=["arm"])
-    opacity = make_opacity(choices[0] & choices[1])
+    choices = charts.choose("measure"), alt.selection_point(name="arm", fields=["arm"])
+    opacity = charts.make_opacity(choices[0] & choices[1])
     note = "log scale; 0 and named arms stand apart" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
     x = alt.X(
         "x:Q",
@@ -46,11 +35,11 @@ def draw_dose_response(
     )
     y_axis = alt.Axis(title="success (fraction of episodes)")
     y = alt.Y("value:Q", axis=y_axis)
-    color = make_color("arm", colors, None)
+    color = charts.make_color("arm", colors, None)
     shown = [column for column in _MEASURES if (points["column"] == column).any()]
     shapes = alt.Scale(domain=[_MEASURES[column] for column in shown], range=[_MARKS[column] for column in shown])
-    shape = alt.Shape("measure:N", legend=make_legend(), scale=shapes)
-    arm, outcome = make_tooltips("arm:N", "outcome:N")
+    shape = alt.Shape("measure:N", legend=charts.make_legend(), scale=shapes)
+    arm, outcome = charts.make_tooltips("arm:N", "outcome:N")
     tooltips = [
         *(arm, alt.Tooltip("measure:N"), _SUCCESS),
         alt.Tooltip("low:Q", title="95 % interval from", format=".3f"),
@@ -61,24 +50,26 @@ def draw_dose_response(
     intervals = alt.Chart(points.dropna(subset="low")).mark_rule(strokeWidth=2)
     # With one run per arm, these points would repeat the means.
     single_runs = runs.rename(columns={"outcome": "value"}).iloc[: len(runs) if len(runs) > len(table) else 0]
-    dots = alt.Chart(single_runs[["arm", "x", "value"]]).mark_point(size=14, filled=True, color=INK, opacity=0.55)
+    dots = alt.Chart(single_runs[["arm", "x", "value"]]).mark_point(
+        size=14, filled=True, color=charts.INK, opacity=0.55
+    )
     # Arms have positions of their own, in which 0 and words have a place, so their labels are texts below the axis.
     ticks = alt.Chart(table[["x", "tick"]]).mark_text(dy=12)
     stopped = points[(points["column"] == "success") & (points["early_stopped"] > 0)]
     has_failed = stopped["early_stopped"] == stopped["scored"]
-    edge = {"shape": "circle", "size": 120, "strokeWidth": 2, "color": STOPPED_COLOR}
+    edge = {"shape": "circle", "size": 120, "strokeWidth": 2, "color": charts.STOPPED_COLOR}
     stops = [
         alt.Chart(rows).mark_point(**mark).encode(x, y, opacity=opacity, tooltip=[arm, _SUCCESS, outcome])
-        for rows, mark in ((stopped[has_failed], mark_stop(240)), (stopped[~has_failed], edge))
+        for rows, mark in ((stopped[has_failed], charts.mark_stop(240)), (stopped[~has_failed], edge))
     ]
     base = table[list(_BASE_LINES)].head(1).melt(var_name="column").dropna()
     base_lines = alt.Chart(base.assign(measure=base["column"].map(_BASE_LINES))).mark_rule(opacity=0.6)
     dashes = alt.Scale(domain=list(_BASE_LINES.values()), range=[[5, 4], [1, 3]])
     dash = alt.StrokeDash("measure:N", legend=None, scale=dashes)
-    return layer(
+    return charts.layer(
         base_lines.encode(y, dash, tooltip=[alt.Tooltip("measure:N"), _SUCCESS]),
         intervals.encode(x, alt.Y("low:Q", axis=y_axis), alt.Y2("high:Q"), color, opacity=opacity),
-        ticks.encode(x, y=alt.value(HEIGHT), text=alt.Text("tick:N")),
+        ticks.encode(x, y=alt.value(charts.HEIGHT), text=alt.Text("tick:N")),
         dots.encode(x, y, tooltip=[arm, _SUCCESS]),
         marks.encode(x, y, color, shape, opacity=opacity, tooltip=tooltips),
         *stops,

@@ -3,17 +3,7 @@
 import altair as alt
 import pandas as pd
 
-from analysis.charts.chart import (
-    INK,
-    STOPPED_COLOR,
-    choose,
-    layer,
-    make_arm_colors,
-    make_color,
-    make_legend,
-    make_opacity,
-    make_tooltips,
-)
+from analysis.charts import chart as charts
 
 _DARK_SHARE = 0.47
 """The share of the color scale on which white is read better than black."""
@@ -35,14 +25,9 @@ def draw_heat_maps(
 ) -> alt.FacetChart:
     """Draw a panel of cells per panel of the grid, with one color scale for all.
 
-    Args:
-        table: a row per cell with panel, x and y (as categories in their order), value (missing if no run is scored),
-            `lines` of its text, and std, low, high, scored, runs and stopped.
-        label: of the color scale, with its unit.
-        axes: the titles of x and y.
-        columns: panels per row.
-        domain: of the color scale; None: of the values.
-        is_log: whether the color scale is logarithmic.
+    table: a row per cell with panel, x and y (as categories in their order), value (missing if no run is scored),
+    `lines` of its text, and std, low, high, scored, runs and stopped. label: of the color scale, with its unit. axes:
+    the titles of x and y. columns: panels per row. domain: of the color scale; None: of the values.
     """
     low, high = domain or _make_domain(table["value"], is_log)
     middle = low * (high / low) ** _DARK_SHARE if is_log else low + _DARK_SHARE * (high - low)
@@ -57,20 +42,20 @@ def draw_heat_maps(
         alt.Tooltip("value:Q", title="mean", format=".4g"),
         *(alt.Tooltip(f"{name}:Q", format=".4g") for name in ("std", "low", "high")),
     ]
-    counts = [alt.Tooltip("scored:Q", title="scored runs"), *make_tooltips("runs:Q", "stopped:Q")]
+    counts = [alt.Tooltip("scored:Q", title="scored runs"), *charts.make_tooltips("runs:Q", "stopped:Q")]
     places = [alt.Tooltip("panel:N"), alt.Tooltip("x:N", title=axes[0]), alt.Tooltip("y:N", title=axes[1])]
     cells = alt.Chart(name="cells").transform_filter("isValid(datum.value)").mark_rect()
     empty = alt.Chart(name="empty").transform_filter("!isValid(datum.value)")
-    empty = empty.mark_rect(fill="transparent", stroke=INK, strokeDash=[2, 2], strokeOpacity=0.5)
+    empty = empty.mark_rect(fill="transparent", stroke=charts.INK, strokeDash=[2, 2], strokeOpacity=0.5)
     # Inside of the cell, where its neighbors do not cover the frame.
     width_share, height_share = alt.RelativeBandSize(band=0.92), alt.RelativeBandSize(band=0.88)
     frames = alt.Chart(name="frames").transform_filter("datum.stopped > 0")
     frames = frames.mark_rect(
-        fillOpacity=0, stroke=STOPPED_COLOR, strokeWidth=2, width=width_share, height=height_share
+        fillOpacity=0, stroke=charts.STOPPED_COLOR, strokeWidth=2, width=width_share, height=height_share
     )
     middle_or_above = alt.ExprRef("length(datum.lines) > 1 ? -5 : 0")
     texts = alt.Chart(name="texts").mark_text(fontSize=10, lineHeight=11, dy=middle_or_above)
-    ink = alt.when("!isValid(datum.value)").then(alt.value(INK))
+    ink = alt.when("!isValid(datum.value)").then(alt.value(charts.INK))
     text_color = ink.when(f"datum.value < {middle!r}").then(alt.value("#ffffff")).otherwise(alt.value("#000000"))
     layers = [
         cells.encode(x, y, alt.Color("value:Q", scale=scale, legend=legend), tooltip=[*places, *numbers, *counts]),
@@ -99,13 +84,13 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
     """
     lines = list(dict.fromkeys(doses["line"]))
     values = sorted(doses["dose"].unique())
-    choice, legend = choose("line"), make_legend(columns=2)
-    color = make_color("line", make_arm_colors(lines), legend)
+    choice, legend = charts.choose("line"), charts.make_legend(columns=2)
+    color = charts.make_color("line", charts.make_arm_colors(lines), legend)
     shapes = alt.Scale(domain=lines, range=[_SHAPES[index % len(_SHAPES)] for index in range(len(lines))])
     shape = alt.Shape("line:N", legend=legend, scale=shapes)
     ends = values[0] / 1.5, values[-1] * 1.5
     scale = alt.Scale(type="log", domain=list(ends), nice=False)
-    opacity = make_opacity(choice)
+    opacity = charts.make_opacity(choice)
     # A few percent apart, so that the intervals of lines with equal fractions do not cover each other.
     shifts = {line: 10 ** (0.012 * (index - (len(lines) - 1) / 2)) for index, line in enumerate(lines)}
     data = doses.assign(place=doses["dose"] * doses["line"].map(shifts))
@@ -118,7 +103,7 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
         y = alt.Y(f"{column}:Q", axis=alt.Axis(title=title, tickCount=5), scale=y_scale)
         fractions = ("fraction", "fraction_low", "fraction_high", "success")
         tooltips = [
-            *make_tooltips("line:N", "dose:Q", "collapsed:Q", "runs:Q"),
+            *charts.make_tooltips("line:N", "dose:Q", "collapsed:Q", "runs:Q"),
             *(alt.Tooltip(f"{key}:Q", format=".3f") for key in fractions),
         ]
         points = alt.Chart(data, name=column).mark_point(size=50, filled=True)
@@ -136,12 +121,12 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
     # A bound that is missing is an arrow that leaves the doses of the study.
     bars = bounded.assign(start=bounded["edge_low"].fillna(ends[0]), end=bounded["edge_high"].fillna(ends[1]))
     numbers = (f"{name}:Q" for name in ("edge", "edge_low", "edge_high", "safe_low", "safe_high"))
-    tooltips = make_tooltips(*numbers, "line:N", "note:N")
+    tooltips = charts.make_tooltips(*numbers, "line:N", "note:N")
     channels = {"opacity": opacity, "tooltip": tooltips}
     bands = alt.Chart(edges.dropna(subset="safe_low")).mark_bar(height=10)
     points = alt.Chart(edges.dropna(subset="edge"), name="edges").mark_point(filled=True, size=70)
     edge_layers = [
-        bands.encode(at("safe_low"), alt.X2("safe_high"), y, color, make_opacity(choice, 0.4), tooltip=tooltips),
+        bands.encode(at("safe_low"), alt.X2("safe_high"), y, color, charts.make_opacity(choice, 0.4), tooltip=tooltips),
         alt.Chart(bars).mark_rule(strokeWidth=2).encode(at("start"), alt.X2("end"), y, color, **channels),
         *(
             alt.Chart(bars[bounded[column].isna() == is_open])
@@ -157,9 +142,9 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
     success_panel = draw_lines("success", at("dose", label), "success (fraction)", alt.Scale(zero=True))
     return alt.VConcatChart(
         vconcat=[
-            layer(*fraction_panel, height=180, width=_DOSE_WIDTH),
-            layer(*edge_layers, height=alt.Step(22), width=_DOSE_WIDTH),
-            layer(*success_panel, height=180, width=_DOSE_WIDTH),
+            charts.layer(*fraction_panel, height=180, width=_DOSE_WIDTH),
+            charts.layer(*edge_layers, height=alt.Step(22), width=_DOSE_WIDTH),
+            charts.layer(*success_panel, height=180, width=_DOSE_WIDTH),
         ],
         spacing=8,
     )

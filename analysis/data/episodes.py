@@ -22,13 +22,9 @@ from trainable.runs.study_record import StudyRecord, is_run_id
 def read_episodes(run_dir: Path) -> list[RecordedEpisode]:
     """Read the recorded episodes of a run, sorted by step, level and rollout; empty if none were recorded.
 
-    Includes both validation episodes and episodes that were trained on (`RecordedEpisode.is_trained`).
-
-    If lines repeat, the last one counts per (step, level, rollout), as in levels.jsonl. A DamageWarning names every
-    line that was skipped, and any other damage to the run's files, since it may explain missing episodes.
-
-    Args:
-        run_dir: the folder of the run, <study>/runs/<run_id>.
+    Includes both validation episodes and episodes that were trained on (`RecordedEpisode.is_trained`). If lines repeat,
+    the last one counts per (step, level, rollout), as in levels.jsonl. A DamageWarning names every line that was
+    skipped, and any other damage to the run's files, since it may explain missing episodes.
     """
     lines = RunLines.read(run_dir)
     for problem in (*lines.find_damage(), *map(_find_problem, lines.files[EPISODES_FILE].records)):
@@ -54,13 +50,9 @@ def read_episodes_frame(studies: Iterable[tuple[Path, StudyRecord]], *, is_train
 
     Columns: study, run_id, arm, seed; step (training steps before the validation), level (its seed), success, score,
     stop_reason, turns (a number), invalid_turns, and text, in which `| ` marks what the policy saw and `> ` what it
-    wrote.
-
-    Args:
-        studies: the folder results/<run> of each study, and the content of its study.json.
-        is_trained: read the episodes that steps trained on instead. `step` is then that training step, and there are
-            two more columns: rollout (number among the episodes of a level, from 0) and advantage (mean over the
-            turns).
+    wrote. studies: with the folder results/<run> of each. is_trained: read the episodes that steps trained on instead.
+    `step` is then that training step, and there are two more columns: rollout (number among the episodes of a level,
+    from 0) and advantage (mean over the turns).
     """
     types = {**_FRAME_TYPES, **(_TRAINED_TYPES if is_trained else {})}
     rows = [

@@ -265,14 +265,11 @@ def make_setting_column(values: list[Any]) -> Any:
 
 
 def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
-    """Concatenate studies. Studies that share a name are renamed to the name of their run folder.
+    """Concatenate studies, also of different families: columns that a study's family lacks are missing in its rows.
 
-    If their folders share a name too, as when one study was run into two outputs, the path below their common parent is
-    used.
-
-    Studies may be of different families: columns that a study's family lacks are missing in its rows, and
-    `StudyFrames.select_study` drops them again. A single study is returned unchanged. Thanks to renaming, two
-    executions of one study stay distinct in the column `study`.
+    Studies that share a name are renamed to the name of their run folder, or to the path below their common parent if
+    their folders share a name too. So two executions of one study stay distinct in the column `study`. A single study
+    is returned unchanged.
     """
     if len(study_frames) == 1:
         return study_frames[0]

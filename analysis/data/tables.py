@@ -1,7 +1,6 @@
-"""Read and write the parquet tables of a study.
+"""Read and write the parquet tables of a study, which may come from untrusted sources and be built to exhaust memory.
 
-A table contains the SHA-256 of its file, so that any changed byte is noticed. Tables may come from untrusted sources,
-and be built to exhaust memory.
+A table contains the SHA-256 of its file, so that any changed byte is noticed.
 """
 
 import hashlib
@@ -64,9 +63,7 @@ def get_damage(table: pd.DataFrame) -> list[str]:
 def read_table(path: Path) -> pd.DataFrame:
     """Read a table of a study.
 
-    Raises:
-            ValueError: the table is damaged, has another schema, or would take more memory than `MAX_TABLE_BYTES`. The
-                message names the file.
+    ValueError that names the file if it is damaged, has another schema, or would take more than `MAX_TABLE_BYTES`.
     """
     try:
         return _read_bounded(path)

@@ -1,9 +1,8 @@
 """Compare the two states of a switch, such as training with and without the task, over pairs of equal grid points."""
 
-from typing import Any
-
 import pandas as pd
 
+from analysis.data.schemas import Row
 from analysis.grid.layout import MEASURES, Grid
 from analysis.stats.estimates import Estimate
 from analysis.stats.noise import Noise, estimate_paired_contrast, fit_noise
@@ -38,25 +37,26 @@ def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFram
         name: fit_noise(home_rows.pivot_table(index="arm", columns="seed", values=name).to_numpy(dtype=float))
         for name, *_ in MEASURES
     }
-    rows = [_make_contrast_row(group, rows, name, noise[name]) for group, rows in pair_groups for name in noise]
-    return pd.DataFrame([row for row in rows if row["pairs"]])
+    rows = []
+    for group, group_pairs in pair_groups:
+        for measure in noise:
+            row = _contrast_pairs(group_pairs, measure, noise[measure])
+            if row["pairs"]:
+                rows.append({"group": ", ".join(group) if isinstance(group, tuple) else group, **row})
+    return pd.DataFrame(rows)
 
 
-def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str, noise: Noise) -> dict[str, Any]:
+def _contrast_pairs(pairs: pd.DataFrame, measure: str, noise: Noise) -> Row:
     pairs = pairs.dropna(subset=[f"{measure}_off", f"{measure}_on"])
     off, on = pairs[f"{measure}_off"], pairs[f"{measure}_on"]
     difference = on - off
     by_seed = difference.groupby(pairs["seed"])
-    # In a mean of m pairs without a common run, each run has the weight 1/m.
-    weight_norm = float((2 / by_seed.size()).mean()) if len(difference) else float("nan")
     # Extra baseline seeds show the noise of runs, but a contrast of one seed would rest on them alone.
-    estimate = (
-        estimate_paired_contrast(by_seed.mean(), noise, weight_norm)
-        if len(by_seed) > 1
-        else Estimate(float(difference.mean()), n=len(by_seed))
-    )
+    estimate = Estimate(float(difference.mean()), n=len(by_seed))
+    if len(by_seed) > 1:
+        # In a mean of m pairs without a common run, each run has the weight 1/m.
+        estimate = estimate_paired_contrast(by_seed.mean(), noise, float((2 / by_seed.size()).mean()))
     return {
-        "group": ", ".join(group) if isinstance(group, tuple) else group,
         "measure": measure,
         "pairs": len(pairs),
         "seeds": estimate.n,
@@ -66,6 +66,5 @@ def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str, noise: Noi
         "low": estimate.low,
         "high": estimate.high,
         "higher": int((difference > 0).sum()),
-        "stopped_off": int((pairs["status_off"] == "early_stopped").sum()),
-        "stopped_on": int((pairs["status_on"] == "early_stopped").sum()),
+        **{f"stopped_{side}": int((pairs[f"status_{side}"] == "early_stopped").sum()) for side in ("off", "on")},
     }

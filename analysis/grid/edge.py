@@ -118,7 +118,7 @@ def _make_edge_row(line: str, runs: pd.DataFrame, margin: float) -> Row:
 
 
 def _raise(exponent: float) -> float:
-    """Convert a log10 dose to a dose, removing the rounding of the logarithm."""
+    """Convert a log10 dose to a dose, without the rounding of the logarithm."""
     return float(f"{10**exponent:.6g}")
 
 

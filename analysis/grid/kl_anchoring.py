@@ -3,10 +3,6 @@
 The measure is `kl_to_reference`, the k3 estimate of KL(pi || ref) at the trained tokens before each update. It is
 computed in the same way for every form of the loss. Runs without a reference pass do not have it.
 
-Used as a loss, k1 = log pi - log ref has the gradient of log pi. The reference does not occur in this gradient, whose
-expectation is 0 on policy, so the coefficient of k1 cannot anchor the policy. k2, k3 and forms with a + have the
-gradient of a distance.
-
 Only runs with otherwise equal settings are compared. A set is the runs of one loss that differ only in the coefficient.
 Two sets of different losses match if all other settings and the seed are equal. All runs of matching sets are measured
 over the same steps, the last quarter of the steps that all of them have, because a stopped run moved for fewer steps.
@@ -23,8 +19,8 @@ import pandas as pd
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, cut_interval, make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import LATE_START
-from analysis.stats.estimates import MIN_SEEDS, Estimate, make_estimate, spearman_trend
-from analysis.sweep.verdicts import count_nouns, format_interval, format_p_value, format_signed
+from analysis.stats.estimates import MIN_SEEDS, Estimate, mean_over_seeds, spearman_trend
+from analysis.sweep.verdicts import count_nouns, format_interval, format_p_value, format_signed_2
 
 K1_NAMES = ("kl", "k1")
 FORM_COLUMN, COEFFICIENT_COLUMN = "config/actor.kl_loss_type", "config/actor.kl_loss_coef"
@@ -98,6 +94,9 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
         kl_ranks = runs.groupby("match")["kl"].rank() / (1 + runs.groupby("match")["kl"].transform("size"))
         rho_estimate = _estimate_over_seeds(form_rhos.set_index("seed")["rho"], limit=1.0)
         smallest, largest = runs["coefficient"].min(), runs["coefficient"].max()
+        # KL spans orders of magnitude over the runs of a grid: the largest would dominate an arithmetic mean.
+        positive = runs[runs["kl"] > 0]
+        geometric_means = np.exp(np.log(positive["kl"]).groupby(positive["coefficient"]).mean())
         rows.append(
             {
                 "form": form,
@@ -109,8 +108,8 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
                 "p": spearman_trend(runs["coefficient"], kl_ranks, runs["match"], generator).p,
                 "smallest": smallest,
                 "largest": largest,
-                "kl_smallest": _geometric_mean(runs.loc[runs["coefficient"] == smallest, "kl"]),
-                "kl_largest": _geometric_mean(runs.loc[runs["coefficient"] == largest, "kl"]),
+                "kl_smallest": geometric_means.get(smallest, float("nan")),
+                "kl_largest": geometric_means.get(largest, float("nan")),
                 "first_step": int(runs["first_step"].min()),
                 "last_step": int(runs["last_step"].max()),
             }
@@ -126,33 +125,22 @@ def _estimate_over_seeds(values: "pd.Series[float]", limit: float) -> Estimate:
     per_seed = values.groupby(level=0).mean()
     if len(per_seed) < MIN_SEEDS:
         return Estimate(float(per_seed.mean()), n=len(per_seed))
-    squared_error = float(per_seed.var(ddof=1)) / len(per_seed)
-    estimate = make_estimate(float(per_seed.mean()), squared_error, len(per_seed) - 1, len(per_seed))
-    return cut_interval(estimate, -limit, limit)
-
-
-def _geometric_mean(values: "pd.Series[float]") -> float:
-    """Compute the geometric mean of the positive values; NaN if there are none.
-
-    KL spans orders of magnitude over the runs of a grid: the largest run would dominate an arithmetic mean.
-    """
-    positive = values[values > 0]
-    return float(np.exp(np.log(positive).mean())) if len(positive) else float("nan")
+    return cut_interval(mean_over_seeds(per_seed), -limit, limit)
 
 
 def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
     """Compare each other form with k1 over matching sets: form, sets, seeds, difference, low, high.
 
-    table: from `make_kl_table`.
-
-    difference: mean over seeds of the mean over a seed's sets of rho of k1 minus rho of the form. It is positive if KL
-    falls more with the form's coefficient than with k1's. low, high: t interval over seeds, cut to [-2, 2]; missing
-    with fewer than three.
+    table: from `make_kl_table`. difference: mean over seeds of the mean over a seed's sets of rho of k1 minus rho of
+    the form. It is positive if KL falls more with the form's coefficient than with k1's. low, high: t interval over
+    seeds, cut to [-2, 2]; missing with fewer than three.
     """
     rhos = compute_correlations(table).pivot_table(index=["seed", "match"], columns="form", values="rho")
     k1 = next((form for form in K1_NAMES if form in rhos), None)
     rows = []
-    for form in [name for name in dict.fromkeys(table["form"]) if name in rhos and name != k1] if k1 else []:
+    for form in dict.fromkeys(table["form"]):
+        if not k1 or form not in rhos or form == k1:
+            continue
         differences = (rhos[k1] - rhos[form]).dropna()
         if len(differences):
             estimate = _estimate_over_seeds(differences.droplevel("match"), limit=2.0)
@@ -169,9 +157,9 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
     if not any(row["form"] in K1_NAMES for row in rows):
         return []
     theory = (
-        "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference. Its gradient is "
-        "the gradient of log pi at the sampled tokens. The reference does not occur in this gradient, whose "
-        "expectation is 0 on policy. The runs of this grid show the following."
+        "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference: its gradient is "
+        "the gradient of log pi at the sampled tokens, in which the reference does not occur and whose expectation is "
+        "0 on policy. The runs of this grid show the following."
     )
     falling_forms = {row["form"] for row in rows if _find_direction(row) == "falls"}
     # Forms under which KL to the reference falls with the coefficient, unless it also falls under k1.
@@ -189,14 +177,15 @@ def _find_direction(row: dict[str, Any]) -> str:
 
 
 def _describe_trend(row: dict[str, Any]) -> str:
-    interval_text = format_interval(row["rho_low"], row["rho_high"], decimals=2) or NO_INTERVAL_TEXT
-    stopped_text = f"{row['early_stopped']} of them stopped by a rule" if row["early_stopped"] else "none stopped"
+    interval_text = format_interval(row["rho_low"], row["rho_high"], format_signed_2) or NO_INTERVAL_TEXT
+    stopped_text = f" A rule stopped {row['early_stopped']} of the runs." if row["early_stopped"] else ""
     return (
-        f"Under the loss {row['form']}, KL to the reference {_find_direction(row)} with the coefficient: the mean rank "
-        f"correlation is {format_signed(row['rho'], decimals=2)} {interval_text} over {row['sets']} sets of runs that "
-        f"differ only in the coefficient, {row['runs']} runs of {count_nouns(row['seeds'], 'seed')} in all "
-        f"({stopped_text}), permutation {format_p_value(row['p'])}. The KL is {row['kl_smallest']:.2g} nats at the "
-        f"coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at {row['largest']:g}."
+        f"Under the loss {row['form']}, KL to the reference {_find_direction(row)} with the coefficient: it is "
+        f"{row['kl_smallest']:.2g} nats at coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at "
+        f"{row['largest']:g}. "
+        f"The mean rank correlation is {format_signed_2(row['rho'])} {interval_text}, permutation "
+        f"{format_p_value(row['p'])}, over {row['sets']} sets of runs that differ only in the coefficient: "
+        f"{row['runs']} runs of {count_nouns(row['seeds'], 'seed')}.{stopped_text}"
     )
 
 
@@ -215,9 +204,9 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
         statement = f"Whether k1 and {row['form']} differ is open: that needs an interval over seeds"
     else:
         statement = f"There is no clear difference between k1 and {row['form']} in this grid"
-    interval_text = format_interval(row["low"], row["high"], decimals=2) or NO_INTERVAL_TEXT
+    interval_text = format_interval(row["low"], row["high"], format_signed_2) or NO_INTERVAL_TEXT
     return (
         f"{statement}: the rank correlation of k1 minus that of {row['form']} is "
-        f"{format_signed(row['difference'], decimals=2)} {interval_text} over {row['sets']} matching sets of "
+        f"{format_signed_2(row['difference'])} {interval_text} over {row['sets']} matching sets of "
         f"{count_nouns(row['seeds'], 'seed')}."
     )

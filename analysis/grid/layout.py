@@ -181,20 +181,14 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     table = table.assign(shared=False, home=True).dropna(subset=list(grid.factor_values))
     for setting, governing_setting in IDLE_SETTINGS.items():
         if setting in grid.panels and governing_setting in grid.factor_values:
-            table = _repeat_idle_rows(table, setting, governing_setting, grid)
+            is_idle = table[governing_setting] == 0
+            copies = [
+                table[is_idle].assign(**{setting: value, "shared": True, "home": table[is_idle][setting] == value})
+                for value in grid.factor_values[setting]
+            ]
+            table = pd.concat([table[~is_idle], *copies])
     table["panel"] = [grid.format_panel(row) for row in to_records(table)]
     return table.reset_index(drop=True)
-
-
-def _repeat_idle_rows(table: pd.DataFrame, setting: str, governing_setting: str, grid: Grid) -> pd.DataFrame:
-    """Repeat the rows in which `setting` is idle (`governing_setting` is 0) for each of its values."""
-    is_idle = table[governing_setting] == 0
-    home_values = table.loc[is_idle, setting]
-    copies = [
-        table[is_idle].assign(**{setting: value, "shared": True, "home": home_values == value})
-        for value in grid.factor_values[setting]
-    ]
-    return pd.concat([table[~is_idle], *copies])
 
 
 def make_panel_curves(frames: StudyFrames, grid: Grid, member_table: pd.DataFrame, column: str) -> pd.DataFrame:

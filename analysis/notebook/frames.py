@@ -32,17 +32,12 @@ class NotebookFrames(StudyFrames):
         return StudyPlots(self)
 
     def run(self, name: str | float, seed: int | None = None) -> "StudyRun":
-        """One run.
-
-        Args:
-            name: an arm, as "0.1", 0.1 or "KL 0.1", or the id of a run.
-            seed: of the run of an arm; None for the smallest.
+        """One run of an arm, named "0.1", 0.1 or "KL 0.1", or by its id. seed: None for the smallest of the arm.
 
         Raises ValueError that lists the arms or seeds if there is no such run, or if several studies have one.
 
-        Example:
-            >>> run = load("out/results/kl_sweep_sokoban-tiny").run("0.1")  # doctest: +SKIP
-            >>> run.steps["entropy"].iloc[-1], run.restore().evaluate("val", "greedy").success  # doctest: +SKIP
+        >>> run = load("out/results/kl_sweep_sokoban-tiny").run("0.1")  # doctest: +SKIP
+        >>> run.steps["entropy"].iloc[-1], run.restore().evaluate("val", "greedy").success  # doctest: +SKIP
         """
         labels = self.runs["axis_setting"].map(shorten_setting) + " " + self.runs["arm"]
         is_named = (self.runs["arm"] == name) | (self.runs["run_id"] == name) | (labels == name)
@@ -114,12 +109,10 @@ class StudyRun:
     ) -> "PPOTrainer":
         """Restore the trainer from a checkpoint of the run, as `tune_study.probe.restore` does.
 
-        Args:
-            step: step of the checkpoint; None for the newest.
-            settings: dotted settings to change, such as {"trainer.device": "cpu"}.
-            study: the file that declares the study, such as "lr.py"; None for a study of this package.
-            code: the files whose parts the study uses, such as ["my_loss.py"].
-            allow: what the folder of somebody else names outside of it and may be used, as the error prints it.
+        step: of the checkpoint; None for the newest. settings: dotted settings to change, such as {"trainer.device":
+        "cpu"}. study: the file that declares the study, such as "lr.py"; None for a study of this package. code: the
+        files whose parts the study uses, such as ["my_loss.py"]. allow: what the folder of somebody else names outside
+        of it and may be used, as the error prints it.
 
         Raises ValueError if the frames were not loaded from a folder, or if there is no such checkpoint.
         """

@@ -18,13 +18,9 @@ from analysis.sweep.collapse import compute_survival
 class StudyPlots:
     """Interactive charts of one study of language models, as the report has them.
 
-    Args:
-        frames: of the study.
-
-    Example:
-        >>> frames = analysis.load("out/results/kl_sweep_sokoban-tiny")  # doctest: +SKIP
-        >>> frames.plot.dose_response()  # doctest: +SKIP
-        >>> frames.plot.curves("entropy").save("entropy.html", inline=True)  # doctest: +SKIP
+    >>> frames = analysis.load("out/results/kl_sweep_sokoban-tiny")  # doctest: +SKIP
+    >>> frames.plot.dose_response()  # doctest: +SKIP
+    >>> frames.plot.curves("entropy").save("entropy.html", inline=True)  # doctest: +SKIP
     """
 
     def __init__(self, frames: StudyFrames) -> None:

@@ -21,15 +21,21 @@ from analysis.report.section import (
     Table,
     TableColumn,
     count_of,
-    is_missing,
     name,
     number,
     text,
 )
 from analysis.search.results import SearchResults, find_search
 from analysis.sweep import findings
-from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, format_sentences
-from analysis.sweep.verdicts import count_nouns, describe_stop, format_p_value, format_signed, format_status
+from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, format_sentence
+from analysis.sweep.verdicts import (
+    count_nouns,
+    describe_stop,
+    format_p_value,
+    format_signed_4,
+    format_status,
+    is_missing,
+)
 from trainable.config.aliases import flatten_settings
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
@@ -72,9 +78,6 @@ def list_remarks(frames: StudyFrames) -> list[str]:
     return [*filter(None, [recorded if study.recorded else "", *remarks])]
 
 
-# ---------------------------------------------------------------------- columns
-
-
 def count_statuses(row: Row) -> str:
     """List the statuses of the runs of an arm for a column of kind `status`."""
     statuses = (*STATUSES, *OPEN_STATUSES)
@@ -88,15 +91,6 @@ STATUS = TableColumn("status", lambda run: f"{run['status']} {format_status(run[
 def format_p(value: float) -> str:
     """Format a p-value for a column whose heading says what it is."""
     return format_p_value(value).removeprefix("p ")
-
-
-format_signed_2 = partial(format_signed, decimals=2)
-"""Formats a correlation, a cosine or a shift with two decimals."""
-format_signed_4 = partial(format_signed, decimals=4)
-"""Formats a difference with four decimals."""
-
-
-# ---------------------------------------------------------------------- runs
 
 
 def make_runs_table(frames: StudyFrames, columns: Iterable[TableColumn]) -> Iterator[Table]:
@@ -121,9 +115,6 @@ def _format_reason(run: Row) -> str:
     rule = run.get("stop_rule")
     is_told = run["status"] != "early_stopped" or not rule or rule in run["reason"]
     return run["reason"] if is_told else f"{run['reason']} {rule}, {describe_stop(run)}"
-
-
-# ---------------------------------------------------------------------- declared contrasts
 
 
 def _make_contrast_figure(results: StudyResults) -> tuple[pd.DataFrame, pd.DataFrame] | None:
@@ -171,9 +162,9 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
                 TableColumn("not counted, or stopped", _format_run_notes),
             ],
             rows,
-            fold=f"All {len(rows)} pairs in {key}",
+            fold=f"All pairs in {key}: {len(rows)}",
         )
-    yield Table([text("contrast", "text")], [{"text": line} for line in format_sentences(contrasts)], fold="In words")
+    yield Table([TableColumn("contrast", format_sentence)], to_records(contrasts), fold="In words")
 
 
 def _format_contrast_verdict(row: Row) -> str:
@@ -220,17 +211,17 @@ def _explain_contrasts(results: StudyResults) -> str:
     basis = (
         "Brackets are 95 % intervals over seeds that hold at all looks and for all contrasts together."
         if has_added_seeds(results.study)
-        else "Brackets are 95 % intervals over seeds, with the noise of all arms as far as none stands out, not "
+        else "Brackets are 95 % intervals over seeds, with the noise of all arms unless one stands out. They are not "
         "corrected for the number of contrasts."
     )
     return (
         "A contrast is a list of pairs of arms that differ in one thing, declared before any run. Each seed gives one "
         f"number, the mean over the pairs of first minus second, and the contrast is the mean over seeds. {basis} They "
-        f"hold for other seeds of these pairs, not for other pairs. In `{family.primary_column}`, the primary outcome, "
-        "the first arm is **better** or **worse**, **equal** within the margin, without an effect (**no effect**: "
-        "every row of both runs is equal), or the contrast is **open**: a difference as large as the farther end of "
-        "the interval could have been missed. Its p-values are corrected with Holm's method over its contrasts. The "
-        "other columns are secondary: they have no better side, and their p-values are corrected together."
+        f"hold for other seeds of these pairs, not for other pairs. Verdicts on `{family.primary_column}`, the primary "
+        "outcome: the first arm is **better** or **worse**; both are **equal** within the margin; **no effect**, as "
+        "every row of both runs is equal; or **open**, as a difference up to the farther end of the interval could "
+        "have been missed. Its p-values are corrected with Holm's method over its contrasts. The other columns are "
+        "secondary: they have no better side, and their p-values are corrected together."
     )
 
 
@@ -243,7 +234,7 @@ CONTRASTS: Section[StudyResults] = Section(
         Figure(
             "contrasts",
             "Differences of the declared contrasts. A point is the mean over the pairs of a contrast, with its 95 % "
-            "interval over seeds, a ring the mean of one pair. Left of the dashed line, the first arm is lower.",
+            "interval over seeds. A ring is one pair. Left of the dashed line, the first arm is lower.",
             _make_contrast_figure,
             lambda table, results: draw_intervals(
                 table[0], f"{results.frames.families[0].primary_column}, first minus second", pairs=table[1]
@@ -254,9 +245,6 @@ CONTRASTS: Section[StudyResults] = Section(
     explanation=_explain_contrasts,
     files=lambda results: {"contrasts": results.contrasts, "contrast_pairs": results.contrast_pairs},
 )
-
-
-# ---------------------------------------------------------------------- how it was made
 
 
 def make_reproduction_tables(results: StudyResults, facts: Mapping[str, str]) -> Iterator[Table | Listing]:

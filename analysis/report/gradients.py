@@ -12,17 +12,17 @@ from analysis.data.frames import to_records
 from analysis.data.schemas import Row
 from analysis.gradients import tables
 from analysis.gradients.tables import FILTER_LABELS, SHARE_LABELS
-from analysis.report.common import format_p, format_signed_2
+from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Figure, Section, Table, TableColumn, format_count, name, number, text
-from analysis.sweep.findings import describe_span
+from analysis.sweep.findings import describe_span, shorten_names
 from analysis.sweep.symptoms import PERMUTATION_SEED
-from analysis.sweep.verdicts import count_nouns, format_fraction, format_signed
+from analysis.sweep.verdicts import count_nouns, format_fraction, format_signed, format_signed_2
 
 
 def _make_figure(
     name: str,
-    caption: str,
+    caption: str | Callable[[SweepResults], str],
     make_lines: Callable[[pd.DataFrame], pd.DataFrame],
     make_label: Callable[[pd.DataFrame], str],
     subject: str,
@@ -57,20 +57,19 @@ def describe_buckets(table: pd.DataFrame, name: str) -> str:
 
 
 def _describe_filter_state(rows: pd.DataFrame, label: str, name: str) -> str:
-    names = rows["line"] + ", " + rows["bucket"].str.replace("_", " ")
+    names = rows["line"].map(shorten_names(rows["line"])) + ", " + rows["bucket"].str.replace("_", " ")
     span = describe_span(rows["value"].set_axis(names), "bucket")
     bounded = rows.dropna(subset=["low", "high"])
-    above = f"the 95 % interval is above 0 in {(bounded['low'] > 0).sum()} of {len(bounded)} that have one"
-    interval_text = above if len(bounded) else "no bucket has an interval"
-    return f"{label[0].upper()}{label[1:]}, {name} is {span}, over {count_nouns(len(rows), 'bucket')}; {interval_text}."
+    above = f"clearly above 0 in {(bounded['low'] > 0).sum()} of {count_nouns(len(bounded), 'bucket')}; it is {span}"
+    return f"{label[0].upper()}{label[1:]}, {name} is {above if len(bounded) else f'{span}, without intervals'}."
 
 
 def _list_sentences(results: SweepResults) -> Iterator[str]:
     gradients = results.frames.gradients
     yield (
         "Groups are sorted into buckets by the standard deviation of their rewards. Task gradients are expected to "
-        "grow with it, those of the regularizers (KL and entropy) are not. With a critic, groups with a reward std of "
-        "0 may have a task gradient as well."
+        "grow with it, and the gradients of the regularizers (KL and entropy) are not. With a critic, groups with a "
+        "reward std of 0 may have a task gradient as well."
     )
     if tables.make_signal_lines(gradients).empty:
         yield (
@@ -170,10 +169,16 @@ GRADIENTS: Section[SweepResults] = Section(
         ),
         _make_figure(
             "regularizer_share",
-            "Signed share of the KL and entropy terms together in the gradient step of the bucket, with its 95 % "
-            "interval if there is one. The expected step excludes noise: a share near 1 with a narrow interval means "
-            "that the bucket trains almost only on the regularizers. Buckets that noise alone would explain are left "
-            "out. The sampled step includes the large noise of the task: its share is near 0 whatever it teaches.",
+            lambda results: (
+                "How much of the gradient step of each bucket comes from the KL and entropy terms. At 1 the bucket "
+                "trains on these regularizers alone, and below 0 they oppose the step. "
+                + (
+                    "The step is the sampled one, most of which is noise of the task: a share near 0 says little."
+                    if tables.choose_share_column(tables.select_report_lines(results.frames.gradients)) == "share"
+                    else "The step is the expected one, without noise, with 95 % intervals over folds of prompts. "
+                    "Buckets that may have no step at all, but noise alone, are left out."
+                )
+            ),
             tables.make_share_lines,
             lambda gradients: (
                 f"KL + entropy:\n{SHARE_LABELS[tables.choose_share_column(tables.select_report_lines(gradients))]}"

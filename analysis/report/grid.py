@@ -10,15 +10,21 @@ from analysis.data.schemas import Row
 from analysis.grid import factors, kl_anchoring, layout
 from analysis.grid.contrasts import compare_switch, list_switches
 from analysis.grid.layout import MEASURES, Measure
-from analysis.report.common import format_p, format_signed_2
+from analysis.report.common import format_p
 from analysis.report.results import SweepResults
-from analysis.report.section import Figure, Section, Table, TableColumn, count_of, is_missing, name, number, text
+from analysis.report.section import Figure, Section, Table, TableColumn, count_of, name, number, text
 from analysis.sweep import findings
 from analysis.sweep.collapse import COLLAPSE_DEFINITION
-from analysis.sweep.verdicts import count_nouns, format_fraction, format_number, format_signed_number, format_status
+from analysis.sweep.verdicts import (
+    count_nouns,
+    format_fraction,
+    format_number,
+    format_signed_2,
+    format_signed_number,
+    format_status,
+    is_missing,
+)
 from trainable.config.aliases import shorten_setting
-
-# ---------------------------------------------------------------------- factors
 
 
 def _get_factor_grid(results: SweepResults) -> factors.FactorGrid:
@@ -45,11 +51,11 @@ def _make_factor_tables(results: SweepResults) -> Iterator[Table]:
 def _explain_factors(results: SweepResults) -> str:
     (family,) = results.frames.families
     return (
-        f"The mean by value is that of `{family.primary_column}` over all arms with this value, over "
-        f"{count_nouns(len(_get_factor_grid(results).outcomes), 'seed')} of which every arm has a scored run. The "
-        "spread is the standard deviation of these means without what noise alone would give; it depends on the values "
-        "that were chosen. The declared contrasts have the main effects, each value minus the first one, and the "
-        "interactions: half the difference between the effects of one factor at two values of the other."
+        f"The mean by value is the mean of `{family.primary_column}` over all arms with this value, and over "
+        f"{count_nouns(len(_get_factor_grid(results).outcomes), 'seed')} with a scored run of every arm. The spread is "
+        "the standard deviation of these means, corrected for noise; it depends on the values that were chosen. The "
+        "declared contrasts have the main effects, each value minus the first one, and the interactions: half the "
+        "difference between the effects of one factor at two values of the other."
     )
 
 
@@ -63,12 +69,9 @@ FACTORS: Section[SweepResults] = Section(
     concludes=True,
 )
 
-# ---------------------------------------------------------------------- where training breaks
-
 
 def _format_safe_band(row: Row) -> str:
-    bounds = row["safe_low"], row["safe_high"]
-    return "–" if is_missing(bounds[0]) else " to ".join(map(format_number, bounds))
+    return "–" if is_missing(row["safe_low"]) else f"{row['safe_low']:.3g} to {row['safe_high']:.3g}"
 
 
 def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
@@ -98,8 +101,8 @@ def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
         ],
         to_records(results.edge_tables["edge_shifts"]),
         title="How far the edge moves",
-        note="A shift is the edge of the first line minus that of the second, at common doses and seeds: +1 means that "
-        "the first line tolerates ten times the dose. Both are fitted with one slope. p is from exchanging the "
+        note="A shift is the edge of the first line minus the edge of the second, at common doses and seeds: +1 means "
+        "that the first line tolerates ten times the dose. Both are fitted with one slope. p is from exchanging the "
         "collapses of the two lines within each seed, so three seeds cannot give less than .25.",
     )
 
@@ -139,8 +142,6 @@ EDGE: Section[SweepResults] = Section(
     files=lambda results: results.edge_tables,
     when=lambda results: bool(results.edge_tables),
 )
-
-# ---------------------------------------------------------------------- heat maps
 
 
 def describe_factors(grid: layout.Grid) -> list[str]:
@@ -287,15 +288,13 @@ GRID: Section[SweepResults] = Section(
     sentences=_describe_grid,
     figures=tuple(map(_make_heat_map, MEASURES)),
     tables=_make_cell_tables,
-    explanation="std is the standard deviation over the scored runs of a cell (its seeds), with the smallest and the "
-    "largest of them; a cell with one run has none. `figures/grid_cells.csv` has the same numbers.",
+    explanation="std is the standard deviation over the scored runs (seeds) of a cell, followed by their smallest and "
+    "largest value; a cell with one run has none. `figures/grid_cells.csv` has the same numbers.",
     files=lambda results: {
         "grid_cells": results.cells.rename(columns={"x": results.known_grid.x, "y": results.known_grid.y})
     },
     when=lambda results: results.grid is not None,
 )
-
-# ---------------------------------------------------------------------- switches
 
 
 def _make_switch_tables(results: SweepResults) -> Iterator[Table]:
@@ -340,8 +339,6 @@ SWITCHES: Section[SweepResults] = Section(
     },
     when=lambda results: results.grid is not None,
 )
-
-# ---------------------------------------------------------------------- the KL loss
 
 
 def _list_anchor_sentences(results: SweepResults) -> list[str]:

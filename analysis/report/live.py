@@ -18,12 +18,8 @@ MAX_OPEN_RUNS = 40
 class LivePage:
     """A drawn page, of which `render` returns a version that reloads itself and one that does not.
 
-    Args:
-        frames: of one study, read with `live` while a process runs it.
-        metric: a column of `steps` and its heading. Its last value is shown for each run.
-        is_running: whether a process runs it.
-        time: when the frames were read, as text.
-        problems: what was wrong with the files, as sentences.
+    frames: of one study, read at `time` with `live` while a process runs it. metric: a column of `steps`, of which the
+    last value of each run is shown, and its heading. problems: what was wrong with the files, as sentences.
     """
 
     def __init__(

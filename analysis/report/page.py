@@ -96,8 +96,6 @@ def write_page(path: Path, page: str) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------- texts
-
 _MARKS = re.compile(r"`([^`\n]+)`|\*\*([^*\n]+)\*\*")
 _LOCAL_LINK = re.compile(r"\[([a-z ]+)\]\((/[?=\w]*)\)")
 

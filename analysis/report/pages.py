@@ -55,15 +55,10 @@ def write_report(folder: Path | str, *, live: bool = False) -> Path:
 def write_frames_report(
     frames: StudyFrames, folder: Path, *, with_pictures: bool = True, own_sections: Sequence[Section[Any]] = ()
 ) -> Path:
-    """Write the report of a study that is already loaded.
+    """Write the report of a study that is already loaded, with or without PNG and SVG files of its figures.
 
-    Tables beside the page have the arms of the frames, so that both can be joined.
-
-    Args:
-        frames: of one study.
-        folder: its results/<run>.
-        with_pictures: whether figures are also written as PNG and SVG files.
-        own_sections: sections of the study's own file, which are shown last.
+    Tables beside the page have the arms of the frames, so that both can be joined. folder: its results/<run>.
+    own_sections: sections of the study's own file, which are shown last.
     """
     report = find_report(frames, own_sections)
     arms = {label: arm for arm, label in layout.make_axis_labels(frames).items()}
@@ -153,10 +148,6 @@ def draw_figures(frames: StudyFrames, names: Collection[str] | None = None) -> d
 
     A notebook shows a chart without network, and `chart.save` writes PNG, SVG, PDF or HTML. names: of the figures to
     draw; None: all. Raises ValueError if the report of such a study has no figure of that name.
-
-    Example:
-        >>> def save_dose_response(frames, path):
-        ...     draw_figures(frames, ["dose_response"])["dose_response"].save(path)
     """
     report = find_report(frames)
     results = report.make_results(layout.name_arms(frames))
@@ -170,9 +161,6 @@ def draw_figures(frames: StudyFrames, names: Collection[str] | None = None) -> d
         for name, table in tables.items()
         if table is not None
     }
-
-
-# ---------------------------------------------------------------------- several studies
 
 
 def write_index(output: Path | str) -> Path:

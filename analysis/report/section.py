@@ -12,7 +12,6 @@ Example, in the file of an own study; `run` and `report` add it to the page:
     >>> SECTIONS = [Section("effort", "Steps of each arm", tables=make_tables)]
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,15 +20,10 @@ import altair as alt
 import pandas as pd
 
 from analysis.data.schemas import Row
-from analysis.sweep.verdicts import format_number
+from analysis.sweep.verdicts import format_interval, format_number, is_missing
 
 Results_contra = TypeVar("Results_contra", contravariant=True)
 """What the functions of a section take: the frames of a study, and results that several sections share."""
-
-
-def is_missing(value: Any) -> bool:
-    """Return whether a cell of a table has no value."""
-    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -52,9 +46,6 @@ def format_duration(seconds: float) -> str:
     if total_seconds >= 3600:
         return f"{total_seconds // 3600} h {total_seconds % 3600 // 60:02d} min"
     return f"{total_seconds // 60} min {total_seconds % 60:02d} s" if total_seconds >= 60 else f"{total_seconds} s"
-
-
-# ---------------------------------------------------------------------- tables
 
 
 class TableColumn(NamedTuple):
@@ -90,7 +81,7 @@ def number(
 
     def format_cell(row: Row) -> str:
         value = "–" if is_missing(row[key]) else format_value(row[key])
-        return f"{value}\n{format_range(row, low, high, format_value)}".rstrip("\n") if low in row else value
+        return f"{value}\n{format_interval(row[low], row[high], format_value)}".rstrip("\n") if low in row else value
 
     return TableColumn(heading, format_cell, "number")
 
@@ -102,13 +93,6 @@ def count_of(heading: str, key: str, whole: str) -> TableColumn:
         return f"{row[key]}" if is_missing(row[whole]) else f"{row[key]} of {row[whole]}"
 
     return TableColumn(heading, format_cell, "number")
-
-
-def format_range(row: Row, low: str, high: str, format_value: Callable[[Any], str]) -> str:
-    """Format an interval of a row as `[0.1, 0.3]`, with a dash for an open end; empty if both bounds are missing."""
-    if is_missing(row[low]) and is_missing(row[high]):
-        return ""
-    return f"[{', '.join('–' if is_missing(row[key]) else format_value(row[key]) for key in (low, high))}]"
 
 
 @dataclass(frozen=True)
@@ -134,9 +118,6 @@ class Listing(NamedTuple):
 
     fold: str
     text: str
-
-
-# ---------------------------------------------------------------------- figures and sections
 
 
 def say(words: str | Callable[[Any], str], results: Any) -> str:

@@ -36,7 +36,6 @@ from analysis.report.section import (
     count_of,
     format_count,
     format_duration,
-    format_range,
     name,
     number,
     text,
@@ -45,14 +44,11 @@ from analysis.sweep import findings, series, tables, time_course
 from analysis.sweep.collapse import COLLAPSE_DEFINITION, compute_survival, describe_signal_problems
 from analysis.sweep.examples import choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
-from analysis.sweep.verdicts import format_fraction, format_number, format_signed, format_signed_number
+from analysis.sweep.verdicts import format_fraction, format_interval, format_number, format_signed, format_signed_number
 from trainable.config.aliases import shorten_setting
 
 MAX_OPEN_ARMS = 40
 """With more arms, the verdicts of a grid are folded, a table per panel."""
-
-
-# ---------------------------------------------------------------------- verdicts
 
 
 def _make_verdict_tables(results: SweepResults) -> Iterator[Table]:
@@ -82,23 +78,22 @@ def _make_verdict_tables(results: SweepResults) -> Iterator[Table]:
 def _format_difference(row: Row) -> str:
     if row["is_baseline"]:
         return "baseline"
-    bounds = [format_range(row, f"{key}_low", f"{key}_high", format_signed) for key in ("difference", "levels")]
+    bounds = [format_interval(row[f"{key}_low"], row[f"{key}_high"]) for key in ("difference", "levels")]
     return "\n".join(filter(None, [format_signed(row["difference"]), *bounds]))
 
 
 def _explain_verdicts(results: SweepResults) -> str:
     if not results.arms:
         return ""
-    basis = findings.describe_interval_basis(results.summary)
-    intervals = f" Intervals are {basis}." if basis else ""
     return (
         f"Arms differ in `{results.study.axis.setting or 'several settings'}`. They are compared by sampled success "
         "on the validation levels, the mean of the last four validations, as chosen before the study ran. Brackets are "
         "95 % intervals that allow for other seeds. A difference has two: the second also allows for other levels of "
-        f"the same kind. None is corrected for the number of arms.{intervals} Verdicts are about these levels: better "
-        "or worse if the difference is resolved, equal if it is shown to be smaller than "
-        f"{format_number(results.arms[0]['margin'])}, no effect if every row equals the baseline's, else open."
-    )
+        "the same kind. None is corrected for the number of arms. "
+        f"{findings.describe_interval_basis(results.summary)} Verdicts are about these levels: better or worse if the "
+        f"difference is resolved, equal if it is shown to be smaller than {format_number(results.arms[0]['margin'])}, "
+        "no effect if every row equals the baseline's, else open."
+    ).replace("  ", " ")
 
 
 VERDICTS: Section[SweepResults] = Section(
@@ -116,9 +111,6 @@ CAVEATS: Section[SweepResults] = Section(
     sentences=lambda results: findings.list_caveats(results.arm_frames, results.summary),
     is_warning=True,
 )
-
-
-# ---------------------------------------------------------------------- collapse
 
 
 def _make_survival_table(results: SweepResults) -> pd.DataFrame | None:
@@ -158,8 +150,9 @@ COLLAPSE: Section[SweepResults] = Section(
         ),
     ),
     tables=lambda results: _make_collapse_table(results) if results.has_collapse else (),
-    explanation="A secondary outcome. Mean steps are those without collapse, of the planned ones. Differences are over "
-    "common seeds. p is from a permutation test that exchanges arms within each seed, corrected with Holm's method.",
+    explanation="A secondary outcome. The mean steps are how many of the planned steps pass without a collapse. "
+    "Differences are over common seeds. p is from a permutation test that exchanges arms within each seed, corrected "
+    "with Holm's method.",
     files=lambda results: {} if results.grid else {"collapse": results.collapse_times},
     concludes=True,
 )
@@ -205,32 +198,30 @@ ORDER: Section[SweepResults] = Section(
     tables=_make_order_table,
     explanation="Each symptom is compared with the success of the training episodes. A change counts if p is at most "
     '.05, corrected for all symptoms and runs; "stayed well" has the runs that did not collapse. A symptom was first '
-    "if the interval of its onset ends before those of all others begin, and before or after success if both intervals "
-    "are apart. The lead is the median over the runs in which both changed, with a 95 % interval from 6 runs on; its p "
-    "is from a sign test. `python -m tune_study explain` shows a run with its episodes.",
+    "if the interval of its onset ends before all other intervals begin. It was before or after success if the two "
+    "intervals are apart. The lead is the median over the runs in which both changed, with a 95 % interval from 6 runs "
+    "on; its p is from a sign test. `python -m tune_study explain` shows a run with its episodes.",
     files=lambda results: {"onsets": results.onsets} if len(results.onsets) else {},
     when=lambda results: results.has_collapse,
 )
 
 
-# ---------------------------------------------------------------------- the axis
-
-
 def _make_dose_caption(results: SweepResults) -> str:
     table = results.dose_response
-    basis = findings.describe_interval_basis(table)
-    intervals = f"with 95 % intervals ({basis})" if basis else "without intervals"
-    stops = " A vermilion cross means that a rule stopped all scored runs of an arm as failures, an edge some of them."
-    stops *= bool(table["early_stopped"].any())
-    measured = table.notna().any()
-    marks = [
-        f"Circles show sampled validation success at the end of training, {intervals}",
-        *["triangles greedy validation success"] * bool(measured["greedy"]),
-        *["squares sampled success on the test levels"] * bool(measured["test"]),
-    ]
-    lines = [*["dashed sampled"] * bool(measured["base"]), *["dotted greedy"] * bool(measured["base_greedy"])]
-    lines_text = f" Horizontal lines show the policy before training: {', '.join(lines)}." if lines else ""
-    return f"{', '.join(marks[:-1])}{', and ' if len(marks) > 1 else ''}{marks[-1]}.{stops}{lines_text}"
+    has_intervals = (table["basis"] != "").any()
+    sentences = {
+        f"Success at the end of training, {'with' if has_intervals else 'without'} 95 % intervals.": True,
+        "Circles: validation levels, sampled.": True,
+        "Triangles: validation levels, greedy.": table["greedy"].notna().any(),
+        "Squares: test levels, sampled.": table["test"].notna().any(),
+        "Dashed line: sampled success before training.": table["base"].notna().any(),
+        "Dotted line: greedy success before training.": table["base_greedy"].notna().any(),
+        "Vermilion cross: a rule stopped all scored runs of the arm as failures. Vermilion edge: it stopped some.": (
+            table["early_stopped"].any()
+        ),
+        findings.describe_interval_basis(table): has_intervals,
+    }
+    return " ".join(sentence for sentence, is_shown in sentences.items() if is_shown)
 
 
 def _describe_trend(results: SweepResults) -> Iterator[str]:
@@ -254,9 +245,6 @@ DOSE_RESPONSE: Section[SweepResults] = Section(
     ),
     when=lambda results: results.is_axis,
 )
-
-
-# ---------------------------------------------------------------------- curves
 
 
 @dataclass(frozen=True)
@@ -362,8 +350,8 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
             x, y = (shorten_setting(setting) for setting in (results.grid.x, results.grid.y))
             lines = f"A line is a run: its color shows {x}, its dashes {y}."
         return (
-            f"{curve.caption} {lines} Step 0 is the policy before training. A cross marks the end of a run that a rule "
-            "stopped, a ring that of any other incomplete run."
+            f"{curve.caption} {lines} Step 0 is the policy before training. A run that a rule stopped ends in a cross, "
+            "any other incomplete run in a ring."
         )
 
     def draw(curves: tuple[pd.DataFrame, pd.DataFrame], results: SweepResults) -> alt.TopLevelMixin:
@@ -418,7 +406,7 @@ LEARNING: Section[SweepResults] = Section(
     tables=_make_learning_table,
     explanation="Means over scored runs. The test levels are evaluated once, at the end of a run, and nothing is tuned "
     "on them. Unseen levels are validation levels that equal no training level of the run, mirrored boards included. "
-    "Sampled success after training is the mean of the last four validations, the mean of the curve that of all steps.",
+    "Sampled success after training is the mean of the last four validations. The mean of the curve is over all steps.",
 )
 
 
@@ -449,8 +437,8 @@ TIME: Section[SweepResults] = Section(
     "time",
     lambda results: "Ceiling and speed" if results.has_collapse else "Time to collapse, ceiling and speed",
     tables=_make_time_tables,
-    explanation="Secondary outcomes. A sigmoid is fitted to the validations of each arm: the ceiling is the success "
-    "that it approaches, what is learned in the end; the midpoint is the cost of half of its gain, how fast. Intervals "
+    explanation="Secondary outcomes. A sigmoid is fitted to the validations of each arm. Its ceiling is the success "
+    "that it approaches: what is learned in the end. Its midpoint is the cost at half of the gain: how fast. Intervals "
     "are over seeds, from five on. p is corrected over all rows of this table together.",
     files=lambda results: {"learning_curves": results.learning_curves},
     when=lambda results: not results.grid,
@@ -478,9 +466,6 @@ SECONDARY: Section[SweepResults] = Section(
     explanation="They were declared before the study ran and support the verdicts. p is corrected over all rows of "
     "this table together.",
 )
-
-
-# ---------------------------------------------------------------------- stops and signal
 
 
 def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
@@ -566,9 +551,6 @@ RETRIEVAL: Section[SweepResults] = Section(
         ),
     ),
 )
-
-
-# ---------------------------------------------------------------------- episodes, costs, runs
 
 
 def _list_examples(results: SweepResults) -> Iterator[Listing]:

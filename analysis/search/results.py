@@ -101,7 +101,8 @@ def describe_search(results: SearchResults) -> str:
 
 
 def _describe_outcome(row: Row) -> str:
-    number = f"{verdicts.format_fraction(row['success'])} {verdicts.format_bounds(row['low'], row['high'])}".strip()
+    interval = verdicts.format_interval(row["low"], row["high"], verdicts.format_fraction)
+    number = f"{verdicts.format_fraction(row['success'])} {interval}".strip()
     return f"{number} over {verdicts.count_nouns(row['seeds'], 'seed')}"
 
 

@@ -24,44 +24,37 @@ NUM_PERMUTATIONS = 999
 
 
 class Change(NamedTuple):
-    """A change of a series. NaN where unknown.
-
-    onset: the last step at the first level, with its interval from `low` to `high`. end: the first step at the second
-    level. before, after: the two levels, in the unit of the series. noise: standard deviation of the residuals. p: for
-    the hypothesis that the series has no change.
-    """
+    """A change of a series. NaN where unknown."""
 
     onset: float = NAN
+    """The last step at the first level; `low` to `high` is its interval."""
     low: float = NAN
     high: float = NAN
     end: float = NAN
+    """The first step at the second level."""
     before: float = NAN
     after: float = NAN
+    """The two levels, in the unit of the series."""
     noise: float = NAN
+    """Standard deviation of the residuals."""
     p: float = NAN
+    """For the hypothesis that the series has no change."""
 
 
 def find_change(steps: ArrayLike, values: ArrayLike, generator: np.random.Generator, direction: int = 0) -> Change:
-    """Fit a ramp to `values` (n,), measured at ascending `steps` (n,), by least squares.
+    """Fit a ramp to `values` (n,), measured at ascending `steps` (n,) or NaN, by least squares.
+
+    direction: 1 for changes upward only, -1 for changes downward only, 0 for both. Returns an empty `Change` for fewer
+    than `MIN_POINTS` measurements, for a constant series, and if no ramp in this direction explains anything.
 
     The interval contains every onset whose best ramp is not rejected by an F test of its squared residuals. The
     threshold of F is multiplied by (1 + r) / (1 - r), where r is the correlation of consecutive residuals, if positive:
     correlated noise drifts, and a drift resembles a change. p is the fraction of permutations of blocks of about n **
     (1/3) consecutive values in which a ramp explains as much; the blocks preserve part of that correlation.
 
-    Args:
-        steps: steps of the measurements.
-        values: the measurements; NaN where there is none.
-        generator: draws the permutations.
-        direction: 1 for changes upward only, -1 for changes downward only, 0 for both.
-
-    Returns an empty `Change` for fewer than `MIN_POINTS` measurements, for a constant series, and if no ramp in this
-    direction explains anything.
-
-    Example:
-        >>> change = find_change(range(12), [5, 5, 5, 5, 4, 3, 2, 1, 1, 1, 1, 1], np.random.default_rng(0))
-        >>> change.onset, change.end, round(change.before, 6), round(change.after, 6)
-        (3.0, 7.0, 5.0, 1.0)
+    >>> change = find_change(range(12), [5, 5, 5, 5, 4, 3, 2, 1, 1, 1, 1, 1], np.random.default_rng(0))
+    >>> change.onset, change.end, round(change.before, 6), round(change.after, 6)
+    (3.0, 7.0, 5.0, 1.0)
     """
     x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
     is_measured = ~np.isnan(y)

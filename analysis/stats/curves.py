@@ -32,34 +32,33 @@ TEST_LEVEL = 0.05
 
 
 class Validations(NamedTuple):
-    """Validations of one arm: S seeds with V validations each.
-
-    costs: optimizer steps or tokens until the validation, 0 before training. successes (S, V): number of successful
-    episodes, NaN where a validation is missing. num_trials: number of episodes. Costs and trials are broadcast to
-    (S, V).
-    """
+    """Validations of one arm: S seeds with V validations each. Costs and trials are broadcast to (S, V)."""
 
     costs: ArrayLike
+    """Optimizer steps or tokens until the validation, 0 before training."""
     successes: ArrayLike
+    """(S, V) number of successful episodes, NaN where a validation is missing."""
     num_trials: ArrayLike
+    """Number of episodes."""
 
 
 class CurveFit(NamedTuple):
-    """Curves of the S seeds of an arm; NaN if `refusal`, a sentence, says why there are none.
-
-    start: success at cost 0. midpoint: cost at which half of the gain is reached. steepness: the exponent. ceilings
-    (S,): success that each seed approaches. covariance (3 + S, 3 + S): for start, log midpoint, log steepness and
-    ceilings, from the Fisher information and the dispersion. dispersion: variance of validations around the curves in
-    units of the binomial variance, at least 1. first_cost: smallest measured cost above 0.
-    """
+    """Curves of the S seeds of an arm; NaN if `refusal`, a sentence, says why there are none."""
 
     start: float
+    """Success at cost 0."""
     midpoint: float
+    """Cost at which half of the gain is reached."""
     steepness: float
+    """The exponent."""
     ceilings: Floats
+    """(S,) success that each seed approaches."""
     covariance: Floats
+    """(3 + S, 3 + S) for start, log midpoint, log steepness and ceilings, from Fisher information and dispersion."""
     dispersion: float
+    """Variance of validations around the curves in units of the binomial variance, at least 1."""
     first_cost: float
+    """Smallest measured cost above 0."""
     refusal: str = ""
 
 
@@ -203,10 +202,8 @@ def _refuse_validations(counts: _Counts) -> str:
     ]
     num_short = sum(len(np.unique(costs)) < MIN_VALIDATIONS for costs, _, _ in rows)
     if num_short or not rows:
-        return (
-            f"Too few validations: {num_short} of {len(rows)} seeds have fewer than {MIN_VALIDATIONS} at "
-            "different costs."
-        )
+        short = f"{num_short} of {len(rows)} seeds have fewer than {MIN_VALIDATIONS} at different costs"
+        return f"Too few validations: {short}."
     collapse_costs = [find_collapse(costs, successes / trials, trials) for costs, successes, trials in rows]
     num_collapsed = np.count_nonzero(~np.isnan(collapse_costs))
     if num_collapsed:

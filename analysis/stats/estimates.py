@@ -22,8 +22,8 @@ CONFIDENCE_LEVEL = 0.95
 """Confidence level of every interval, unless a caller passes another one."""
 MIN_SEEDS = 3
 """Smallest number of values on which alone an interval may be based."""
-# 7! = 5040 permutations are fewer than the 9999 random ones drawn otherwise.
 MAX_EXACT_RUNS = 7
+"""7! = 5040 permutations are fewer than the random ones drawn otherwise."""
 
 
 class Estimate(NamedTuple):
@@ -50,21 +50,20 @@ class Trend(NamedTuple):
     n: int = 0
 
 
-def wilson_interval(successes: float, n: float, confidence_level: float = CONFIDENCE_LEVEL) -> Estimate:
-    """Compute Wilson's score interval of a fraction of n independent trials. n may be an effective, non-integer number.
+def wilson_interval(successes: int, n: int) -> Estimate:
+    """Compute Wilson's score interval of a fraction of n independent trials; n = 0: (NaN, 0, 1).
 
-    Interval: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Source: Wilson 1927. n = 0: (NaN, 0, 1).
+    Interval: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Source: Wilson 1927.
     """
-    if n <= 0:
+    if n == 0:
         return Estimate(low=0.0, high=1.0)
-    z = float(special.ndtri(0.5 + confidence_level / 2))
+    z = float(special.ndtri(0.5 + CONFIDENCE_LEVEL / 2))
     fraction = successes / n
     center = (fraction + z * z / (2 * n)) / (1 + z * z / n)
     half_width = z * math.sqrt(fraction * (1 - fraction) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     # At a fraction of 0 or 1 one bound equals the fraction, and rounding can put it on the wrong side.
-    return Estimate(
-        fraction, max(0.0, min(fraction, center - half_width)), min(1.0, max(fraction, center + half_width)), n=round(n)
-    )
+    low, high = min(fraction, center - half_width), max(fraction, center + half_width)
+    return Estimate(fraction, max(0.0, low), min(1.0, high), n=n)
 
 
 def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = CONFIDENCE_LEVEL) -> Estimate:
@@ -101,7 +100,7 @@ class SampleStats(NamedTuple):
     n: int
 
 
-def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: float = CONFIDENCE_LEVEL) -> Estimate:
+def welch_t_test(sample: SampleStats, reference: SampleStats) -> Estimate:
     """Estimate sample.mean - reference.mean with Welch's t interval and p. n is the total of both samples.
 
     se^2 = s1^2/n1 + s2^2/n2, df = se^4 / sum((s^2/n)^2 / (n - 1)). Source: Welch 1947. With fewer than 2 numbers in
@@ -115,7 +114,7 @@ def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: 
     terms = [error**2 / (side.n - 1) for error, side in zip(squared_errors, (sample, reference), strict=True)]
     # Without any spread df is 0 / 0.
     df = math.sqrt(sum(squared_errors)) ** 4 / sum(terms) if sum(terms) > 0 else NAN
-    return make_estimate(value, sum(squared_errors), df, n, confidence_level)
+    return make_estimate(value, sum(squared_errors), df, n)
 
 
 def holm_adjust(p_values: ArrayLike) -> Floats:
@@ -151,24 +150,17 @@ def spearman_trend(
     ranks_x, ranks_y = (stats.rankdata(values) - (len(x) + 1) / 2 for values in (x, y))
     norm = math.sqrt(float((ranks_x**2).sum() * (ranks_y**2).sum()))
     rho = float(ranks_x @ ranks_y) / norm
-    # The observed order is one of all permutations. Random draws may miss it, so it is added to them, and p is never 0.
     if len(np.unique(block)) == 1 and len(x) <= MAX_EXACT_RUNS:
-        permuted_ranks, observed_count = np.array(list(permutations(ranks_y))), 0
+        permuted_ranks = np.array(list(permutations(ranks_y)))
     else:
-        permuted_ranks, observed_count = _permute_within_blocks(ranks_y, block, generator, num_permutations), 1
+        # Random draws may miss the observed order, so it stays in the first row, and p is never 0.
+        permuted_ranks = np.tile(ranks_y, (1 + num_permutations, 1))
+        for number in np.unique(block):
+            columns = np.flatnonzero(block == number)
+            permuted_ranks[1:, columns] = generator.permuted(permuted_ranks[1:, columns], axis=1)
     # The tolerance counts permutations that are equal up to rounding.
     is_extreme = np.abs(permuted_ranks @ ranks_x) / norm >= abs(rho) - 1e-12
-    return Trend(rho, (observed_count + int(is_extreme.sum())) / (observed_count + len(is_extreme)), len(x))
-
-
-def _permute_within_blocks(
-    values: Floats, blocks: NDArray[np.generic], generator: np.random.Generator, num_permutations: int
-) -> Floats:
-    permuted_values = np.tile(values, (num_permutations, 1))
-    for block in np.unique(blocks):
-        columns = np.flatnonzero(blocks == block)
-        permuted_values[:, columns] = generator.permuted(permuted_values[:, columns], axis=1)
-    return permuted_values
+    return Trend(rho, float(is_extreme.mean()), len(x))
 
 
 def page_trend_p_value(outcomes: ArrayLike) -> float:

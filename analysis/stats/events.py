@@ -104,7 +104,12 @@ def compare_restricted_means(
     value = arm_mean - baseline_mean
     if math.isnan(value):
         return Estimate(n=num_seeds)
-    is_exchanged = _list_exchanges(num_seeds, generator)
+    # Which seeds exchange their runs (exchanges, seeds). The first exchange is the observed one: none.
+    if num_seeds <= MAX_EXACT_SEEDS:
+        is_exchanged = (np.arange(2**num_seeds)[:, None] >> np.arange(num_seeds) & 1).astype(bool)
+    else:
+        is_exchanged = np.zeros((1 + NUM_RANDOM_EXCHANGES, num_seeds), dtype=bool)
+        is_exchanged[1:] = generator.integers(0, 2, size=(NUM_RANDOM_EXCHANGES, num_seeds))
     is_followed = bool(np.all(is_event | (times >= horizon)))
     if is_followed:
         restricted_times = np.minimum(times, horizon)
@@ -117,20 +122,12 @@ def compare_restricted_means(
             for is_member in (is_in_arm, ~is_in_arm)
         )
         permuted_values = permuted_arm_means - permuted_baseline_means
-    # The first exchange is the observed one. The tolerance counts differences that are equal up to rounding.
+    # The tolerance counts differences that are equal up to rounding.
     is_extreme = np.abs(permuted_values) >= abs(permuted_values[0]) - 1e-9 * horizon
     p = float(is_extreme[~np.isnan(permuted_values)].mean())
     is_invertible = is_followed and bool(np.any(is_event & (times < horizon)))
     bounds = _invert_sign_flips(differences, is_exchanged) if is_invertible else (NAN, NAN)
     return Estimate(value, *bounds, n=num_seeds, p=p)
-
-
-def _list_exchanges(num_seeds: int, generator: np.random.Generator) -> Booleans:
-    """List which seeds exchange their runs (exchanges, seeds). The first exchange is the observed one: none."""
-    if num_seeds <= MAX_EXACT_SEEDS:
-        return (np.arange(2**num_seeds)[:, None] >> np.arange(num_seeds) & 1).astype(bool)
-    random_exchanges = generator.integers(0, 2, size=(NUM_RANDOM_EXCHANGES, num_seeds)).astype(bool)
-    return np.concatenate([np.zeros((1, num_seeds), dtype=bool), random_exchanges])
 
 
 def _compute_restricted_means(is_member: Booleans, end_steps: Floats, is_event: Booleans, horizon: float) -> Floats:

@@ -51,12 +51,13 @@ class Pool(NamedTuple):
 class Noise(NamedTuple):
     """What is known about the noise of a study's runs.
 
-    paired: for differences of runs with a common seed, without the seed effect. unpaired: for runs of different seeds.
     None if no arm has two runs that differ, and no recorded runs match the study.
     """
 
     paired: Pool | None
+    """For differences of runs with a common seed, without the seed effect."""
     unpaired: Pool | None
+    """For runs of different seeds."""
 
 
 def compute_doubt(prominence: ArrayLike, limits: tuple[float, float] = REFERENCE_DOUBT) -> Floats:
@@ -186,12 +187,9 @@ def estimate_paired_contrast(
 ) -> Estimate:
     """Estimate the mean of one contrast per seed (n,), such as a paired difference, with the noise of all arms.
 
-    Args:
-        per_seed: for each seed, sum_a w_a y_as, with weights w that sum to 0.
-        noise: of the study.
-        weight_norm: sum_a w_a^2; 2 for a difference.
-        min_variance: variance of evaluating one run, a lower bound on any run's variance.
-        doubt: that the contrast's runs are as noisy as the pool's, see `compute_doubt`.
+    per_seed: sum_a w_a y_as for each seed, with weights w that sum to 0 and weight_norm = sum_a w_a^2, 2 for a
+    difference. min_variance: variance of evaluating one run, a lower bound on any run's variance. doubt: that the
+    contrast's runs are as noisy as the pool's, see `compute_doubt`.
 
     The variance of a run is v = max(blended, min_variance), where the individual estimate is var(per_seed) /
     weight_norm with n - 1 degrees of freedom; the standard error is sqrt(weight_norm v / n). With one seed the pool is
@@ -241,15 +239,13 @@ def estimate_unpaired_difference(
     x, y = np.asarray(sample, dtype=float), np.asarray(reference, dtype=float)
     if not (x.size and y.size):
         return Estimate()
-    squared_errors, dfs = [], []
-    for values, doubt in zip((x, y), doubts, strict=True):
-        variance, df = _estimate_variance(values, noise.unpaired, doubt)
-        squared_errors.append(max(variance, min_variance) / values.size)
-        dfs.append(df)
-    squared_error = sum(squared_errors)
-    df = 0.0
-    if min(dfs) > 0 and squared_error > 0:
-        df = squared_error**2 / sum(part**2 / part_df for part, part_df in zip(squared_errors, dfs, strict=True))
+    (x_variance, x_df), (y_variance, y_df) = (
+        _estimate_variance(values, noise.unpaired, doubt) for values, doubt in zip((x, y), doubts, strict=True)
+    )
+    x_error, y_error = max(x_variance, min_variance) / x.size, max(y_variance, min_variance) / y.size
+    squared_error, df = x_error + y_error, 0.0
+    if min(x_df, y_df) > 0 and squared_error > 0:
+        df = squared_error**2 / (x_error**2 / x_df + y_error**2 / y_df)
     if noise.unpaired is not None:
         df = min(df, noise.unpaired.df)
     return make_estimate(float(x.mean() - y.mean()), squared_error, df, min(x.size, y.size))

@@ -16,18 +16,7 @@ from operator import itemgetter
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import (
-    SCORED_STATUSES,
-    SIGNIFICANCE_LEVEL,
-    TEST_COLUMNS,
-    Outcomes,
-    add_adjusted_p_values,
-    collect_outcomes,
-    estimate_contrast,
-    get_margin,
-    make_test_columns,
-    require_single_study,
-)
+from analysis.data import compare
 from analysis.data.contrasts import compute_arm_weights, read_contrasts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
@@ -49,7 +38,7 @@ _PAIR_COLUMNS = (
     *_RUN_NOTE_COLUMNS,
 )
 _CONTRAST_COLUMNS = (
-    *("column", "contrast", *TEST_COLUMNS, "seeds", "p_holm", "p_equal_holm", "verdict"),
+    *("column", "contrast", *compare.TEST_COLUMNS, "seeds", "p_holm", "p_equal_holm", "verdict"),
     *("pairs", "pairs_used", "lower", "higher", "equal"),
     *("run_pairs_used", "run_pairs", "difference_same_pairs"),
     *_RUN_NOTE_COLUMNS,
@@ -67,7 +56,7 @@ def compute_seed_differences(frames: StudyFrames) -> pd.DataFrame:
     seeds = sorted({seed for _, seed in runs})
     rows = []
     for column in family.contrasted_columns:
-        for contrast in read_contrasts(require_single_study(frames).studies[0]):
+        for contrast in read_contrasts(compare.require_single_study(frames).studies[0]):
             if not _is_contrasted(column, contrast.pairs, runs, family):
                 continue
             values = {
@@ -92,7 +81,7 @@ def _index_runs(frames: StudyFrames) -> dict[tuple[str, int], Row]:
 
 
 def _read_value(run: Row | None, column: str) -> float:
-    return float(run[column]) if run is not None and run["status"] in SCORED_STATUSES else math.nan
+    return float(run[column]) if run is not None and run["status"] in compare.SCORED_STATUSES else math.nan
 
 
 def _is_contrasted(
@@ -108,7 +97,7 @@ def _is_contrasted(
     if column in family.common_columns:
         return any(not math.isnan(_read_value(run, column)) for run in runs.values())
     arms = {arm for pair in pairs for arm in pair}
-    values = [run[column] for (arm, _), run in runs.items() if arm in arms and run["status"] in SCORED_STATUSES]
+    values = [run[column] for (arm, _), run in runs.items() if arm in arms and run["status"] in compare.SCORED_STATUSES]
     return bool(values) and not any(map(math.isnan, values))
 
 
@@ -139,7 +128,9 @@ def _make_pair_rows(differences: Sequence[Row], runs: Mapping[tuple[str, int], R
         row = dict(zip(_SEED_COLUMNS[:4], key, strict=True))
         for side in ("first", "second"):
             row[f"{side}_mean"] = _mean_or_nan([seed_row[f"{side}_value"] for seed_row in counted_rows])
-            row[f"{side}_steps"] = _format_planned_steps(runs, row[side])
+            # Seeds may have been given different lengths.
+            planned = {run["steps_total"] for (arm, _), run in runs.items() if arm == row[side]}
+            row[f"{side}_steps"] = ", ".join(str(steps) for steps in sorted(planned) if not pd.isna(steps))
         row |= {"difference": round(_mean_or_nan(seed_differences), _DECIMALS), "seeds": len(counted_rows)}
         rows.append(row | _count_signs(seed_differences) | _collect_run_notes(seed_rows, runs))
     return rows
@@ -157,12 +148,6 @@ def _count_signs(differences: Sequence[float]) -> Row:
     }
 
 
-def _format_planned_steps(runs: Mapping[tuple[str, int], Row], arm: str) -> str:
-    """List the distinct planned steps of an arm's runs, which differ if seeds were given different lengths."""
-    planned_steps = {run["steps_total"] for (run_arm, _), run in runs.items() if run_arm == arm}
-    return ", ".join(str(steps) for steps in sorted(steps for steps in planned_steps if not pd.isna(steps)))
-
-
 def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
     """Estimate each contrast in each column, one row each; the contrasts of a column are adjacent.
 
@@ -178,10 +163,11 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
     * excluded_runs: runs that exclude a pair for a seed, and why; early_stopped_runs: counted runs that a rule stopped,
       with their steps; num_early_stopped: their number.
     """
-    (study,), (family,) = require_single_study(frames).studies, frames.families
+    (study,), (family,) = compare.require_single_study(frames).studies, frames.families
     runs, differences = _index_runs(frames), to_records(compute_seed_differences(frames))
     outcomes = {
-        column: collect_outcomes(frames, column) for column in dict.fromkeys(row["column"] for row in differences)
+        column: compare.collect_outcomes(frames, column)
+        for column in dict.fromkeys(row["column"] for row in differences)
     }
     contrasts = read_contrasts(study)
     interactions = {contrast.name for contrast in contrasts if contrast.needs_all_pairs}
@@ -194,7 +180,7 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
             {
                 "column": column,
                 "contrast": name,
-                **_estimate_contrast(seed_rows, outcomes[column], get_margin(study, column), num_comparisons),
+                **_estimate_contrast(seed_rows, outcomes[column], compare.get_margin(study, column), num_comparisons),
                 "pairs": len(pair_rows),
                 "pairs_used": sum(pair["seeds"] > 0 for pair in pair_rows),
                 **_count_signs([pair["difference"] for pair in pair_rows]),
@@ -204,13 +190,15 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
             }
         )
     table = pd.DataFrame(rows, columns=list(_CONTRAST_COLUMNS))
-    table = add_adjusted_p_values(table, family.primary_column)
+    table = compare.add_adjusted_p_values(table, family.primary_column)
     return table.assign(
         verdict=[name_verdict(row, family, has_sides=row["contrast"] not in interactions) for row in to_records(table)]
     )
 
 
-def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: float, num_comparisons: int) -> Row:
+def _estimate_contrast(
+    seed_rows: Sequence[Row], outcomes: compare.Outcomes, margin: float, num_comparisons: int
+) -> Row:
     """Estimate the difference of a contrast in one column, with its interval over seeds.
 
     seed_rows: the rows of `compute_seed_differences` for this contrast and column. outcomes: of the column.
@@ -232,7 +220,7 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
     pairs = sorted({pair for differences in by_seed.values() for pair in differences})
     doubt = outcomes.get_doubt(outcomes.noise.paired, *(arm for pair in pairs for arm in pair))
     estimate = (
-        estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm, min_variance, doubt)
+        compare.estimate_contrast(outcomes, seed_means, num_comparisons, weight_norm, min_variance, doubt)
         if weight_norm > 0 or outcomes.num_comparisons
         else Estimate(_mean_or_nan(seed_means), n=len(seed_means))
     )
@@ -241,7 +229,7 @@ def _estimate_contrast(seed_rows: Sequence[Row], outcomes: Outcomes, margin: flo
     common_pairs = [pair for pair in pairs if all(pair in differences for differences in by_seed.values())]
     equal_rows = bool(pairs) and all(outcomes.has_equal_rows(*pair) for pair in pairs)
     return {
-        **make_test_columns(outcomes, estimate, margin, equal_rows=equal_rows),
+        **compare.make_test_columns(outcomes, estimate, margin, equal_rows=equal_rows),
         "seeds": len(seed_means),
         "difference_same_pairs": _mean_or_nan(
             [differences[pair] for differences in by_seed.values() for pair in common_pairs]
@@ -257,7 +245,7 @@ def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], 
         for arm, value in ((row["first"], row["first_value"]), (row["second"], row["second_value"])):
             run = runs.get((arm, row["seed"]))
             if math.isnan(value):
-                is_scored = run is not None and run["status"] in SCORED_STATUSES
+                is_scored = run is not None and run["status"] in compare.SCORED_STATUSES
                 reason = "not run" if run is None else "without a value" if is_scored else format_status(run["status"])
                 excluded_seeds.setdefault(f"{arm} {reason}", {})[row["seed"]] = str(row["seed"])
             # A stopped run whose partner is missing is not counted.
@@ -288,9 +276,12 @@ def format_sentence(row: Row) -> str:
         pairs_text = f"{used_text}{count_nouns(row['pairs'], 'pair')}"
         text += f"; {pairs_text}: lower in {row['lower']}, higher in {row['higher']}{equal_text}"
     if row["excluded_runs"]:
+        if row["seeds"] and row["run_pairs_used"] != row["pairs_used"] * row["seeds"]:
+            common = row["difference_same_pairs"]
+            common_text = f"{common:+.4g} over the pairs that every seed has"
+            text += f"; seeds have different pairs: {'no pair has every seed' if math.isnan(common) else common_text}"
         excluded_count = row["run_pairs"] - row["run_pairs_used"]
-        exclusion_text = f"{excluded_count} of {row['run_pairs']} pairs of runs excluded ({row['excluded_runs']})"
-        text += f"{_format_unbalanced(row)}; {exclusion_text}"
+        text += f"; {excluded_count} of {row['run_pairs']} pairs of runs excluded ({row['excluded_runs']})"
     if row["early_stopped_runs"]:
         names_text = f" ({row['early_stopped_runs']})" if row["num_early_stopped"] <= MAX_NAMED_RUNS else ""
         count_text = count_nouns(row["num_early_stopped"], "run")
@@ -317,26 +308,8 @@ def _format_size(row: Row) -> str:
     interval_text += f", {format_holm(row['p_holm'])}"
     if row["verdict"] != "open":
         return interval_text
-    if row["p"] < SIGNIFICANCE_LEVEL:
+    if row["p"] < compare.SIGNIFICANCE_LEVEL:
         interval_text += "; the difference is significant alone, but not with Holm's correction"
     # The farther end of the interval is the largest difference that the data do not exclude.
     missed_size = max(-row["difference_low"], row["difference_high"])
     return f"{interval_text}; a difference of up to {missed_size:.2g} could have been missed"
-
-
-def _format_unbalanced(row: Row) -> str:
-    """Format the difference over the pairs that every seed has; empty if all seeds have the same pairs."""
-    if not row["seeds"] or row["run_pairs_used"] == row["pairs_used"] * row["seeds"]:
-        return ""
-    common_difference = row["difference_same_pairs"]
-    common_text = (
-        "no pair has every seed"
-        if math.isnan(common_difference)
-        else f"{common_difference:+.4g} over the pairs that every seed has"
-    )
-    return f"; seeds have different pairs: {common_text}"
-
-
-def format_sentences(table: pd.DataFrame) -> list[str]:
-    """Format a line per contrast and column. table: from `compute_contrasts`."""
-    return [format_sentence(row) for row in to_records(table)]

@@ -31,11 +31,9 @@ class ArmExamples(NamedTuple):
 def choose_examples(frames: StudyFrames) -> list[ArmExamples]:
     """Choose, from each arm's smallest seed, a solved and a failed episode of its first and of its last validation.
 
-    If episodes from training steps were recorded, adds those with the largest and the smallest advantage in the last
-    such step.
-
-    An arm without recorded episodes is left out. The result is empty if the frames were not loaded from a folder, and
-    for studies of more than `MAX_ARMS` arms.
+    If episodes from training steps were recorded, adds the ones with the largest and the smallest advantage in the last
+    such step. An arm without recorded episodes is left out. The result is empty if the frames were not loaded from a
+    folder, and for studies of more than `MAX_ARMS` arms.
     """
     if not frames.folders or len(frames.runs_by_arm) > MAX_ARMS:
         return []
@@ -78,21 +76,16 @@ def _get_advantage(episode: RecordedEpisode) -> float:
     return 0.0 if math.isnan(episode.advantage) else episode.advantage
 
 
-def _shorten(text: str) -> str:
-    """Keep only the beginning and the end of a long text: a tree ends with its answer and the evidence."""
-    half = _MAX_CHARACTERS // 2
-    num_left_out = len(text) - 2 * half
-    if num_left_out <= 0:
-        return text
-    return f"{text[:half]}\n[{num_left_out:,} of {len(text):,} characters left out]\n{text[-half:]}"
-
-
 def _describe_episode(episode: RecordedEpisode) -> dict[str, Any]:
     text = escape_controls("\n".join(format_turns(episode)), allowed=LINE_CHARACTERS)
+    half = _MAX_CHARACTERS // 2
+    if (num_left_out := len(text) - 2 * half) > 0:
+        # A tree ends with its answer and the evidence.
+        text = f"{text[:half]}\n[{num_left_out:,} of {len(text):,} characters left out]\n{text[-half:]}"
     fields = ("step", "level", "success", "stop_reason", "score", "is_trained")
     title = f"After step {episode.step}, level {episode.level}"
     name = f"{'solved' if episode.success else 'failed'} after step {episode.step}"
     if episode.is_trained:
         title = f"Trained in step {episode.step}, level {episode.level}, rollout {episode.rollout}"
         name = f"advantage {_get_advantage(episode):+.3g} in step {episode.step}"
-    return {**{key: getattr(episode, key) for key in fields}, "title": title, "name": name, "text": _shorten(text)}
+    return {**{key: getattr(episode, key) for key in fields}, "title": title, "name": name, "text": text}

@@ -2,19 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import (
-    SCORED_STATUSES,
-    SIGNIFICANCE_LEVEL,
-    collect_outcomes,
-    has_added_seeds,
-    require_single_study,
-)
+from analysis.data import compare
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import get_family
 from analysis.data.summaries import LATE_EVALUATIONS
@@ -35,10 +30,12 @@ from trainable.runs.history import MASTERED_SUCCESS
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
 
-# letters: a longer list of arms is replaced by their number, as in a grid of 164 arms
+MAX_LISTED_ARMS = 5
+"""With more arms, a sentence gives the number of the others."""
 MAX_LINE_LENGTH = 120
-MAX_LISTED_COLLAPSES = 8
-"""With more arms that collapsed, a sentence gives their number."""
+"""A longer list of arms is replaced by their number, as in a grid with long names."""
+MAX_NAME_LENGTH = 24
+"""Longer names of arms are given without what all of them share."""
 MAX_LISTED_STEPS = 6
 """With more steps, a sentence gives the first and the last."""
 OUTCOME_LABELS = {
@@ -71,8 +68,7 @@ def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) 
     compared = summary[summary["outcome"].isin(OUTCOME_LABELS)]
     if len(compared):
         sentences.append(
-            f"Compared with baseline {baseline} over {format_range(compared['seeds'])} "
-            f"seed{'s' if compared['seeds'].max() > 1 else ''}, success at the end is "
+            f"Compared with baseline {baseline} over {format_seed_range(compared['seeds'])}, success at the end is "
             f"{group_arms(compared, compared['outcome'], OUTCOME_LABELS)}."
         )
     for outcome, label in _NO_VERDICT_LABELS.items():
@@ -80,9 +76,7 @@ def format_headline(summary: pd.DataFrame, signal_problems: Sequence[str] = ()) 
             sentences.append(f"{label}: {_format_arms(arms)}.")
     # Few runs condemn no setting: their number is said instead.
     for count, rows in summary[summary["outcome"] == "stopped"].groupby("failed_stops"):
-        sentences.append(
-            f"Stopped in {count} of {count} run{'s' if count > 1 else ''}: {_format_arms(rows['arm'].to_list())}."
-        )
+        sentences.append(f"Stopped in {count} of {count_nouns(count, 'run')}: {_format_arms(rows['arm'].to_list())}.")
     return " ".join(sentences) or f"Arm {baseline} alone: nothing is compared."
 
 
@@ -115,7 +109,7 @@ def describe_collapses(collapses: pd.DataFrame) -> str:
         return ""
     if collapsed.empty:
         return "No run collapsed, so this study cannot tell whether an arm protects from collapse."
-    if len(collapsed) > MAX_LISTED_COLLAPSES:
+    if len(collapsed) > MAX_LISTED_ARMS:
         steps = sorted(step for arm_steps in collapsed["steps"] for step in arm_steps)
         clauses = [
             f"{collapsed['collapsed'].sum()} of {collapses['runs'].sum()} runs collapsed, in {len(collapsed)} of "
@@ -139,7 +133,7 @@ def _format_steps(steps: Sequence[float], seeds: Sequence[int] = ()) -> str:
     """
     texts = [f"{step:g}" for step in steps]
     if len(texts) > MAX_LISTED_STEPS:
-        return f"at steps {texts[0]} to {texts[-1]}"
+        return f"at steps {texts[0]} to {texts[-1]}" if texts[0] != texts[-1] else f"at step {texts[0]}"
     plural = "s" if len(texts) > 1 else ""
     names = f" (seed{plural} {', '.join(map(str, seeds))})" if seeds else ""
     return f"at step{plural} {_join_words(texts)}{names}"
@@ -149,29 +143,52 @@ def _join_words(texts: list[str]) -> str:
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def format_range(numbers: "pd.Series[int]") -> str:
-    """`3`, or `3 to 5` if the numbers differ."""
-    low, high = int(numbers.min()), int(numbers.max())
-    return str(low) if low == high else f"{low} to {high}"
+def format_seed_range(counts: "pd.Series[int]") -> str:
+    """`1 seed`, `3 seeds`, or `3 to 5 seeds` if the counts differ."""
+    low, high = int(counts.min()), int(counts.max())
+    return count_nouns(low, "seed") if low == high else f"{low} to {high} seeds"
 
 
-def _format_arms(arms: "Sequence[str] | pd.Series[str]", noun: str = "arm") -> str:
-    """The names of the arms after the noun, which may be empty, if they fit into a line; otherwise their number."""
-    listing = join_arms(arms)
-    if len(arms) > 1 and len(listing) > MAX_LINE_LENGTH:
+def _format_arms(arms: Sequence[str]) -> str:
+    """`arm 0.1`, `arms 0.1, 0.3`, or the first arms with the number of the others."""
+    shown, num_others = join_arms(arms[:MAX_LISTED_ARMS]), len(arms) - MAX_LISTED_ARMS
+    if len(arms) > 1 and len(shown) > MAX_LINE_LENGTH:
         return f"{len(arms)} arms"
-    return f"{noun}{'s' if len(arms) > 1 else ''} {listing}" if noun else listing
+    others = f" and {count_nouns(num_others, 'other')}" if num_others > 0 else ""
+    return f"arm{'s' if len(arms) > 1 else ''} {shown}{others}"
+
+
+def shorten_names(names: Iterable[str]) -> dict[str, str]:
+    """Map long names to what distinguishes them: without the words between hyphens that all begin or end with.
+
+    >>> shorten_names(["ppo-sokoban-topk100-kl0-low_var_kl", "ppo-sokoban-topk60-kl0-low_var_kl"]).values()
+    dict_values(['topk100', 'topk60'])
+    """
+    words = {name: re.split(r"(?<!\de)-", name) for name in names}  # the hyphen of 1e-4 is a sign
+    if len(words) < 2 or max(map(len, words)) <= MAX_NAME_LENGTH or any(" " in name for name in words):
+        return {name: name for name in words}
+    num_first, num_last = (
+        sum(1 for _ in takewhile(lambda place: len(set(place)) == 1, zip(*lists, strict=False)))
+        for lists in (words.values(), [parts[::-1] for parts in words.values()])
+    )
+    return {name: "-".join(parts[num_first : len(parts) - num_last]) or name for name, parts in words.items()}
 
 
 def describe_interval_basis(table: pd.DataFrame) -> str:
-    """What the intervals of the arms are over. Arms are named only if they differ in it.
+    """A sentence on what the intervals of the arms are over, which names arms only if they differ in it.
 
-    table: from `tables.make_dose_response`.
+    table: of `tables.make_dose_response` or `tables.summarize_arms`. Empty without an interval.
     """
-    arms_by_basis = dict(list(table[table["basis"] != ""].groupby("basis", sort=False)["arm"]))
-    if len(arms_by_basis) <= 1:
-        return "".join(map(str, arms_by_basis))
-    return "; ".join(f"{_format_arms(arms, noun='')}: {basis}" for basis, arms in arms_by_basis.items())
+    rows = table[table["basis"] != ""]
+    if rows["basis"].nunique() <= 1:
+        return "".join(f"Intervals are {basis}." for basis in rows["basis"].unique())
+    seeds, sources = (
+        [(str(value), _format_arms(list(arms))) for value, arms in rows["arm"].groupby(column, sort=False)]
+        for column in (rows["basis"].str.partition(", with the noise of ")[place] for place in (0, 2))
+    )
+    counts = "; ".join(f"{count} for {arms}" if len(seeds) > 1 else count for count, arms in seeds)
+    noise = "; of ".join(f"{source} for {arms}" if len(sources) > 1 else source for source, arms in sources)
+    return f"Intervals are {counts}. They allow for the noise of {noise}."
 
 
 def format_status_counts(trials: pd.DataFrame) -> str:
@@ -194,7 +211,7 @@ def describe_trend(trend: Trend, page_p_value: float, dose_response: pd.DataFram
     axis = setting or "the axis"
     verb = "fall" if trend.rho < 0 else "rise"
     # The direction is a result only if chance alone would rarely produce it.
-    is_resolved = trend.p < SIGNIFICANCE_LEVEL
+    is_resolved = trend.p < compare.SIGNIFICANCE_LEVEL
     claim = f"Success tends to {verb} as {axis} grows" if is_resolved else f"Success has no clear trend over {axis}"
     page_text = "" if np.isnan(page_p_value) else f" Page's test over the paired seeds: {format_p_value(page_p_value)}."
     return (
@@ -210,15 +227,13 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
     """Sentences on success before and after training of one arm. row: a row of `tables.summarize_arms`."""
     if np.isnan(row["gain"]):
         return [f"Arm {row['arm']} was not validated before training, so its gain is not known."]
-    gains = [f"{format_signed(row['gain'])} {format_interval(row['gain_low'], row['gain_high'])} (sampled)"]
-    if not np.isnan(row["gain_greedy"]):
-        greedy = format_interval(row["gain_greedy_low"], row["gain_greedy_high"])
-        gains.append(f"{format_signed(row['gain_greedy'])} {greedy or '(no interval)'} (greedy)")
-    sentences = [
-        f"Success of arm {row['arm']} at the end of training minus its success before training: {' and '.join(gains)}"
-        f"{', ' + row['gain_basis'] if row['gain_basis'] else ''}."
+    gains = [
+        f"{mode} success by {format_signed(row[key])} {format_interval(row[f'{key}_low'], row[f'{key}_high'])}".strip()
+        for mode, key in (("sampled", "gain"), ("greedy", "gain_greedy"))
+        if not np.isnan(row[key])
     ]
-    sentences.append(_interpret_gain(row))
+    basis = f", {row['gain_basis']}" if row["gain_basis"] else ""
+    sentences = [f"Training changed arm {row['arm']}: {' and '.join(gains)}{basis}.", _interpret_gain(row)]
     # Sampled success can rise to the greedy success of the base policy by sharper sampling alone, without a new skill.
     base_greedy, final = row["base_val_greedy_success"], row["late_val_success"]
     if not np.isnan(base_greedy):
@@ -262,10 +277,10 @@ SECONDARY_LABELS = {
 def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     """The limits of the report, for the runs that this study has."""
     return [
-        *_list_seed_caveats(frames, summary),
+        _describe_seeds(frames, summary),
         *describe_looks(frames.studies[0]),
         *_describe_changes(frames.studies[0]),
-        *_list_level_caveats(frames),
+        _describe_levels(frames),
         *_list_scoring_caveats(frames, summary),
         *_list_mismatch_caveats(frames),
         *_list_comparison_caveats(summary),
@@ -298,7 +313,7 @@ def _count_times(count: int) -> str:
 
 def describe_looks(study: StudyRecord) -> list[str]:
     """How often a study with added seeds was looked at, and what follows; none if its seeds were fixed."""
-    if not has_added_seeds(study):
+    if not compare.has_added_seeds(study):
         return []
     looks = study.looks
     numbers = ", ".join(str(look.seeds) for look in looks)
@@ -310,10 +325,9 @@ def describe_looks(study: StudyRecord) -> list[str]:
     )
     return [
         f"{planned_text} The results were looked at {_count_times(len(looks))}{seeds_text}. Verdicts use a test that "
-        "keeps its error rate over all looks together. It is weaker than a test of a number of seeds that was fixed "
-        "before the first run: a study of few seeds can be less decided after more were added. Other intervals and "
-        "p-values, such as those of a trend, of the time to collapse, of learning curves and of a grid's sections, are "
-        "those of a fixed number of seeds."
+        "keeps its error rate over all looks together. It is weaker than a test with a number of seeds that was fixed "
+        "before the first run: a study of few seeds can be less decided after more were added. All other intervals and "
+        "p-values, such as those of a trend, take the number of seeds as fixed."
     ]
 
 
@@ -332,62 +346,62 @@ def _list_mismatch_caveats(frames: StudyFrames) -> Iterator[str]:
     for worst in to_records(large.nlargest(1, "engine_mismatch_mean")):
         yield (
             f"In {large['run_id'].nunique()} of {len(frames.trials)} runs the log-probs of sampler and trainer "
-            f"differed by more than {format_number(limit)} nats per sampled token in some step (the most by "
-            f"{format_number(worst['engine_mismatch_mean'])}, arm {worst['arm']}, seed {worst['seed']}, step "
-            f"{worst['step']}). Their episodes come from a policy that is not quite the one that is trained, and part "
+            f"differed by more than {format_number(limit)} nats per sampled token in some step: the most by "
+            f"{format_number(worst['engine_mismatch_mean'])}, in arm {worst['arm']}, seed {worst['seed']}, step "
+            f"{worst['step']}. Their episodes come from a policy that is not quite the one that is trained, and part "
             "of what these runs show may be due to that."
         )
 
 
-def _list_seed_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
-    scored_runs = frames.trials[frames.trials["status"].isin(SCORED_STATUSES)]
+def _describe_seeds(frames: StudyFrames, summary: pd.DataFrame) -> str:
+    scored_runs = frames.trials[frames.trials["status"].isin(compare.SCORED_STATUSES)]
     num_seeds = scored_runs["seed"].nunique()
     # The baseline may have more seeds than all other arms.
     compared_runs = scored_runs[scored_runs["arm"] != frames.studies[0].baseline]
     num_compared_seeds = compared_runs["seed"].nunique() if len(compared_runs) else num_seeds
     if num_seeds == 0:
-        return ["No run completed or was stopped by a rule, so nothing is compared."]
+        return "No run completed or was stopped by a rule, so nothing is compared."
     seeds_text = count_nouns(num_seeds, "seed")
     if not (summary["se"] > 0).any():
-        return [
+        return (
             f"{seeds_text}: nothing shows how much runs of one setting differ, so no difference has an interval. Add "
             "seeds: repeat the command of this study with --seeds 3 --extend."
-        ]
+        )
     if num_compared_seeds == 1 < num_seeds:
-        return [
+        return (
             f"1 seed per arm and {num_seeds} of the baseline: the noise is that of the baseline's runs, and of "
             "recorded runs if there are any. If an arm is noisier, its interval is too narrow."
-        ]
+        )
     if num_seeds == 1:
-        return [
+        return (
             "1 seed: the noise is that of recorded runs of a similar arm. If the runs of this study are noisier, its "
             "intervals are too narrow. Outcomes without recorded runs have no interval."
-        ]
+        )
     text = (
         f"{seeds_text}: the noise of a run is estimated from all arms together. An arm's noise is never taken to be "
         "smaller than the spread of its own runs or the sampling error of its evaluation."
     )
-    noise = collect_outcomes(frames, "late_val_success").noise
+    noise = compare.collect_outcomes(frames, "late_val_success").noise
     if noise.unpaired and noise.paired:
         unpaired, paired = (format_number(math.sqrt(pool.variance)) for pool in (noise.unpaired, noise.paired))
         text += f" The standard deviation of a run is {unpaired}, and {paired} without what its seed does to all arms."
-    return [text]
+    return text
 
 
-def _list_level_caveats(frames: StudyFrames) -> list[str]:
+def _describe_levels(frames: StudyFrames) -> str:
     levels = frames.levels[frames.levels["split"] == "val"]
     if levels.empty:
-        return ["The outcomes of single levels are missing, so the noise of the evaluation is not known."]
+        return "The outcomes of single levels are missing, so the noise of the evaluation is not known."
     num_levels, num_classes = levels["level"].nunique(), levels["cluster"].nunique()
-    scope_text = f"All arms were validated on the same {num_levels} levels."
+    text = f"All arms were validated on the same {num_levels} levels."
     if (levels.groupby(["run_id", "step", "mode"])["level"].nunique() < num_levels).any():
-        scope_text = f"Runs were validated on different sets of levels, {num_levels} in all."
+        text = f"Runs were validated on different sets of levels, {num_levels} in all."
     elif num_classes < num_levels:  # each run numbers the classes of its own levels
-        scope_text += (
+        text += (
             f" {num_classes} of them are distinct: levels that the game counts as equal, such as mirrored boards, "
             "count as often as they occur. Intervals for other levels draw them together."
         )
-    return [f"{scope_text} The results do not apply to levels of another kind or size."]
+    return f"{text} The results do not apply to levels of another kind or size."
 
 
 def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> Iterator[str]:
@@ -401,10 +415,10 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> Iterato
             )
     if any(row["early_stopped"] for row in rows):
         yield (
-            "An early stop is part of the protocol: a run keeps the value of its last validation up to the planned "
-            f"end, and an arm of which all runs are stopped is a failed regime, from {MIN_REGIME_RUNS} runs on. A stop "
-            f"at a success of {MASTERED_SUCCESS} or more is no failure. Where scoring stopped runs as 0, or "
-            "leaving them out, would change a verdict, its notes say so; the section on stops has the means."
+            "A stopped run keeps the value of its last validation up to the planned end. An arm is a failed regime if "
+            f"all of its runs, at least {MIN_REGIME_RUNS}, were stopped; a stop at a success of {MASTERED_SUCCESS} or "
+            "more is no failure. The notes of a verdict say whether it would change with stopped runs scored 0 or left "
+            "out."
         )
     group_size = flatten_settings(frames.studies[0].settings).get("env.group_size")
     if type(group_size) is int and group_size > 0:
@@ -415,7 +429,7 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> Iterato
                 f"Batches were filled with random copies of their episodes, as published: in arm {ratios.idxmax()} one "
                 f"counts {ratios.max():.2g} times on average. `actor.ppo_mini_batch_size` decides how many there are."
             )
-    if count := int((~statuses.isin(SCORED_STATUSES)).sum()):
+    if count := int((~statuses.isin(compare.SCORED_STATUSES)).sum()):
         yield f"{count} of {len(statuses)} runs neither completed nor were stopped by a rule; they are not scored."
     # Below 1 % of dropped groups, the budgets of the arms are nearly equal anyway.
     if any(row["kept_ratio"] < 0.99 for row in rows):
@@ -431,8 +445,8 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> Iterator[str]:
             f"{count_nouns(num_comparisons, 'comparison')} with the baseline: p-values are corrected with Holm's "
             "method within this study, separately for differences and for equality within the margin. Intervals are "
             "not corrected: each covers the difference of its own arm only. Secondary outcomes, contrasts, stops, "
-            "times to collapse, learning curves, symptoms and both tests of the trend are families of their own: each "
-            "of them finds something in about 5 % of studies in which nothing has an effect."
+            "times to collapse, learning curves, symptoms and each test of the trend are corrected separately: each of "
+            "them finds something in about 5 % of the studies in which nothing has an effect."
         )
 
 
@@ -453,7 +467,7 @@ def summarize_levels(frames: StudyFrames) -> list[dict[str, Any]]:
 
 def list_games(frames: StudyFrames) -> list[str]:
     """The games that the arms of a study play, in the order of the arms; of the user's games also the file."""
-    (study,), (family,) = require_single_study(frames).studies, frames.families
+    (study,), (family,) = compare.require_single_study(frames).studies, frames.families
     column = "config/env.name"
     names = frames.trials[column].dropna().unique() if column in frames.trials else []
     games = [str(name) for name in names] or [family.get_environment(study.settings)]
@@ -480,7 +494,7 @@ def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:
     is called the first. table: from `series.make_curves`. name: what the values are, with their unit. entry: what the
     column `arm` names.
     """
-    scored_rows = table[table["status"].isin(SCORED_STATUSES)]
+    scored_rows = table[table["status"].isin(compare.SCORED_STATUSES)]
     if scored_rows.empty:
         return ""
     if not scored_rows["run_id"].duplicated().any():
@@ -500,7 +514,7 @@ def describe_run_spread(table: pd.DataFrame) -> str:
 
     table: from `series.make_curves`.
     """
-    scored_rows = table[table["status"].isin(SCORED_STATUSES)]
+    scored_rows = table[table["status"].isin(compare.SCORED_STATUSES)]
     lasts = scored_rows.groupby(["arm", "run_id"], sort=False)["value"].last().groupby("arm", sort=False)
     spreads = (lasts.max() - lasts.min())[lasts.count() > 1]
     if spreads.empty:
@@ -527,14 +541,16 @@ def describe_survivors(table: pd.DataFrame) -> str:
 
 
 def describe_span(values: "pd.Series[float]", entry: str = "arm") -> str:
-    """The smallest and the largest value with the names of their entries: `from 0.12 (KL 1) to 0.35 (KL 0)`.
+    """The smallest and the largest value with the names of their entries: `between 0.12 (KL 1) and 0.35 (KL 0)`.
 
     values: at least one, none missing, with names as index; several entries may share a name. entry: what one is.
     """
     low, high = format_number(values.min()), format_number(values.max())
-    if low != high:
-        return f"between {low} ({values.index[values.argmin()]}) and {high} ({values.index[values.argmax()]})"
-    return f"{low} in every {entry}" if len(values) > 1 else low
+    if low == high:
+        return f"{low} in every {entry}" if len(values) > 1 else low
+    names = shorten_names(values.index)
+    lowest, highest = names[values.index[values.argmin()]], names[values.index[values.argmax()]]
+    return f"between {low} ({lowest}) and {high} ({highest})"
 
 
 def describe_confirmation(study: StudyRecord) -> str:

@@ -75,12 +75,8 @@ def _compute_prominence(y: Any, arm: int, squares: Any, df: int) -> Any:
 def find_resolved_difference(study: StudyRecord, num_seeds: int, deviation: float | None = None) -> float:
     """Find the smallest true difference from the baseline that is resolved with a probability of `POWER`.
 
-    Args:
-        study: content of study.json.
-        num_seeds: seeds per arm, common to arm and baseline.
-        deviation: standard deviation between runs; None takes it from the recorded runs.
-
-    NaN if the noise is unknown or nothing is compared, and infinite below `MIN_SEEDS` seeds.
+    num_seeds: per arm, common to arm and baseline. deviation: standard deviation between runs; None takes it from the
+    recorded runs. NaN if the noise is unknown or nothing is compared, and infinite below `MIN_SEEDS` seeds.
     """
     sd = find_recorded_deviation(study) if deviation is None else deviation
     return sd * compute_resolved_ratio(len(study.axis.values), num_seeds)

@@ -17,11 +17,11 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.change_points import MIN_POINTS, Change, find_change
 from analysis.stats.estimates import Estimate
 from analysis.sweep.collapse import find_run_ends
+from analysis.sweep.verdicts import count_nouns
 
 UP, DOWN, EITHER = 1, -1, 0
 PERMUTATION_SEED = 0
 """Seed of the permutation tests: fixed, so that the same rows give the same p-values in every report."""
-
 MAX_P = 0.05
 """A series has changed if its p, corrected for all symptoms and runs that are examined, is at most this."""
 MAX_WELL_RUNS = 12
@@ -79,10 +79,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
 def find_onsets(frames: StudyFrames, ends: pd.DataFrame, generator: np.random.Generator) -> pd.DataFrame:
     """Find the change of every symptom in every run of `ends`: one row per run and symptom measured in it.
 
-    Args:
-        frames: of one study.
-        ends: rows of `collapse.find_run_ends`. A run is used up to its end_step.
-        generator: draws the permutations of the tests.
+    ends: rows of `collapse.find_run_ends`. A run is used up to its end_step.
 
     Columns: run_id, arm, seed, end_step, is_collapse, symptom (a step column), label, is_first, and the fields of
     `Change`: onset with its interval low to high, end (the step at which the change is complete), the levels before and
@@ -108,7 +105,11 @@ def find_onsets(frames: StudyFrames, ends: pd.DataFrame, generator: np.random.Ge
     table = pd.DataFrame(rows, columns=list(_ONSET_COLUMNS[:-1])).assign(
         **{name: [getattr(change, name) for change in resolved] for name in _CHANGE_COLUMNS[:-1]}, p_adjusted=adjusted
     )
-    return table.assign(is_first=_find_first(table))
+    is_first = []
+    for run_id, symptom, high in table[["run_id", "symptom", "high"]].itertuples(index=False):
+        others = table.loc[(table["run_id"] == run_id) & (table["symptom"] != symptom), "low"]
+        is_first.append(bool(high < others.min()))  # False where no other symptom has an onset
+    return table.assign(is_first=is_first)
 
 
 def adjust_discoveries(p_values: Sequence[float]) -> np.ndarray:
@@ -126,15 +127,6 @@ def adjust_discoveries(p_values: Sequence[float]) -> np.ndarray:
     if is_test.any():
         p[is_test] = stats.false_discovery_control(p[is_test])
     return p
-
-
-def _find_first(table: pd.DataFrame) -> list[bool]:
-    """Mark each onset that is the first of several in its run: its interval ends before all others begin."""
-    is_first = []
-    for run_id, symptom, high in table[["run_id", "symptom", "high"]].itertuples(index=False):
-        others = table.loc[(table["run_id"] == run_id) & (table["symptom"] != symptom), "low"]
-        is_first.append(bool(high < others.min()))  # False where no other symptom has an onset
-    return is_first
 
 
 def find_collapse_onsets(
@@ -254,7 +246,8 @@ def describe_order(onsets: pd.DataFrame) -> list[str]:
         sums = table[["changed", "runs", "well_changed", "well_runs"]].sum()
         sentences.append(
             f"{100 * sums['changed'] / sums['runs']:.0f} % of the symptoms changed in these runs before the collapse, "
-            f"and {100 * sums['well_changed'] / sums['well_runs']:.0f} % up to the same step in {num_well} that "
-            "stayed well. A symptom that changes as often in both predicts nothing."
+            f"and {100 * sums['well_changed'] / sums['well_runs']:.0f} % up to the same step in "
+            f"{count_nouns(num_well, 'run')} that stayed well. A symptom that changes as often in both predicts "
+            "nothing."
         )
     return sentences

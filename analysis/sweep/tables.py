@@ -10,29 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy import special
 
-from analysis.data.compare import (
-    SCORED_STATUSES,
-    TEST_COLUMNS,
-    Outcomes,
-    StopScoring,
-    add_adjusted_p_values,
-    classify_difference,
-    collect_outcomes,
-    compare_with_baseline,
-    cut_interval,
-    describe_basis,
-    estimate_evaluation_variances,
-    estimate_gain,
-    estimate_level_variances,
-    estimate_mean,
-    find_failed_stops,
-    get_margin,
-    is_paired,
-    list_arms,
-    make_estimate_columns,
-    require_single_study,
-    select_runs,
-)
+from analysis.data import compare
 from analysis.data.frames import SCHEMAS, StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate, Trend, holm_adjust, page_trend_p_value, spearman_trend, wilson_interval
@@ -66,22 +44,22 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
       `late_survivors` is the mean without them. `other_scoring` says whether this would change the outcome.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
-    (study,) = require_single_study(frames).studies
+    (study,) = compare.require_single_study(frames).studies
     baseline = study.baseline
     # Settings columns are not needed, and copying them for every arm takes time.
     frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
     measures = _Measures(
-        late=collect_outcomes(frames, "late_val_success"),
+        late=compare.collect_outcomes(frames, "late_val_success"),
         base=replace(
-            collect_outcomes(frames, "base_val_success"),
-            min_variances=estimate_evaluation_variances(frames, before_training=True),
+            compare.collect_outcomes(frames, "base_val_success"),
+            min_variances=compare.estimate_evaluation_variances(frames, before_training=True),
         ),
-        greedy=collect_outcomes(frames, "final_val_greedy_success"),
-        base_greedy=collect_outcomes(frames, "base_val_greedy_success"),
-        margin=get_margin(study, "late_val_success"),
-        level_variances=estimate_level_variances(frames, baseline),
+        greedy=compare.collect_outcomes(frames, "final_val_greedy_success"),
+        base_greedy=compare.collect_outcomes(frames, "base_val_greedy_success"),
+        margin=compare.get_margin(study, "late_val_success"),
+        level_variances=compare.estimate_level_variances(frames, baseline),
     )
-    table = pd.DataFrame([_summarize_arm(frames, measures, arm, baseline) for arm in list_arms(frames)])
+    table = pd.DataFrame([_summarize_arm(frames, measures, arm, baseline) for arm in compare.list_arms(frames)])
     if table.empty:
         return table
     table["p_holm"], table["p_equal_holm"] = holm_adjust(table["p"]), holm_adjust(table["p_equal"])
@@ -97,28 +75,28 @@ def _describe_other_scorings(frames: StudyFrames, table: pd.DataFrame, baseline:
     texts: dict[str, list[str]] = {arm: [] for arm in table["arm"]}
     if not table["failed_stops"].any():
         return [""] * len(table)
-    scorings: tuple[StopScoring, ...] = ("scored 0", "left out")
+    scorings: tuple[compare.StopScoring, ...] = ("scored 0", "left out")
     for scoring in scorings:
-        outcomes = collect_outcomes(frames, "late_val_success", scoring)
-        rows = [compare_with_baseline(outcomes, arm, baseline, table["margin"].iloc[0]) for arm in table["arm"]]
+        outcomes = compare.collect_outcomes(frames, "late_val_success", scoring)
+        rows = [compare.compare_with_baseline(outcomes, arm, baseline, table["margin"].iloc[0]) for arm in table["arm"]]
         other = pd.DataFrame(rows).assign(outcome=table["outcome"], arm=table["arm"])
         other = other.assign(p_holm=holm_adjust(other["p"]), p_equal_holm=holm_adjust(other["p_equal"]))
         for row in to_records(other):
-            outcome = classify_difference(row, below="worse", above="better")
+            outcome = compare.classify_difference(row, below="worse", above="better")
             if row["outcome"] in ("better", "worse", "equal", "open") and outcome != row["outcome"]:
                 word = outcome.replace("no comparison", "without a comparison")
                 texts[row["arm"]].append(f"{word} with the stopped runs of all arms {scoring}")
     return [" and ".join(clauses) for clauses in texts.values()]
 
 
-def _find_detectable_difference(study: StudyRecord, outcomes: Outcomes, row: Row) -> float:
+def _find_detectable_difference(study: StudyRecord, outcomes: compare.Outcomes, row: Row) -> float:
     """Find the true difference from the baseline that an arm's seeds would resolve; NaN if unknown.
 
     As planned, with the noise of recorded runs, or else of the study; if one of the two arms stands out, with the noise
     of their difference.
     """
     pool, num_seeds = outcomes.noise.paired, int(row["seeds"])
-    is_testable = row["se"] > 0 and is_paired(outcomes, row["arm"], row["baseline"])
+    is_testable = row["se"] > 0 and compare.is_paired(outcomes, row["arm"], row["baseline"])
     # With a test at every look, the detectable difference depends on how many looks follow.
     if outcomes.num_comparisons or pool is None or not is_testable:
         return math.nan
@@ -136,45 +114,62 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
     Columns: column, arm, difference, low, high, n, p, p_holm, p_equal, p_equal_holm, margin. They support the primary
     outcome and are not verdicts: p is corrected over all rows together. Outcomes that no run has are left out.
     """
-    (study,), (family,) = require_single_study(frames).studies, frames.families
+    (study,), (family,) = compare.require_single_study(frames).studies, frames.families
     rows = []
     for column in family.secondary_columns:
-        outcomes, margin = collect_outcomes(frames, column), get_margin(study, column)
+        outcomes, margin = compare.collect_outcomes(frames, column), compare.get_margin(study, column)
         # With looks, an arm without a value still counts in the number of comparisons.
         is_counted = outcomes.num_comparisons and outcomes.values.notna().any(axis=None)
-        for arm in [name for name in list_arms(frames) if name != study.baseline]:
-            row = compare_with_baseline(outcomes, arm, study.baseline, margin)
+        for arm in [name for name in compare.list_arms(frames) if name != study.baseline]:
+            row = compare.compare_with_baseline(outcomes, arm, study.baseline, margin)
             if is_counted or not math.isnan(row["difference"]):
                 rows.append({"column": column, "arm": arm, **row, "n": row["seeds"]})
-    table = pd.DataFrame(rows, columns=["column", "arm", *TEST_COLUMNS, "n"])
-    return add_adjusted_p_values(table, family.primary_column)
+    table = pd.DataFrame(rows, columns=["column", "arm", *compare.TEST_COLUMNS, "n"])
+    return compare.add_adjusted_p_values(table, family.primary_column)
 
 
 class _Measures(NamedTuple):
     """The outcomes of all runs that `summarize_arms` needs: at the end and before, sampled and greedy."""
 
-    late: Outcomes
-    base: Outcomes
-    greedy: Outcomes
-    base_greedy: Outcomes
+    late: compare.Outcomes
+    base: compare.Outcomes
+    greedy: compare.Outcomes
+    base_greedy: compare.Outcomes
     margin: float
     level_variances: Mapping[str, float]
 
 
 def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
-    runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
-    counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, *OPEN_STATUSES)}
+    runs, scored_runs = compare.select_runs(frames, arm), compare.select_runs(frames, arm, scored_only=True)
     paid_runs = scored_runs if len(scored_runs) else runs
+    late = compare.cut_interval(compare.estimate_mean(measures.late, arm), 0.0, 1.0)
+    gain = compare.estimate_gain(measures.late, measures.base, arm)
+    gain_greedy = compare.estimate_gain(measures.greedy, measures.base_greedy, arm)
+    doubt = measures.late.get_doubt(measures.late.noise.unpaired, arm)
+    is_stopped = compare.find_failed_stops(scored_runs)
+    num_stopped = int(is_stopped.sum())
+    stopped = wilson_interval(num_stopped, len(scored_runs)) if len(scored_runs) else Estimate()
     return {
         "arm": arm,
         "axis_value": float(runs["axis_value"].iloc[0]),
         "baseline": baseline,
         "is_baseline": arm == baseline,
         "runs": len(runs),
-        **counts,
-        **_summarize_success(measures, arm, scored_runs),
+        **{status: int((runs["status"] == status).sum()) for status in (*STATUSES, *OPEN_STATUSES)},
+        **{name: scored_runs[name].mean() for name in _MEAN_COLUMNS},
+        "late_val_success": late.value,
+        "late_low": late.low,
+        "late_high": late.high,
+        **compare.make_estimate_columns("gain", gain),
+        "gain_basis": compare.describe_basis(measures.late, gain, doubt),
+        **compare.make_estimate_columns("gain_greedy", gain_greedy),
         **_compare_to_baseline(frames, measures, arm, baseline),
-        **_summarize_stops(scored_runs),
+        "failed_stops": num_stopped,
+        "stopped_fraction": stopped.value,
+        "stopped_low": stopped.low,
+        "stopped_high": stopped.high,
+        "late_stopped_as_zero": scored_runs["late_val_success"].mask(is_stopped, 0.0).mean(),
+        "late_survivors": scored_runs["late_val_success"][~is_stopped].mean(),
         **{name: paid_runs[name].mean() for name in BUDGETS},
         "kept_ratio": frames.steps.loc[frames.steps["run_id"].isin(paid_runs["run_id"]), "kept_ratio"].mean(),
         "stops": describe_stops(scored_runs),
@@ -182,24 +177,10 @@ def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline:
     }
 
 
-def _summarize_success(measures: _Measures, arm: str, scored_runs: pd.DataFrame) -> Row:
-    late = cut_interval(estimate_mean(measures.late, arm), 0.0, 1.0)
-    gain = estimate_gain(measures.late, measures.base, arm)
-    return {
-        **{name: scored_runs[name].mean() for name in _MEAN_COLUMNS},
-        "late_val_success": late.value,
-        "late_low": late.low,
-        "late_high": late.high,
-        **make_estimate_columns("gain", gain),
-        "gain_basis": describe_basis(measures.late, gain, measures.late.get_doubt(measures.late.noise.unpaired, arm)),
-        **make_estimate_columns("gain_greedy", estimate_gain(measures.greedy, measures.base_greedy, arm)),
-    }
-
-
 def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
     """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
-    runs, baseline_runs = (select_runs(frames, name, scored_only=True) for name in (arm, baseline))
-    row = compare_with_baseline(measures.late, arm, baseline, measures.margin)
+    runs, baseline_runs = (compare.select_runs(frames, name, scored_only=True) for name in (arm, baseline))
+    row = compare.compare_with_baseline(measures.late, arm, baseline, measures.margin)
     # A test at every look has no standard error to which the variance of levels could be added.
     level_variance = math.nan if measures.late.num_comparisons else measures.level_variances.get(arm, math.nan)
     half_width = special.stdtrit(row["df"], 0.975) * math.sqrt(row["se"] ** 2 + level_variance)
@@ -207,7 +188,7 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
         **row,
         "levels_low": float(np.maximum(row["difference"] - half_width, -1.0)),
         "levels_high": float(np.minimum(row["difference"] + half_width, 1.0)),
-        "baseline_failed": bool(len(baseline_runs)) and bool(find_failed_stops(baseline_runs).all()),
+        "baseline_failed": bool(len(baseline_runs)) and bool(compare.find_failed_stops(baseline_runs).all()),
         # Fisher's test is not valid at several looks either.
         "p_stopped": math.nan
         if arm == baseline or row["equal_rows"] or measures.late.num_comparisons
@@ -219,29 +200,16 @@ def _compare_stops(runs: pd.DataFrame, baseline_runs: pd.DataFrame) -> float:
     """Test (Fisher's exact test) if rules stop as many runs of the arm as of the baseline; NaN without stops."""
     from scipy import stats
 
-    stops = [find_failed_stops(rows) for rows in (runs, baseline_runs)]
+    stops = [compare.find_failed_stops(rows) for rows in (runs, baseline_runs)]
     counts = [[int(is_stopped.sum()), int((~is_stopped).sum())] for is_stopped in stops]
     if not all(map(sum, counts)) or counts[0][0] == counts[1][0] == 0:
         return math.nan
     return float(stats.fisher_exact(counts).pvalue)
 
 
-def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
-    is_stopped = find_failed_stops(scored_runs)
-    estimate = wilson_interval(int(is_stopped.sum()), len(scored_runs)) if len(scored_runs) else Estimate()
-    return {
-        "failed_stops": int(is_stopped.sum()),
-        "stopped_fraction": estimate.value,
-        "stopped_low": estimate.low,
-        "stopped_high": estimate.high,
-        "late_stopped_as_zero": scored_runs["late_val_success"].mask(is_stopped, 0.0).mean(),
-        "late_survivors": scored_runs["late_val_success"][~is_stopped].mean(),
-    }
-
-
 def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
     """Make a row per scored run: arm, seed, run_id, status, x (position in `make_dose_response`), outcome."""
-    scored_runs = require_single_study(frames).trials[frames.trials["status"].isin(SCORED_STATUSES)]
+    scored_runs = compare.require_single_study(frames).trials[frames.trials["status"].isin(compare.SCORED_STATUSES)]
     positions = dict(zip(*compute_axis_positions(frames)[:2], strict=True))
     table = scored_runs[["arm", "seed", "run_id", "status"]].reset_index(drop=True)
     return table.assign(x=[positions[arm] for arm in table["arm"]], outcome=scored_runs["late_val_success"].to_numpy())
@@ -254,8 +222,8 @@ def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float],
     rank: evenly spaced in the order of values. This scale is used if two values would be closer than a twentieth of the
     log axis, as 0.98 and 1.0 are, or if fewer than two values are positive.
     """
-    names = list_arms(frames)
-    values = [float(select_runs(frames, arm)["axis_value"].iloc[0]) for arm in names]
+    names = compare.list_arms(frames)
+    values = [float(compare.select_runs(frames, arm)["axis_value"].iloc[0]) for arm in names]
     positive = sorted({math.log10(value) for value in values if value > 0})
     span = positive[-1] - positive[0] if positive else 0.0
     gaps = np.diff(positive)
@@ -265,18 +233,14 @@ def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float],
         span = float(max(len(positive) - 1, 1))
     # 0 and words are one mean gap away from the scale and from each other, but at least half a decade (or one rank).
     offset = max(span / max(len(positive) - 1, 1), 0.5 if scale == "log" else 1.0)
-    return names, _compute_positions(values, positive, offset), scale
-
-
-def _compute_positions(values: list[float], positive_positions: list[float], offset: float) -> list[float]:
-    """Compute each value's position. positive_positions: for the distinct positive values, in ascending order."""
     # Without a positive value, the scale collapses to the position 0.
-    left, right = (positive_positions[0] - offset, positive_positions[-1]) if positive_positions else (-offset, 0.0)
+    left, right = (positive[0] - offset, positive[-1]) if positive else (-offset, 0.0)
     nonpositive_values = sorted({value for value in values if value <= 0}, reverse=True)
-    positions = {value: left - offset * index for index, value in enumerate(nonpositive_values)}
-    positions |= zip(sorted({value for value in values if value > 0}), positive_positions, strict=True)
+    places = {value: left - offset * index for index, value in enumerate(nonpositive_values)}
+    places |= zip(sorted({value for value in values if value > 0}), positive, strict=True)
     word_numbers = count(1)  # words are right of the scale
-    return [right + offset * next(word_numbers) if math.isnan(value) else positions[value] for value in values]
+    positions = [right + offset * next(word_numbers) if math.isnan(value) else places[value] for value in values]
+    return names, positions, scale
 
 
 def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
@@ -286,13 +250,16 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     early_stopped (as failures), success, low, high, basis, greedy, test, base, base_greedy (the policy before training:
     means over all runs of the study).
     """
-    names, positions, scale = compute_axis_positions(require_single_study(frames))
-    outcomes = collect_outcomes(frames, "late_val_success")
+    names, positions, scale = compute_axis_positions(compare.require_single_study(frames))
+    outcomes = compare.collect_outcomes(frames, "late_val_success")
     base, base_greedy = (frames.trials[name].mean() for name in ("base_val_success", "base_val_greedy_success"))
     rows = []
     for arm, x in zip(names, positions, strict=True):
-        runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
-        estimate, value = cut_interval(estimate_mean(outcomes, arm), 0.0, 1.0), float(runs["axis_value"].iloc[0])
+        runs, scored_runs = compare.select_runs(frames, arm), compare.select_runs(frames, arm, scored_only=True)
+        estimate, value = (
+            compare.cut_interval(compare.estimate_mean(outcomes, arm), 0.0, 1.0),
+            float(runs["axis_value"].iloc[0]),
+        )
         rows.append(
             {
                 "arm": arm,
@@ -304,11 +271,11 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
                 "is_word": math.isnan(value),
                 "runs": len(runs),
                 "scored": len(scored_runs),
-                "early_stopped": int(find_failed_stops(scored_runs).sum()),
+                "early_stopped": int(compare.find_failed_stops(scored_runs).sum()),
                 "success": estimate.value,
                 "low": estimate.low,
                 "high": estimate.high,
-                "basis": describe_basis(outcomes, estimate, outcomes.get_doubt(outcomes.noise.unpaired, arm)),
+                "basis": compare.describe_basis(outcomes, estimate, outcomes.get_doubt(outcomes.noise.unpaired, arm)),
                 "greedy": scored_runs["final_val_greedy_success"].mean(),
                 "test": scored_runs["test_success"].mean(),
                 "base": base,
@@ -323,8 +290,8 @@ def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[
 
     Only scored runs count. Arms named by words such as nofilter have no position in the order and are left out.
     """
-    runs = require_single_study(frames).trials
-    runs = runs[runs["status"].isin(SCORED_STATUSES)].dropna(subset=["axis_value", "late_val_success"])
+    runs = compare.require_single_study(frames).trials
+    runs = runs[runs["status"].isin(compare.SCORED_STATUSES)].dropna(subset=["axis_value", "late_val_success"])
     table = runs.pivot_table(index="seed", columns="axis_value", values="late_val_success").sort_index(axis=1)
     # Page's test needs complete rows: every seed in every arm.
     page_p_value = math.nan if table.empty or table.isna().any(axis=None) else page_trend_p_value(table.to_numpy())

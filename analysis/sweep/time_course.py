@@ -6,13 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import (
-    SCORED_STATUSES,
-    collect_outcomes,
-    list_arms,
-    make_estimate_columns,
-    require_single_study,
-)
+from analysis.data import compare
 from analysis.data.frames import StudyFrames
 from analysis.data.schemas import Row
 from analysis.stats.curves import CurveEstimates, Validations, compare_curves, estimate_curve
@@ -31,12 +25,9 @@ MIN_SEEDS_OF_INTERVAL = 6
 def make_costs(frames: StudyFrames) -> pd.DataFrame:
     """Add a column per cost of `COSTS`, which is 0 before training, to `make_validations`."""
     table = make_validations(frames)
-    # Dictionaries instead of a join, because pandas cannot join empty text columns.
-    step_keys = list(zip(frames.steps["run_id"], frames.steps["step"], strict=True))
-    keys = list(zip(table["run_id"], table["step"], strict=True))
-    for cost in COSTS:
-        costs = dict(zip(step_keys, frames.steps[cost].astype(float), strict=True))
-        table[cost] = [0.0 if key[1] == 0 else costs.get(key, math.nan) for key in keys]
+    keys = pd.MultiIndex.from_frame(table[["run_id", "step"]])
+    costs = frames.steps.set_index(["run_id", "step"])[list(COSTS)].astype(float).reindex(keys)
+    table[list(COSTS)] = np.where(table[["step"]] == 0, 0.0, costs)
     return table
 
 
@@ -47,12 +38,12 @@ def summarize_collapse(frames: StudyFrames, generator: np.random.Generator) -> p
     (restricted mean). difference: minus the baseline's over common seeds, with an interval from `MIN_SEEDS_OF_INTERVAL`
     seeds on; p: from exchanging the runs of each seed; p_holm: corrected over the arms. note: why there is no interval.
     """
-    baseline = require_single_study(frames).studies[0].baseline
+    baseline = compare.require_single_study(frames).studies[0].baseline
     ends = find_run_ends(frames)
-    ends = ends[ends["status"].isin(SCORED_STATUSES) & (ends["signal_problem"] == "")]
-    times = {arm: ends[ends["arm"] == arm].set_index("seed").sort_index() for arm in list_arms(frames)}
+    ends = ends[ends["status"].isin(compare.SCORED_STATUSES) & (ends["signal_problem"] == "")]
+    times = {arm: ends[ends["arm"] == arm].set_index("seed").sort_index() for arm in compare.list_arms(frames)}
     horizon = float(frames.trials["steps_total"].dropna().min()) if frames.trials["steps_total"].notna().any() else 0.0
-    outcomes = collect_outcomes(frames, "late_val_success")
+    outcomes = compare.collect_outcomes(frames, "late_val_success")
     rows = []
     for arm, table in times.items():
         events = table.loc[table["is_collapse"], "end_step"].to_list()
@@ -101,10 +92,10 @@ def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.
     the midpoint changes how fast. Empty without outcomes of single levels, which give the number of episodes.
     """
     validations = make_costs(frames).dropna(subset="episodes")
-    baseline = require_single_study(frames).studies[0].baseline
-    outcomes = collect_outcomes(frames, "late_val_success")
-    copies = {arm for arm in list_arms(frames) if outcomes.has_equal_rows(arm, baseline)}
-    scored = validations[validations["status"].isin(SCORED_STATUSES)]
+    baseline = compare.require_single_study(frames).studies[0].baseline
+    outcomes = compare.collect_outcomes(frames, "late_val_success")
+    copies = {arm for arm in compare.list_arms(frames) if outcomes.has_equal_rows(arm, baseline)}
+    scored = validations[validations["status"].isin(compare.SCORED_STATUSES)]
     rows = []
     for cost in COSTS:
         curves = {
@@ -134,10 +125,10 @@ def _make_curve_row(cost: str, arm: str, curves: Mapping[str, CurveEstimates], b
         "cost": cost,
         "arm": arm,
         "seeds": curve.ceiling.n,
-        **make_estimate_columns("ceiling", curve.ceiling),
-        **make_estimate_columns("midpoint", curve.midpoint),
-        **make_estimate_columns("ceiling_difference", difference),
-        **make_estimate_columns("midpoint_ratio", ratio),
+        **compare.make_estimate_columns("ceiling", curve.ceiling),
+        **compare.make_estimate_columns("midpoint", curve.midpoint),
+        **compare.make_estimate_columns("ceiling_difference", difference),
+        **compare.make_estimate_columns("midpoint_ratio", ratio),
         "p_ceiling": difference.p,
         "p_midpoint": ratio.p,
         "refusal": refusal,

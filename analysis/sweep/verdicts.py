@@ -1,7 +1,8 @@
 """Write verdicts: one sentence per arm, from its row of `tables.summarize_arms`. Also format numbers."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,12 @@ def format_signed(value: float, decimals: int = 3) -> str:
     return "–" if np.isnan(value) else f"{value:+.{decimals}f}".replace("-", "−")
 
 
+format_signed_2 = partial(format_signed, decimals=2)
+"""Formats a correlation, a cosine or a shift with two decimals."""
+format_signed_4 = partial(format_signed, decimals=4)
+"""Formats a difference with four decimals."""
+
+
 def format_signed_number(value: float) -> str:
     """Format a difference of any size with its sign and two significant digits, or as a dash if missing."""
     return "–" if np.isnan(value) else f"{value:+.2g}".replace("-", "−")
@@ -64,9 +71,8 @@ def format_signed_number(value: float) -> str:
 def join_arms(arms: Iterable[str]) -> str:
     """Join the names of arms in a list, writing a common prefix only once.
 
-    Example:
-        >>> join_arms(["KL 0.01", "KL 0.1"]), join_arms(["KL 0.01", "nofilter"])
-        ('KL 0.01, 0.1', 'KL 0.01, nofilter')
+    >>> join_arms(["KL 0.01", "KL 0.1"]), join_arms(["KL 0.01", "nofilter"])
+    ('KL 0.01, 0.1', 'KL 0.01, nofilter')
     """
     names = list(arms)
     beginnings = {name[: name.rfind(" ") + 1] for name in names}
@@ -74,14 +80,16 @@ def join_arms(arms: Iterable[str]) -> str:
     return beginning + ", ".join(name.removeprefix(beginning) for name in names)
 
 
-def format_interval(low: float, high: float, decimals: int = 3) -> str:
-    """Format the interval of a difference in brackets, or as empty text if missing."""
-    return "" if np.isnan(low) else f"[{format_signed(low, decimals)}, {format_signed(high, decimals)}]"
+def is_missing(value: Any) -> bool:
+    """Return whether a cell of a table has no value."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def format_bounds(low: float, high: float) -> str:
-    """Format the interval of a fraction in brackets, or as empty text if missing."""
-    return "" if np.isnan(low) else f"[{format_fraction(low)}, {format_fraction(high)}]"
+def format_interval(low: Any, high: Any, format_value: Callable[[Any], str] = format_signed) -> str:
+    """Format an interval as `[−0.1, +0.3]`, with a dash for an open end; empty if both bounds are missing."""
+    if is_missing(low) and is_missing(high):
+        return ""
+    return f"[{', '.join('–' if is_missing(bound) else format_value(bound) for bound in (low, high))}]"
 
 
 def format_p_value(p: float) -> str:
@@ -148,7 +156,8 @@ def classify_outcome(row: Mapping[str, Any]) -> str:
 
     Five of them are about the setting: `better`, `worse`, `equal` (within the margin), `no effect` (the rows are equal
     to the last bit), and `open`, which is everything that the runs do not resolve. A significant difference is better
-    or worse even if it is smaller than the margin.
+    or worse even if it is smaller than the margin. If rules stopped all scored runs of an arm as failures, it is a
+    `failed regime`, whatever its last success was; with fewer than `MIN_REGIME_RUNS` runs it is called `stopped`.
     """
     num_scored = row["completed"] + row["early_stopped"]
     if not num_scored:
@@ -162,17 +171,14 @@ def classify_outcome(row: Mapping[str, Any]) -> str:
 
 
 def describe_verdict(row: Mapping[str, Any]) -> str:
-    """Say what the numbers and the verdict of an arm leave out. row: of `tables.summarize_arms`.
+    """Say what the numbers and the verdict of an arm leave out. row: of `tables.summarize_arms`, with its outcome.
 
-    If rules stopped all scored runs of an arm as failures, the arm is a failed regime, whatever its last success was;
-    with fewer than `MIN_REGIME_RUNS` runs it is called stopped. Of an open arm the text says how large a missed
-    difference could be, or why there is no interval. Runs that failed, were interrupted or never ran are listed; they
-    are not scored.
+    Of an open arm the text says how large a missed difference could be, or why there is no interval. Runs that failed,
+    were interrupted or never ran are listed; they are not scored.
     """
-    outcome_name = classify_outcome(row)
-    is_compared = outcome_name in ("better", "worse", "equal", "no effect", "open")
+    is_compared = row["outcome"] in ("better", "worse", "equal", "no effect", "open")
     clauses = [
-        _explain_outcome(row, outcome_name),
+        _explain_outcome(row),
         "the baseline was itself stopped in all runs" if row["baseline_failed"] and is_compared else "",
         row["stops"],
         f"it would be {row['other_scoring']}" if row["other_scoring"] else "",
@@ -181,21 +187,18 @@ def describe_verdict(row: Mapping[str, Any]) -> str:
     return "; ".join(filter(None, clauses))
 
 
-def _describe_gain(row: Mapping[str, Any]) -> str:
-    if np.isnan(row["gain"]):
-        return "the policy was not validated before training"
-    interval_text = format_interval(row["gain_low"], row["gain_high"]) or "(no interval)"
-    return f"{format_signed(row['gain'])} {interval_text} from the policy before training"
-
-
-def _explain_outcome(row: Mapping[str, Any], outcome_name: str) -> str:
-    if outcome_name in ("failed regime", "stopped", "no verdict"):
+def _explain_outcome(row: Mapping[str, Any]) -> str:
+    outcome = row["outcome"]
+    if outcome in ("failed regime", "stopped", "no verdict"):
         return ""
+    if row["is_baseline"] and np.isnan(row["gain"]):
+        return "the policy was not validated before training"
     if row["is_baseline"]:
-        return _describe_gain(row)
+        interval_text = format_interval(row["gain_low"], row["gain_high"]) or "(no interval)"
+        return f"{format_signed(row['gain'])} {interval_text} from the policy before training"
     if not row["baseline"]:
         return "the baseline arm is not in this study"
-    if outcome_name == "no comparison":
+    if outcome == "no comparison":
         return "the baseline or this arm has no scored run with a value"
     if row["equal_rows"]:
         return "every row equals the baseline's"
@@ -206,18 +209,17 @@ def _explain_outcome(row: Mapping[str, Any], outcome_name: str) -> str:
         reason = "one run says nothing about a setting" if is_single else "no arm has runs of two seeds that differ"
         return f"no interval, because {reason}"
     margin_text = format_number(row["margin"])
-    if outcome_name in ("better", "worse"):
+    if outcome in ("better", "worse"):
         is_small = row["p_equal_holm"] < SIGNIFICANCE_LEVEL
         return f"by less than {margin_text}, {format_holm(row['p_equal_holm'])}" if is_small else ""
-    if outcome_name == "equal":
+    if outcome == "equal":
         return f"within {margin_text}, {format_holm(row['p_equal_holm'])}"
     if row["seeds"] < MIN_SEEDS:
         count = "one seed is" if row["seeds"] == 1 else f"{row['seeds']} seeds are"
         return f"{count} too few for a verdict"
-    detectable_size = row["detectable"]
-    if np.isnan(detectable_size):
+    if np.isnan(row["detectable"]):
         return "more seeds may resolve it"
     # Success lies in [0, 1], so no true difference can be as large as 1.
-    if detectable_size < 1:
-        return f"differences smaller than about {format_fraction(detectable_size)} would probably be missed"
+    if row["detectable"] < 1:
+        return f"differences smaller than about {format_fraction(row['detectable'])} would probably be missed"
     return "any difference would probably be missed"

@@ -5,22 +5,9 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import stats
 
 from analysis.stats.noise import Noise
-
-
-def wilson(successes: float, n: float) -> tuple[float, float]:
-    """Both shares p at which |successes/n - p| is z standard errors sqrt(p(1-p)/n), found by bisection."""
-    z, fraction = stats.norm.ppf(0.975), successes / n
-
-    def excess(p: float) -> float:
-        return float((fraction - p) ** 2 - z * z * p * (1 - p) / n)
-
-    inside = min(max(fraction, 1e-12), 1 - 1e-12)
-    low = 0.0 if fraction == 0 else optimize.brentq(excess, 1e-15, inside, xtol=1e-14)
-    high = 1.0 if fraction == 1 else optimize.brentq(excess, inside, 1 - 1e-15, xtol=1e-14)
-    return float(low), float(high)
 
 
 def holm(p: Sequence[float]) -> list[float]:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL
-from analysis.data.frames import StudyFrames, to_records
+from analysis.data.frames import StudyFrames
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate, Floats, SampleStats, holm_adjust, welch_t_test
 from analysis.stats.noise import compute_equivalence_p_value
@@ -174,8 +174,7 @@ def _format_notes(cell: Cell, trials: pd.DataFrame) -> str:
 
 
 def _format_seeds(rows: pd.DataFrame) -> str:
-    seeds = ", ".join(str(seed) for seed in sorted(rows["seed"]))
-    return f"seed{'s' if len(rows) > 1 else ''} {seeds}"
+    return f"seed{'s' if len(rows) > 1 else ''} {', '.join(map(str, sorted(rows['seed'])))}"
 
 
 def format_sentence(row: Row) -> str:
@@ -205,11 +204,6 @@ def _format_number(row: Row, prefix: str) -> str:
     return f"{row[f'{prefix}mean']:.4g} ({std_text}{'rows' if row['kind'] == POOLED else 'n'} {row[f'{prefix}n']})"
 
 
-def format_sentences(table: pd.DataFrame) -> list[str]:
-    """Format a line per cell. table: from `compare_to_published`."""
-    return [format_sentence(row) for row in to_records(table)]
-
-
 def summarize_verdicts(table: pd.DataFrame) -> str:
     """Count the cells by verdict, in one line. table: from `compare_to_published`."""
     if table.empty:
@@ -217,16 +211,20 @@ def summarize_verdicts(table: pd.DataFrame) -> str:
     counts = table["verdict"].value_counts()
     verdict_counts = [
         f"{counts[verdict]} {'differ' if verdict == DIFFERS and counts[verdict] != 1 else verdict}"
-        for verdict in (EQUAL, DIFFERS, OPEN, NOT_TESTED)
+        for verdict in (EQUAL, DIFFERS, OPEN)
         if verdict in counts
     ]
-    unexpected_count = int((table["as_expected"] == False).sum())  # noqa: E712 (`~` fails on None)
     # Pooled cells count rows in n, and cells without a published mean count seeds that reach a step. Without any other
     # cell, the maximum is NaN, which is not below the plan.
     max_seeds = table.loc[table["kind"] == PER_SEED, "n"].max()
     seed_warning = (
         f" Our arms have at most {max_seeds:.0f} of {PLANNED_SEEDS} planned seeds." if max_seeds < PLANNED_SEEDS else ""
     )
+    if not verdict_counts:
+        return f"None of the {len(table)} published numbers can be tested.{seed_warning}"
+    expectations = table["as_expected"].dropna()
     return (
-        f"{len(table)} published cells: {', '.join(verdict_counts)}; not as expected: {unexpected_count}.{seed_warning}"
+        f"Of {len(table)} published numbers, {(table['verdict'] != NOT_TESTED).sum()} can be tested: "
+        f"{', '.join(verdict_counts)}. Of {len(expectations)} verdicts with an expectation, {expectations.sum()} "
+        f"{'is' if expectations.sum() == 1 else 'are'} as expected.{seed_warning}"
     )

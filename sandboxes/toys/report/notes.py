@@ -34,8 +34,8 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
         turned = {} if family.is_higher_better else {"better": "lower for", "worse": "higher for"}
         groups = findings.group_arms(compared, compared["verdict"], {**findings.OUTCOME_LABELS, **turned})
         sentences.append(
-            f"Compared with it over {findings.format_range(compared['n'])} "
-            f"seed{'s' if compared['n'].max() > 1 else ''}, {tables.get_description(frames).outcome} is {groups}."
+            f"Compared with it over {findings.format_seed_range(compared['n'])}, "
+            f"{tables.get_description(frames).outcome} is {groups}."
         )
     missing = error_rows.loc[error_rows["n"] == 0, "arm"]
     sentences += [f"Not compared: {', '.join(missing)}."] if len(missing) else []
@@ -60,7 +60,7 @@ def compute_chance_error(frames: StudyFrames) -> float | None:
 def make_notes(frames: StudyFrames) -> list[str]:
     """List what a reader must know of the numbers: few seeds, stops, collapse, errors at chance, equal arms."""
     lines = [*_make_seed_notes(frames), *findings.describe_looks(frames.studies[0]), *_make_ending_notes(frames)]
-    chance_error = compute_chance_error(frames)
+    chance_error, at_chance = compute_chance_error(frames), []
     for arm in list_arms(frames):
         # Only scored runs: the last row of a failed run is no final number, and its notes would be about an early
         # state.
@@ -75,16 +75,22 @@ def make_notes(frames: StudyFrames) -> list[str]:
                 "separators, which are never correct. The error of these runs is that of a collapse onto one token."
             )
         if chance_error is not None and (error := runs["final_test_error"].mean()) >= chance_error - CHANCE_TOLERANCE:
-            lines.append(
-                f"{arm}: the mean test error of {error:.3f} is no better than that of random content tokens "
-                f"({chance_error:.2f}). On average, the policy has learned at most to avoid separators."
-            )
+            at_chance.append(f"{arm} {error:.3f}")
         steps = frames.steps[frames.steps["run_id"].isin(runs["run_id"])]
         # Only update rules have a filter.
         if "kept_frac" in steps and steps["kept_frac"].max() == 0:
             lines.append(
                 f"{arm}: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
             )
+    lines += (
+        [
+            f"No better than random content tokens, whose error is {chance_error:.2f}: the mean test error of "
+            f"{', '.join(at_chance[:5])}{f' and {len(at_chance) - 5} more' if at_chance[5:] else ''}. On average, such "
+            "a policy has learned at most to avoid separators."
+        ]
+        if at_chance
+        else []
+    )
     lines += [
         f"{a} and {b} end with equal numbers in every seed: in this study they are the same algorithm."
         for a, b in tables.find_equal_arms(frames)
@@ -99,10 +105,9 @@ def _make_seed_notes(frames: StudyFrames) -> list[str]:
     if seed_count == 1:
         return ["1 seed: there is no standard error. Another seed may give another result."]
     advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
-    noise_text = "" if has_added_seeds(frames.studies[0]) else ", with the noise of all arms as far as none stands out"
+    noise_text = "" if has_added_seeds(frames.studies[0]) else ", with the noise of all arms unless one stands out"
     return [
-        f"{seed_count} seeds: intervals are over seeds{noise_text}, and the band of a curve is one standard "
-        f"error.{advice}"
+        f"{seed_count} seeds: intervals are over seeds{noise_text}. The band of a curve is one standard error.{advice}"
     ]
 
 

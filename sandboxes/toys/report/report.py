@@ -21,7 +21,6 @@ from analysis.report.common import (
     StudyResults,
     format_ordinary,
     format_p,
-    format_signed_4,
     list_command_sentences,
     list_remarks,
     make_reproduction_tables,
@@ -37,14 +36,19 @@ from analysis.report.section import (
     Table,
     TableColumn,
     format_duration,
-    format_range,
-    is_missing,
     name,
     number,
     text,
 )
 from analysis.sweep import findings, series
-from analysis.sweep.verdicts import format_p_value, format_signed
+from analysis.sweep.verdicts import (
+    count_nouns,
+    format_interval,
+    format_p_value,
+    format_signed,
+    format_signed_4,
+    is_missing,
+)
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from sandboxes.toys.report import notes, tables
@@ -326,7 +330,7 @@ def _format_published_difference(row: Row) -> str:
     if row["reason"]:
         return "–"
     digits = 1 if row["column"].startswith("first_step") else 4
-    interval = format_range(row, "low", "high", lambda value: format_signed(value, digits))
+    interval = format_interval(row["low"], row["high"], lambda value: format_signed(value, digits))
     return f"{format_signed(row['difference'], digits)}\n{interval}".rstrip("\n")
 
 
@@ -387,7 +391,10 @@ def _describe_effort(results: ToyResults) -> Iterator[str]:
     time = (
         f" Run time of all trials: {format_duration(seconds)}, which depends on the load." if pd.notna(seconds) else ""
     )
-    yield f"{len(list_arms(results.frames))} arms; {findings.format_status_counts(results.frames.trials)}.{time}"
+    yield (
+        f"{count_nouns(len(list_arms(results.frames)), 'arm')}; "
+        f"{findings.format_status_counts(results.frames.trials)}.{time}"
+    )
 
 
 ARMS: Section[ToyResults] = Section("arms", "What was run", sentences=_describe_effort, tables=_make_arm_table)

@@ -4,6 +4,7 @@ import re
 from typing import Any, NamedTuple
 
 import altair as alt
+import numpy as np
 import pandas as pd
 
 from analysis.charts.chart import make_spec
@@ -44,3 +45,13 @@ def _read_layer(spec: dict[str, Any], layer: dict[str, Any]) -> Layer:
         ((column, value),) = re.findall(r"^(?:isValid\()?datum\.(\w+)(?:\)| == '(\w+)')$", transform["filter"])
         rows = rows[rows[column] == value if value else rows[column].notna()]
     return Layer(layer["mark"], layer["encoding"], rows)
+
+
+def compute_luminance(color: str) -> float:
+    """Return the relative luminance of a color such as #0072b2 or rgb(0, 114, 178), as WCAG 2.2 defines it."""
+    hexadecimal = [int(color[place : place + 2], 16) for place in (1, 3, 5)] if color[0] == "#" else None
+    channels = hexadecimal or re.findall(r"\d+", color)
+    values = np.array(channels, dtype=float) / 255
+    return float(
+        np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
+    )

@@ -16,20 +16,12 @@ from analysis.charts.dose import draw_dose_response
 from analysis.data.frames import StudyFrames
 from analysis.sweep import series, symptoms, tables
 from analysis.sweep.collapse import compute_survival
-from tests.analysis.charts.specs import read_spec
+from tests.analysis.charts.specs import compute_luminance, read_spec
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 
 BACKGROUNDS = ("#ffffff", "#fdfdfc", "#17191d")
 HOSTILE = 'a\\" + datum + "\\ </script><!-- \x1b[2J \u202e'
 SHOWN = HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")
-
-
-def compute_luminance(color: str) -> float:
-    """Return the relative luminance of a color, as WCAG 2.2 defines it."""
-    values = np.array([int(color[place : place + 2], 16) for place in (1, 3, 5)]) / 255
-    return float(
-        np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
-    )
 
 
 def compute_contrast(color: str, other: str) -> float:

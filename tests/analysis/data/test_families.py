@@ -30,26 +30,9 @@ from trainable.runs.records import ROW_COLUMNS, STOP_COLUMNS, TOY_TIME_COLUMNS
 
 SHORT = FakeStudy(total_steps=60)
 COMMON = (
-    "run_id",
-    "study",
-    "arm",
-    "seed",
-    "axis_setting",
-    "axis_value",
-    "trial_id",
-    "config_hash",
-    "experiment_name",
-    "status",
-    "reason",
-    "failure_class",
-    "steps_done",
-    "steps_total",
-    "started_at",
-    "ended_at",
-    "stop_rule",
-    "stop_value",
-    "stop_threshold",
-    "stop_step",
+    *("run_id", "study", "arm", "seed", "axis_setting", "axis_value", "trial_id", "config_hash", "experiment_name"),
+    *("status", "reason", "failure_class", "steps_done", "steps_total", "started_at", "ended_at"),
+    *("stop_rule", "stop_value", "stop_threshold", "stop_step"),
 )
 
 

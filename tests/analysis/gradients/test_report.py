@@ -77,10 +77,6 @@ def make_page(frames: StudyFrames) -> Page:
     return parse_page(render_page(Heading("", "title"), view_sections(SECTIONS, results, figures)))
 
 
-def get_words(page: Page) -> str:
-    return " ".join(page.text.split())
-
-
 @pytest.mark.slow
 def test_without_measurements_there_is_no_section(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {"0": [], "0.1": []})
@@ -94,11 +90,11 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     analyses = [FakeAnalysis(step, prefilter=prefilter) for step in (1, 5) for prefilter in (True, False)]
     frames = make_frames(tmp_path, {"0": analyses}, seeds=3)
     page = make_page(frames)
-    words = get_words(page)
+    words = page.words
     assert "gradients" in page.ids
-    assert "Signed share of the KL and entropy terms together" in words
+    assert "How much of the gradient step of each bucket comes from the KL and entropy terms." in words
     assert "signal: rho" in words
-    assert "The expected step excludes noise" in words
+    assert "The step is the expected one, without noise" in words
     for step in (1, 5):  # arm, step, batch, component, runs, buckets
         assert f"KL 0 {step} before the filter task 3 18" in words
     assert words.count("KL 0 2 5 after the filter") == 3  # task, entropy and total of the whole batch of seed 2
@@ -116,7 +112,7 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
         assert dashes == [[1, 0], [1, 0], [5, 3]]
         assert colors[0] == colors[2] != colors[1]  # of one arm
         assert list(get_curves(figures[name]).values()) == [6, 6, 6]
-    words = get_words(make_page(frames))
+    words = make_page(frames).words
     assert "KL 0 5 probe, after the filter kl 1 6" in words
     assert "KL 0 1 after the filter" not in words  # arm 0 is shown only at its last step
     assert "KL 0 0 5 probe, after the filter kl" in words
@@ -125,7 +121,7 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
     analyses = [FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0)]
-    words = get_words(make_page(make_frames(tmp_path, {"0": analyses})))
+    words = make_page(make_frames(tmp_path, {"0": analyses})).words
     assert "The filter kept nothing of arm0-seed0, step 1." in words
     assert "KL 0 1 before the filter task 1 6" in words
 
@@ -159,7 +155,7 @@ def test_a_report_with_gradients_is_the_same_when_written_twice(tmp_path: Path) 
     first = write_report(folder).read_text()
     assert write_report(folder).read_text() == first
     assert {"gradient_signal.png", "regularizer_share.png"} <= {path.name for path in (folder / "figures").iterdir()}
-    assert "probe, after the filter" in get_words(parse_page(first))
+    assert "probe, after the filter" in parse_page(first).words
 
 
 @pytest.mark.slow
@@ -181,7 +177,7 @@ def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
     assert panels[0]["layer"][0]["encoding"]["x"]["axis"]["tickMinStep"] == 1
     page = make_page(frames)
     assert "retrieval" in page.ids
-    assert "Each arm is one line" in get_words(page)
+    assert "Each arm is one line" in page.words
 
 
 @pytest.mark.long
@@ -228,15 +224,14 @@ def test_the_sentence_of_a_gradient_figure_counts_the_buckets_above_zero() -> No
     ]
     table = pd.DataFrame(rows, columns=["prefilter", "line", "bucket", "value", "low", "high"])
     assert describe_buckets(table, "the ratio") == (
-        "Before the filter, the ratio is between -0.2 (KL 0, bucket 1) and 3 (KL 0, bucket 2), over 3 buckets; the 95 "
-        "% interval is above 0 in 1 of 2 that have one. After the filter, the ratio is 0.25, over 1 bucket; no bucket "
-        "has an interval."
+        "Before the filter, the ratio is clearly above 0 in 1 of 2 buckets; it is between -0.2 (KL 0, bucket 1) and 3 "
+        "(KL 0, bucket 2). After the filter, the ratio is 0.25, without intervals."
     )
 
 
 @pytest.mark.long
 def test_the_page_has_the_sentences_of_its_gradient_figures(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, {"0": [FakeAnalysis(1, prefilter=True)], "1": [FakeAnalysis(1, prefilter=True)]})
-    words = get_words(make_page(frames))
+    words = make_page(frames).words
     assert "Before the filter, the ratio is " in words
     assert "Before the filter, the share is " in words

@@ -113,7 +113,7 @@ def test_the_stronger_factor_is_named(tmp_path: Path) -> None:
     assert cells[0] == "learning rate"
     assert cells[2] == "; ".join(f"{entry['value']}: {entry['mean']:.3f}" for entry in means.rows[0]["means"])
     assert [row["effect"] for row in effects.rows] == [sentence]
-    assert "over 4 seeds of which every arm has a scored run" in say(sections.FACTORS.explanation, results)
+    assert "over 4 seeds with a scored run of every arm" in say(sections.FACTORS.explanation, results)
     assert "lr 1e-3 x adv_estimator grpo" in set(results.contrasts["contrast"])
 
 

@@ -21,6 +21,7 @@ from analysis.report.results import SweepResults
 from analysis.report.section import Heading, say
 from analysis.report.sweep import LEARNING_CURVES, SWEEP_REPORT
 from analysis.sweep import findings, tables
+from tests.analysis.charts.specs import compute_luminance
 from tests.analysis.report.test_pages import Page, parse_page
 from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, make_runs, write_grid
 
@@ -55,24 +56,6 @@ def draw_cells(results: SweepResults) -> dict[str, Any]:
 
 def show(sections: Any, results: SweepResults) -> Page:
     return parse_page(render_page(Heading("", "title"), view_sections(sections, results, ())))
-
-
-def get_words(page: Page) -> str:
-    return " ".join(page.text.split())
-
-
-def measure_luminance(color: str) -> float:
-    """Return the relative luminance of WCAG 2."""
-    channels = (
-        [int(color[place : place + 2], 16) for place in (1, 3, 5)]
-        if color.startswith("#")
-        else [int(channel) for channel in re.findall(r"\d+", color)]
-    )
-    red, green, blue = (
-        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
-        for value in (channel / 255 for channel in channels)
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def read_marks(svg: str, kind: str) -> list[dict[str, str]]:
@@ -128,11 +111,11 @@ def test_one_scale_of_colors_and_text_that_is_read_on_it() -> None:
     table = table.astype({"panel": "category", "x": "category", "y": "category"})
     svg = charts.draw_svg(charts.make_spec(draw_heat_maps(table, "success", ("x", "y"), domain=(0.0, 1.0))))
     cells, texts = read_marks(svg, "rect mark"), read_marks(svg, "text mark")
-    luminances = [measure_luminance(mark["fill"]) for mark in cells]
+    luminances = [compute_luminance(mark["fill"]) for mark in cells]
     assert luminances == sorted(luminances)  # higher is lighter
     assert {mark["fill"] for mark in texts} == {"#ffffff", "#000000"}
     for cell, text in zip(luminances, texts, strict=True):
-        low, high = sorted((cell, measure_luminance(text["fill"])))
+        low, high = sorted((cell, compute_luminance(text["fill"])))
         assert (high + 0.05) / (low + 0.05) > 4.4
 
 
@@ -215,7 +198,7 @@ def test_every_run_has_its_curve_with_the_color_of_x_and_the_dashes_of_y(results
 @pytest.mark.long
 def test_the_sections_are_complete(results: SweepResults) -> None:
     page = show([*SWEEP_REPORT.sections[:1], *GRID_SECTIONS, *SWEEP_REPORT.sections[-2:]], results)
-    words = get_words(page)
+    words = page.words
     for sentence in (
         "164 arms over KL (actor.kl_loss_coef: 0, 0.001, 0.003, 0.01, 0.03), entropy (actor.entropy_coeff:",
         "A vermilion frame and a cross mark runs that a rule stopped",

@@ -392,14 +392,17 @@ def test_the_caption_of_the_dose_response_names_what_is_drawn(
     results = SweepResults(load(write_study(tmp_path, runs, TINY)))
     caption = say(DOSE_RESPONSE.figures[0].caption, results)
     if missing:
-        assert caption.endswith("of training, without intervals, and triangles greedy validation success.")
-    else:
-        basis = findings.describe_interval_basis(results.dose_response)
-        assert caption.startswith(
-            "Circles show sampled validation success at the end of training, with 95 % intervals "
-            f"({basis}), triangles greedy validation success, and squares sampled success on the test levels. "
+        assert caption == (
+            "Success at the end of training, without 95 % intervals. Circles: validation levels, sampled. Triangles: "
+            "validation levels, greedy."
         )
-        assert caption.endswith("Horizontal lines show the policy before training: dashed sampled, dotted greedy.")
+    else:
+        assert caption == (
+            "Success at the end of training, with 95 % intervals. Circles: validation levels, sampled. Triangles: "
+            "validation levels, greedy. Squares: test levels, sampled. Dashed line: sampled success before training. "
+            "Dotted line: greedy success before training. "
+            f"{findings.describe_interval_basis(results.dose_response)}"
+        )
 
 
 CONTROLS = "\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
@@ -455,7 +458,8 @@ def test_the_conclusion_has_the_verdicts_as_a_table(tmp_path: Path) -> None:
     assert conclusion.verdicts[1][:4] == ("0", "baseline", success, "baseline")
     assert conclusion.verdicts[2][6] == "2 completed, 1 early stopped"
     assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
-        "0: over 2 seeds, with the noise of these runs alone; 0.1: over 3 seeds, with the noise of all arms"
+        "Intervals are over 2 seeds for arm 0; over 3 seeds for arm 0.1. They allow for the noise of these runs alone "
+        "for arm 0; of all arms for arm 0.1."
     )
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from analysis.report.section import TableColumn, format_count, format_duration, format_range, name, number, text
-from analysis.sweep.verdicts import format_fraction, format_signed
+from analysis.report.section import TableColumn, format_count, format_duration, name, number, text
+from analysis.sweep.verdicts import format_fraction, format_interval, format_signed
 
 NAN = float("nan")
 ROW = {"arm": "KL 0", "value": -0.25, "low": -0.5, "high": NAN, "none": None, "nan": NAN, "word": "x"}
@@ -34,8 +34,8 @@ def test_cells_have_a_dash_where_a_value_is_missing(column: TableColumn, kind: s
     ("low", "high", "words"),
     [(0.1, 0.25, "[0.100, 0.250]"), (NAN, 0.25, "[–, 0.250]"), (0.1, None, "[0.100, –]"), (NAN, None, "")],
 )
-def test_format_range(low: Any, high: Any, words: str) -> None:
-    assert format_range({"low": low, "high": high}, "low", "high", format_fraction) == words
+def test_format_interval(low: Any, high: Any, words: str) -> None:
+    assert format_interval(low, high, format_fraction) == words
 
 
 def test_format_count() -> None:

@@ -1,11 +1,13 @@
-"""Tests of the estimates: slow literal versions, SciPy, values by hand and simulated coverage."""
+"""The estimates equal SciPy's, or a literal enumeration where SciPy has none, over drawn data, and values by hand."""
 
 import itertools
 import math
+from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
@@ -13,33 +15,36 @@ from analysis.stats import estimates
 from tests.oracles import analysis as oracles
 from tests.strategies.examples import draw_examples
 
-SIMULATIONS = 600
+examples = draw_examples(60)
 shares = st.floats(0, 1, allow_nan=False)
+# Multiples of .01: two numbers are equal or clearly apart, so that rounding decides nothing.
+numbers = st.integers(-1000, 1000).map(lambda hundredths: hundredths / 100)
+samples = st.lists(numbers, min_size=2, max_size=10).filter(lambda values: len(set(values)) > 1)
 
 
-@given(st.integers(1, 600).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-@draw_examples(60)
-def test_wilson_solves_its_equation(counts: tuple[int, int]) -> None:
+@given(st.integers(1, 2000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+@examples
+def test_wilson_interval_is_that_of_scipy(counts: tuple[int, int]) -> None:
     interval = estimates.wilson_interval(*counts)
-    assert (interval.low, interval.high) == pytest.approx(oracles.wilson(*counts), abs=1e-9)
-    assert interval.low <= interval.value <= interval.high
+    expected = scipy_stats.binomtest(*counts).proportion_ci(method="wilson")
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), rel=1e-9, abs=1e-12)
+    assert interval.low <= interval.value == counts[0] / counts[1] <= interval.high
 
 
-def test_wilson_hand_value_and_no_trials() -> None:
-    interval = estimates.wilson_interval(1, 1)
-    assert (interval.low, interval.high) == pytest.approx((1 / (1 + 1.959964**2), 1.0), rel=1e-6)
-    empty = estimates.wilson_interval(0, 0)
-    assert math.isnan(empty.value)
-    assert (empty.low, empty.high) == (0.0, 1.0)
+def test_wilson_interval_without_trials() -> None:
+    assert estimates.wilson_interval(0, 0) == pytest.approx(estimates.Estimate(low=0.0, high=1.0), nan_ok=True)
 
 
-def test_mean_over_seeds_is_the_paired_t_test() -> None:
-    arm, baseline = np.array([0.60, 0.58, 0.64, 0.55]), np.array([0.50, 0.55, 0.52, 0.53])
-    estimate = estimates.mean_over_seeds(arm - baseline)
-    expected = scipy_stats.ttest_rel(arm, baseline)
-    interval = expected.confidence_interval(0.95)
-    assert estimate.p == pytest.approx(expected.pvalue)
-    assert (estimate.low, estimate.high) == pytest.approx((interval.low, interval.high))
+@given(samples, st.sampled_from([0.8, 0.9, 0.95, 0.99]))
+@examples
+def test_mean_over_seeds_is_the_one_sample_t_test_of_scipy(values: list[float], confidence_level: float) -> None:
+    estimate = estimates.mean_over_seeds(values, confidence_level)
+    expected = scipy_stats.ttest_1samp(values, 0.0)
+    interval = expected.confidence_interval(confidence_level)
+    assert (estimate.low, estimate.high) == pytest.approx((interval.low, interval.high), rel=1e-9, abs=1e-9)
+    assert estimate.value == pytest.approx(np.mean(values), abs=1e-12)
+    assert estimate.p == pytest.approx(expected.pvalue, rel=1e-6)
+    assert (estimate.df, estimate.n) == (expected.df, len(values))
 
 
 def test_one_seed_has_no_interval() -> None:
@@ -56,16 +61,48 @@ def test_equal_differences_have_no_interval(value: float) -> None:
     assert np.isnan([estimate.low, estimate.high, estimate.p]).all()
 
 
-def test_interval_over_seeds_covers() -> None:
-    draws = np.random.default_rng(4).normal(0.05, 0.04, size=(SIMULATIONS, 3))
-    intervals = [estimates.mean_over_seeds(row) for row in draws]
-    assert 0.925 <= np.mean([estimate.low <= 0.05 <= estimate.high for estimate in intervals]) <= 0.975
+def summarize(values: list[float]) -> estimates.SampleStats:
+    return estimates.SampleStats(float(np.mean(values)), float(np.std(values, ddof=1)), len(values))
 
 
-@given(st.lists(shares, min_size=1, max_size=8))
-@draw_examples(60)
-def test_holm_equals_its_oracle(p: list[float]) -> None:
-    assert estimates.holm_adjust(p) == pytest.approx(oracles.holm(p))
+@given(samples, samples)
+@examples
+def test_welch_t_test_is_that_of_scipy(sample: list[float], reference: list[float]) -> None:
+    estimate = estimates.welch_t_test(summarize(sample), summarize(reference))
+    expected = scipy_stats.ttest_ind(sample, reference, equal_var=False)
+    interval = expected.confidence_interval()
+    assert (estimate.low, estimate.high) == pytest.approx((interval.low, interval.high), rel=1e-9, abs=1e-9)
+    assert estimate.value == pytest.approx(np.mean(sample) - np.mean(reference), abs=1e-12)
+    assert estimate.p == pytest.approx(expected.pvalue, rel=1e-6)
+    assert estimate.df == pytest.approx(expected.df)
+    assert estimate.n == len(sample) + len(reference)
+
+
+def find_rejected(p_values: list[float], significance_level: float) -> set[int]:
+    """Holm's steps: reject the smallest of m p-values if it is at most level / m, then go through the others."""
+    remaining, rejected = set(range(len(p_values))), set[int]()
+    while remaining:
+        smallest = min(remaining, key=lambda index: p_values[index])
+        if p_values[smallest] > significance_level / len(remaining):
+            break
+        rejected.add(smallest)
+        remaining.remove(smallest)
+    return rejected
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 200), st.none()), min_size=1, max_size=12),
+    st.integers(0, 9_999).map(lambda number: (number + 0.5) / 10_000),  # equals no multiple of a drawn p-value
+)
+@examples
+def test_holm_rejects_what_its_steps_reject(thousandths: list[int | None], significance_level: float) -> None:
+    tested = [number / 1000 for number in thousandths if number is not None]
+    adjusted = estimates.holm_adjust([math.nan if number is None else number / 1000 for number in thousandths])
+    assert np.isnan(adjusted).tolist() == [number is None for number in thousandths]
+    is_rejected = (adjusted[~np.isnan(adjusted)] <= significance_level).tolist()
+    assert {index for index, rejected in enumerate(is_rejected) if rejected} == find_rejected(
+        tested, significance_level
+    )
 
 
 def test_holm_hand_values_and_missing() -> None:
@@ -73,6 +110,49 @@ def test_holm_hand_values_and_missing() -> None:
     adjusted = estimates.holm_adjust([0.04, np.nan, 0.01])
     assert math.isnan(adjusted[1])
     assert adjusted[[0, 2]] == pytest.approx([0.04, 0.02])
+
+
+@cache
+def count_page_statistics(num_seeds: int, num_arms: int) -> Counter[int]:
+    """How often each value of Page's L = sum of arm number x rank occurs over all rankings by all seeds."""
+    rankings = list(itertools.permutations(range(1, num_arms + 1)))
+    return Counter(
+        sum(arm * rank for ranking in table for arm, rank in enumerate(ranking, 1))
+        for table in itertools.product(rankings, repeat=num_seeds)
+    )
+
+
+def enumerate_page_p_value(table: list[list[float]]) -> float:
+    counts = count_page_statistics(len(table), len(table[0]))
+    ranks = [[sorted(row).index(value) + 1 for value in row] for row in table]
+    observed = sum(arm * rank for ranking in ranks for arm, rank in enumerate(ranking, 1))
+    rising = sum(count for statistic, count in counts.items() if statistic >= observed)
+    falling = sum(count for statistic, count in counts.items() if statistic <= observed)
+    return min(1.0, 2 * min(rising, falling) / counts.total())
+
+
+tables_without_ties = st.tuples(st.integers(2, 3), st.integers(3, 4)).flatmap(
+    lambda shape: st.lists(
+        st.lists(numbers, min_size=shape[1], max_size=shape[1], unique=True), min_size=shape[0], max_size=shape[0]
+    )
+)
+
+
+@given(tables_without_ties)
+@examples
+def test_page_trend_p_value_enumerates_all_rankings(table: list[list[float]]) -> None:
+    assert estimates.page_trend_p_value(table) == pytest.approx(enumerate_page_p_value(table))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), numbers), min_size=3, max_size=15))
+@examples
+def test_spearman_rho_is_that_of_scipy(runs: list[tuple[int, float]]) -> None:
+    axis, outcome = zip(*runs, strict=True)
+    assume(len(set(axis)) > 1 and len(set(outcome)) > 1)
+    blocks = [index % 2 for index in range(len(runs))]  # two seeds, so that few permutations are drawn
+    trend = estimates.spearman_trend(axis, outcome, blocks, np.random.default_rng(0), num_permutations=9)
+    assert trend.rho == pytest.approx(scipy_stats.spearmanr(axis, outcome).statistic, abs=1e-12)
+    assert trend.n == len(runs)
 
 
 def test_spearman_trend_enumerates_few_runs() -> None:
@@ -89,10 +169,10 @@ def test_spearman_trend_enumerates_few_runs() -> None:
 def test_spearman_trend_draws_within_seeds_and_from_the_generator_only() -> None:
     axis, seeds = np.tile(np.arange(5), 3), np.repeat(np.arange(3), 5)
     outcome = seeds * 10.0 + axis  # a perfect trend within each seed, hidden by the differences between seeds
-    first, second = (estimates.spearman_trend(axis, outcome, seeds, np.random.default_rng(1), 999) for _ in range(2))
+    first, second = (estimates.spearman_trend(axis, outcome, seeds, np.random.default_rng(1)) for _ in range(2))
     assert first == second
-    assert first.p == pytest.approx(1 / 1000)
-    mixed = estimates.spearman_trend(axis, outcome, np.zeros(15), np.random.default_rng(1), 999)
+    assert first.p == 1 / 10_000
+    mixed = estimates.spearman_trend(axis, outcome, np.zeros(15), np.random.default_rng(1))
     assert mixed.p > 0.1
 
 
@@ -110,7 +190,7 @@ def test_page_trend_sees_both_directions() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), shares), min_size=1, max_size=8), st.integers(1, 200))
-@draw_examples(60)
+@examples
 def test_area_equals_its_oracle(pieces: list[tuple[int, float]], extra_steps: int) -> None:
     steps = np.cumsum([step for step, _ in pieces])
     values = [value for _, value in pieces]

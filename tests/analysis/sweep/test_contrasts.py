@@ -25,7 +25,7 @@ from analysis.sweep.contrasts import (
     compute_contrasts,
     compute_pair_differences,
     compute_seed_differences,
-    format_sentences,
+    format_sentence,
 )
 from analysis.sweep.tables import summarize_arms
 from sandboxes.update_rules.records import TRIAL_COLUMNS
@@ -289,7 +289,7 @@ def test_many_stopped_runs_are_counted_in_words_and_named_in_the_table(tmp_path:
     table = compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
     row = get_row(table, "up")
     assert row["num_early_stopped"] == row["early_stopped_runs"].count(" at step 107") == 6
-    assert format_sentences(table)[0].endswith("; 6 runs stopped by a rule, counted with the last row")
+    assert format_sentence(row).endswith("; 6 runs stopped by a rule, counted with the last row")
 
 
 def test_a_pair_that_lacks_a_seed_moves_the_mean_and_the_line_says_so(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_pair_that_lacks_a_seed_moves_the_mean_and_the_line_says_so(tmp_path: 
     row = get_row(table, "up")
     assert row["difference"] == pytest.approx((0.10 + 0.06 + 0.04) / 3)
     assert row["difference_same_pairs"] == pytest.approx((0.10 + 0.08 + 0.06) / 3)
-    assert "seeds have different pairs: +0.08 over the pairs that every seed has" in format_sentences(table)[0]
+    assert "seeds have different pairs: +0.08 over the pairs that every seed has" in format_sentence(row)
 
 
 def test_two_seeds_have_an_interval_of_their_own_and_no_word_and_one_seed_has_none(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_two_seeds_have_an_interval_of_their_own_and_no_word_and_one_seed_has_no
     assert row["difference"] == pytest.approx(0.10)
     assert np.isnan([row["difference_low"], row["difference_high"], row["p"], row["p_holm"]]).all()
     assert row["verdict"] == "open"
-    assert "+0.1 over 1 seed, without an interval, because no arm has runs that differ" in format_sentences(table)[0]
+    assert "+0.1 over 1 seed, without an interval, because no arm has runs that differ" in format_sentence(row)
 
 
 def test_the_contrasts_of_the_primary_outcome_are_one_family_and_all_others_another(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_equal_arms_have_no_difference_and_no_interval_of_width_zero(tmp_path: P
     assert math.isnan(row["difference_low"])
     pair_row = to_records(compute_pair_differences(frames))[0]
     assert (pair_row["lower"], pair_row["higher"], pair_row["equal"]) == (0, 0, 3)
-    assert "+0 over 3 seeds, without an interval, because no arm has runs that differ" in format_sentences(table)[0]
+    assert "+0 over 3 seeds, without an interval, because no arm has runs that differ" in format_sentence(row)
 
 
 def test_columns_of_some_tasks_are_contrasted_where_all_runs_have_them(tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
         ("none", [["A", "Z"]]),
     ]
     table = compute_contrasts(write_and_load(tmp_path, runs, *contrasts))
-    lines = format_sentences(table[table["column"] == ERROR])
+    lines = map(format_sentence, to_records(table[table["column"] == ERROR]))
     assert "\n".join(lines) + "\n" == GOLDEN.read_text(encoding="utf-8")
 
 

@@ -187,3 +187,16 @@ def test_arms_whose_lines_hide_each_other_are_named() -> None:
     assert findings.describe_survivors(table) == "No run of arms KL 0.1, 1 collapsed: they share the line at 1."
     assert findings.describe_survivors(table[:3]) == "No run of arm KL 0.1 collapsed."
     assert findings.describe_survivors(table[:2]) == ""
+
+
+def test_many_arms_are_counted_and_long_names_are_cut_to_what_differs() -> None:
+    table = pd.DataFrame({"arm": list("abcdefg"), "collapsed": 0})
+    assert findings.describe_survivors(table).startswith("No run of arms a, b, c, d, e and 2 others collapsed:")
+    values = pd.Series({f"smoke-ppo-sokoban-topk{k}-kl0-low_var_kl": 0.1 * k for k in (4, 2, 3)})
+    assert findings.describe_span(values) == "between 0.2 (topk2) and 0.4 (topk4)"
+    short = pd.Series({"a-1": 0.1, "a-2": 0.2})
+    assert findings.describe_span(short) == "between 0.1 (a-1) and 0.2 (a-2)"
+    rates = pd.Series({f"smoke-ppo-sokoban-topk-lr{rate}-kl0": float(rate) for rate in ("1e-4", "2e-4")})
+    assert findings.describe_span(rates) == "between 0.0001 (lr1e-4) and 0.0002 (lr2e-4)"
+    labels = pd.Series({f"learning rate 1e-{n}, advantage gae": 0.1 * n for n in (1, 2)})
+    assert findings.describe_span(labels).startswith("between 0.1 (learning rate 1e-1, advantage gae)")

@@ -180,7 +180,8 @@ def test_the_sentences_name_what_was_first(onsets: pd.DataFrame) -> None:
         "In 6 runs both the spread of the rewards and success fell: the spread first in 6, success"
     )
     assert (
-        "up to the same step in 1 that stayed well. A symptom that changes as often in both predicts nothing." in third
+        "up to the same step in 1 run that stayed well. A symptom that changes as often in both predicts nothing."
+        in third
     )
     assert symptoms.describe_order(onsets.iloc[:0]) == []
 

@@ -19,7 +19,7 @@ from sandboxes.toys.published.cells import MEAN_ALONE, POOLED, Cell
 from sandboxes.toys.published.reproduction import (
     compare_to_published,
     describe_sources,
-    format_sentences,
+    format_sentence,
     summarize_verdicts,
 )
 from sandboxes.toys.published.update_rule_sandbox import CELLS, make_conditions
@@ -236,7 +236,7 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
     runs += [*make_seed_runs("ASPO", (0.37, 0.52, 0.43), entropy=(1.0, 0.02)), *make_seed_runs("R2VPO", (0.37,))]
     table = compare_to_published(load(write_sandbox(tmp_path, runs, make_study("grpo-entropy"))))
     selected_rows = table[~table["arm"].isin(("DGEntropyGuard", "TPO")) & (table["column"] != "batch_delta_entropy")]
-    assert "\n".join([summarize_verdicts(table), *format_sentences(selected_rows)]) + "\n" == GOLDEN
+    assert "\n".join([summarize_verdicts(table), *map(format_sentence, to_records(selected_rows))]) + "\n" == GOLDEN
 
 
 def test_seeds_are_counted_only_if_a_cell_counts_them(tmp_path: Path) -> None:

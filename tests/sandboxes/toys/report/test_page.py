@@ -12,7 +12,7 @@ from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.report import pages
 from analysis.report.page import draw_sections, render_page, view_sections
-from sandboxes.toys.published.reproduction import compare_to_published, format_sentences
+from sandboxes.toys.published.reproduction import compare_to_published
 from sandboxes.toys.report.notes import compute_chance_error, make_notes
 from sandboxes.toys.report.report import ToyResults
 from tests.analysis.report.test_pages import parse_page
@@ -63,7 +63,7 @@ def get_words(frames: StudyFrames) -> str:
 def test_the_terminal_has_the_verdicts_and_what_was_published(folder: Path) -> None:
     headline, published = pages.conclude(load(folder)).sentences
     assert headline.startswith("4 arms, baseline DG. Compared with it over 2 to 3 seeds, test error at the end")
-    assert published.startswith("3 published cells: 1 equal, 2 open; ")
+    assert published.startswith("Of 3 published numbers, 3 can be tested: 1 equal, 2 open. ")
     headings, *rows = pages.conclude(load(folder)).verdicts
     assert headings == ("arm", "verdict", "test error", "minus the baseline", "Holm p", "seeds", "basis")
     assert [row[:3] for row in rows] == [
@@ -85,15 +85,16 @@ def test_the_page_is_complete(words: str) -> None:
         "12 runs: 10 completed, 1 early stopped, 1 failed",
         "4 arms, baseline DG. Compared with it over 2 to 3 seeds, test error at the end is not resolved (open) for "
         "arms TPO, GRPO, SameAsDG.",
-        "3 seeds: intervals are over seeds, with the noise of all arms as far as none stands out, and the band of a "
-        "curve is one standard error.",
+        "3 seeds: intervals are over seeds, with the noise of all arms unless one stands out. The band of a curve is "
+        "one standard error.",
         "TPO: uniform_groups stopped 1 of 3 runs (step 107: 10 ≥ 10); a stopped run counts with its last row.",
         "GRPO, not counted: seed 2 failed after 40 of 300 steps (RuntimeError: <x>).",
         "GRPO: in 2 of 2 runs (seed 0, 1) more than half of the greedily decoded tokens are separators",
-        "GRPO: the mean test error of 0.680 is no better than that of random content tokens (0.50)",
+        "No better than random content tokens, whose error is 0.50: the mean test error of GRPO 0.680.",
         "DG and SameAsDG end with equal numbers in every seed: in this study they are the same algorithm.",
         "Bands are one standard error of the mean to each side (not the standard deviation of runs)",
-        "3 published cells: 1 equal, 2 open; not as expected: 0. Our arms have at most 3 of 10 planned seeds.",
+        "Of 3 published numbers, 3 can be tested: 1 equal, 2 open. Of 3 verdicts with an expectation, 3 are as "
+        "expected. Our arms have at most 3 of 10 planned seeds.",
         "n never reached DG – – – 0 of 3 seed 0, 1, 2 TPO 180.0",
         "python -m tune_study run influence",
     ):
@@ -131,7 +132,7 @@ def test_tables_and_pictures_are_files_beside_the_page(folder: Path) -> None:
     }
     cells = pd.read_csv(folder / "figures" / "reproduction.csv", keep_default_na=False, na_values=["NaN"])
     assert cells["arm"].to_list() == ["DG", "GRPO", "TPO"]
-    assert len(format_sentences(compare_to_published(load(folder)))) == 3
+    assert len(compare_to_published(load(folder))) == 3
 
 
 @pytest.mark.long
@@ -303,7 +304,7 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
     )
     assert re.search(r"TPO equal within 0\.05, p 0\.\d+ 0\.3333 \+0\.0033 \[−0\.0.*\] 0\.\d+ 3 over 3 seeds", words)
     assert words.count("Each published cell of these arms is listed once.") == 1
-    assert "3 published cells: 1 equal, 1 differs, 1 open" in words
+    assert "Of 3 published numbers, 3 can be tested: 1 equal, 1 differs, 1 open." in words
 
 
 @pytest.mark.long
