@@ -27,7 +27,7 @@ from analysis.data.tables import get_damage, read_table
 from trainable.families import Family
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
-from trainable.files.paths import UnsafePathError, check_path
+from trainable.files.paths import check_path
 from trainable.files.step_phase import STEP_PHASE
 from trainable.runs.history import RunHistory
 from trainable.runs.records import STOP_COLUMNS
@@ -204,7 +204,7 @@ def _read_header(folder: Path, entry: RunEntry) -> RunRecord:
         return replace(read_record(RunRecord, folder), run_id=folder.name)
     except FileNotFoundError:  # a run that has not started may have no files
         pass
-    except (DamagedFileError, UnsafePathError) as error:
+    except (DamagedFileError, OSError) as error:
         _warn(f"{error}.")
     return RunRecord(**asdict(entry))
 
@@ -217,7 +217,7 @@ def _read_probes(path: Path) -> Lines:
     """Read the lines of probes. Damaged ones are skipped with a warning, since no run depends on them."""
     try:
         lines = read_lines(path)
-    except UnsafePathError as error:
+    except OSError as error:
         _warn(f"{error}.")
         return Lines(())
     # Rows state how many lines the other files must have. Nothing does for probes: only an unfinished line shows.

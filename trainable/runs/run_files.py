@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from trainable.files.json_lines import LineEnd, Lines, read_lines
-from trainable.files.paths import UnsafePathError, check_tree, lock_file, open_regular
+from trainable.files.paths import check_tree, lock_file, open_regular
 
 Row = dict[str, Any]
 """A JSON object with an integer `step`."""
@@ -73,8 +73,7 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
 class RunLines:
     """The lines of each of LINE_FILES in the folder of a run.
 
-    refusals: the reason for each file that was not read, because it is a link, a folder or a special file. Such files
-    have no lines.
+    refusals: the reason for each file that was not read, such as a link. Such files have no lines.
     """
 
     files: Mapping[str, Lines]
@@ -87,7 +86,7 @@ class RunLines:
         for name in LINE_FILES:
             try:
                 files[name] = read_lines(run_dir / name)
-            except UnsafePathError as error:  # so that other runs can still be read
+            except OSError as error:  # so that other runs can still be read
                 refusals[name] = str(error)
         return cls(files, refusals)
 
@@ -148,12 +147,12 @@ def _parse_ends(record: Mapping[str, Any]) -> dict[str, LineEnd]:
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a metrics file in the order of their steps. A row is a JSON object with an integer `step`.
 
-    Damaged lines and unsafe files are left out (`RunLines.find_damage` names them). A row of step 0 describes untrained
-    weights. A run that went back to a rolling checkpoint repeats steps: see `select_lines`.
+    Damaged lines and unreadable files are left out (`RunLines.find_damage` names them). A row of step 0 describes
+    untrained weights. A run that went back to a rolling checkpoint repeats steps: see `select_lines`.
     """
     try:
         records = read_lines(path).records
-    except UnsafePathError:
+    except OSError:
         records = []
     return select_rows(records)
 

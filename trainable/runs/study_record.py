@@ -396,7 +396,7 @@ def read_record(kind: type[_Record], folder: Path) -> _Record:
 
     Raises:
         FileNotFoundError, NotADirectoryError: if it does not exist.
-        UnsafePathError: if it is a link, or no regular file.
+        UnsafePathError: if it is a link.
         DamagedFileError: if it is damaged, incomplete, or of another schema.
     """
     path = folder / _FILES[kind]

@@ -304,6 +304,7 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
     rows, metric = [], FAMILIES[study.family].primary_metric
     problems: list[tuple[str, str]] = []
     counts: Counter[str] = Counter()
+    collapse_texts: list[str] = []
     for entry in study.runs:
         run_dir = folder / "runs" / entry.run_id
         record = find_record(RunRecord, run_dir)
@@ -323,13 +324,18 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         metric_value = next(finite_values, None)
         metric_text = "-" if metric_value is None else f"{metric_value:.3f}"
         cells = [entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text]
+        collapse_texts.append(_describe_collapse(history) if FAMILIES[study.family].is_fine_tuning else "")
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
         rows.append([*cells, f"step {step + 1}: {phase}" if phase else status.reason, entry.run_id])
     is_finished = counts.keys() <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(console, f"{study.name} ({study.preset}): {state}; runs: {runs_text}")
-    print_table(console, ("arm", "seed", "status", "step", metric, "reason", "run"), rows, ("run",))
+    headings = ["arm", "seed", "status", "step", metric, "reason", "run"]
+    if any(collapse_texts):
+        headings.insert(5, "collapsed")
+        rows = [[*row[:5], text, *row[5:]] for row, text in zip(rows, collapse_texts, strict=True)]
+    print_table(console, headings, rows, ("run",))
     for sentence in format_signal_problems(problems):
         print_line(console, sentence)
     print_missing_checkpoints(console, folder, study)
@@ -338,6 +344,16 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
         run = location if is_uri(location) else Path(location)
         print_line(console, f"Continue with: {format_command('resume', run, *options)}")
+
+
+def _describe_collapse(history: RunHistory) -> str:
+    """Name the step at which the success of a run collapsed. Empty if it has not."""
+    if len(history.rows) < 2:
+        return ""
+    from analysis.sweep.collapse import find_collapse_step  # imports pandas
+
+    step = find_collapse_step(history)
+    return "" if step is None else f"at step {step}"
 
 
 def print_missing_checkpoints(console: Console, folder: Path, study: StudyRecord) -> None:

@@ -426,26 +426,16 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def replace_by_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 def replace_by_link(path: Path) -> None:
     path.rename(path.with_suffix(".moved"))
     path.symlink_to(path.with_suffix(".moved"))
-
-
-def replace_by_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
 
 
 def write_wrong_types(path: Path) -> None:
     write_object(path, {**read_object(path), "config": 3, "started_at": "2:26", "seed": "x"})
 
 
-DAMAGES = (flip, replace_by_fifo, replace_by_link, replace_by_folder, write_wrong_types)
+DAMAGES = (flip, replace_by_link, write_wrong_types)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
