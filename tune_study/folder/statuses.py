@@ -7,13 +7,23 @@ from datetime import UTC, datetime
 
 from trainable.runs.history import RunHistory, settle_status
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.study_record import CENSORED, OPEN_STATUSES, StatusRecord, find_record, write_record
+from trainable.runs.study_record import CENSORED, ENDED_STATUSES, OPEN_STATUSES, StatusRecord, find_record, write_record
 from tune_study.plan.study_plan import StudyPlan
 
 
 def make_timestamp() -> str:
     """Return the current time in UTC in ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_statuses(plan: StudyPlan) -> dict[str, StatusRecord]:
+    """Read the status of each run of a study, by run_id: as recorded unless the rows contradict it."""
+    return {spec.run_id: RunHistory.read(plan.get_run_dir(spec.run_id), spec.steps).status for spec in plan.runs}
+
+
+def find_finished_runs(plan: StudyPlan, skipped_statuses: Container[str] = ENDED_STATUSES) -> dict[str, StatusRecord]:
+    """Find the runs that are not run again, with a status in `skipped_statuses`. Returns their statuses by run_id."""
+    return {run_id: status for run_id, status in read_statuses(plan).items() if status.status in skipped_statuses}
 
 
 class StudyStatuses:
@@ -29,9 +39,8 @@ class StudyStatuses:
     def __init__(self, plan: StudyPlan, finished_ids: Container[str]) -> None:
         self._plan = plan
         self._statuses: dict[str, StatusRecord] = {}
-        for spec in plan.runs:
-            status = RunHistory.read(plan.get_run_dir(spec.run_id), spec.steps).status
-            self.set(status if spec.run_id in finished_ids else replace(status, status="waiting"))
+        for run_id, status in read_statuses(plan).items():
+            self.set(status if run_id in finished_ids else replace(status, status="waiting"))
 
     def get(self, run_id: str) -> StatusRecord:
         """Return the status of a run."""

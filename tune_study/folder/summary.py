@@ -12,7 +12,6 @@ from search_spaces.language_model.family import get_model_name
 from trainable.config.setting_types import format_value
 from trainable.files.control_characters import escape_controls
 from trainable.files.paths import write_text
-from trainable.runs.history import RunHistory
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, OPEN_STATUSES, StatusRecord, find_record
 from tune_study.folder.statuses import make_timestamp
@@ -191,9 +190,3 @@ def parse_skipped_statuses(text: str) -> tuple[str, ...]:
             f"folder: to train it again, type another --output."
         )
     return (*statuses, CENSORED)
-
-
-def find_finished_runs(plan: StudyPlan, skipped_statuses: Sequence[str] = ENDED_STATUSES) -> dict[str, StatusRecord]:
-    """Find the runs that are not run again, with a status in `skipped_statuses`. Returns their statuses by run_id."""
-    statuses = [RunHistory.read(plan.get_run_dir(spec.run_id), spec.steps).status for spec in plan.runs]
-    return {status.run_id: status for status in statuses if status.status in skipped_statuses}

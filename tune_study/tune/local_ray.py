@@ -38,11 +38,8 @@ class LocalRay:
     """
 
     def __init__(self, folders: Sequence[Path], console: Console, *, is_local: bool = True) -> None:
-        self._folders = tuple(folders)
-        self._is_local = is_local
-        self._console = console
-        self._pending_folders = set(folders)
-        self._exit_stack = ExitStack()
+        self._folders, self._console, self._is_local = tuple(folders), console, is_local
+        self._pending_folders, self._exit_stack = set(folders), ExitStack()
         self._resources: tuple[int, tuple[str, ...]] | None = None
         self._daemons: tuple[Daemon, ...] = ()
 

@@ -144,9 +144,9 @@ def test_ray_is_not_imported_before_its_environment_is_prepared() -> None:
     code = (
         "import sys; from pathlib import Path; from search_spaces.catalog import STUDIES\n"
         "from tune_study.plan.study_plan import WandbTarget, make_plan\n"
-        "from dataclasses import replace; from tune_study.tune.run import _make_wandb_log\n"
+        "from dataclasses import replace; from tune_study.tune.wandb_logging import WandbLog\n"
         "plan = make_plan(STUDIES['kl'], 'laptop', 'a test', {}, ('0',), 1, Path('out'))\n"
-        "log = _make_wandb_log(replace(plan, wandb=WandbTarget('offline'))); log.close()\n"
+        "log = WandbLog(replace(plan, wandb=WandbTarget('offline'))); log.close()\n"
         "assert 'ray' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr == ""
