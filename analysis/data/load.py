@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -18,8 +17,7 @@ from analysis.data.run_files import (
     flatten_config,
     get_analysis_key,
     get_evaluation_key,
-    make_gradient_rows,
-    make_group_rows,
+    make_analysis_rows,
     parse_step_row,
 )
 from analysis.data.schemas import Row, Schema, get_family, get_schemas
@@ -142,8 +140,10 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
         "steps": _make_frame(steps, [*schemas["steps"], *own_columns[:MAX_OWN_COLUMNS]]),
         "levels": _make_levels_frame(study, runs, schemas["levels"]),
     }
-    for name, make_rows in (("gradients", make_gradient_rows), ("gradient_groups", make_group_rows)):
-        rows = [{**_make_run_columns(study, run), **row} for run in runs for row in make_rows(run.analyses)]
+    for name in ("gradients", "gradient_groups"):
+        rows = [
+            {**_make_run_columns(study, run), **row} for run in runs for row in make_analysis_rows(run.analyses, name)
+        ]
         frames[name] = _make_frame(rows, schemas[name])
     typed_frames = {name: cast_frame(frame, schemas[name]) for name, frame in frames.items()}
     return StudyFrames(**typed_frames, study=study, folders=folders)
@@ -234,7 +234,7 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
     return {
         **_make_run_columns(study, run),
         "axis_setting": study.axis.setting,
-        "axis_value": _parse_number(run.header.arm),
+        "axis_value": pd.to_numeric(run.header.arm, errors="coerce"),
         "config_hash": run.header.config_hash,
         "experiment_name": run.header.experiment_name,
         **asdict(replace(run.status, run_id=run.header.run_id)),
@@ -242,13 +242,6 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
         # Only a run that a rule stopped is credited with its last values up to the planned end.
         **resolve_name(family.summarize)(run.rows, run.steps_total if run.status.status == "early_stopped" else None),
     }
-
-
-def _parse_number(text: str) -> float:
-    """Parse `text` as a number; NaN for a word such as nofilter."""
-    with suppress(ValueError):
-        return float(text)
-    return float("nan")
 
 
 def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) -> pd.DataFrame:
@@ -331,8 +324,6 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
             raise
         warnings.warn(f"{error} The files of its runs are read instead.", DamageWarning, stacklevel=3)
         return read_study(folder, live=live)
-    if "status" not in tables["trials"] and not has_runs:
-        raise ValueError(f"{folder / 'trials.parquet'} has no column `status`, and there are no files of runs.")
     damage = get_damage(tables["trials"])
     if not has_runs:
         for message in damage:

@@ -28,7 +28,7 @@ class ChildError(Exception):
 def call_in_child(function: Callable[[], T], seconds: float = TIME_LIMIT_S, max_bytes: int | None = None) -> T:
     """Call `function` in a forked process and return its value, which must be picklable.
 
-    max_bytes: limit of the child's address space. Raises ChildError.
+    max_bytes: limit of the child's memory. Raises ChildError.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -66,7 +66,8 @@ def _serve(function: Callable[[], object], writer: int, max_bytes: int | None) -
     """Call the function, send its value or error, and end this process."""
     try:
         if max_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+            # Not of the address space, of which the engine of Vega only reserves much.
+            resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
         content = pickle.dumps(function())
     except BaseException as error:
         content = pickle.dumps(_Raised(error))

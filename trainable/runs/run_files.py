@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from trainable.files.json_lines import LineEnd, Lines, read_lines
-from trainable.files.paths import check_tree, lock_file, open_regular
+from trainable.files.paths import UnsafePathError, check_tree, lock_file, open_regular
 
 Row = dict[str, Any]
 """A JSON object with an integer `step`."""
@@ -40,6 +40,10 @@ MAX_ROLLING_CHECKPOINTS = 2
 LOCK_FILE = ".lock"
 CHECKSUMS_FILE = "checksums.json"
 """The last file of a checkpoint to be written, so a folder that contains it is complete."""
+
+
+_REFUSALS = (UnsafePathError, IsADirectoryError, PermissionError)
+"""Errors that do not pass: a run could not append to such a file either."""
 
 
 class RunLockedError(RuntimeError):
@@ -86,7 +90,7 @@ class RunLines:
         for name in LINE_FILES:
             try:
                 files[name] = read_lines(run_dir / name)
-            except OSError as error:  # so that other runs can still be read
+            except _REFUSALS as error:  # so that other runs can still be read
                 refusals[name] = str(error)
         return cls(files, refusals)
 
@@ -152,7 +156,7 @@ def read_rows(path: Path) -> list[Row]:
     """
     try:
         records = read_lines(path).records
-    except OSError:
+    except _REFUSALS:
         records = []
     return select_rows(records)
 

@@ -1,6 +1,5 @@
 """Print studies, plans, settings and statuses: as tables on a terminal, as plain lines elsewhere."""
 
-import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ from trainable.runs.history import RunHistory, describe_missing_signal, format_s
 from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import ENDED_STATUSES, RunRecord, StudyRecord, find_record, find_total_steps
 from tune_study.folder.outputs import make_study_record
-from tune_study.folder.saved_checkpoints import find_missing, format_missing
 from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
@@ -33,7 +31,7 @@ from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.search import describe_space
 from tune_study.plan.storage_uri import is_uri
-from tune_study.plan.study_plan import StudyPlan, find_output, make_base_config
+from tune_study.plan.study_plan import StudyPlan, make_base_config
 from tune_study.plan.typed_settings import format_values
 
 MAX_VALUES_LENGTH = 120
@@ -338,7 +336,6 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
     print_table(console, headings, rows, ("run",))
     for sentence in format_signal_problems(problems):
         print_line(console, sentence)
-    print_missing_checkpoints(console, folder, study)
     if state == "unfinished":
         code_paths = [file.path for file in study.code]
         options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
@@ -354,13 +351,6 @@ def _describe_collapse(history: RunHistory) -> str:
 
     step = find_collapse_step(history)
     return "" if step is None else f"at step {step}"
-
-
-def print_missing_checkpoints(console: Console, folder: Path, study: StudyRecord) -> None:
-    """Print which saved checkpoints of a study are missing, if any. study: the content of study.json."""
-    if missing_checkpoints := list(find_missing(folder, study)):
-        output = find_output(Path(os.path.abspath(folder)), study.run)
-        print_line(console, format_missing(missing_checkpoints, output))
 
 
 class SettingRow(NamedTuple):

@@ -149,13 +149,6 @@ def check_recordable(plan: StudyPlan) -> None:
         ) from None
 
 
-def _list_earlier_declarations(plan: StudyPlan, previous: StudyRecord) -> tuple[SourceFile, ...]:
-    """List the declarations of earlier starts that differ from the current one, oldest first."""
-    earlier, declaration = previous.earlier_declarations, previous.declaration
-    is_changed = declaration is not None and plan.source is not None and declaration.sha256 != plan.source.sha256
-    return (*earlier, declaration) if is_changed and declaration is not None else earlier
-
-
 def write_study(plan: StudyPlan) -> list[str]:
     """Write study.json, every run.json, and a status for every run that has none, before anything starts.
 
@@ -207,6 +200,9 @@ def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -
         and (plan.max_seeds is not None or previous.extra_seeds == record.extra_seeds)
         and previous.search == record.search
     )
+    earlier = previous.earlier_declarations
+    if previous.declaration and plan.source and previous.declaration.sha256 != plan.source.sha256:
+        earlier = (*earlier, previous.declaration)
     return replace(
         record,
         command=previous.command if is_same_request else record.command,
@@ -217,7 +213,7 @@ def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -
         margins=previous.margins or record.margins,
         # A study of the package changes its contrasts only with the recorded version, and new arms may add pairs.
         contrasts=record.contrasts if plan.source is None else previous.contrasts,
-        earlier_declarations=_list_earlier_declarations(plan, previous),
+        earlier_declarations=earlier,
         planned_seeds=previous.planned_seeds or len(previous.seeds),
         # Folders of earlier versions do not have it.
         preset_steps=previous.preset_steps,
@@ -228,10 +224,7 @@ def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -
 
 
 def record_look(plan: StudyPlan, statuses: Iterable[StatusRecord]) -> None:
-    """Add a look at the results to study.json before the report is written: its time, ended runs, seeds and steps.
-
-    Nothing is added if no run has ended since the previous look.
-    """
+    """Add a look at the results to study.json before the report is written, if a run has ended since the last one."""
     ended = {status.run_id for status in statuses if status.status in ENDED_STATUSES}
     by_arm = Counter(spec.arm for spec in plan.runs if spec.run_id in ended)
     # The baseline may have had more seeds than all other arms from the start.
@@ -390,11 +383,7 @@ def write_report(
 
 
 def write_search_store(plan: StudyPlan) -> Path:
-    """Write the points of a search that have ended as an Optuna study, and return its path.
-
-    The file is for optuna-dashboard: it is made from the rows and never read here. Raises OSError if it cannot be
-    written.
-    """
+    """Write the points of a search that have ended as an Optuna study for optuna-dashboard, and return its path."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 

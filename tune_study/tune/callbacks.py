@@ -99,10 +99,7 @@ class CheckpointFollower(StatelessCallback):
 
 
 class Recorder(StatelessCallback):
-    """A callback that keeps the status.json, log and displayed progress of every run up to date.
-
-    rungs: the rungs of successive halving, if it is used.
-    """
+    """A callback that keeps the status.json, log and displayed progress of every run up to date."""
 
     def __init__(
         self,
@@ -161,11 +158,7 @@ class Recorder(StatelessCallback):
             self._fail_runs(trial, Failure(kind, result["failure"], False, result.get("failure_trace", "")))
 
     def _record_row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
-        """Log and display one row of a run.
-
-        ends_alone: whether a stop rule ended the run with this row while the others of its trial continue. Runs that
-        end together with their trial are ended by `on_trial_complete`.
-        """
+        """Log and display one row. ends_alone: a stop rule ended the run while the others of its trial continue."""
         status = self._statuses.get(run_id)
         with suppress(OSError):  # on a full disk, `StudyStatuses.close` restores a deleted file later
             self._statuses.restore_file(run_id)
@@ -181,9 +174,8 @@ class Recorder(StatelessCallback):
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Decide whether Tune may start a trial again that failed in a way that may be temporary.
 
-        Tune retries such failures without a limit (`max_failures=-1`); here, the MAX_ATTEMPTS-th one without progress
-        is final. Only failures without progress between them count, because a run that takes days may have many
-        failures in total. The loss of a node does not count.
+        Tune retries without a limit (`max_failures=-1`); here, the MAX_ATTEMPTS-th failure without progress is final,
+        because a run that takes days may have many failures in total. The loss of a node does not count.
         """
         trial_failure, is_preempted = read_failure(trial)
         is_counted = not (is_preempted or self._may_wait_for_storage(trial, trial_failure))
@@ -220,10 +212,9 @@ class Recorder(StatelessCallback):
         return time.monotonic() - first_time < self._plan.base_config.trainer.disk_patience
 
     def _count_failure(self, trial: Any) -> int:
-        """Count one more failure; return the number of failures since the trial last made progress.
+        """Count one more failure; return the number of failures since the trial last reached a new furthest step.
 
-        Progress means a new furthest step. A run that always fails a few steps after its last checkpoint trains between
-        failures, but never gets further, and would otherwise be retried forever.
+        A run that always fails a few steps after its last checkpoint would otherwise be retried forever.
         """
         # The runs of a trial continue from a common step, so the run that is furthest behind counts. Later rows of a
         # run are from an earlier start, in which it was trained without the others, and are no progress.
@@ -352,18 +343,14 @@ class WandbCallback(StatelessCallback):
 class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyped
     """A FIFO scheduler that also ends pending trials that must not start. Tune asks it before each start.
 
-    Arms are compared after the same number of steps, so no scheduler that favors an arm is used.
-
-    given_up_trials: ids of trials that have failed too often, though Tune would start them again. interrupt: once the
-    study or an arm is asked to stop, none of its pending trials starts. rungs: the rungs of successive halving, if it
-    is used; their censored arms start no further trial.
+    These are `given_up_trials`, which have failed too often, trials of a study or arm that is asked to stop, and those
+    of arms that the rungs of successive halving have censored. No scheduler that favors an arm is used, since arms are
+    compared after the same number of steps.
     """
 
     def __init__(self, given_up_trials: Container[str], interrupt: Interrupt, rungs: Rungs | None = None) -> None:
         super().__init__()
-        self._rungs = rungs
-        self._given_up_trials = given_up_trials
-        self._interrupt = interrupt
+        self._given_up_trials, self._interrupt, self._rungs = given_up_trials, interrupt, rungs
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         """Number the checkpoints of a trial after those that an earlier start left in its folder.

@@ -33,8 +33,8 @@ Ray reads the token only once and would refuse a different one at a later start,
 class LocalRay:
     """A context manager that keeps Ray running from one study to the next while they need the same CPUs and GPUs.
 
-    folders: results/<run> of the studies that need Ray. Ray ends after the last of them, after one that fails, or with
-    the context. is_local: whether the studies run on this machine instead of a cluster.
+    Ray ends after the last of the studies in `folders`, after one that fails, or with the context. is_local: whether
+    they run on this machine instead of a cluster.
     """
 
     def __init__(self, folders: Sequence[Path], console: Console, *, is_local: bool = True) -> None:

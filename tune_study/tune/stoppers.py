@@ -36,6 +36,10 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
 
     Example: the published rules for your own Trainable::
 
+        from ray import tune
+        from trainable.config.sections import EarlyStopConfig
+        from tune_study import RuleStopper
+
         stop = tune.stopper.CombinedStopper(
             RuleStopper("reward_variance_collapse", EarlyStopConfig(variance_ratio=0.2)),
             RuleStopper("low_validation_success"),

@@ -67,8 +67,7 @@ def kill_children() -> None:
 def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], None]) -> Iterator[None]:
     """During the body, check in a thread that all `daemons` are alive; call `on_daemon_lost` if one has exited.
 
-    A separate thread is needed because the main thread is then stuck in a call to Ray, which never returns without its
-    daemons. on_daemon_lost: called with a message; must end this process.
+    The main thread is then stuck in a call to Ray. on_daemon_lost: called with a message; must end this process.
     """
     is_over = threading.Event()
 
@@ -104,8 +103,8 @@ class DiskSpaceGuard(StatelessCallback):
     While the loop is blocked, Tune processes no result and writes no file, so no failed write can end the study. Runs
     are separate processes and wait for disk space by themselves.
 
-    folders: where the driver and Ray write. patience: seconds to wait for disk space (trainer.disk_patience).
-    interrupt: a request to stop ends the wait. notify: called with a message when the wait begins and when it ends.
+    folders: where the driver and Ray write. patience: seconds to wait (trainer.disk_patience). notify: called with a
+    message when the wait begins and when it ends.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Hostile texts, names, numbers, nestings and code in the files of a study that are no tables."""
+"""Hostile texts, names and code in the files of a study that are no tables."""
 
 import hashlib
 import json
@@ -280,7 +280,7 @@ def _replace_with_pickle(pattern: str, copy: HostileCopy, rng: random.Random) ->
         path.write_bytes(pickle.dumps(Toucher(copy.home / "ran")))
 
 
-# JSON: numbers, encodings, sizes.
+# JSON: encodings and sizes.
 JSON_CONTENTS: dict[str, bytes] = {
     "nested-lists": b"[" * 1_000_000,
     "other-encoding": '{"schema": 1}'.encode("utf-16"),
@@ -293,34 +293,11 @@ JSON_FILES = {
     "status.json": "results/*/runs/*PPO*/status.json",
     "checksums.json": "results/*/runs/*/state/*/checksums.json",
 }
-NUMBERS: dict[str, object] = {
-    "not-a-number": float("nan"),
-    "huge": 10**400,
-    "negative": -1,
-    "text": "1",
-}
 
 
 def _write_json(pattern: str, content: bytes, copy: HostileCopy, rng: random.Random) -> None:
     for path in copy.output.glob(pattern):
         path.write_bytes(content)
-
-
-def _change_row_numbers(value: object, copy: HostileCopy, rng: random.Random) -> None:
-    """All numbers of a file of rows, with right checksums."""
-
-    def edit(row: Content) -> None:
-        row.update({name: value for name, old in row.items() if isinstance(old, float | int)})
-        for inner_row in (*row.get("rows", []), *row.get("turns", [])):
-            inner_row.update({name: value for name, old in inner_row.items() if isinstance(old, float | int)})
-
-    for name in LINE_FILES:
-        rewrite_rows(copy.run_dir() / name, edit)
-
-
-def _change_row_steps(value: object, copy: HostileCopy, rng: random.Random) -> None:
-    for name in LINE_FILES:
-        rewrite_rows(copy.run_dir() / name, lambda row: row.update(step=value))
 
 
 def _add_many_rows(copy: HostileCopy, rng: random.Random) -> None:
@@ -356,9 +333,6 @@ def _make_contents() -> dict[str, Change]:
     for file_name, pattern in JSON_FILES.items():
         for name, content in JSON_CONTENTS.items():
             changes[f"json/{file_name}/{name}"] = partial(_write_json, pattern, content)
-    for name, number in NUMBERS.items():
-        changes[f"number/rows/{name}"] = partial(_change_row_numbers, number)
-        changes[f"number/steps/{name}"] = partial(_change_row_steps, number)
     changes["rows/many"] = _add_many_rows
     return changes
 

@@ -13,6 +13,7 @@ from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeAnalysis
 from tests.fakes.wandb_files import read_wandb_files
 from trainable.config.run_config import apply_overrides
+from trainable.files.paths import UnsafePathError
 from trainable.runs.records import make_empty_row
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE
 from trainable.runs.study_record import StatusRecord, WandbMode, WandbTarget, write_record
@@ -110,7 +111,7 @@ def test_a_link_in_the_place_of_the_folder_of_wandb_is_refused(tmp_path: Path) -
     plan = make_plan_in(tmp_path)
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (tmp_path / "wandb").symlink_to(elsewhere)
-    with pytest.raises(PlanError, match="is a symbolic link"):
+    with pytest.raises(UnsafePathError, match="is a symbolic link"):
         check_study_links(plan)
 
 
