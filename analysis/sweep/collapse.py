@@ -19,6 +19,7 @@ from trainable.runs.history import (
     has_mastered,
 )
 from trainable.runs.run_files import LEVELS_FILE, select_lines
+from trainable.runs.stop_rules import parse_finite
 
 COLLAPSE_DEFINITION = (
     "A run collapses when a rule stops it at a success below 0.9, or when its success is below half of its running "
@@ -95,8 +96,8 @@ def find_collapse_step(history: RunHistory) -> int | None:
     }
     is_failed_stop = status.status == "early_stopped" and not has_mastered(rows)
     stop_step = (status.stop_step or rows[-1]["step"]) if is_failed_stop else math.nan
-    # Missing numbers become NaN, and so does any text in a damaged row.
-    values = pd.to_numeric(pd.Series(success.values()), errors="coerce")
+    # Rows are read from disk and may hold anything.
+    values = [math.nan if value is None else value for value in map(parse_finite, success.values())]
     step = np.fmin(find_collapse([*success], values, [episodes.get(step, math.inf) for step in success]), stop_step)
     return None if math.isnan(step) else int(step)
 
