@@ -1,4 +1,4 @@
-"""Files of a study are opened only through `trainable.files`, which follows no links and reads no special files."""
+"""Files of a study are opened only through `trainable.files`, which follows no links."""
 
 import ast
 from collections.abc import Iterator

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
@@ -26,7 +26,7 @@ from trainable.files.paths import check_tree
 from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import NON_FINITE, CheckpointError, Failure, RunFailedError, classify_failure
 from trainable.runs.orphans import terminate_orphans
-from trainable.runs.records import carry_values, make_empty_row
+from trainable.runs.records import carry_values
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, list_states, read_rows
 from trainable.runs.study_record import is_run_id
 
@@ -246,7 +246,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
     def _make_failure_result(self, failure: Failure) -> dict[str, Any]:
         self._has_failed = True
-        columns = make_empty_row() if self.config_class is RunConfig else {}
+        columns: dict[str, Any] = {}
+        with suppress(Exception):  # the settings, or an import, may be why the run failed
+            columns = resolve_name(self.family).make_empty_row(self.make_config(self._configuration))
         names = {name: self._options.get(name, "") for name in ("study", "arm")}
         identity = {**names, **{name: self._runs[0][name] for name in ("run_id", "seed")}, "step": None}
         row = self._complete_row({**columns, **identity, **dict.fromkeys(self._last_values)}, failure)

@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -18,8 +17,7 @@ from analysis.data.run_files import (
     flatten_config,
     get_analysis_key,
     get_evaluation_key,
-    make_gradient_rows,
-    make_group_rows,
+    make_analysis_rows,
     parse_step_row,
 )
 from analysis.data.schemas import Row, Schema, get_family, get_schemas
@@ -27,7 +25,7 @@ from analysis.data.tables import get_damage, read_table
 from trainable.families import Family
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
-from trainable.files.paths import UnsafePathError, check_path
+from trainable.files.paths import check_path
 from trainable.files.step_phase import STEP_PHASE
 from trainable.runs.history import RunHistory
 from trainable.runs.records import STOP_COLUMNS
@@ -142,8 +140,10 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
         "steps": _make_frame(steps, [*schemas["steps"], *own_columns[:MAX_OWN_COLUMNS]]),
         "levels": _make_levels_frame(study, runs, schemas["levels"]),
     }
-    for name, make_rows in (("gradients", make_gradient_rows), ("gradient_groups", make_group_rows)):
-        rows = [{**_make_run_columns(study, run), **row} for run in runs for row in make_rows(run.analyses)]
+    for name in ("gradients", "gradient_groups"):
+        rows = [
+            {**_make_run_columns(study, run), **row} for run in runs for row in make_analysis_rows(run.analyses, name)
+        ]
         frames[name] = _make_frame(rows, schemas[name])
     typed_frames = {name: cast_frame(frame, schemas[name]) for name, frame in frames.items()}
     return StudyFrames(**typed_frames, study=study, folders=folders)
@@ -204,7 +204,7 @@ def _read_header(folder: Path, entry: RunEntry) -> RunRecord:
         return replace(read_record(RunRecord, folder), run_id=folder.name)
     except FileNotFoundError:  # a run that has not started may have no files
         pass
-    except (DamagedFileError, UnsafePathError) as error:
+    except (DamagedFileError, OSError) as error:
         _warn(f"{error}.")
     return RunRecord(**asdict(entry))
 
@@ -217,7 +217,7 @@ def _read_probes(path: Path) -> Lines:
     """Read the lines of probes. Damaged ones are skipped with a warning, since no run depends on them."""
     try:
         lines = read_lines(path)
-    except UnsafePathError as error:
+    except OSError as error:
         _warn(f"{error}.")
         return Lines(())
     # Rows state how many lines the other files must have. Nothing does for probes: only an unfinished line shows.
@@ -234,7 +234,7 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
     return {
         **_make_run_columns(study, run),
         "axis_setting": study.axis.setting,
-        "axis_value": _parse_number(run.header.arm),
+        "axis_value": pd.to_numeric(run.header.arm, errors="coerce"),
         "config_hash": run.header.config_hash,
         "experiment_name": run.header.experiment_name,
         **asdict(replace(run.status, run_id=run.header.run_id)),
@@ -242,13 +242,6 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
         # Only a run that a rule stopped is credited with its last values up to the planned end.
         **resolve_name(family.summarize)(run.rows, run.steps_total if run.status.status == "early_stopped" else None),
     }
-
-
-def _parse_number(text: str) -> float:
-    """Parse `text` as a number; NaN for a word such as nofilter."""
-    with suppress(ValueError):
-        return float(text)
-    return float("nan")
 
 
 def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) -> pd.DataFrame:
@@ -331,8 +324,6 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
             raise
         warnings.warn(f"{error} The files of its runs are read instead.", DamageWarning, stacklevel=3)
         return read_study(folder, live=live)
-    if "status" not in tables["trials"] and not has_runs:
-        raise ValueError(f"{folder / 'trials.parquet'} has no column `status`, and there are no files of runs.")
     damage = get_damage(tables["trials"])
     if not has_runs:
         for message in damage:

@@ -103,21 +103,19 @@ def parse_step_row(row: Row, family: Family) -> Row:
     return {"step": row["step"], **valid_values, **own_values}
 
 
-def make_gradient_rows(lines: Iterable[Row]) -> list[Row]:
-    """Make a row per component and bucket of the analyses in `lines`, dropping values of the wrong type."""
-    names = [column.name for column in GRADIENT_COLUMNS]
-    return [_make_row(line, entry, names, "gradients") for line in lines for entry in line["rows"]]
+def make_analysis_rows(lines: Iterable[Row], frame_name: str) -> list[Row]:
+    """Make the rows of a frame from the analyses in `lines`, dropping values of the wrong type.
 
-
-def make_group_rows(lines: Iterable[Row]) -> list[Row]:
-    """Make a row per group of the analyses in `lines`."""
-    names = ["bucket", "group", "reward_std"]
-    return [_make_row(line, entry, names, "gradient_groups") for line in lines for entry in line["groups"]]
-
-
-def _make_row(line: Row, entry: Row, names: Iterable[str], frame_name: str) -> Row:
-    dtypes = get_schemas("ppo")[frame_name]
-    valid_values = {
-        name: entry[name] for name in names if entry.get(name) is not None and _VALIDATORS[dtypes[name]](entry[name])
-    }
-    return {**valid_values, **{name: line[name] for name in ("step", "source", "prefilter")}}
+    frame_name: gradients, with a row per component and bucket, or gradient_groups, with a row per group.
+    """
+    dtypes, key, names = get_schemas("ppo")[frame_name], "groups", ["bucket", "group", "reward_std"]
+    if frame_name == "gradients":
+        key, names = "rows", [column.name for column in GRADIENT_COLUMNS]
+    return [
+        {
+            **{name: entry[name] for name in names if _VALIDATORS[dtypes[name]](entry.get(name))},
+            **{name: line[name] for name in ("step", "source", "prefilter")},
+        }
+        for line in lines
+        for entry in line[key]
+    ]

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from trainable.files.paths import atomic_write
 from trainable.runs.history import RunEnd, describe_end
 from trainable.runs.records import STOP_COLUMNS, drop_carried
 from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, select_lines, select_rows
-from trainable.runs.study_record import CENSORED, AxisRecord, RunRecord, StatusRecord, StudyRecord
+from trainable.runs.study_record import CENSORED, AxisRecord, RunRecord, StatusRecord, StudyRecord, find_total_steps
 
 _NO_SETTINGS = ("run", "seed", "__trial_index__")
 """Keys of a configuration that are not settings of an arm; the last one comes from Tune's Repeater."""
@@ -75,7 +75,7 @@ def _split_rows(result: Any, family: Family) -> Iterator[tuple[str, int, list[Ro
         for run_id in dict.fromkeys((*rows_by_run, *failed)):
             rows = select_rows(rows_by_run.get(run_id, []))
             seed = int(rows[-1]["seed"]) if rows else int(run_id.rpartition("-s")[2])
-            is_open = not rows or describe_end(rows, _find_total(config)).status == "interrupted"
+            is_open = not rows or describe_end(rows, find_total_steps(config)).status == "interrupted"
             yield run_id, seed, rows, str(failed.get(run_id, "")) or (failure if is_open else "")
         return
     rows = [drop_carried(report) for report in reported if not report.get("failure_class")]
@@ -84,15 +84,10 @@ def _split_rows(result: Any, family: Family) -> Iterator[tuple[str, int, list[Ro
     yield run_id, int(seed), select_rows(rows), failure
 
 
-def _find_total(config: Mapping[str, Any]) -> int | None:
-    total: int | None = flatten_config(config).get("trainer.total_training_steps")
-    return total
-
-
 def _make_run(result: Any, header: RunRecord, rows: list[Row], failure: str, family: Family) -> RunFiles:
     """Collect what a run wrote. failure: why it failed; empty if it did not."""
     lines = _read_lines(result.checkpoint, header.seed)
-    last, metrics, total = rows[-1] if rows else {}, result.metrics or {}, _find_total(header.config)
+    last, metrics, total = rows[-1] if rows else {}, result.metrics or {}, find_total_steps(header.config)
     end = describe_end(rows, total if total is not None or not metrics.get("finished") else last.get("step"))
     if failure:
         end = RunEnd("failed", failure)

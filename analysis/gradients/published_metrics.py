@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from analysis.data.frames import SCHEMAS, cast_frame, to_records
-from analysis.data.run_files import get_analysis_key, make_gradient_rows, make_group_rows
+from analysis.data.run_files import get_analysis_key, make_analysis_rows
 from analysis.gradients.tables import COMPONENTS, WHOLE_BATCH, check_single_analysis, drop_empty_batches
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.files.json_lines import read_lines
@@ -53,7 +53,8 @@ def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
     # A run's files do not contain its study and seed, and the metrics need neither: any value makes valid frames.
     frames = [
         cast_frame(pd.DataFrame(rows).assign(run_id=path.parent.name, seed=0), SCHEMAS[name]) if rows else None
-        for name, rows in (("gradients", make_gradient_rows(lines)), ("gradient_groups", make_group_rows(lines)))
+        for name in ("gradients", "gradient_groups")
+        for rows in [make_analysis_rows(lines, name)]
     ]
     gradients, groups = frames
     return PublishedMetrics(

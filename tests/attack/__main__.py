@@ -10,21 +10,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tests.attack.cells import (
-    Cell,
     Kind,
-    KindTally,
-    Outcome,
     Workshop,
     attack,
     print_lines,
     print_progress,
     select_cells,
 )
-from tests.attack.children import call_in_background
 from tests.attack.damaged_files import make_damaged_files
 from tests.attack.extremes import make_extremes
 from tests.attack.growth import make_growth
@@ -53,33 +48,6 @@ def make_kinds(sample: SampleStudy) -> list[Kind]:
         make_surroundings(sample),
         make_growth(),
     ]
-
-
-def run_attack(kinds: Sequence[Kind], workshop: Workshop, deadline: float | None) -> list[KindTally]:
-    """Attack with kinds that start Ray in one process, and with the others in another at the same time."""
-    quiet_kinds = [kind for kind in kinds if not kind.uses_ray]
-    loud_kinds = [kind for kind in kinds if kind.uses_ray]
-    if not quiet_kinds or not loud_kinds:
-        return attack(kinds, workshop, deadline)
-
-    def try_quiet_kinds() -> dict[str, tuple[list[Outcome], float]]:
-        tallies = attack(quiet_kinds, workshop, deadline)
-        # The fault of a cell may be a function that cannot be pickled, and the lines need only the cell's name.
-        return {
-            tally.kind.name: (
-                [replace(outcome, cell=Cell(outcome.cell.name, None)) for outcome in tally.outcomes],
-                tally.seconds,
-            )
-            for tally in tallies
-        }
-
-    with call_in_background(try_quiet_kinds) as wait:
-        loud_tallies = attack(loud_kinds, workshop, deadline)
-        try:
-            quiet_results = wait()
-        except KeyboardInterrupt:  # the other process has got it too, and sends what it has tried
-            quiet_results = wait()
-    return [*(KindTally(kind, *quiet_results[kind.name]) for kind in quiet_kinds), *loud_tallies]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         preload_modules(sample)
         if deadline is not None:
             deadline = max(deadline, time.monotonic() + MIN_SECONDS)
-        tallies = run_attack(kinds, workshop, deadline)
+        tallies = attack(kinds, workshop, deadline)
         lines = [tally.make_line() for tally in tallies]
         print_lines(lines)
         return int(any(line["failed"] for line in lines))

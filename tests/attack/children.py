@@ -8,8 +8,8 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class ChildError(Exception):
 def call_in_child(function: Callable[[], T], seconds: float = TIME_LIMIT_S, max_bytes: int | None = None) -> T:
     """Call `function` in a forked process and return its value, which must be picklable.
 
-    max_bytes: limit of the child's address space. Raises ChildError.
+    max_bytes: limit of the child's memory. Raises ChildError.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -66,7 +66,8 @@ def _serve(function: Callable[[], object], writer: int, max_bytes: int | None) -
     """Call the function, send its value or error, and end this process."""
     try:
         if max_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+            # Not of the address space, of which the engine of Vega only reserves much.
+            resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
         content = pickle.dumps(function())
     except BaseException as error:
         content = pickle.dumps(_Raised(error))
@@ -81,7 +82,7 @@ def _read_until(reader: int, deadline: float) -> bytes | None:
     """Read until the other end is closed; None if it is not by then."""
     chunks: list[bytes] = []
     while True:
-        patience = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        patience = max(0.0, deadline - time.monotonic())
         ready, _, _ = select.select([reader], [], [], patience)
         if not ready:
             return None
@@ -89,32 +90,3 @@ def _read_until(reader: int, deadline: float) -> bytes | None:
         if not chunk:
             return b"".join(chunks)
         chunks.append(chunk)
-
-
-@contextmanager
-def call_in_background(function: Callable[[], T]) -> Iterator[Callable[[], T]]:
-    """Call `function` in a forked process during the body, which gets a function that waits for its value.
-
-    The process is ended with the body, also after an error.
-    """
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        _serve(function, writer, None)
-    os.close(writer)
-
-    def wait() -> T:
-        content = _read_until(reader, float("inf"))
-        value: Any = pickle.loads(content or b"\x80\x04N.")
-        if value is None or isinstance(value, _Raised):
-            raise ChildError(value.text if value is not None else "ended without a word")
-        return value
-
-    try:
-        yield wait
-    finally:
-        os.close(reader)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-        os.waitpid(pid, 0)

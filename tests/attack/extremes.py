@@ -25,7 +25,7 @@ NAME = "extremes"
 SECONDS = 2.0
 STEPS = 2
 TIME_LIMIT_S = 25.0
-ADDRESS_SPACE = 24 << 30
+MAX_BYTES = 24 << 30
 
 LARGE_NUMBERS = ("1e38", "-1e38", "1e300", "-1e300", "0", "1", "nan", "inf")
 LARGE_INTEGERS = ("0", "1", "-1", "1e38", "nan", str(2**31 - 1), str(2**63), "9" * 30)
@@ -175,7 +175,7 @@ def try_cell(workshop: Workshop, cell: Cell, rng: random.Random) -> str | None:
     """Plan a run with the extreme, and if it is not refused, train it."""
     folder = workshop.make_folder(f"{NAME}-{cell.name}")
     try:
-        answer = call_in_child(partial(plan_command, cell.fault, folder), TIME_LIMIT_S, ADDRESS_SPACE)
+        answer = call_in_child(partial(plan_command, cell.fault, folder), TIME_LIMIT_S, MAX_BYTES)
         if answer.code == 2:
             is_clear = answer.err.startswith("tune_study: ") or "Error" in answer.err
             return None if is_clear and (folder / "out").exists() is False else f"refused badly: {answer.err[:300]}"
@@ -183,7 +183,7 @@ def try_cell(workshop: Workshop, cell: Cell, rng: random.Random) -> str | None:
             return None  # a plan that needs more memory or disk than there is
         if answer.code:
             return f"exit code {answer.code}: {answer.err[:300]}"
-        result = call_in_child(partial(train, cell.fault, folder), TIME_LIMIT_S, ADDRESS_SPACE)
+        result = call_in_child(partial(train, cell.fault, folder), TIME_LIMIT_S, MAX_BYTES)
     except ChildError as error:
         if error.is_timeout:
             raise NotPossibleError(f"two steps take more than {TIME_LIMIT_S:.0f} s, and nothing refused it") from error

@@ -31,9 +31,8 @@ from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, write_reco
 from trainable.trial import PPO
 from tune_study.commands.cli import app
 from tune_study.folder import outputs
-from tune_study.folder.statuses import make_timestamp
+from tune_study.folder.statuses import find_finished_runs, make_timestamp
 from tune_study.folder.study_file import check_unchanged, merge_with_folder, plan_from_folder
-from tune_study.folder.summary import find_finished_runs
 from tune_study.host.console import show_warnings
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.conclusion import write_results

@@ -1,15 +1,12 @@
-"""Studies in unusual or poor surroundings: home folders, paths, locales, limits, full devices, little memory."""
+"""Studies in unusual or poor surroundings: home folders, paths, locales, limits, full devices."""
 
 import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,8 +22,6 @@ NAME = "surroundings"
 SECONDS = 60.0
 STEPS = 24
 PATIENCE_S = 240.0
-ENOUGH_BYTES, SCARCE_BYTES = 4 << 30, 450 << 20
-"""Memory that a study needs on a machine with few cores, and memory in which two of its processes do not fit."""
 
 
 @dataclass(frozen=True)
@@ -206,82 +201,6 @@ def _read_read_only(sample: SampleStudy, workshop: Workshop, folder: Path) -> st
     return None
 
 
-# Memory that runs out.
-
-
-@contextmanager
-def _make_memory_group(max_bytes: int):  # type: ignore[no-untyped-def]
-    """Make a control group with a limit of memory below that of this process, and remove it at the end."""
-    folder, limit = _find_memory_group()
-    group = folder / f"attack-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        raise NotPossibleError(f"the kernel allows no control group of memory here ({error.strerror})") from None
-    try:
-        try:
-            (group / limit).write_text(str(max_bytes))
-        except OSError as error:
-            raise NotPossibleError(f"the limit of memory cannot be set here ({error.strerror})") from None
-        yield group
-    finally:
-        deadline = time.monotonic() + 30
-        while group.exists() and time.monotonic() < deadline:
-            with suppress(OSError):
-                group.rmdir()
-            time.sleep(0.2)
-
-
-def _find_memory_group() -> tuple[Path, str]:
-    """The folder of this process's control group of memory, and the name of the file with its limit."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            return Path("/sys/fs/cgroup/memory") / path.lstrip("/"), "memory.limit_in_bytes"
-        if not controllers and (Path("/sys/fs/cgroup") / "cgroup.controllers").exists():
-            return Path("/sys/fs/cgroup") / path.lstrip("/"), "memory.max"
-    raise NotPossibleError("this process is in no control group of memory")
-
-
-def _run_out_of_memory(workshop: Workshop, folder: Path) -> str | None:
-    """Move a worker into a group in which it does not fit: the kernel kills it, and the run goes on in another."""
-    study = InterruptedStudy(folder / "out", STEPS, ["--max-concurrent=1"])
-    study.output.mkdir()
-    with _make_memory_group(SCARCE_BYTES) as group:
-        driver = study.start()
-        try:
-            deadline = time.monotonic() + PATIENCE_S
-            while study.count_rows() < 2 and driver.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-            pids = list(study.find_trial_pids().values())
-            if not pids:
-                return "no worker was seen"
-            # A moved process keeps what it has, and is charged for what it touches from now on.
-            (group / "cgroup.procs").write_text(str(pids[0]))
-            limit_file = next(
-                group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists()
-            )
-            with suppress(OSError):
-                limit_file.write_text(str(1 << 20))
-            killed_at = time.monotonic() + 60
-            while Path(f"/proc/{pids[0]}").exists() and driver.poll() is None and time.monotonic() < killed_at:
-                time.sleep(0.1)
-            was_killed = driver.poll() is None and not Path(f"/proc/{pids[0]}").exists()
-            code = driver.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            return f"the command did not end within {PATIENCE_S:.0f} s"
-        finally:
-            study.log.close()
-            for process in study.find_processes():
-                process.send_signal(signal.SIGKILL)
-            left = study.wait_and_count_orphans()
-    if not was_killed:
-        raise NotPossibleError("the kernel did not kill the process that exceeded the limit")
-    if code or left:
-        return f"exit code {code}, {left} processes left: {_read_end(study.output / 'command.log')}"
-    return "; ".join(compare(study, run_reference(workshop.folder, STEPS, KL_RECIPE), Tally())[:4]) or None
-
-
 Check = Callable[[Workshop, Path], str | None]
 
 
@@ -303,7 +222,6 @@ def make_surroundings(sample: SampleStudy) -> Kind:
     checks: dict[str, Check] = {
         **{name: _check_surrounding(surrounding) for name, surrounding in SURROUNDINGS.items()},
         "read-only-disk": partial(_read_read_only, sample),
-        "out-of-memory": _run_out_of_memory,
     }
     return make_kind(
         NAME, [Cell(name, check) for name, check in checks.items()], _try_cell, uses_ray=True, seconds=SECONDS

@@ -1,7 +1,6 @@
 """Damaged study folders: one file is cut, garbled, emptied, replaced or removed, and the commands must report it."""
 
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +12,9 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from search_spaces.catalog import STUDIES
-from tests.fakes.lines import chain_lines
 from tests.fakes.run_folders import FakeRun, FakeStudy
 from tests.fakes.run_folders import write_study as write_fake_study
-from tests.faults.malformed import Tally, assert_clear, check_examples, draw_equally, json_values, type_in
+from tests.faults.malformed import Tally, assert_clear, check_examples, draw_equally, type_in
 from trainable.files.json_values import CHECKSUM_KEY, format_object
 from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.folder.outputs import write_study
@@ -28,10 +26,10 @@ STUDY, LINE_FILES = f"{RUN}/study.json", ("metrics.jsonl", "levels.jsonl")
 
 
 class Damage(NamedTuple):
-    """A file of the folder and what replaces it: other bytes, a folder ("folder"), or nothing (None)."""
+    """A file of the folder and what replaces it: other bytes, or nothing (None)."""
 
     name: str
-    content: bytes | str | None
+    content: bytes | None
 
 
 def write_valid_study(folder: Path) -> StudyPlan:
@@ -56,16 +54,6 @@ def write_valid_study(folder: Path) -> StudyPlan:
 def read_contents(folder: Path) -> dict[str, bytes]:
     """Return the content of every file below `folder` by its relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def list_value_paths(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of all values inside a JSON value."""
-    steps = (
-        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
-    )
-    return [
-        value_path for name, value in steps for value_path in ((*path, name), *list_value_paths(value, (*path, name)))
-    ]
 
 
 def change_value(document: Any, path: Sequence[Any], value: Any, is_lost: bool) -> Any:
@@ -98,53 +86,10 @@ def draw_damaged_bytes(content: bytes) -> st.SearchStrategy[bytes]:
     )
 
 
-def draw_misshapen_json(document: Any) -> st.SearchStrategy[Any]:
-    """Draw valid JSON of the wrong shape: a value is removed or replaced, or the whole document is."""
-    strange_values = [math.nan, math.inf, 10**400, -1, 0, 2**63, True, None, "", "\ud800", [], {}, "../..", "a/b", "\0"]
-    values = st.one_of(st.sampled_from(strange_values), json_values.filter(_is_json))
-    changes = st.tuples(st.sampled_from(list_value_paths(document)), values, st.booleans())
-    return st.one_of(
-        changes.map(lambda change: change_value(document, *change)),
-        changes.map(lambda change: change_value(document, *change)),
-        values,
-    )
-
-
-def _is_json(value: object) -> bool:
-    """Return whether json can write `value`; it refuses numbers of thousands of digits."""
-    try:
-        json.dumps(value)
-    except ValueError:
-        return False
-    return True
-
-
-def draw_misshapen_object(content: bytes) -> st.SearchStrategy[bytes]:
-    """Draw a file of valid JSON of the wrong shape, an object with the checksum that belongs."""
-    return draw_misshapen_json(drop_checksum(json.loads(content))).map(encode_document)
-
-
 def encode_document(document: Any) -> bytes:
     """Encode a JSON document, an object with its checksum."""
     text = format_object(document) if isinstance(document, dict) else json.dumps(document)
     return text.encode(errors="surrogatepass")
-
-
-def draw_misshapen_lines(content: bytes) -> st.SearchStrategy[bytes]:
-    """Draw a file of JSON lines in which one line is valid JSON of the wrong shape, with the checksums that belong."""
-    lines = [json.dumps(drop_checksum(json.loads(line))).encode() for line in content.splitlines()]
-    changed_lines = [
-        draw_misshapen_json(json.loads(line)).map(lambda document, index=index: (index, document))
-        for index, line in enumerate(lines)
-    ]
-    line_lists = draw_equally(changed_lines).map(
-        lambda changed_line: [
-            *lines[: changed_line[0]],
-            json.dumps(changed_line[1]).encode(),
-            *lines[changed_line[0] + 1 :],
-        ]
-    )
-    return line_lists.map(chain_lines)
 
 
 def drop_checksum(row: dict[str, Any]) -> dict[str, Any]:
@@ -153,18 +98,14 @@ def drop_checksum(row: dict[str, Any]) -> dict[str, Any]:
 
 def draw_damages(files: Mapping[str, bytes], names: Sequence[str]) -> st.SearchStrategy[Damage]:
     """Draw a damage of any kind to one of the files `names`."""
-    strategies = []
-    for name in names:
-        misshapen_contents = (
-            draw_misshapen_object(files[name]) if name.endswith(".json") else draw_misshapen_lines(files[name])
-        )
-        missing_contents: st.SearchStrategy[bytes | str | None] = st.sampled_from([None, "folder"])
-        strategies.append(
-            draw_equally(
-                [misshapen_contents, misshapen_contents, draw_damaged_bytes(files[name]), missing_contents]
-            ).map(lambda content, name=name: Damage(name, content))
-        )
-    return draw_equally(strategies)
+    return draw_equally(
+        [
+            st.one_of(st.none(), *[draw_damaged_bytes(files[name])] * 3).map(
+                lambda content, name=name: Damage(name, content)
+            )
+            for name in names
+        ]
+    )
 
 
 def write_damaged_copy(folder: Path, valid_folder: Path, damage: Damage) -> None:
@@ -172,10 +113,8 @@ def write_damaged_copy(folder: Path, valid_folder: Path, damage: Damage) -> None
     shutil.copytree(valid_folder, folder, dirs_exist_ok=True)
     path = folder / damage.name
     path.unlink()
-    if isinstance(damage.content, bytes):
+    if damage.content is not None:
         path.write_bytes(damage.content)
-    elif damage.content == "folder":
-        path.mkdir()
 
 
 def check_reading(valid_folder: Path, plan: StudyPlan, damage: Damage) -> str:

@@ -23,7 +23,6 @@ from tests.faults.malformed_folders import (
     read_contents,
     write_valid_study,
 )
-from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
 from trainable.families import Family
 from trainable.files.json_lines import read_lines
@@ -154,13 +153,8 @@ def valid_study(tmp_path_factory: pytest.TempPathFactory) -> ValidStudy:
     ("path", "value"),
     [
         (("runs", 0, "run_id"), "../.."),
-        (("runs", 0, "run_id"), "\0"),
-        (("runs", 0, "arm"), "\ud800"),
-        (("runs",), [[]]),
         (("settings", "trainer"), []),
-        (("seeds",), ["0"]),
         (("axis", "values"), "0"),
-        (("versions",), []),
     ],
 )
 def test_a_study_of_the_wrong_shape_is_refused(
@@ -207,38 +201,18 @@ def test_a_run_json_without_settings_is_named(valid_study: ValidStudy) -> None:
     assert check_reading(valid_study.folder, valid_study.plan, damage).startswith("status 0, resume 2")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("status", [{}, *(pytest.param(s, marks=pytest.mark.slow) for s in (None, [], 3, "no status"))])
-def test_a_status_that_is_none_stops_nobody(valid_study: ValidStudy, status: object) -> None:
-    damage = valid_study.make_damage(f"{FIRST}/status.json", ("status",), status)
-    assert check_reading(valid_study.folder, valid_study.plan, damage) == "status 0, resume 0, replay 0"
-    assert check_report(valid_study.folder, damage) == "exit 0"
-
-
 ODD_LINES = [
     "7",
-    "[]",
-    "null",
-    '"step"',
     "{}",
-    '{"step": "2"}',
     '{"step": 2.5}',
-    '{"step": 2.0}',
     '{"step": true}',
-    '{"step": NaN}',
-    '{"step": null}',
-    '{"step": -1}',
-    '{"step": 1e999}',
-    '{"step": [2]}',
     NESTED,
     '{"step": ' + "9" * 30 + "}",
-    '{"step": ' + "9" * 5000 + "}",
     '{"step": 3, "split": [], "mode": {}}',
-    '{"step": -3, "split": "val", "mode": "sampled"}',
 ]
 
 
-@pytest.mark.parametrize("line", thin_out(ODD_LINES, 6), ids=make_id)
+@pytest.mark.parametrize("line", ODD_LINES, ids=make_id)
 def test_an_odd_line_is_left_out(tmp_path: Path, valid_study: ValidStudy, line: str) -> None:
     for name in ("metrics.jsonl", "levels.jsonl"):
         rows = valid_study.files[f"{FIRST}/{name}"].splitlines()
@@ -256,12 +230,7 @@ def test_an_odd_line_is_left_out(tmp_path: Path, valid_study: ValidStudy, line: 
         )
 
 
-def test_a_status_without_end_stops_nobody(valid_study: ValidStudy) -> None:
-    damage = Damage(f"{FIRST}/status.json", NESTED.encode())
-    assert check_reading(valid_study.folder, valid_study.plan, damage) == "status 0, resume 0, replay 0"
-
-
-@pytest.mark.parametrize("value", ['"many"', "[]", "{}", "NaN", "-Infinity", "9" * 400], ids=make_id)
+@pytest.mark.parametrize("value", ['"many"', "[]", "NaN", "9" * 400], ids=make_id)
 def test_a_value_that_is_no_number_is_missing(tmp_path: Path, valid_study: ValidStudy, value: str) -> None:
     name = f"{FIRST}/metrics.jsonl"
     rows = read_lines(valid_study.folder / name).records
@@ -275,8 +244,8 @@ def test_a_value_that_is_no_number_is_missing(tmp_path: Path, valid_study: Valid
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "levels.jsonl", "status.json"])
-@pytest.mark.parametrize("content", [None, "folder", b""])
-def test_lost_and_empty_files_stop_nobody(valid_study: ValidStudy, name: str, content: bytes | str | None) -> None:
+@pytest.mark.parametrize("content", [None, b"", NESTED.encode()], ids=["lost", "empty", "nested"])
+def test_lost_and_empty_files_stop_nobody(valid_study: ValidStudy, name: str, content: bytes | None) -> None:
     assert (
         check_reading(valid_study.folder, valid_study.plan, Damage(f"{FIRST}/{name}", content))
         == "status 0, resume 0, replay 0"

@@ -1,1 +1,1 @@
-"""Read and write the files of a folder of unknown origin: no links, no special files, no unnoticed damage."""
+"""Read and write the files of a folder of unknown origin: no links, no unnoticed damage."""

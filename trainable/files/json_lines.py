@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainable.files.json_values import CHECKSUM_DIGITS, CHECKSUM_KEY, parse_json
-from trainable.files.paths import UnsafePathError, atomic_write, fsync_path, is_file, open_regular, read_bytes
+from trainable.files.paths import UnsafePathError, atomic_write, fsync_path, open_regular, read_bytes
 
 MAX_BYTES = 2**32
 """Maximum size of a file to read. The rows of the longest study take some hundred megabytes."""
@@ -36,24 +36,24 @@ class LineEnd(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line that has a checksum.
-
-    number: its number in the file, from 1. record: the object without the checksum, or None if the checksum does not
-    match. is_abandoned: whether a later line says that this line no longer counts.
-    """
+    """A line that has a checksum."""
 
     number: int
+    """Its number in the file, from 1."""
     checksum: str
     record: dict[str, Any] | None
+    """The object without the checksum; None if the checksum does not match."""
     is_abandoned: bool = False
+    """Whether a later line says that this line no longer counts."""
 
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a file with a checksum, in order. unchecked_numbers: the numbers of the lines without one."""
+    """The lines of a file with a checksum, in order."""
 
     lines: Sequence[Line]
     unchecked_numbers: Sequence[int] = ()
+    """The numbers of the lines without a checksum."""
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -86,21 +86,31 @@ class Lines:
 
 
 def read_lines(path: Path) -> Lines:
-    """Read a file. Missing files have no lines. Raise UnsafePathError if it is a link or no regular file.
+    """Read a file. Missing files have no lines. Raise UnsafePathError if it is a link or too large.
 
     Two equal lines in a row count once, since a write is repeated if it fails after the bytes have reached the disk.
     """
+    try:
+        content = read_bytes(path, MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return Lines(())
+    except ValueError as error:
+        raise UnsafePathError(path, f"is too large: {error}") from None
     lines, unchecked_numbers = list[Line](), list[int]()
     previous_bytes, previous_checksum = b"", ""
-    for number, line_bytes in enumerate(_read_all(path).split(b"\n"), 1):
+    for number, line_bytes in enumerate(content.split(b"\n"), 1):
         match = _LINE.fullmatch(line_bytes)
         if match is None or line_bytes == previous_bytes:
             if match is None and line_bytes:
                 unchecked_numbers.append(number)
             continue
         body, checksum = match.group(1) + b"}", match.group(2).decode()
-        is_intact = checksum == _compute_checksum(previous_checksum, body)
-        record = _parse_object(body) if is_intact else None
+        record: dict[str, Any] | None = None
+        if checksum == _compute_checksum(previous_checksum, body):
+            try:
+                record = parse_json(body)
+            except ValueError:  # another program wrote the line
+                record = None
         valid_count = (record or {}).get(RESTART_KEY)
         if type(valid_count) is int and valid_count >= 0:
             lines[valid_count:] = [line._replace(is_abandoned=True) for line in lines[valid_count:]]
@@ -108,16 +118,6 @@ def read_lines(path: Path) -> Lines:
         # The next line continues the chain even if this line is damaged, so that only one line is lost.
         previous_bytes, previous_checksum = line_bytes, checksum
     return Lines(lines, unchecked_numbers)
-
-
-def _read_all(path: Path) -> bytes:
-    """Read the content of a file. Empty if it does not exist."""
-    if not is_file(path):
-        return b""
-    try:
-        return read_bytes(path, MAX_BYTES)
-    except ValueError as error:
-        raise UnsafePathError(path, f"is too large: {error}") from None
 
 
 def append_line(path: Path, record: Mapping[str, Any], end: LineEnd) -> LineEnd:
@@ -131,21 +131,6 @@ def append_line(path: Path, record: Mapping[str, Any], end: LineEnd) -> LineEnd:
     return _append(path, record, end)
 
 
-def _append(path: Path, record: Mapping[str, Any], end: LineEnd) -> LineEnd:
-    body = _encode(record)
-    checksum = _compute_checksum(end.checksum, body)
-    is_new = not path.exists()
-    with open_regular(path, "ab") as file:
-        if file.tell() and not _ends_with_newline(path):
-            file.write(b"\n")
-        file.write(_make_line(body, checksum))
-        file.flush()
-        os.fsync(file.fileno())
-    if is_new:  # otherwise, a crash could lose the folder's entry for the new file
-        fsync_path(path.parent)
-    return LineEnd(end.line_count + 1, checksum)
-
-
 def abandon_lines(path: Path, valid_end: LineEnd, end: LineEnd) -> LineEnd:
     """Abandon the lines after `valid_end`, intact or not, by appending a line to the file, which ends at `end`.
 
@@ -154,46 +139,45 @@ def abandon_lines(path: Path, valid_end: LineEnd, end: LineEnd) -> LineEnd:
     return _append(path, {RESTART_KEY: valid_end.line_count}, end)
 
 
+def _append(path: Path, record: Mapping[str, Any], end: LineEnd) -> LineEnd:
+    line, checksum = _make_line(record, end.checksum)
+    is_new = not path.exists()
+    with open_regular(path, "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:  # otherwise, a crash could lose the folder's entry for the new file
+        fsync_path(path.parent)
+    return LineEnd(end.line_count + 1, checksum)
+
+
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Replace a file by these lines atomically: a reader sees either all old or all new lines."""
     checksum = ""
     with atomic_write(path) as temp_path, open_regular(temp_path, "wb") as file:
         for record in records:
-            body = _encode(record)
-            checksum = _compute_checksum(checksum, body)
-            file.write(_make_line(body, checksum))
+            line, checksum = _make_line(record, checksum)
+            file.write(line)
         file.flush()
         os.fsync(file.fileno())
     fsync_path(path.parent)
 
 
-def _encode(record: Mapping[str, Any]) -> bytes:
-    """Encode a record as JSON. Raise ValueError if it is empty or has the key of the checksum."""
+def _make_line(record: Mapping[str, Any], previous_checksum: str) -> tuple[bytes, str]:
+    """Make the line of a record, and its checksum. Raise ValueError if it is empty or has the key of the checksum."""
     if not record or CHECKSUM_KEY in record:
         raise ValueError(f"a line needs at least one key, and `{CHECKSUM_KEY}` is reserved: {sorted(record)}")
     finite_record = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
-    return json.dumps(finite_record, allow_nan=False).encode()
-
-
-def _make_line(body: bytes, checksum: str) -> bytes:
-    return b'%s, "%s": "%s"}\n' % (body[:-1], CHECKSUM_KEY.encode(), checksum.encode())
+    body = json.dumps(finite_record, allow_nan=False).encode()
+    checksum = _compute_checksum(previous_checksum, body)
+    return b'%s, "%s": "%s"}\n' % (body[:-1], CHECKSUM_KEY.encode(), checksum.encode()), checksum
 
 
 def _compute_checksum(previous_checksum: str, body: bytes) -> str:
     return hashlib.sha256(previous_checksum.encode() + body).hexdigest()[:CHECKSUM_DIGITS]
-
-
-def _parse_object(body: bytes) -> dict[str, Any] | None:
-    try:
-        record = parse_json(body)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with open_regular(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return bool(file.read(1) == b"\n")

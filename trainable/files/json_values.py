@@ -1,4 +1,4 @@
-"""Read and write JSON files of unknown origin. Damage and excessive nesting raise an error that names the file.
+"""Read and write JSON files of unknown origin. Damage raises an error that names the file.
 
 The files of a study with one object each (study.json, run.json, status.json) have a last key, `checksum`, which covers
 all other keys. So editing such a file by hand makes it unreadable.
@@ -6,7 +6,6 @@ all other keys. So editing such a file by hand makes it unreadable.
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,8 @@ from trainable.files.paths import read_bytes, write_text
 CHECKSUM_KEY = "checksum"
 CHECKSUM_DIGITS = 16
 
-MAX_DEPTH = 100
-"""Maximum levels of brackets in a JSON value. The files of a study have at most six."""
-
 MAX_BYTES = 2**26
 """Maximum size of a JSON file to read. A study.json with the maximum number of runs is far smaller."""
-
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""A string, ended by a quote or by the end of the document. The possessive repeat takes linear time in any text."""
-_BRACKET = re.compile(rb"[\[\]{}]")
 
 
 class DamagedFileError(ValueError):
@@ -40,22 +32,11 @@ class DamageWarning(UserWarning):
 
 
 def parse_json(content: bytes) -> Any:
-    """Parse a JSON document in UTF-8. Raise ValueError if it is no JSON or nested deeper than MAX_DEPTH."""
-    # Python's parser fails at a depth that depends on the caller's stack, so check the depth first.
-    if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _measure_depth(content) > MAX_DEPTH:
-        raise ValueError(f"brackets are nested deeper than {MAX_DEPTH} levels")
-    return json.loads(content)
-
-
-def _measure_depth(content: bytes) -> int:
-    """Measure the deepest nesting of brackets outside strings. Stops above MAX_DEPTH."""
-    depth = max_depth = 0
-    for bracket in _BRACKET.finditer(_STRING.sub(b"", content)):
-        depth += 1 if bracket.group() in b"[{" else -1
-        max_depth = max(max_depth, depth)
-        if max_depth > MAX_DEPTH:
-            break
-    return max_depth
+    """Parse a JSON document in UTF-8. Raise ValueError if it is none, or nested too deeply for Python."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
 
 
 def read_json(path: Path) -> Any:
@@ -63,7 +44,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         FileNotFoundError: if there is no file.
-        UnsafePathError: if `path` is a link, or no regular file.
+        UnsafePathError: if `path` is a link.
         DamagedFileError: if the content is not JSON, or too large.
     """
     try:

@@ -1,30 +1,26 @@
-"""Open and write files in a folder of unknown origin without following links or reading special files.
+"""Open and write files in a folder of unknown origin without following links.
 
-A link in a run folder may lead to a file or folder whose owner does not expect it to be read or written. Opening a FIFO
-blocks, and reading a device may have side effects. So no component of a path below the folder that the user gave may be
-a link, and only regular files are opened. `check_tree` also checks whole trees before anything starts, because Ray
-Tune's writers follow links.
+A link in a run folder may lead to a file or folder whose owner does not expect it to be read or written. So no
+component of a path below the folder that the user gave may be a link. `check_tree` also checks whole trees before
+anything starts, because Ray Tune's writers follow links.
 """
 
 import errno
 import fcntl
 import hashlib
 import os
-import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from trainable.files.control_characters import escape_controls
 
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-
 
 class UnsafePathError(OSError):
-    """Raised if a path of a study is no regular file or folder. The message says what to do."""
+    """Raised if a path of a study leads through a symbolic link, or has a file that is too large."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(errno.ELOOP, escape_controls(f"{path} {problem}"))
@@ -42,13 +38,8 @@ def _refuse_link(path: Path) -> UnsafePathError:
     )
 
 
-def _refuse_kind(path: Path, mode: int) -> UnsafePathError:
-    kind = "a folder" if stat.S_ISDIR(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")
-    return UnsafePathError(path, f"is {kind}, and a study has a regular file there. Remove it")
-
-
 def check_tree(root: Path, paths: Iterable[Path] = (), trees: Iterable[Path] = ()) -> None:
-    """Raise UnsafePathError if a study would read or write a link or a special file below `root`.
+    """Raise UnsafePathError if a study would read or write a link below `root`.
 
     root: the folder that the user gave, which may be reached through links. paths: every component below `root` is
     checked. trees: checked in the same way, with everything in them.
@@ -57,27 +48,10 @@ def check_tree(root: Path, paths: Iterable[Path] = (), trees: Iterable[Path] = (
     for path in (*paths, *trees):
         check_path(root, path)
     for tree in trees:
-        try:
-            _check_folder(tree)
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            problem = "contains folders whose paths are longer than the system takes, which no study makes. Remove them"
-            raise UnsafePathError(tree, problem) from None
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise UnsafePathError if a folder contains a link or a special file, at any depth."""
-    folders = [folder] if folder.is_dir() else []
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.is_symlink():
-                    raise _refuse_link(Path(entry.path))
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(Path(entry.path))
-                elif not entry.is_file(follow_symlinks=False):
-                    raise _refuse_kind(Path(entry.path), entry.stat(follow_symlinks=False).st_mode)
+        for folder, folder_names, file_names in os.walk(tree):
+            for name in (*folder_names, *file_names):
+                if os.path.islink(os.path.join(folder, name)):
+                    raise _refuse_link(Path(folder, name))
 
 
 def check_path(root: Path, path: Path) -> None:
@@ -90,53 +64,25 @@ def check_path(root: Path, path: Path) -> None:
 
 def make_folder(root: Path, *names: str) -> Path:
     """Create and return the folder `root`/names... Each component may exist as a folder, but not as a link."""
-    folder = root
-    for name in names:
-        folder = folder / name
-        if folder.is_symlink():
-            raise _refuse_link(folder)
-        folder.mkdir(exist_ok=True)
+    folder = root.joinpath(*names)
+    check_path(root, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def is_file(path: Path) -> bool:
-    """Check whether there is a file at `path`. Raise UnsafePathError if it is a link, a folder or a special file."""
-    try:
-        mode = path.lstat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    _check_mode(path, mode)
-    return True
-
-
 def open_regular(path: Path, mode: str) -> IO[Any]:
-    """Open a file like `open`, in UTF-8. Raise UnsafePathError if it is a link or no regular file.
-
-    Missing files are created if the mode says so.
-    """
-
-    with suppress(FileNotFoundError):
-        # Before opening, which may wait for the other end of a FIFO, or change the state of a device.
-        _check_mode(path, os.lstat(path).st_mode)
-
-    def open_checked(name: str, flags: int) -> int:
-        # O_NONBLOCK and O_NOFOLLOW, since something else may have taken its place meanwhile.
-        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        try:
-            _check_mode(path, os.fstat(descriptor).st_mode)
-        except UnsafePathError:
-            os.close(descriptor)
-            raise
-        return descriptor
-
-    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=open_checked)
-
-
-def _check_mode(path: Path, mode: int) -> None:
-    if stat.S_ISLNK(mode):
-        raise _refuse_link(path)
-    if not stat.S_ISREG(mode):
-        raise _refuse_kind(path, mode)
+    """Open a file like `open`, in UTF-8. Raise UnsafePathError if it is a link."""
+    try:
+        return open(
+            path,
+            mode,
+            encoding=None if "b" in mode else "utf-8",
+            opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666),
+        )
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refuse_link(path) from None
+        raise
 
 
 def lock_file(file: IO[Any] | int, patience_s: float = 0.0, *, is_shared: bool = False) -> None:
@@ -158,12 +104,7 @@ def lock_file(file: IO[Any] | int, patience_s: float = 0.0, *, is_shared: bool =
 
 
 def read_bytes(path: Path, max_bytes: int = sys.maxsize) -> bytes:
-    """Read the content of a file.
-
-    Raises:
-        UnsafePathError: if the file is a link or no regular file.
-        ValueError: if it has more than `max_bytes` bytes.
-    """
+    """Read a file. Raise UnsafePathError if it is a link, and ValueError if it has more than `max_bytes` bytes."""
     with open_regular(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -172,7 +113,7 @@ def read_bytes(path: Path, max_bytes: int = sys.maxsize) -> bytes:
 
 
 def compute_sha256(path: Path) -> str:
-    """Compute the SHA-256 of a file, in hex digits. Raise UnsafePathError if it is a link or no regular file."""
+    """Compute the SHA-256 of a file, in hex digits. Raise UnsafePathError if it is a link."""
     with open_regular(path, "rb") as file:
         content: Any = file  # binary, although the type of `open_regular` also covers text
         return hashlib.file_digest(content, "sha256").hexdigest()
@@ -191,22 +132,17 @@ def fsync_path(path: Path) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a new empty file next to `path`. Rename it to `path` after the body, or remove it if the body fails.
 
-    A reader sees either the old file or the new one, never a partial one. A link or a special file at `path` is
-    replaced, without touching its target. Raises UnsafePathError if `path` is a folder.
+    A reader sees either the old file or the new one, never a partial one. A link at `path` is replaced, without
+    touching its target.
     """
-    if path.is_dir() and not path.is_symlink():
-        raise _refuse_kind(path, path.stat().st_mode)
     temp_path = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with suppress(FileNotFoundError):
-        temp_path.unlink()  # left by a process that died while writing, or planted
-    # O_EXCL rejects a link that somebody puts there after the unlink.
-    os.close(os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    temp_path.unlink(missing_ok=True)  # left by a process that died while writing, or planted
+    temp_path.touch(exist_ok=False)
     try:
         yield temp_path
         os.replace(temp_path, path)
     except BaseException:
-        with suppress(FileNotFoundError):
-            temp_path.unlink()
+        temp_path.unlink(missing_ok=True)
         raise
 
 
@@ -221,15 +157,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def find_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Find the cache folder, for files that this project can make again. It may not exist yet.
-
-    It is TUNE_STUDY_CACHE, or tune_study/ in the user's cache folder.
+    """Find the cache folder, for files that this project can make again: TUNE_STUDY_CACHE, or tune_study/ in the
+    user's cache folder. It may not exist yet.
 
     environ: the environment variables. Relative paths are below the home folder, since runs have different working
     folders.
     """
     home = Path(environ.get("HOME", "~")).expanduser()
-    cache = environ.get("TUNE_STUDY_CACHE")
-    return home / (
-        Path(cache).expanduser() if cache else Path(environ.get("XDG_CACHE_HOME") or ".cache") / "tune_study"
-    )
+    if cache := environ.get("TUNE_STUDY_CACHE"):
+        return home / Path(cache).expanduser()
+    return home / (environ.get("XDG_CACHE_HOME") or ".cache") / "tune_study"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainable.files.json_values import find_object, write_object
-from trainable.files.paths import UnsafePathError
 
 T = TypeVar("T")
 
@@ -87,9 +86,6 @@ def read_phase(run_dir: Path, step: int) -> str:
 
     A killed process leaves its file behind, which the next process of the run removes.
     """
-    try:
-        content = find_object(run_dir / PHASE_FILE) or {}
-    except UnsafePathError:
-        return ""
+    content = find_object(run_dir / PHASE_FILE) or {}
     phase = content.get("phase")
     return phase[:100] if content.get("step") == step and isinstance(phase, str) else ""

@@ -72,9 +72,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def classify_failure(error: BaseException, has_rows: bool) -> Failure:
-    """Classify an error that was raised inside a run.
-
-    has_rows: whether the run has written a row.
+    """Classify an error that was raised inside a run. has_rows: whether the run has written a row.
 
     Errors of the code are final, since settings and code stay the same. Errors of the machine may not occur again, so
     the run is retried: a device error, a dropped connection, memory that runs out in a run that had fit, or memory that

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainable.files.json_values import DamagedFileError
-from trainable.files.paths import UnsafePathError
 from trainable.runs.failures import NON_FINITE
 from trainable.runs.run_files import Row, RunLines
 from trainable.runs.stop_rules import parse_finite
@@ -57,7 +56,7 @@ class RunHistory(NamedTuple):
             status = read_record(StatusRecord, run_dir)
         except (FileNotFoundError, NotADirectoryError):  # the run has not started
             pass
-        except (DamagedFileError, UnsafePathError) as error:  # everything in it follows from the rows
+        except (DamagedFileError, OSError) as error:  # everything in it follows from the rows
             notes.append(f"{error}.")
         if status is None:
             status = StatusRecord(run_dir.name, "never_ran", NOT_STARTED)
@@ -123,14 +122,19 @@ def describe_end(rows: Sequence[Mapping[str, Any]], total_steps: int | None) -> 
         return RunEnd("failed", str(last_row["failure"]))
     # Before the step is compared: if a rule fires at the last step, the run is early_stopped, not completed.
     if last_row.get("stop_rule"):
-        successes = [parse_finite(find_last_value(rows, name)) or 0.0 for name in ("val_success", "train_success")]
-        is_mastered = min(successes) >= MASTERED_SUCCESS
-        mastery = f"; success was {successes[0]:.3g}, so little was left to learn" if is_mastered else ""
+        success = find_last_value(rows, "val_success")
+        mastery = f"; success was {success:.3g}, so little was left to learn" if has_mastered(rows) else ""
         return RunEnd("early_stopped", format_stop_reason(last_row) + mastery)
     if last_row["step"] == total_steps:
         return RunEnd("completed", f"trained {total_steps} of {total_steps} steps")
     total_text = "" if total_steps is None else f" of {total_steps}"
     return RunEnd("interrupted", f"interrupted after step {last_row['step']}{total_text}")
+
+
+def has_mastered(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Check whether a run with these rows has mastered its task (see `MASTERED_SUCCESS`)."""
+    successes = [parse_finite(find_last_value(rows, name)) or 0.0 for name in ("val_success", "train_success")]
+    return min(successes) >= MASTERED_SUCCESS
 
 
 def find_last_value(rows: Sequence[Mapping[str, Any]], column: str) -> Any:

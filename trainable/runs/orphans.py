@@ -4,7 +4,6 @@ Orphans are found by a mark in their environment, and terminated by process id.
 """
 
 import os
-import signal
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -37,14 +36,15 @@ def terminate_orphans(folder: Path) -> list[str]:
     (an engine, a server) survives and may occupy a GPU. Processes forked without exec have the environment of their
     parent's start, so they have no mark and are not found.
     """
-    orphans = find_orphans(folder)
-    # Read the names first, because a process that has exited has none.
-    descriptions = [f"{process.pid} ({_read_process_name(process)})" for process in orphans]
+    orphans, descriptions = find_orphans(folder), list[str]()
     for process in orphans:
-        _send_signal(process, signal.SIGTERM)
+        with suppress(psutil.Error):  # it has exited since it was listed
+            descriptions.append(f"{process.pid} ({process.name()})")
+            process.terminate()
     _, survivors = psutil.wait_procs(orphans, timeout=_TERMINATE_TIMEOUT_S)
     for process in survivors:
-        _send_signal(process, signal.SIGKILL)
+        with suppress(psutil.Error):
+            process.kill()
     psutil.wait_procs(survivors, timeout=_TERMINATE_TIMEOUT_S)
     return descriptions
 
@@ -78,15 +78,3 @@ def _is_driver_alive(driver: str) -> bool:
         return str(psutil.Process(int(pid)).create_time()) == creation_time
     except psutil.NoSuchProcess:
         return False
-
-
-def _send_signal(process: psutil.Process, signal_number: signal.Signals) -> None:
-    with suppress(psutil.Error):  # the process has exited, or belongs to another user
-        process.send_signal(signal_number)
-
-
-def _read_process_name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.Error:
-        return "gone"  # it has exited since it was listed

@@ -42,6 +42,10 @@ CHECKSUMS_FILE = "checksums.json"
 """The last file of a checkpoint to be written, so a folder that contains it is complete."""
 
 
+_REFUSALS = (UnsafePathError, IsADirectoryError, PermissionError)
+"""Errors that do not pass: a run could not append to such a file either."""
+
+
 class RunLockedError(RuntimeError):
     """Raised if another process is still training the run. That process may be about to end, so a retry may succeed."""
 
@@ -73,8 +77,7 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
 class RunLines:
     """The lines of each of LINE_FILES in the folder of a run.
 
-    refusals: the reason for each file that was not read, because it is a link, a folder or a special file. Such files
-    have no lines.
+    refusals: the reason for each file that was not read, such as a link. Such files have no lines.
     """
 
     files: Mapping[str, Lines]
@@ -87,7 +90,7 @@ class RunLines:
         for name in LINE_FILES:
             try:
                 files[name] = read_lines(run_dir / name)
-            except UnsafePathError as error:  # so that other runs can still be read
+            except _REFUSALS as error:  # so that other runs can still be read
                 refusals[name] = str(error)
         return cls(files, refusals)
 
@@ -148,12 +151,12 @@ def _parse_ends(record: Mapping[str, Any]) -> dict[str, LineEnd]:
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a metrics file in the order of their steps. A row is a JSON object with an integer `step`.
 
-    Damaged lines and unsafe files are left out (`RunLines.find_damage` names them). A row of step 0 describes untrained
-    weights. A run that went back to a rolling checkpoint repeats steps: see `select_lines`.
+    Damaged lines and unreadable files are left out (`RunLines.find_damage` names them). A row of step 0 describes
+    untrained weights. A run that went back to a rolling checkpoint repeats steps: see `select_lines`.
     """
     try:
         records = read_lines(path).records
-    except UnsafePathError:
+    except _REFUSALS:
         records = []
     return select_rows(records)
 

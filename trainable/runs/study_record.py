@@ -64,10 +64,7 @@ def is_run_id(text: str) -> bool:
 
 
 def find_schema_problem(folder: object, schema: object) -> str:
-    """Explain why this version cannot read the folder of a study. Empty if it can.
-
-    folder: results/<run>, as it was typed. schema: the schema in its study.json.
-    """
+    """Explain why this version cannot read the `folder` of a study with this schema. Empty if it can."""
     if schema == SCHEMA:
         return ""
     return (
@@ -228,13 +225,11 @@ class Look:
 
 @dataclass(frozen=True, config=_STRICT)
 class ConfirmedStudy:
-    """The study from which a confirmation runs an arm again.
-
-    seeds: the seeds that the study had used when the confirmation began. None of them is used again.
-    """
+    """The study from which a confirmation runs an arm again."""
 
     run: Text
     seeds: Seeds
+    """The seeds that the study had used when the confirmation began. None of them is used again."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -396,7 +391,7 @@ def read_record(kind: type[_Record], folder: Path) -> _Record:
 
     Raises:
         FileNotFoundError, NotADirectoryError: if it does not exist.
-        UnsafePathError: if it is a link, or no regular file.
+        UnsafePathError: if it is a link.
         DamagedFileError: if it is damaged, incomplete, or of another schema.
     """
     path = folder / _FILES[kind]

@@ -13,7 +13,7 @@ from search_spaces.catalog import FAMILIES
 from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
-from trainable.files.paths import check_path
+from trainable.files.paths import check_path, check_tree
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, find_best_step, read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, StudyRecord, find_record
 from tune_study.folder import outputs
@@ -42,7 +42,7 @@ def find_removable_states(folder: Path) -> list[RemovableState]:
     """
     study = read_study(folder)
     run_ids = [entry.run_id for entry in study.runs]
-    outputs.check_run_folders(folder, run_ids)
+    check_tree(folder, [folder / "runs" / run_id for run_id in run_ids])
     states = []
     for run_id in run_ids:
         status = find_record(StatusRecord, folder / "runs" / run_id)

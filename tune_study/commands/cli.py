@@ -217,8 +217,6 @@ def resume(
     own_study = typed_again.load()
     plan = locate.plan_resume(run, placement_overrides, own_study, is_real=not dry_run, allowed=typed_again.allowed)
     console = make_console()
-    if not is_uri(run):
-        describe.print_missing_checkpoints(console, plan.folder, study_file.read_study(plan.folder))
     visible_gpus = detect_gpus(os.environ)
     raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, dry_run, console))
 

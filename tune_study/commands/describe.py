@@ -1,6 +1,5 @@
 """Print studies, plans, settings and statuses: as tables on a terminal, as plain lines elsewhere."""
 
-import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ from trainable.runs.history import RunHistory, describe_missing_signal, format_s
 from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import ENDED_STATUSES, RunRecord, StudyRecord, find_record, find_total_steps
 from tune_study.folder.outputs import make_study_record
-from tune_study.folder.saved_checkpoints import find_missing, format_missing
 from tune_study.host.console import print_line, print_table
 from tune_study.host.gpus import Gpu
 from tune_study.placement import memory_plan, time_estimate
@@ -35,7 +33,7 @@ from tune_study.plan.remarks import find_remarks
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.search import describe_space
 from tune_study.plan.storage_uri import is_uri
-from tune_study.plan.study_plan import StudyPlan, find_output, make_base_config
+from tune_study.plan.study_plan import StudyPlan, make_base_config
 from tune_study.plan.typed_settings import format_values
 
 MAX_VALUES_LENGTH = 120
@@ -281,6 +279,7 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
     rows, metric = [], FAMILIES[study.family].primary_metric
     problems: list[tuple[str, str]] = []
     counts: Counter[str] = Counter()
+    collapse_texts: list[str] = []
     for entry in study.runs:
         run_dir = folder / "runs" / entry.run_id
         record = find_record(RunRecord, run_dir)
@@ -298,16 +297,20 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         values = (parse_finite(row.get(metric)) for row in reversed(step_rows))
         metric_text = next((f"{value:.3f}" for value in values if value is not None), "-")
         cells = [entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text]
+        collapse_texts.append(_describe_collapse(history) if FAMILIES[study.family].is_fine_tuning else "")
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
         rows.append([*cells, f"step {step + 1}: {phase}" if phase else status.reason, entry.run_id])
     is_finished = counts.keys() <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(console, f"{study.name} ({study.preset}): {state}; runs: {runs_text}")
-    print_table(console, ("arm", "seed", "status", "step", metric, "reason", "run"), rows, ("run",))
+    headings = ["arm", "seed", "status", "step", metric, "reason", "run"]
+    if any(collapse_texts):
+        headings.insert(5, "collapsed")
+        rows = [[*row[:5], text, *row[5:]] for row, text in zip(rows, collapse_texts, strict=True)]
+    print_table(console, headings, rows, ("run",))
     for sentence in format_signal_problems(problems):
         print_line(console, sentence)
-    print_missing_checkpoints(console, folder, study)
     if state == "unfinished":
         code_paths = [file.path for file in study.code]
         options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
@@ -315,11 +318,14 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         print_line(console, f"Continue with: {format_command('resume', run, *options)}")
 
 
-def print_missing_checkpoints(console: Console, folder: Path, study: StudyRecord) -> None:
-    """Print which saved checkpoints of a study are missing, if any. study: the content of study.json."""
-    if missing_checkpoints := list(find_missing(folder, study)):
-        output = find_output(Path(os.path.abspath(folder)), study.run)
-        print_line(console, format_missing(missing_checkpoints, output))
+def _describe_collapse(history: RunHistory) -> str:
+    """Name the step at which the success of a run collapsed. Empty if it has not."""
+    if len(history.rows) < 2:
+        return ""
+    from analysis.sweep.collapse import find_collapse_step  # imports pandas
+
+    step = find_collapse_step(history)
+    return "" if step is None else f"at step {step}"
 
 
 class SettingRow(NamedTuple):

@@ -11,7 +11,7 @@ from search_spaces.catalog import STUDIES
 from tune_study.commands.arguments import options as opt
 from tune_study.commands.arguments.parser import make_axis_options
 from tune_study.commands.arguments.settings_file import merge_assignments
-from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
+from tune_study.folder.statuses import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, load_typed_code
 

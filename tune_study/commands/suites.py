@@ -61,7 +61,9 @@ def run_suite(
             names = ", ".join(plan.study.name for plan in plans[n_started:])
             print_line(console, f"Not started: {names}. Type the same command again to continue.")
         try:
-            print_line(console, f"Index: {outputs.write_index(plans[0].output)}")
+            from analysis.report.pages import write_index  # imports pandas
+
+            print_line(console, f"Index: {write_index(plans[0].output)}")
             is_indexed = True
         except (OSError, ValueError) as error:
             print_error(f"The index of the studies in {plans[0].output} could not be written: {error}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from trainable.config.setting_types import format_value, is_loopback
+from trainable.files.paths import check_tree
 from trainable.runs.study_record import STUDY_FILE
 from tune_study.folder import outputs
 from tune_study.folder.origin import NOTHING, list_plan_values, list_typed_before
@@ -84,26 +85,13 @@ def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPl
     local_plan = merge_with_folder(plan, extend)
     if local_plan.storage is None or not is_real:
         return local_plan
-    from tune_study.folder import storage
-
-    storage.check_storage(local_plan.storage)
-    with _fetch_plan(join_uri(local_plan.storage, local_plan.run), local_plan.run) as folder:
+    with _fetch_plan(join_uri(local_plan.storage, local_plan.run)) as folder:
         if folder is None:
             return local_plan
-        with _name_uri_in_errors(folder, join_uri(local_plan.storage, local_plan.run)):
-            # While the plans are compared, the temporary copy stands in for the study's folder.
-            known = list_plan_values(local_plan) | list_typed_before(plan.folder)
-            stored_plan = merge_with_folder(replace(plan, folder=folder, storage=None), extend, known)
-        return replace(stored_plan, folder=plan.folder, storage=local_plan.storage)
-
-
-@contextmanager
-def _name_uri_in_errors(folder: Path, uri: str) -> Iterator[None]:
-    """Replace `folder`, a temporary copy that is soon removed, by `uri` in PlanErrors."""
-    try:
-        yield
-    except PlanError as error:
-        raise PlanError(str(error).replace(str(folder), uri)) from None
+        # While the plans are compared, the temporary copy stands in for the study's folder.
+        known = list_plan_values(local_plan) | list_typed_before(plan.folder)
+        stored_plan = merge_with_folder(replace(plan, folder=folder, storage=None), extend, known)
+    return replace(stored_plan, folder=plan.folder, storage=local_plan.storage)
 
 
 def plan_resume(
@@ -114,56 +102,45 @@ def plan_resume(
     is_real: bool,
     allowed: frozenset[str] = NOTHING,
 ) -> StudyPlan:
-    """Plan the continuation of the study that RUN names, as it was started.
+    """Plan the continuation of the study that RUN (`text`) names, as it was started.
 
-    Args:
-        text: RUN, a folder or a URI.
-        overrides, own_study, allowed: see `plan_from_folder`.
-        is_real: False for a dry run, which does not access the storage of a local study.
+    A study named by a URI is continued in the current folder. overrides, own_study, allowed: see `plan_from_folder`.
+    is_real: False for a dry run, which does not access the storage of a local study.
 
     Raises PlanError if there is no such study, or if its declaration has changed since it was started.
     """
+    local_plan: StudyPlan | None = None
     if is_uri(text):
-        return _plan_resume_from_uri(text, overrides, own_study, allowed)
-    plan = plan_from_folder(_check_local_path(text), overrides, own_study=own_study, allowed=allowed)
-    outputs.check_folder_links(plan.folder)
-    check_storage_usable(plan, read_study(plan.folder).storage)
-    if plan.storage is None or not is_real:
+        uri, (root, name) = text, _split_study_uri(text)
+        local_folder = Path.cwd() / "results" / name
+        _check_local_folder(local_folder, root)
+        allowed |= list_typed_storage(uri)
+    else:
+        local_plan = plan_from_folder(_check_local_path(text), overrides, own_study=own_study, allowed=allowed)
+        local_folder = local_plan.folder
+        check_tree(local_folder, trees=[local_folder])
+        check_storage_usable(local_plan, read_study(local_folder).storage)
+        if local_plan.storage is None or not is_real:
+            check_unchanged(local_plan)
+            return local_plan
+        root, uri = local_plan.storage, join_uri(local_plan.storage, local_plan.run)
+    with _fetch_plan(uri, is_checked=local_plan is not None) as folder:
+        if folder is not None:
+            # The copy is of the study that this user may have started here.
+            known = allowed | list_typed_before(local_folder)
+            plan = plan_from_folder(folder, overrides, own_study=own_study, allowed=known)
+        elif local_plan is not None:
+            plan = local_plan
+        else:
+            raise _refuse_uri(uri)
         check_unchanged(plan)
-        return plan
-    from tune_study.folder import storage
-
-    storage.check_storage(plan.storage)
-    with _fetch_plan(join_uri(plan.storage, plan.run), plan.run) as folder:
-        with _name_uri_in_errors(
-            folder or plan.folder, join_uri(plan.storage, plan.run) if folder else str(plan.folder)
-        ):
-            # The copy is of the study that this user started here.
-            known = allowed | list_typed_before(plan.folder)
-            newest_plan = (
-                plan if folder is None else plan_from_folder(folder, overrides, own_study=own_study, allowed=known)
-            )
-            check_unchanged(newest_plan)
-        return replace(newest_plan, folder=plan.folder, storage=plan.storage)
+    return replace(plan, folder=local_folder, storage=root)
 
 
-def _plan_resume_from_uri(
-    uri: str, overrides: Mapping[str, object], own_study: OwnStudy | None, allowed: frozenset[str]
-) -> StudyPlan:
-    """Plan the continuation of the study at `uri` in the current folder."""
-    root, name = _split_study_uri(uri)
-    local_folder = Path.cwd() / "results" / name
-    _check_local_folder(local_folder, root)
-    allowed |= list_typed_storage(uri) | list_typed_before(local_folder)
-    with _fetch_plan(uri, name) as folder:
-        if folder is None:
-            raise PlanError(
-                f"{format_value(uri, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
-            )
-        with _name_uri_in_errors(folder, uri):
-            plan = plan_from_folder(folder, overrides, own_study=own_study, allowed=allowed)
-            check_unchanged(plan)
-        return replace(plan, folder=local_folder, storage=root)
+def _refuse_uri(uri: str) -> PlanError:
+    return PlanError(
+        f"{format_value(uri, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
+    )
 
 
 def _check_local_folder(folder: Path, root: str) -> None:
@@ -173,16 +150,23 @@ def _check_local_folder(folder: Path, root: str) -> None:
 
 
 @contextmanager
-def _fetch_plan(uri: str, name: str) -> Iterator[Path | None]:
+def _fetch_plan(uri: str, *, is_checked: bool = True) -> Iterator[Path | None]:
     """Yield a temporary copy of study.json and every run.json of the study at `uri`; None if there is no study.
 
-    The study may have been continued elsewhere, with more arms or seeds than the local folder has.
+    The study may have been continued elsewhere, with more arms or seeds than the local folder has. Errors in the body
+    name the URI instead of the copy. is_checked: first check that the storage can be written.
     """
     from tune_study.folder import storage
 
+    root, name = split_uri(uri)
+    if is_checked:
+        storage.check_storage(root)
     with tempfile.TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir) / "results" / name
-        yield folder if storage.fetch_study(uri, folder) else None
+        try:
+            yield folder if storage.fetch_study(uri, folder) else None
+        except PlanError as error:
+            raise PlanError(str(error).replace(str(folder), uri)) from None
 
 
 @contextmanager
@@ -200,19 +184,15 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
             folder = Path(temp_dir) / "results" / name
             storage.fetch_results(text, folder)
             if not (folder / STUDY_FILE).exists():
-                raise PlanError(
-                    f"{format_value(text, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed "
-                    "it."
-                )
-            yield folder, storage.is_running(text)
+                raise _refuse_uri(text)
+            yield folder, bool(storage.find_driver(text))
         return
     folder = _check_local_path(text)
     study = read_study(folder)
-    outputs.check_run_folders(folder, [entry.run_id for entry in study.runs])
+    check_tree(folder, [folder / "runs" / entry.run_id for entry in study.runs])
     is_running = outputs.is_running(folder)
-    if study.storage is not None:
-        check_uri(study.storage)  # before a message repeats it
     if study.storage is not None and not is_running:
+        check_uri(study.storage)  # before a message repeats it
         print_error(
             f"The folder is read. The storage of the study, {format_value(study.storage, 1000)}, may be newer: type "
             f"<storage>/<run> in the place of the folder to read it."
@@ -229,14 +209,14 @@ def fetch_for_writing(text: str) -> Path:
     if not is_uri(text):
         folder = _check_local_path(text)
         read_study(folder)  # before the links, so that the error for a folder without a study says so
-        outputs.check_folder_links(folder)
+        check_tree(folder, trees=[folder])
         return folder
     from tune_study.folder import storage
 
     root, name = _split_study_uri(text)
     folder = Path.cwd() / "results" / name
     _check_local_folder(folder, root)
-    outputs.check_folder_links(folder)
+    check_tree(folder, trees=[folder])
     storage.fetch_results(text, folder)
     read_study(folder)  # PlanError if the storage contains no study of this name
     return folder

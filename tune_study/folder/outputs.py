@@ -18,8 +18,7 @@ from pydantic import ValidationError
 from trainable.config.command_lines import PROGRAM, format_command
 from trainable.config.run_config import format_validation_error
 from trainable.files.json_values import DamageWarning
-from trainable.files.paths import UnsafePathError, check_tree, lock_file, open_regular, read_bytes, write_text
-from trainable.runs.history import RunHistory
+from trainable.files.paths import check_tree, lock_file, open_regular, read_bytes, write_text
 from trainable.runs.study_record import (
     ENDED_STATUSES,
     SCHEMA,
@@ -37,13 +36,12 @@ from trainable.runs.study_record import (
     write_record,
 )
 from tune_study.folder.origin import remember_origin
-from tune_study.folder.statuses import make_timestamp
+from tune_study.folder.statuses import make_timestamp, read_statuses
 from tune_study.plan.errors import PlanError
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 if TYPE_CHECKING:
-    from analysis.data.frames import StudyFrames
     from analysis.report.pages import Conclusion
 
 _LOCK_PATIENCE_S = 1.0
@@ -151,13 +149,6 @@ def check_recordable(plan: StudyPlan) -> None:
         ) from None
 
 
-def _list_earlier_declarations(plan: StudyPlan, previous: StudyRecord) -> tuple[SourceFile, ...]:
-    """List the declarations of earlier starts that differ from the current one, oldest first."""
-    earlier, declaration = previous.earlier_declarations, previous.declaration
-    is_changed = declaration is not None and plan.source is not None and declaration.sha256 != plan.source.record.sha256
-    return (*earlier, declaration) if is_changed and declaration is not None else earlier
-
-
 def write_study(plan: StudyPlan) -> list[str]:
     """Write study.json, every run.json, and a status for every run that has none, before anything starts.
 
@@ -169,11 +160,11 @@ def write_study(plan: StudyPlan) -> list[str]:
     packages, the commit of the code, and the declaration.
     """
     previous = find_record(StudyRecord, plan.folder)
-    for spec in plan.runs:
+    # A continued or extended study keeps the statuses of its runs, unless their rows contradict them.
+    for spec, status in zip(plan.runs, read_statuses(plan).values(), strict=True):
         run_dir = plan.get_run_dir(spec.run_id)
         write_record(run_dir, RunRecord(**asdict(make_run_entry(spec)), config=spec.config.model_dump(mode="json")))
-        # A continued or extended study keeps the statuses of its runs, unless their rows contradict them.
-        write_record(run_dir, RunHistory.read(run_dir, spec.steps).status)
+        write_record(run_dir, status)
     start = Start(
         at=make_timestamp(),
         command=format_command_line(),
@@ -209,6 +200,9 @@ def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -
         and (plan.max_seeds is not None or previous.extra_seeds == record.extra_seeds)
         and previous.search == record.search
     )
+    earlier = previous.earlier_declarations
+    if previous.declaration and plan.source and previous.declaration.sha256 != plan.source.record.sha256:
+        earlier = (*earlier, previous.declaration)
     return replace(
         record,
         command=previous.command if is_same_request else record.command,
@@ -219,7 +213,7 @@ def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -
         margins=previous.margins or record.margins,
         # A study of the package changes its contrasts only with the recorded version, and new arms may add pairs.
         contrasts=record.contrasts if plan.source is None else previous.contrasts,
-        earlier_declarations=_list_earlier_declarations(plan, previous),
+        earlier_declarations=earlier,
         planned_seeds=previous.planned_seeds or len(previous.seeds),
         # Folders of earlier versions do not have it.
         preset_steps=previous.preset_steps,
@@ -230,10 +224,7 @@ def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -
 
 
 def record_look(plan: StudyPlan, statuses: Iterable[StatusRecord]) -> None:
-    """Add a look at the results to study.json before the report is written: its time, ended runs, seeds and steps.
-
-    Nothing is added if no run has ended since the previous look.
-    """
+    """Add a look at the results to study.json before the report is written, if a run has ended since the last one."""
     ended = {status.run_id for status in statuses if status.status in ENDED_STATUSES}
     by_arm = Counter(spec.arm for spec in plan.runs if spec.run_id in ended)
     # The baseline may have had more seeds than all other arms from the start.
@@ -322,30 +313,13 @@ def check_writable(output: Path, option: str = "--output", advice: str = "type a
 
 
 def check_study_links(plan: StudyPlan) -> None:
-    """Raise PlanError if a file or folder that the study would write is a symbolic link or below one."""
+    """Raise UnsafePathError if a file or folder that the study would write is a symbolic link or below one."""
     paths = {
         plan.summary_log,
         plan.output / "wandb",
         *(plan.output / path for spec in plan.runs for path in (spec.log_path, spec.checkpoint_dir)),
     }
-    _check_links(plan.output, paths, plan.folder)
-
-
-def check_folder_links(folder: Path) -> None:
-    """Raise PlanError if results/<run> contains a symbolic link. Links in the path to it are allowed."""
-    _check_links(folder, (), folder)
-
-
-def check_run_folders(folder: Path, run_ids: Iterable[str]) -> None:
-    """Raise PlanError if runs/ or a run's folder is a symbolic link. Files are checked when they are read."""
-    _check_links(folder, [folder / "runs" / run_id for run_id in run_ids])
-
-
-def _check_links(root: Path, paths: Iterable[Path], *trees: Path) -> None:
-    try:
-        check_tree(root, paths, trees)
-    except UnsafePathError as error:
-        raise PlanError(f"{error}.") from None
+    check_tree(plan.output, paths, [plan.folder])
 
 
 class FolderLockedError(PlanError):
@@ -396,50 +370,7 @@ def write_tables(folder: Path) -> None:
     for warning in caught:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     damage = [str(warning.message) for warning in caught if issubclass(warning.category, DamageWarning)]
-    for message in _find_lost_probes(folder, frames):
-        warnings.warn(message, DamageWarning, stacklevel=2)
-        damage.append(message)
     frames.write_parquet(folder, damage)
-
-
-def _find_lost_probes(folder: Path, frames: "StudyFrames") -> list[str]:
-    """Describe, per run, probes that are in the table of the previous start but no longer in a file.
-
-    No row says that a run was probed, so only that table shows that a file was deleted.
-    """
-    from analysis.data.tables import get_damage, read_table
-
-    try:
-        table = read_table(folder / "gradients.parquet")
-        previous = table.loc[table["source"] == "probe", ["run_id", "step"]]
-    except (ValueError, KeyError):  # there is none, or it cannot be read
-        return []
-    current = frames.gradients.loc[frames.gradients["source"] == "probe", ["run_id", "step"]]
-    steps_by_run: dict[str, list[str]] = {}
-    lost_probes = {*previous.itertuples(index=False, name=None)} - {*current.itertuples(index=False, name=None)}
-    for run_id, step in sorted(lost_probes):
-        steps_by_run.setdefault(run_id, []).append(str(step))
-    # The new table keeps the earlier messages of runs that still have no probes.
-    known_runs = set(frames.trials["run_id"])
-    probed_runs = set(current["run_id"])
-    remembered = [
-        message
-        for message in get_damage(table)
-        for run_id in known_runs - probed_runs
-        if message.startswith(f"runs/{run_id}/probes.jsonl has no probe")
-    ]
-    return remembered + [
-        f"runs/{run_id}/probes.jsonl has no probe of step {', '.join(steps)} any more, and gradients.parquet had it."
-        for run_id, steps in steps_by_run.items()
-        if run_id in known_runs
-    ]
-
-
-def write_index(output: Path) -> Path:
-    """Write index.html of all studies in an output folder."""
-    from analysis.report.pages import write_index as write
-
-    return write(output)
 
 
 def write_report(
@@ -458,11 +389,7 @@ def write_report(
 
 
 def write_search_store(plan: StudyPlan) -> Path:
-    """Write the points of a search that have ended as an Optuna study, and return its path.
-
-    The file is for optuna-dashboard: it is made from the rows and never read here. Raises OSError if it cannot be
-    written.
-    """
+    """Write the points of a search that have ended as an Optuna study for optuna-dashboard, and return its path."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 

@@ -56,13 +56,9 @@ def find_run_checkpoint(
 ) -> RunCheckpoint:
     """Find a run and its checkpoint. Raises PlanError that lists the alternatives if there is none.
 
-    Args:
-        run: the study's folder, results/<run>.
-        trial: run_id, or an arm to choose its smallest seed; None if there is only one run.
-        step: step of the checkpoint; None for the newest.
-        path: folder of the checkpoint, instead of `step`.
-        algo: value of --algo: the arm, in a study whose axis has this option.
-        own_study, allowed: see `plan_from_folder`.
+    run: results/<run>. trial: run_id, or an arm to choose its smallest seed; None if there is only one run. step: None
+    for the newest. path: folder of the checkpoint, instead of `step`. algo: the arm, in a study whose axis has the
+    option --algo. own_study, allowed: see `plan_from_folder`.
     """
     plan = plan_from_folder(Path(run), own_study=own_study, allowed=allowed)
     if plan.model is None:
@@ -77,12 +73,8 @@ def find_run_checkpoint(
     if path is not None:
         # The folder may be anywhere. Without --trial, the checkpoint's settings tell which run wrote it.
         checkpoint_step, checkpoint_dir = _parse_checkpoint_path(path)
-        return RunCheckpoint(
-            plan,
-            _find_checkpoint_run(plan, checkpoint_dir) if name is None else _find_run(plan, name),
-            checkpoint_step,
-            checkpoint_dir,
-        )
+        spec = _find_checkpoint_run(plan, checkpoint_dir) if name is None else _find_run(plan, name)
+        return RunCheckpoint(plan, spec, checkpoint_step, checkpoint_dir)
     spec = _find_run(plan, name)
     check_tree(plan.output, trees=[plan.output / spec.checkpoint_dir])  # the saved checkpoints lie beside the folder
     # If a step has a rolling and a saved checkpoint, the saved one is used, since rolling checkpoints are temporary.
@@ -90,10 +82,10 @@ def find_run_checkpoint(
         **dict(iter_checkpoints(plan.get_run_dir(spec.run_id) / STATE_FOLDER)),
         **dict(iter_checkpoints(plan.output / spec.checkpoint_dir)),
     }
+    from tune_study.folder import storage
+
     stored_checkpoints: dict[int, str] = {}
     if plan.study_uri is not None:
-        from tune_study.folder import storage
-
         stored_checkpoints = storage.list_checkpoints(plan.study_uri, spec, plan.get_trial_name(spec))
     steps = sorted({*local_checkpoints, *stored_checkpoints})
     # By default, use the newest checkpoint, whether rolling or saved, local or in the storage.
@@ -106,14 +98,13 @@ def find_run_checkpoint(
             f"Run {spec.run_id} has no checkpoint{step_phrase}. Available steps: {available_steps}. "
             f"{_explain_missing(plan, spec)}"
         )
-    return RunCheckpoint(
-        plan,
-        spec,
-        step,
-        local_checkpoints[step]
-        if step in local_checkpoints
-        else _fetch_checkpoint(plan, spec, stored_checkpoints[step]),
-    )
+    if step not in local_checkpoints:
+        name = stored_checkpoints[step]
+        is_saved = name.rpartition("/")[2].startswith("global_")
+        parent = plan.output / spec.checkpoint_dir if is_saved else plan.get_run_dir(spec.run_id) / STATE_FOLDER
+        local_checkpoints[step] = parent / name.rpartition("/")[2]
+        storage.fetch_checkpoint(plan.study_uri or "", name, local_checkpoints[step])
+    return RunCheckpoint(plan, spec, step, local_checkpoints[step])
 
 
 def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
@@ -135,28 +126,13 @@ def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
     )
 
 
-def _fetch_checkpoint(plan: StudyPlan, spec: RunSpec, name: str) -> Path:
-    """Copy a checkpoint from the study's storage and return its local folder. Raises PlanError if that fails."""
-    from tune_study.folder import storage
-
-    folder_name = name.rpartition("/")[2]
-    is_saved = folder_name.startswith("global_")
-    parent = plan.output / spec.checkpoint_dir if is_saved else plan.get_run_dir(spec.run_id) / STATE_FOLDER
-    storage.fetch_checkpoint(plan.study_uri or "", name, parent / folder_name)
-    return parent / folder_name
-
-
 def _parse_checkpoint_path(path: Path | str) -> tuple[int, Path]:
     """Return step and folder of the checkpoint at `path`. Raises PlanError if it is not a checkpoint."""
     checkpoint_dir = Path(os.path.abspath(os.path.expanduser(path)))
-    matches = [
-        (number, folder) for number, folder in iter_checkpoints(checkpoint_dir.parent) if folder == checkpoint_dir
-    ]
-    if not matches or not checkpoint_dir.is_dir():
-        raise PlanError(
-            f"{format_value(str(path), 1000)} is not a checkpoint: type a folder global_step_<N> that exists."
-        )
-    return matches[0]
+    for number, folder in iter_checkpoints(checkpoint_dir.parent):
+        if folder == checkpoint_dir and folder.is_dir():
+            return number, folder
+    raise PlanError(f"{format_value(str(path), 1000)} is not a checkpoint: type a folder global_step_<N> that exists.")
 
 
 def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:

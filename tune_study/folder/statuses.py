@@ -1,14 +1,21 @@
-"""The statuses of a study's runs while this process is its driver."""
+"""The statuses of a study's runs, from their files and while this process is the driver; which are run again."""
 
 from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from trainable.config.setting_types import format_value
 from trainable.runs.history import RunHistory, settle_status
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.study_record import CENSORED, OPEN_STATUSES, StatusRecord, find_record, write_record
+from trainable.runs.study_record import CENSORED, ENDED_STATUSES, OPEN_STATUSES, StatusRecord, find_record, write_record
+from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan
+
+_ALWAYS_SKIPPED = tuple(status for status in ENDED_STATUSES if status != CENSORED)
+DEFAULT_SKIPPED = ",".join(_ALWAYS_SKIPPED)
+"""The published list. Runs that a search has censored are never run again either, typed or not."""
+_SKIPPABLE = (*_ALWAYS_SKIPPED, "failed", "interrupted")
 
 
 def make_timestamp() -> str:
@@ -16,22 +23,45 @@ def make_timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def read_statuses(plan: StudyPlan) -> dict[str, StatusRecord]:
+    """Read the status of each run of a study, by run_id: as recorded unless the rows contradict it."""
+    return {spec.run_id: RunHistory.read(plan.get_run_dir(spec.run_id), spec.steps).status for spec in plan.runs}
+
+
+def find_finished_runs(plan: StudyPlan, skipped_statuses: Container[str] = ENDED_STATUSES) -> dict[str, StatusRecord]:
+    """Find the runs that are not run again, with a status in `skipped_statuses`. Returns their statuses by run_id."""
+    return {run_id: status for run_id, status in read_statuses(plan).items() if status.status in skipped_statuses}
+
+
+def parse_skipped_statuses(text: str) -> tuple[str, ...]:
+    """Parse --skip-statuses. Raises PlanError if a status is unknown, or a status of ended runs is missing.
+
+    A run that has ended is never trained again in its folder, because new rows would replace a finished result.
+    """
+    statuses = tuple(entry.strip() for entry in text.split(","))
+    missing_statuses = [status for status in _ALWAYS_SKIPPED if status not in statuses]
+    if missing_statuses or not set(statuses) <= set(_SKIPPABLE):
+        raise PlanError(
+            f"--skip-statuses '{format_value(text)}' is invalid: type {DEFAULT_SKIPPED}, followed by failed or "
+            f"interrupted if such runs are not to be run again. A run that has ended is never trained again in its "
+            f"folder: to train it again, type another --output."
+        )
+    return (*statuses, CENSORED)
+
+
 class StudyStatuses:
     """The statuses of a study's runs while this process is its driver.
 
     No other process writes them. If a status.json is deleted, damaged, or not written because the disk is full, the
-    status in memory is right, and the file is written again when the run has a new row, and at the end.
-
-    plan: the study, whose run folders exist. finished_ids: runs that are not run again and keep their statuses. All
-    others get the status `waiting`.
+    status in memory is right, and the file is written again when the run has a new row, and at the end. Runs that are
+    not in `finished_ids` get the status `waiting`.
     """
 
     def __init__(self, plan: StudyPlan, finished_ids: Container[str]) -> None:
         self._plan = plan
         self._statuses: dict[str, StatusRecord] = {}
-        for spec in plan.runs:
-            status = RunHistory.read(plan.get_run_dir(spec.run_id), spec.steps).status
-            self.set(status if spec.run_id in finished_ids else replace(status, status="waiting"))
+        for run_id, status in read_statuses(plan).items():
+            self.set(status if run_id in finished_ids else replace(status, status="waiting"))
 
     def get(self, run_id: str) -> StatusRecord:
         """Return the status of a run."""
@@ -82,11 +112,11 @@ class StudyStatuses:
 
     def _close_run(self, status: StatusRecord, reason: str) -> StatusRecord:
         """Make the final status of a run that has not ended: interrupted if it has a row, else never_ran."""
-        rows = read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE)
+        final_status = settle_status(status, reason, read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE))
         if status.status == "running":
-            return replace(settle_status(status, reason, rows), ended_at=make_timestamp())
-        final_status = settle_status(status, reason, rows)
+            return replace(final_status, ended_at=make_timestamp())
         # A run that never started gets no end time, and no line in the summary log. A run that was to be continued
         # keeps its earlier reason.
-        is_unstarted = final_status.status == "never_ran"
-        return replace(final_status, reason=f"{reason} before it started") if is_unstarted else final_status
+        if final_status.status == "never_ran":
+            return replace(final_status, reason=f"{reason} before it started")
+        return final_status

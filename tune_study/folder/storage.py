@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -62,17 +62,12 @@ class StoredFolder:
     def list_files(self, name: str = "") -> dict[str, FileInfo]:
         """List every file below the folder `name`, by its path relative to it, without hidden files."""
         root = f"{self.path.rstrip('/')}/{name}".rstrip("/")
-        self._check_links(name)
+        if isinstance(self.filesystem, LocalFileSystem):  # a shared folder, in which pyarrow would follow links
+            check_tree(Path(self.path), trees=[Path(root)])
         entries = self.filesystem.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
         files = {entry.path[len(root) + 1 :]: entry for entry in entries if entry.type == FileType.File}
         # Our hidden files are incomplete, because `put` writes to a hidden name first.
         return {path: entry for path, entry in files.items() if not re.search(r"(^|/)\.", path)}
-
-    def _check_links(self, name: str) -> None:
-        """Raise UnsafePathError if a shared folder has a link, which pyarrow would follow."""
-        if isinstance(self.filesystem, LocalFileSystem):
-            root = Path(self.path)
-            check_tree(root, trees=[root / name])
 
     def read(self, name: str) -> bytes:
         """Read a file. Raises FileNotFoundError if there is none."""
@@ -138,11 +133,10 @@ def fetch_study(uri: str, target: Path) -> bool:
     """
     folder = StoredFolder(uri)
     with _explain_errors(uri):
-        files = folder.list_files()
-        for name in files:
+        for name in folder.list_files():
             if name == STUDY_FILE or re.fullmatch(r"runs/[^/]+/run\.json", name):
                 folder.fetch(name, target / name)
-    return STUDY_FILE in files
+    return (target / STUDY_FILE).exists()
 
 
 def fetch_results(uri: str, target: Path) -> None:
@@ -163,13 +157,11 @@ def fetch_results(uri: str, target: Path) -> None:
                 folder.fetch(name, path)
 
 
-def is_running(uri: str) -> bool:
-    """Check whether a driver runs the study at `uri`; False if the storage cannot be read."""
-    return bool(_find_driver(uri))
+def find_driver(uri: str) -> str:
+    """Describe who runs the study at `uri`, as far as the machines' clocks agree.
 
-
-def _find_driver(uri: str) -> str:
-    """Describe who runs the study at `uri`, as far as the machines' clocks agree; empty if nobody does."""
+    Empty if nobody does, or if the storage cannot be read.
+    """
     # Errors are ignored, because `status` shows the rows that it has read even if the storage no longer answers.
     with suppress(OSError, ValueError, KeyError, TypeError):
         content = parse_json(StoredFolder(uri).read(DRIVER_FILE))
@@ -241,7 +233,7 @@ class StoredStudy:
         """
         stop_event = threading.Event()
         thread = threading.Thread(target=self._run_sync_loop, args=(stop_event,), name="storage", daemon=True)
-        if driver := _find_driver(self.uri):
+        if driver := find_driver(self.uri):
             raise PlanError(
                 f"The study in {self.uri} is being run by {driver}: wait for it, or end it. If it was killed, the "
                 f"study can be continued {GONE_SECONDS:.0f} s after it was last heard of."
@@ -340,16 +332,22 @@ def list_driver_files(plan: StudyPlan) -> dict[str, Path]:
     names = (*STATUS_FILES, *LINE_FILES)
     paths = [plan.get_run_dir(spec.run_id) / name for spec in plan.runs for name in names]
     log_paths = [plan.summary_log, *(plan.output / spec.log_path for spec in plan.runs)]
-    files = {path.relative_to(plan.output).as_posix(): path for path in log_paths} | list_result_files(plan.folder)
-    files |= {path.relative_to(plan.folder).as_posix(): path for path in [*paths, plan.folder / STUDY_FILE]}
-    return {name: path for name, path in files.items() if path.is_file()}
+    return {
+        **_name_files(plan.output, log_paths),
+        **list_result_files(plan.folder),
+        **_name_files(plan.folder, [*paths, plan.folder / STUDY_FILE]),
+    }
+
+
+def _name_files(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
+    """List the files among `paths`, by their path relative to `root`."""
+    return {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
 
 
 def list_result_files(folder: Path) -> dict[str, Path]:
     """List the tables, the report and the probes of a study, by name in the storage."""
     paths = [path for pattern in ("*.parquet", "report.html", "figures/**/*") for path in folder.glob(pattern)]
-    paths += folder.glob(f"runs/*/{PROBES_FILE}")
-    return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    return _name_files(folder, [*paths, *folder.glob(f"runs/*/{PROBES_FILE}")])
 
 
 def push_results(folder: Path, uri: str) -> str:

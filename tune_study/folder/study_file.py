@@ -45,10 +45,7 @@ NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 def _suggest_studies(folder: Path) -> str:
     """Name the studies in `folder` or its results/ as the end of a sentence, or say where such a path comes from."""
-    try:
-        paths = sorted(path.parent for pattern in ("*", "results/*") for path in folder.glob(f"{pattern}/study.json"))
-    except OSError:
-        paths = []
+    paths = sorted(path.parent for pattern in ("*", "results/*") for path in folder.glob(f"{pattern}/study.json"))
     names = [format_value(path, 1000) for path in paths[:_MAX_SUGGESTIONS]]
     names += [f"{len(paths) - len(names)} more"] if len(paths) > len(names) else []
     return f"such as {' or '.join(names)}" if names else f"as `{format_command('run')}` printed it"
@@ -90,12 +87,9 @@ def plan_from_folder(
     imported. Nor can it choose what is contacted or read outside of it (see `tune_study.folder.origin`). A storage that
     may not be used is left out of the plan.
 
-    Args:
-        folder: the study's folder, wherever it is.
-        overrides: resource settings that change from now on, such as {"trainer.n_gpus_per_node": 2}.
-        study: the declaration; None for `own_study`, or the study of the same name in `search_spaces`.
-        own_study: the study in the file of --study; None without the option.
-        allowed: what this command allows the folder to name outside of it, each as SETTING=VALUE.
+    overrides: resource settings that change from now on, such as {"trainer.n_gpus_per_node": 2}. study: the
+    declaration; None for `own_study`, or the study of the same name in `search_spaces`. own_study: the study in the
+    file of --study. allowed: what this command allows the folder to name outside of it, each as SETTING=VALUE.
 
     Raises PlanError if the folder contains no study that this version can read, if `own_study` is missing or not the
     folder's study, and if the folder names something outside of it that may not be used.
@@ -116,17 +110,16 @@ def plan_from_folder(
         study = replace(study, stop_rules=record.stop_rules)
         if record.points:
             study = make_point_study(study, record.points)
-        values, seeds = record.axis.values, record.seeds
         if record.confirms is not None:
             # The user may have chosen another arm for comparison than the study's baseline.
             study = replace(study, baseline=record.baseline or study.baseline)
-        preset, reason = record.preset, record.preset_reason
-        if preset not in study.family.presets:
-            raise PlanError(f"there is no preset {format_value(preset)}.")
-        extra_seeds = record.extra_seeds
+        if record.preset not in study.family.presets:
+            raise PlanError(f"there is no preset {format_value(record.preset)}.")
+        values, extra_seeds = record.axis.values, record.extra_seeds
         if unknown := extra_seeds.keys() - {*values}:
             raise PlanError(f"it has further seeds of {format_value(unknown.pop())}, which is not one of its arms.")
-        plan = build_plan(study, preset, reason, base, values, seeds, folder.parent.parent, folder, extra_seeds)
+        preset, output = (record.preset, record.preset_reason), folder.parent.parent
+        plan = build_plan(study, *preset, base, values, record.seeds, output, folder, extra_seeds)
         if own_study is not None and record.baseline not in ("", plan.baseline):
             raise PlanError(
                 f"its baseline {format_value(record.baseline)} was declared before the runs, and "
@@ -135,11 +128,10 @@ def plan_from_folder(
             )
         if record.max_seeds is not None:
             plan = set_max_seeds(plan, record.max_seeds)
-        source = None if own_study is None else own_study.source
         plan = replace(
             plan,
             storage=find_usable_storage(folder, record.storage, allowed)[0],
-            source=source,
+            source=None if own_study is None else own_study.source,
             confirms=record.confirms,
             search=record.search,
             points=record.points,
@@ -147,12 +139,11 @@ def plan_from_folder(
         )
         if {spec.run_id for spec in plan.runs} != {entry.run_id for entry in record.runs}:
             raise PlanError("its list of runs does not match its values and seeds.")
-    except ConfigError:
-        # A ConfigError is a ValueError too, but its message already says which setting to change.
-        raise
     except PlanError as error:
         raise PlanError(f"{folder}/study.json: {error}") from None
     except ValueError as error:
+        if isinstance(error, ConfigError):  # its message already says which setting to change
+            raise
         problem = format_validation_error(error) if isinstance(error, ValidationError) else error
         raise PlanError(f"{folder}/study.json cannot be read by this version: {problem}") from None
     check_outside_values(plan, declaration, allowed)
@@ -274,9 +265,9 @@ def _continue_search(plan: StudyPlan, existing: StudyPlan) -> StudyPlan:
 
 
 def check_same_storage(folder: Path, storage: str | None, requested_uri: str | None) -> None:
-    """Raise PlanError if the study in `folder` would continue with another storage than it has.
+    """Raise PlanError if the study in `folder` would continue with another `storage` than it has.
 
-    storage: the storage of the study. requested_uri: the storage that was typed; None to keep the study's.
+    requested_uri: the storage that was typed; None to keep the study's.
     """
     if requested_uri is None or (storage is not None and is_same_folder(requested_uri, storage)):
         return

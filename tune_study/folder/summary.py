@@ -3,29 +3,22 @@
 The lines have the form of the published scripts, with the fields seed and early_stop added at the end.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from search_spaces.language_model.family import get_model_name
-from trainable.config.setting_types import format_value
 from trainable.files.control_characters import escape_controls
 from trainable.files.paths import write_text
-from trainable.runs.history import RunHistory
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.study_record import CENSORED, ENDED_STATUSES, OPEN_STATUSES, StatusRecord, find_record
+from trainable.runs.study_record import OPEN_STATUSES, StatusRecord, find_record
 from tune_study.folder.statuses import make_timestamp
-from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan, make_template_values
 from tune_study.plan.typed_settings import format_values
-
-_ALWAYS_SKIPPED = tuple(status for status in ENDED_STATUSES if status != CENSORED)
-DEFAULT_SKIPPED = ",".join(_ALWAYS_SKIPPED)
-"""The published list. Runs that a search has censored are never run again either, typed or not."""
-_SKIPPABLE = (*_ALWAYS_SKIPPED, "failed", "interrupted")
 
 # For each of our statuses, the status in the published logs, which record only whether a run's process ended normally.
 _PUBLISHED_STATUS = {
@@ -45,11 +38,10 @@ RunTimes = dict[tuple[str, str | None], list[str]]
 def format_summary_line(
     plan: StudyPlan, spec: RunSpec, status: StatusRecord | None, gpu_label: str, run_times: RunTimes | None = None
 ) -> str:
-    """Format a run in the published form: fields joined by ` | `. seed and early_stop are our additions.
+    """Format a run in the published form: fields joined by ` | `. seed and early_stop=<rule>@<step> are our additions.
 
-    A run that a rule stopped has the published status `success`, because its process ended normally. Its line names the
-    rule and the step: early_stop=<rule>@<step>. A run that never started is `missing`. run_times: a cache, to which the
-    times of the run are added.
+    A run that a rule stopped has the published status `success`, because its process ended normally. A run that never
+    started is `missing`. run_times: a cache, to which the times of the run are added.
     """
     template_values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
     published_fields = plan.study.name_templates.summary.format(
@@ -80,28 +72,26 @@ def format_summary_line(
 def format_run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
     """Format a field `<name>_time=` in seconds for each of `names`, from a run's rows; N/A if it has no total.
 
-    total is the training time over all starts. eval is the time of validations and tests. collapse_first,
-    collapse_multi and collapse are the times of the collapse diagnostics of first turns, of all turns, and of both.
-    train is total without eval and collapse.
+    total is over all starts, eval of validations and tests; collapse_first, collapse_multi and collapse are of the
+    diagnostics of first turns, of all turns, and of both; train is total without eval and collapse.
     """
     # The row of a failure has no times, so the last row with times is used.
     total_seconds = next((row["seconds_total"] for row in reversed(rows) if row.get("seconds_total") is not None), None)
     if not isinstance(total_seconds, int | float):
         return [f"{name}_time=N/A" for name in names]
-    seconds_by_name = {
-        name: sum(row.get(column) or 0.0 for row in rows)
-        for name, column in (
-            ("eval", "seconds_validation"),
-            ("collapse_first", "seconds_collapse_first_turn"),
-            ("collapse_multi", "seconds_collapse_multi_turn"),
-        )
-    }
-    seconds_by_name |= {
+    validation, first_turn, multi_turn = (
+        sum(row.get(f"seconds_{column}") or 0.0 for row in rows)
+        for column in ("validation", "collapse_first_turn", "collapse_multi_turn")
+    )
+    seconds = {
         "total": total_seconds,
-        "collapse": seconds_by_name["collapse_first"] + seconds_by_name["collapse_multi"],
+        "eval": validation,
+        "collapse_first": first_turn,
+        "collapse_multi": multi_turn,
+        "collapse": first_turn + multi_turn,
+        "train": max(0.0, total_seconds - validation - (first_turn + multi_turn)),
     }
-    seconds_by_name["train"] = max(0.0, total_seconds - seconds_by_name["eval"] - seconds_by_name["collapse"])
-    return [f"{name}_time={seconds_by_name[name]:.2f}s" for name in names]
+    return [f"{name}_time={seconds[name]:.2f}s" for name in names]
 
 
 def format_wall_seconds(status: StatusRecord) -> str:
@@ -149,19 +139,16 @@ def write_summary(
 
 def _format_counts(statuses: Sequence[StatusRecord | None]) -> str:
     """Format how many runs there are and how they ended. The published scripts count lines, including retries."""
-    published_statuses = [
-        _PUBLISHED_STATUS.get(status.status if status else "never_ran", "missing") for status in statuses
-    ]
-    n_early_stopped = sum(status is not None and status.status == "early_stopped" for status in statuses)
-    n_unfinished = len(published_statuses) - published_statuses.count("success") - published_statuses.count("fail")
-    counts = [
-        f"Total: {len(published_statuses)}",
-        f"Success: {published_statuses.count('success')}",
-        f"Failed: {published_statuses.count('fail')}",
-        f"Early stopped: {n_early_stopped}",
-        f"Not ended: {n_unfinished}",
-    ]
-    return " | ".join(counts)
+    names = [status.status if status else "never_ran" for status in statuses]
+    published = Counter(_PUBLISHED_STATUS.get(name, "missing") for name in names)
+    counts = {
+        "Total": len(names),
+        "Success": published["success"],
+        "Failed": published["fail"],
+        "Early stopped": names.count("early_stopped"),
+        "Not ended": len(names) - published["success"] - published["fail"],
+    }
+    return " | ".join(f"{label}: {count}" for label, count in counts.items())
 
 
 def _format_heading(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
@@ -175,25 +162,3 @@ def _format_heading(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
         f"Groups: {' '.join(resource_plan.gpu_slots) or 'none'} | {memory_text}"
         f"ray_num_cpus: {resource_plan.cpus} | save_freq: {trainer.save_freq}",
     ]
-
-
-def parse_skipped_statuses(text: str) -> tuple[str, ...]:
-    """Parse --skip-statuses. Raises PlanError if a status is unknown, or a status of ended runs is missing.
-
-    A run that has ended is never trained again in its folder, because new rows would replace a finished result.
-    """
-    statuses = tuple(entry.strip() for entry in text.split(","))
-    missing_statuses = [status for status in _ALWAYS_SKIPPED if status not in statuses]
-    if missing_statuses or not set(statuses) <= set(_SKIPPABLE):
-        raise PlanError(
-            f"--skip-statuses '{format_value(text)}' is invalid: type {DEFAULT_SKIPPED}, followed by failed or "
-            f"interrupted if such runs are not to be run again. A run that has ended is never trained again in its "
-            f"folder: to train it again, type another --output."
-        )
-    return (*statuses, CENSORED)
-
-
-def find_finished_runs(plan: StudyPlan, skipped_statuses: Sequence[str] = ENDED_STATUSES) -> dict[str, StatusRecord]:
-    """Find the runs that are not run again, with a status in `skipped_statuses`. Returns their statuses by run_id."""
-    statuses = [RunHistory.read(plan.get_run_dir(spec.run_id), spec.steps).status for spec in plan.runs]
-    return {status.run_id: status for status in statuses if status.status in skipped_statuses}

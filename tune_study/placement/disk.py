@@ -14,7 +14,7 @@ from rich.filesize import decimal
 
 from trainable.config.run_config import RunConfig
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
-from tune_study.folder.summary import find_finished_runs
+from tune_study.folder.statuses import find_finished_runs
 from tune_study.placement import model_size
 from tune_study.placement.model_size import ModelShape
 from tune_study.plan.errors import MisfitError, PlanError

@@ -29,7 +29,7 @@ from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.storage_uri import split_uri
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.progress import Progress, format_step
-from tune_study.tune.search.halving import Rungs
+from tune_study.tune.search.halving import SIBLING_REASON, Rungs
 from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
 from tune_study.tune.wandb_logging import WandbLog
 from tune_study.tune.watchdog import StatelessCallback
@@ -44,14 +44,12 @@ MAX_ATTEMPTS = 3
 
 
 class _FailureCount(NamedTuple):
-    """The failures of a trial since it last made progress.
+    """The failures of a trial since it last made progress."""
 
-    furthest_step: the last step that had a row on disk at any of the trial's failures. consecutive_failures: failures
-    since the first one that found the trial at that step, including it.
-    """
-
-    furthest_step: int
-    consecutive_failures: int
+    furthest_step: int = -1
+    """The last step that had a row on disk at any of the trial's failures."""
+    consecutive_failures: int = 0
+    """Failures since the first one that found the trial at that step, including it."""
 
 
 _ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -91,20 +89,17 @@ class CheckpointFollower(StatelessCallback):
         while True:
             try:
                 self._storage.pull()
+                return
             except OSError:
-                if time.monotonic() < deadline:
-                    time.sleep(1.0)
-                    continue
-            return  # rows that could not be fetched stay in the storage
+                if time.monotonic() >= deadline:
+                    return  # rows that could not be fetched stay in the storage
+            time.sleep(1.0)
 
     on_trial_recover = on_trial_complete = on_trial_error = _fetch_rows
 
 
 class Recorder(StatelessCallback):
-    """A callback that keeps the status.json, log and displayed progress of every run up to date.
-
-    rungs: the rungs of successive halving, if it is used.
-    """
+    """A callback that keeps the status.json, log and displayed progress of every run up to date."""
 
     def __init__(
         self,
@@ -115,11 +110,8 @@ class Recorder(StatelessCallback):
         rungs: Rungs | None = None,
     ) -> None:
         self._plan = plan
-        self._resource_plan = resource_plan
-        self._run_times: RunTimes = {}
-        self._progress = progress
-        self._statuses = statuses
-        self.rungs = rungs
+        self._resource_plan, self._run_times = resource_plan, RunTimes()
+        self._progress, self._statuses, self.rungs = progress, statuses, rungs
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
         self._failure_counts: dict[str, _FailureCount] = {}
         self._storage_failures: dict[str, float] = {}  # by trial: when a copy of its checkpoint first failed
@@ -166,11 +158,7 @@ class Recorder(StatelessCallback):
             self._fail_runs(trial, Failure(kind, result["failure"], False, result.get("failure_trace", "")))
 
     def _record_row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
-        """Log and display one row of a run.
-
-        ends_alone: whether a stop rule ended the run with this row while the others of its trial continue. Runs that
-        end together with their trial are ended by `on_trial_complete`.
-        """
+        """Log and display one row. ends_alone: a stop rule ended the run while the others of its trial continue."""
         status = self._statuses.get(run_id)
         with suppress(OSError):  # on a full disk, `StudyStatuses.close` restores a deleted file later
             self._statuses.restore_file(run_id)
@@ -186,9 +174,8 @@ class Recorder(StatelessCallback):
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Decide whether Tune may start a trial again that failed in a way that may be temporary.
 
-        Tune retries such failures without a limit (`max_failures=-1`); here, the MAX_ATTEMPTS-th one without progress
-        is final. Only failures without progress between them count, because a run that takes days may have many
-        failures in total. The loss of a node does not count.
+        Tune retries without a limit (`max_failures=-1`); here, the MAX_ATTEMPTS-th failure without progress is final,
+        because a run that takes days may have many failures in total. The loss of a node does not count.
         """
         trial_failure, is_preempted = read_failure(trial)
         is_counted = not (is_preempted or self._may_wait_for_storage(trial, trial_failure))
@@ -197,10 +184,8 @@ class Recorder(StatelessCallback):
         for status in self._list_open_statuses(trial):
             # A dead process may leave children, such as vLLM's engine, that hold the GPU that the retry needs. On a
             # cluster they are on another node, where the run terminates them when it starts there again.
-            orphans = (
-                [] if self._resource_plan.cluster_address else terminate_orphans(self._plan.get_run_dir(status.run_id))
-            )
-            if orphans:
+            is_local = not self._resource_plan.cluster_address
+            if is_local and (orphans := terminate_orphans(self._plan.get_run_dir(status.run_id))):
                 self._log_line(status.run_id, f"=== terminated orphan processes: {', '.join(orphans)} ===")
             if is_retried:
                 kind, message = trial_failure.kind, trial_failure.message
@@ -227,25 +212,23 @@ class Recorder(StatelessCallback):
         return time.monotonic() - first_time < self._plan.base_config.trainer.disk_patience
 
     def _count_failure(self, trial: Any) -> int:
-        """Count one more failure; return the number of failures since the trial last made progress.
+        """Count one more failure; return the number of failures since the trial last reached a new furthest step.
 
-        Progress means a new furthest step. A run that always fails a few steps after its last checkpoint trains between
-        failures, but never gets further, and would otherwise be retried forever.
+        A run that always fails a few steps after its last checkpoint would otherwise be retried forever.
         """
         # The runs of a trial continue from a common step, so the run that is furthest behind counts. Later rows of a
         # run are from an earlier start, in which it was trained without the others, and are no progress.
         running_ids = [status.run_id for status in self._get_statuses(trial) if status.status == "running"]
         rows = [read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE) for run_id in running_ids]
         step = min((int(run_rows[-1].get("step", -1)) if run_rows else -1 for run_rows in rows), default=-1)
-        no_failures = _FailureCount(furthest_step=-1, consecutive_failures=0)
-        previous_count = self._failure_counts.get(trial.trial_id, no_failures)
+        previous_count = self._failure_counts.get(trial.trial_id, _FailureCount())
         failure_count = 1 if step > previous_count.furthest_step else previous_count.consecutive_failures + 1
         self._failure_counts[trial.trial_id] = _FailureCount(max(step, previous_count.furthest_step), failure_count)
         return failure_count
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """End runs that have trained all their steps, were stopped by a rule, or were interrupted."""
-        for status in self._list_open_statuses(trial):
+        for status in self._get_statuses(trial):
             if status.status == "running":  # a run that waits, or that failed alone, keeps its status
                 self._conclude_run(status)
         clear_metric_windows(trial)
@@ -263,6 +246,10 @@ class Recorder(StatelessCallback):
         if reason and final_status.status == "interrupted":
             final_status = replace(status, status=CENSORED, reason=reason)
         self._end_run(replace(final_status, ended_at=make_timestamp()))
+
+    def censor_waiting(self) -> list[StatusRecord]:
+        """End the waiting runs of arms that successive halving has stopped; return their statuses."""
+        return [] if self.rungs is None else self._statuses.censor_waiting(self.rungs.is_censored, SIBLING_REASON)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record a failure that Tune considers final: with `max_failures=-1`, only of a trial that was not running."""
@@ -356,18 +343,14 @@ class WandbCallback(StatelessCallback):
 class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyped
     """A FIFO scheduler that also ends pending trials that must not start. Tune asks it before each start.
 
-    Arms are compared after the same number of steps, so no scheduler that favors an arm is used.
-
-    given_up_trials: ids of trials that have failed too often, though Tune would start them again. interrupt: once the
-    study or an arm is asked to stop, none of its pending trials starts. rungs: the rungs of successive halving, if it
-    is used; their censored arms start no further trial.
+    These are `given_up_trials`, which have failed too often, trials of a study or arm that is asked to stop, and those
+    of arms that the rungs of successive halving have censored. No scheduler that favors an arm is used, since arms are
+    compared after the same number of steps.
     """
 
     def __init__(self, given_up_trials: Container[str], interrupt: Interrupt, rungs: Rungs | None = None) -> None:
         super().__init__()
-        self._rungs = rungs
-        self._given_up_trials = given_up_trials
-        self._interrupt = interrupt
+        self._given_up_trials, self._interrupt, self._rungs = given_up_trials, interrupt, rungs
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         """Number the checkpoints of a trial after those that an earlier start left in its folder.

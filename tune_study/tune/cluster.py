@@ -20,14 +20,12 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 class Node(NamedTuple):
-    """A node that is alive."""
+    """A node that is alive. cpus, gpus: in total, free or in use."""
 
     id: str
-    """Ray's id of the node, in hexadecimal."""
     name: str
     """A name for messages, unique in the cluster."""
     cpus: float
-    """Total number of the node's CPUs in Ray, free or in use; `gpus` likewise."""
     gpus: float
     gpu_type: str
     """Ray's name of its GPU type, such as H100; empty if it has no GPU or Ray does not know the type."""
@@ -114,7 +112,7 @@ def count_fitting_runs(node: Node, n_gpus: float) -> int:
 
 
 def find_usable_nodes(nodes: Sequence[Node], n_gpus: float) -> tuple[Node, ...]:
-    """Find the nodes on which at least one run of `n_gpus` GPUs fits."""
+    """Find the nodes on which a run of `n_gpus` GPUs fits."""
     return tuple(node for node in nodes if count_fitting_runs(node, n_gpus))
 
 
@@ -123,8 +121,7 @@ def allocate_cluster(
 ) -> ResourcePlan:
     """Allocate the resources that the study gets from the cluster.
 
-    nodes: the nodes that are alive. gpus_option, max_concurrent: --gpus and --max-concurrent, if typed. Raises
-    PlanError if an option contradicts the cluster, or if no node can hold a run.
+    Raises PlanError if --gpus or --max-concurrent contradicts the cluster, or if no node can hold a run.
     """
     n_gpus = plan.base_config.trainer.n_gpus_per_node
     bundles = make_bundles(n_gpus)
@@ -135,25 +132,24 @@ def allocate_cluster(
         )
     resources.check_device(plan.base_config.trainer.device, n_gpus, gpus_option)
     resources.check_max_concurrent(max_concurrent)
-    usable_nodes = find_usable_nodes(nodes, n_gpus)
     node_texts = [f"{node.name} has {node.cpus:g} CPU and {node.gpus:g} GPU" for node in nodes]
     node_summary = "; ".join(node_texts) or "it has no nodes"
-    if not usable_nodes:
+    # Resources that other users hold now count as well, since Ray starts a run when they are free.
+    run_counts = {node: count_fitting_runs(node, n_gpus) for node in find_usable_nodes(nodes, n_gpus)}
+    if not run_counts:
         raise PlanError(
             f"A run reserves {len(bundles)} CPU and {n_gpus:g} GPU on one node, because nothing places its ranks on "
             f"several, but no node of the cluster at {address} has that many ({node_summary}): type a smaller "
             f"--gpus-per-exp, or add larger nodes."
         )
-    # Resources that other users hold now count as well, since Ray starts a run when they are free.
-    run_counts = {node: count_fitting_runs(node, n_gpus) for node in usable_nodes}
     capacity = sum(run_counts.values())
     max_runs = min(max_concurrent or capacity, len(plan.trials))
     # The plan shows the slots of a node; Ray assigns the actual GPUs when a run starts.
     slots = [f"{node.name}:{number}" for node, count in run_counts.items() for number in range(count)] if n_gpus else []
-    gpus = tuple(Gpu("", "", node.gpu_type or "GPU") for node in usable_nodes)
+    gpus = tuple(Gpu("", "", node.gpu_type or "GPU") for node in run_counts)
     return ResourcePlan(
         bundles=bundles,
-        cpus=int(sum(node.cpus for node in usable_nodes)),
+        cpus=int(sum(node.cpus for node in run_counts)),
         gpus=(),
         gpu_slots=tuple(slots),
         max_concurrent=min(capacity, max_runs),

@@ -12,8 +12,8 @@ from trainable.files.json_values import DamageWarning
 from trainable.runs.failures import NON_FINITE
 from trainable.runs.study_record import ENDED_STATUSES
 from tune_study.folder import outputs
-from tune_study.folder.statuses import StudyStatuses
-from tune_study.folder.summary import find_finished_runs, write_summary
+from tune_study.folder.statuses import StudyStatuses, find_finished_runs
+from tune_study.folder.summary import write_summary
 from tune_study.host.console import print_error, print_line, print_table, show_phases
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.session import StudySession

@@ -33,16 +33,13 @@ Ray reads the token only once and would refuse a different one at a later start,
 class LocalRay:
     """A context manager that keeps Ray running from one study to the next while they need the same CPUs and GPUs.
 
-    folders: results/<run> of the studies that need Ray. Ray ends after the last of them, after one that fails, or with
-    the context. is_local: whether the studies run on this machine instead of a cluster.
+    Ray ends after the last of the studies in `folders`, after one that fails, or with the context. is_local: whether
+    they run on this machine instead of a cluster.
     """
 
     def __init__(self, folders: Sequence[Path], console: Console, *, is_local: bool = True) -> None:
-        self._folders = tuple(folders)
-        self._is_local = is_local
-        self._console = console
-        self._pending_folders = set(folders)
-        self._exit_stack = ExitStack()
+        self._folders, self._console, self._is_local = tuple(folders), console, is_local
+        self._pending_folders, self._exit_stack = set(folders), ExitStack()
         self._resources: tuple[int, tuple[str, ...]] | None = None
         self._daemons: tuple[Daemon, ...] = ()
 

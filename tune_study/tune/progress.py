@@ -106,7 +106,7 @@ class Progress:
     def show_live(self) -> Iterator[None]:
         """Display the table in the terminal while the body runs, and leave its last state there.
 
-        A file or a pipe gets the lines of `_print_line` instead, since it would contain every redrawing of the table.
+        A file or a pipe gets the lines of `print_note` instead, since it would contain every redrawing of the table.
         """
         if not self._console.is_terminal:
             yield
@@ -127,10 +127,7 @@ class Progress:
                         view.last_status = "interrupted" if view.step else "never_ran"
 
     def continue_run(self, run_id: str, step: int, last_value: float | None, status: str = "waiting") -> None:
-        """Show a run as an earlier start of the study left it: its step, status and last value.
-
-        last_value: the last value of the primary metric.
-        """
+        """Show a run as an earlier start of the study left it. last_value: of the primary metric."""
         view = self.views[run_id]
         view.step, view.status = step, status
         if last_value is not None:
@@ -139,11 +136,7 @@ class Progress:
     def start_run(self, run_id: str) -> None:
         """Show that a run starts, or starts again."""
         self.views[run_id].status, self.views[run_id].has_row = "running", False
-        self._print_line(run_id, "started")
-
-    def print_note(self, run_id: str, note: str) -> None:
-        """Print a note for the user, such as an unusable checkpoint or a failure that is retried."""
-        self._print_line(run_id, note)
+        self.print_note(run_id, "started")
 
     def record_row(self, run_id: str, row: dict[str, Any]) -> None:
         """Show a training step."""
@@ -165,17 +158,14 @@ class Progress:
         view.signal_problem = find_signal_problem(row) if view.step == 1 or view.signal_problem else ""
         if view.signal_problem and view.signal_problem not in self._printed_problems:
             self._printed_problems.add(view.signal_problem)  # one line for all runs with this problem
-            self._print_line(run_id, f"at step 1, {view.signal_problem}")
+            self.print_note(run_id, f"at step 1, {view.signal_problem}")
         view.total_seconds = parse_finite(row.get("seconds_total"))
         if parse_finite(row.get(self._family.primary_metric)) is not None or view.step % _STEPS_PER_LINE == 0:
             line = format_step(self._family, row, view.spec.steps)
-            self._print_line(run_id, f"{line} time_left={format_duration(self.estimate_time_left(view))}")
+            self.print_note(run_id, f"{line} time_left={format_duration(self.estimate_time_left(view))}")
 
     def look_at_phases(self) -> None:
-        """Show what runs with long steps are doing. Frequent calls are cheap: it looks only every QUIET_SECONDS.
-
-        Without a terminal, a run prints such a line at most every SECONDS_PER_PHASE_LINE.
-        """
+        """Show what runs with long steps are doing, every QUIET_SECONDS (in lines: every SECONDS_PER_PHASE_LINE)."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -184,12 +174,12 @@ class Progress:
             view.phase = read_phase(self._run_dirs[run_id], view.step + 1) if view.status == "running" else ""
             if view.phase and now >= self._next_phase_lines[run_id]:
                 self._next_phase_lines[run_id] = now + SECONDS_PER_PHASE_LINE
-                self._print_line(run_id, f"step {view.step + 1}/{view.spec.steps}: {view.phase}")
+                self.print_note(run_id, f"step {view.step + 1}/{view.spec.steps}: {view.phase}")
 
     def end_run(self, run_id: str, status: str, reason: str) -> None:
         """Show that a run has ended."""
         self.views[run_id].status = status
-        self._print_line(run_id, f"{status}: {reason}")
+        self.print_note(run_id, f"{status}: {reason}")
 
     def estimate_time_left(self, view: RunView) -> float | None:
         """Estimate the seconds that a run still needs: its remaining steps times its mean seconds per step.
@@ -278,8 +268,8 @@ class Progress:
         cells["time left"] = format_duration(self.estimate_time_left(view)) if view.is_open else ""
         return {**cells, "status": view.status_text}
 
-    def _print_line(self, run_id: str, text: str) -> None:
-        """Print a plain line, unless there is a live table."""
+    def print_note(self, run_id: str, text: str) -> None:
+        """Print a plain line, such as a failure that is retried, unless there is a live table."""
         if not self._console.is_terminal:
             self._console.print(f"{run_id} {text}", markup=False, highlight=False, soft_wrap=True)
 

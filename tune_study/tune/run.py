@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,10 +14,9 @@ from trainable.config.command_lines import format_command
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import MAX_ROLLING_CHECKPOINTS, METRICS_FILE, read_rows
 from trainable.runs.stop_rules import parse_finite
-from trainable.runs.study_record import ENDED_STATUSES, StatusRecord
+from trainable.runs.study_record import ENDED_STATUSES
 from tune_study.folder import outputs
-from tune_study.folder.statuses import StudyStatuses
-from tune_study.folder.summary import find_finished_runs
+from tune_study.folder.statuses import StudyStatuses, find_finished_runs
 from tune_study.host.console import print_line
 from tune_study.host.interrupt import TimeLimit, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
@@ -37,11 +37,10 @@ from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
 from tune_study.tune.search.rounds import plan_next_round
 from tune_study.tune.session import StudySession, SuiteContext, plan_next_look
-from tune_study.tune.trials import make_trial_configs, make_trial_name
+from tune_study.tune.trials import list_run_ids, make_trial_configs
 
 if TYPE_CHECKING:
     from tune_study.tune.callbacks import Recorder
-    from tune_study.tune.wandb_logging import WandbLog
 
 _RAY_ENVIRONMENT = {
     # Send no usage data to Ray's developers.
@@ -76,8 +75,8 @@ def execute_study(
 
     skipped_statuses: runs with one of these statuses are not run again. time_limit: when to stop the study as after
     Ctrl-C. suite: given if the study is part of a suite.
-    Returns the exit code: 0 if every run has ended well, 1 for a failure, or 130 for Ctrl-C. Raises PlanError if the
-    study's files cannot be written or are behind links, or if another driver runs the study.
+    Returns the exit code: 0 if every run has ended well, 1 for a failure, or 130 for Ctrl-C. Raises UnsafePathError if
+    the study's files are behind links, and PlanError if they cannot be written, or if another driver runs the study.
     """
     is_local, is_alone = not resource_plan.cluster_address, suite is None
     outputs.check_study_links(plan)
@@ -90,7 +89,7 @@ def execute_study(
             ray = stack.enter_context(LocalRay([plan.folder], console, is_local=is_local))
             suite = SuiteContext(ray, make_interrupt(plan.folder), lambda: None)
         progress = Progress(plan, resource_plan.max_concurrent, console)
-        stack.enter_context(suite.interrupt.limit_time(time_limit, lambda text: print_line(console, text)))
+        stack.enter_context(suite.interrupt.limit_time(time_limit, partial(print_line, console)))
         storage = None
         if plan.storage is not None:
             from tune_study.folder.storage import StoredStudy  # imports pyarrow's file systems, which few studies need
@@ -98,9 +97,13 @@ def execute_study(
             storage = StoredStudy(plan)
             stack.enter_context(storage.keep_synced())
         finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
-        session = StudySession(
-            plan, resource_plan, console, suite, finished_statuses, progress, storage, _make_wandb_log(plan)
-        )
+        wandb_log = None
+        if plan.wandb.mode != "off":
+            # This must not import Ray, which reads its environment on import: `prepare_environment` has not run yet.
+            from tune_study.tune.wandb_logging import WandbLog
+
+            wandb_log = WandbLog(plan)
+        session = StudySession(plan, resource_plan, console, suite, finished_statuses, progress, storage, wandb_log)
         exit_code = _run_session(session)
         end_wandb(session)
     # A suite ends with an index of its studies.
@@ -216,7 +219,7 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
         is_over = not any(view.is_open for view in session.progress.views.values())
         summary = "Ray Tune could not complete its own record of the study" if is_over else "The study ended early"
         problem = f"{summary}: {_format_error(error)}."
-    _censor_waiting(recorder, statuses)  # again, since an error may have ended the study
+    recorder.censor_waiting()  # again, since an error may have ended the study
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
         try:
@@ -263,11 +266,7 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
     from tune_study.tune.callbacks import WandbCallback  # imports Ray, as does the next one
     from tune_study.tune.watchdog import DiskSpaceGuard, watch_daemons
 
-    plan, console = session.plan, session.console
-
-    def print_text(text: str) -> None:
-        print_line(console, text)
-
+    plan, print_text = session.plan, partial(print_line, session.console)
     # Ray installs a SIGTERM handler when it starts, so our handlers are installed afterwards.
     with (
         session.suite.ray.acquire(plan.folder, session.resource_plan, has_next_round=plan.has_next_round) as daemons,
@@ -284,17 +283,8 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
         ):
             tuner.fit()
             # Done before the table shows how each run ended.
-            for status in _censor_waiting(recorder, statuses):
+            for status in recorder.censor_waiting():
                 session.progress.end_run(status.run_id, status.display_text, status.reason)
-
-
-def _censor_waiting(recorder: "Recorder", statuses: StudyStatuses) -> list[StatusRecord]:
-    """End the waiting runs of arms that successive halving has stopped."""
-    from tune_study.tune.search.halving import SIBLING_REASON
-
-    if recorder.rungs is None:
-        return []
-    return statuses.censor_waiting(recorder.rungs.is_censored, SIBLING_REASON)
 
 
 def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str) -> None:
@@ -333,9 +323,10 @@ def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callback
     from tune_study.tune.tuner import make_tuner
 
     plan, resource_plan, interrupt = session.plan, session.resource_plan, session.interrupt
+    names = {spec.run_id: plan.get_trial_name(spec) for spec in plan.runs}
 
     def make_name(trial: Any) -> str:
-        return make_trial_name(plan, trial.config)
+        return names[list_run_ids(trial.config)[0]]
 
     configs = make_trial_configs(plan, session.finished_statuses, interrupt, resource_plan.placement_settings)
     return make_tuner(
@@ -355,11 +346,7 @@ def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callback
 
 
 def import_tensorboard() -> None:
-    """Import tensorboardX, which Tune uses for its event files, without importing torch.
-
-    tensorboardX imports torch only to recognize tensors. That costs the driver two seconds and 200 MB, and rows have
-    only numbers.
-    """
+    """Import tensorboardX, which Tune uses for its event files, without torch: two seconds and 200 MB for no tensor."""
     if "torch" in sys.modules:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # makes its import an ImportError
@@ -400,16 +387,6 @@ def make_run_options(session: StudySession, recorder: "Recorder", extra_callback
         "checkpoint_config": tune.CheckpointConfig(num_to_keep=MAX_ROLLING_CHECKPOINTS, checkpoint_at_end=True),
         "verbose": 0,  # `Progress` prints instead
     }
-
-
-def _make_wandb_log(plan: StudyPlan) -> "WandbLog | None":
-    """Make the log that writes the W&B runs of a study; None if W&B is off."""
-    if plan.wandb.mode == "off":
-        return None
-    # This must not import Ray, which reads its environment on import: `prepare_environment` has not run yet.
-    from tune_study.tune.wandb_logging import WandbLog
-
-    return WandbLog(plan)
 
 
 def _show_earlier_rows(session: StudySession, *, names_finished: bool) -> None:

@@ -20,30 +20,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SuiteContext:
-    """The objects that the studies of a suite share. A study outside a suite has its own context.
-
-    ray: keeps Ray running from one study to the next. interrupt: the request to stop, which ends the whole suite.
-    on_ray_lost: called if Ray's daemons have exited, after the study was concluded and before the process ends.
-    """
+    """The objects that the studies of a suite share. A study outside a suite has its own context."""
 
     ray: LocalRay
     interrupt: Interrupt
+    """The request to stop, which ends the whole suite."""
     on_ray_lost: Callable[[], object]
+    """Called if Ray's daemons have exited, after the study was concluded and before the process ends."""
 
 
 @dataclass(frozen=True)
 class StudySession:
-    """One start of a study: its plan, its resources and its outputs.
-
-    finished_statuses: statuses, by run_id, of the runs that are not run again. storage: the study in its storage, if it
-    has one. wandb: the log that writes the W&B runs; None if W&B is off.
-    """
+    """One start of a study: its plan, its resources and its outputs."""
 
     plan: StudyPlan
     resource_plan: ResourcePlan
     console: Console
     suite: SuiteContext
     finished_statuses: Mapping[str, StatusRecord]
+    """By run_id, of the runs that are not run again."""
     progress: Progress
     storage: "StoredStudy | None" = None
     wandb: "WandbLog | None" = None

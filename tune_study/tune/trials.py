@@ -128,9 +128,3 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
             **place,
         },
     }
-
-
-def make_trial_name(plan: StudyPlan, config: Mapping[str, Any]) -> str:
-    """Return the name of the trial with this config, which also names its folder."""
-    (spec,) = (spec for spec in plan.runs if spec.run_id == list_run_ids(config)[0])
-    return plan.get_trial_name(spec)

@@ -34,16 +34,12 @@ class Daemon(NamedTuple):
 
 def find_ray_daemons() -> tuple[Daemon, ...]:
     """Find the processes called DAEMON_NAMES that this process has started, which excludes another study's Ray."""
-    children = psutil.Process().children()
-    return tuple(Daemon(name, child) for child in children for name in DAEMON_NAMES if name in _read_command(child))
-
-
-def _read_command(process: psutil.Process) -> str:
-    """Read the file name of a process's executable; empty if it has exited or cannot be read."""
-    try:
-        return Path((process.cmdline() or [""])[0]).name
-    except psutil.Error:
-        return ""
+    daemons = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has exited
+            command = Path((child.cmdline() or [""])[0]).name
+            daemons += [Daemon(name, child) for name in DAEMON_NAMES if name in command]
+    return tuple(daemons)
 
 
 def has_exited(daemon: Daemon) -> bool:
@@ -71,8 +67,7 @@ def kill_children() -> None:
 def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], None]) -> Iterator[None]:
     """During the body, check in a thread that all `daemons` are alive; call `on_daemon_lost` if one has exited.
 
-    A separate thread is needed because the main thread is then stuck in a call to Ray, which never returns without its
-    daemons. on_daemon_lost: called with a message; must end this process.
+    The main thread is then stuck in a call to Ray. on_daemon_lost: called with a message; must end this process.
     """
     is_over = threading.Event()
 
@@ -108,17 +103,14 @@ class DiskSpaceGuard(StatelessCallback):
     While the loop is blocked, Tune processes no result and writes no file, so no failed write can end the study. Runs
     are separate processes and wait for disk space by themselves.
 
-    folders: where the driver and Ray write. patience: seconds to wait for disk space (trainer.disk_patience).
-    interrupt: a request to stop ends the wait. notify: called with a message when the wait begins and when it ends.
+    folders: where the driver and Ray write. patience: seconds to wait (trainer.disk_patience). notify: called with a
+    message when the wait begins and when it ends.
     """
 
     def __init__(
         self, folders: Sequence[Path], patience: float, interrupt: Interrupt, notify: Callable[[str], None]
     ) -> None:
-        self._folders = tuple(folders)
-        self._patience = patience
-        self._interrupt = interrupt
-        self._notify = notify
+        self._folders, self._patience, self._interrupt, self._notify = tuple(folders), patience, interrupt, notify
         self._next_check = 0.0
         # True after `patience`, when the study continues and writes may fail. It stays true while the disk is full, or
         # every iteration of Tune's loop would wait again.

@@ -103,18 +103,18 @@ def _parse_literal(text: str) -> list[str] | None:
             value = ast.literal_eval(text)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return None
-    return list(_list_texts(value)) if isinstance(value, str | Mapping | Sequence | set) else None
+    try:
+        return list(_list_texts(value)) if isinstance(value, str | Mapping | Sequence | set) else None
+    except RecursionError:
+        return None
 
 
 def _list_texts(value: object) -> Iterator[str]:
     """Yield all texts of nested lists and mappings, without keys."""
     if isinstance(value, str):
         yield value.strip()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _list_texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _list_texts(item)
     elif isinstance(value, set):  # in an order that does not depend on hashes
         yield from sorted(item.strip() for item in value if isinstance(item, str))

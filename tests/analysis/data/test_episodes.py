@@ -1,5 +1,4 @@
 import json
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -173,11 +172,11 @@ def test_a_lost_line_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_is_refused_is_named(tmp_path: Path) -> None:
     write_run(tmp_path, make_episode(0, 123))
-    (tmp_path / EPISODES_FILE).unlink()
-    os.mkfifo(tmp_path / EPISODES_FILE)
+    (tmp_path / EPISODES_FILE).rename(tmp_path / "moved")
+    (tmp_path / EPISODES_FILE).symlink_to(tmp_path / "moved")
     episodes, (problem,) = read_with_problems(tmp_path)
     assert episodes == []
-    assert "episodes.jsonl is a FIFO" in problem
+    assert "episodes.jsonl is a symbolic link" in problem
 
 
 @pytest.mark.parametrize(

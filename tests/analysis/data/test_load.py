@@ -17,7 +17,7 @@ from analysis.data.load import load, read_study
 from analysis.data.schemas import CATEGORY
 from analysis.data.tables import write_table
 from tests.fakes.lines import append_record, change_records
-from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.json_values import DamageWarning, read_object, write_object
 from trainable.files.paths import UnsafePathError
@@ -426,26 +426,16 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def replace_by_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 def replace_by_link(path: Path) -> None:
     path.rename(path.with_suffix(".moved"))
     path.symlink_to(path.with_suffix(".moved"))
-
-
-def replace_by_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
 
 
 def write_wrong_types(path: Path) -> None:
     write_object(path, {**read_object(path), "config": 3, "started_at": "2:26", "seed": "x"})
 
 
-DAMAGES = (flip, replace_by_fifo, replace_by_link, replace_by_folder, write_wrong_types)
+DAMAGES = (flip, replace_by_link, write_wrong_types)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -562,28 +552,6 @@ def test_a_table_of_another_schema_is_made_again(tmp_path: Path, monkeypatch: py
     with pytest.warns(UserWarning, match=f"it has schema {SCHEMA + 1}, and this version reads schema {SCHEMA}"):
         loaded_frames = load(folder)
     assert diff_frames(loaded_frames.steps, frames.steps) == []
-
-
-@pytest.mark.long
-def test_a_deleted_file_of_probes_is_named_when_the_tables_are_made_again(tmp_path: Path) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run, FakeRun("0.1", steps=3)], SHORT)
-    probes = folder / "runs" / run.run_id / "probes.jsonl"
-    write_lines(probes, [FakeAnalysis(step, "probe").make_line() for step in (2, 3)])
-    write_tables(folder)
-    write_tables(folder)  # nothing is lost
-    probes.unlink()
-    lost = rf"{run.run_id}/probes\.jsonl has no probe of step 2, 3 any more, and gradients\.parquet had it"
-    with pytest.warns(DamageWarning, match=lost):
-        write_tables(folder)
-    # A run that was removed as a whole is not missed, and neither is a table that cannot be read.
-    write_lines(probes, [FakeAnalysis(2, "probe").make_line()])
-    write_tables(folder)
-    shutil.rmtree(probes.parent)
-    study = read_object(folder / "study.json")
-    entries = [entry for entry in study["runs"] if entry["run_id"] != run.run_id]
-    write_object(folder / "study.json", {**study, "runs": entries})
-    write_tables(folder)
 
 
 def test_tables_made_from_damaged_files_say_so(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 import io
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -89,13 +88,11 @@ def test_categories_stay_categories(tmp_path: Path) -> None:
     assert read["arm"].tolist() == ["b", "a", "b"]
 
 
-def test_a_table_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo.parquet")
+def test_a_table_is_not_read_through_a_link(tmp_path: Path) -> None:
     write_table(pd.DataFrame({"a": [1]}), tmp_path / "other.parquet")
     (tmp_path / "link.parquet").symlink_to(tmp_path / "other.parquet")
-    for name, problem in (("fifo", "is a FIFO"), ("link", "is a symbolic link")):
-        with pytest.raises(ValueError, match=problem):
-            read_table(tmp_path / f"{name}.parquet")
+    with pytest.raises(ValueError, match="is a symbolic link"):
+        read_table(tmp_path / "link.parquet")
 
 
 def test_a_changed_byte_anywhere_is_noticed(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from analysis.sweep.collapse import (
     HALVED_SUCCESS,
     compute_survival,
     count_collapses,
+    find_collapse_step,
     find_run_ends,
     make_validations,
 )
 from analysis.sweep.findings import describe_collapses
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from trainable.runs.history import RunHistory
 
 STUDY = FakeStudy(levels=40)
 STOP = ("low_validation_success", 0.002, 0.01)
@@ -47,6 +49,12 @@ def test_a_run_collapses_by_a_rule_or_by_its_success(frames: StudyFrames) -> Non
     is_low = curve["value"].to_numpy() < np.maximum.accumulate(curve["value"].to_numpy()) / 2
     first = int(np.flatnonzero(is_low[1:] & is_low[:-1])[0]) + 1
     assert ends["end_step"].to_list() == [60, 60, 60, 20, curve["step"].iloc[first], 3]
+
+
+def test_the_files_of_a_run_tell_the_same_collapse(frames: StudyFrames) -> None:
+    for end in find_run_ends(frames).to_dict("records"):
+        history = RunHistory.read(frames.folders[0] / "runs" / end["run_id"], 60)
+        assert find_collapse_step(history) == (end["end_step"] if end["is_collapse"] else None)
 
 
 def test_survival_is_the_fraction_of_runs_without_collapse(frames: StudyFrames) -> None:

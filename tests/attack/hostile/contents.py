@@ -1,11 +1,9 @@
-"""Hostile texts, names, numbers, nestings and code in the files of a study that are no tables."""
+"""Hostile texts, names and code in the files of a study that are no tables."""
 
 import hashlib
 import json
-import os
 import pickle
 import random
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -59,22 +57,12 @@ def edit_json(path: Path, edit: Callable[[Content], object]) -> None:
 TEXTS = {
     "escape": "\x1b[2J\x1b[H",
     "clipboard": "\x1b]52;c;ZXZpbA==\x07",
-    "title": "\x1b]0;owned\x07",
-    "link": "\x1b]8;;file:///etc/passwd\x1b\\text\x1b]8;;\x1b\\",
-    "c1-controls": "\x9b2J\x90q\x9c",
-    "bell-and-backspace": "\x07\x08\x08\x7f",
-    "carriage-return": "fine\rbad",
     "bidirectional": "\u202egnp.evil\u2066x",
-    "nul": "a\x00b",
-    "lone-surrogate": "a\ud800b",
-    "line-feeds": "\n\n\ntune_study: all is well\n",
     "markup": f"<script>{MARKER}</script><img src=x onerror={MARKER}><svg onload={MARKER}>\"'></script></style>",
     "console-markup": "[link=file:///etc/passwd]x[/link][bold red]y[/][/]",
     "mathtext": r"$\frac{$ $x_{$ \(",
-    "template": "{{ 7*7 }}{% include '/etc/passwd' %}{0.__class__}%s%n",
     "formula": "=cmd|'/c calc'!A0,@SUM(1)",
     "long": "x" * 300_000,
-    "right-to-left": "قصف\u200f" * 20,
 }
 
 
@@ -161,16 +149,9 @@ TEXT_PLACES: dict[str, Callable[[str, HostileCopy, random.Random], None]] = {
 RUN_IDS: dict[str, object] = {
     "parent": "../../../home/letters",
     "absolute": "/etc",
-    "dot": ".",
     "dots": "..",
     "empty": "",
     "long": "x" * 300,
-    "number": 7,
-    "null": None,
-    "list": ["a"],
-    "nul": "a\x00b",
-    "line-feed": "a\nb",
-    "surrogate": "a\ud800",
     "hidden": ".ssh",
 }
 
@@ -200,56 +181,6 @@ def _add_many_runs(copy: HostileCopy, rng: random.Random) -> None:
         content["runs"] += [{**content["runs"][0], "run_id": f"run-{number}"} for number in range(100_000)]
 
     edit_json(copy.folder / "study.json", edit)
-
-
-def _add_values(copy: HostileCopy, count: int) -> None:
-    """Lists of about `count` arms and of `count` seeds."""
-
-    def edit(content: Content) -> None:
-        content["axis"]["values"] += [f"value-{number}" for number in range(count - 10)]
-        content["seeds"] = list(range(count))
-
-    edit_json(copy.folder / "study.json", edit)
-
-
-def _add_many_values(copy: HostileCopy, rng: random.Random) -> None:
-    """A list of nearly as many arms as a study may have runs."""
-    _add_values(copy, 10_000)
-
-
-def _add_too_many_values(copy: HostileCopy, rng: random.Random) -> None:
-    """A list of 100,000 arms and of 100,000 seeds."""
-    _add_values(copy, 100_000)
-
-
-def _add_many_folders(copy: HostileCopy, rng: random.Random) -> None:
-    """20,000 checkpoints and 5,000 runs of which study.json knows nothing."""
-    for number in range(20_000):
-        (copy.run_dir() / "state" / f"step_{number + 10}").mkdir()
-    for number in range(5_000):
-        (copy.folder / "runs" / f"run-{number}").mkdir()
-
-
-def _add_deep_folders(copy: HostileCopy, rng: random.Random) -> None:
-    """A folder 1,500 levels deep, whose path is longer than the system takes."""
-    folder = os.getcwd()
-    os.chdir(copy.folder)
-    try:
-        for _ in range(1_500):
-            os.mkdir("deep")
-            os.chdir("deep")
-    finally:
-        os.chdir(folder)
-
-
-def _add_odd_names(copy: HostileCopy, rng: random.Random) -> None:
-    """Names that are no text, that a terminal obeys, that look like options or like numbers of steps."""
-    names = [b"\xff\xfe", b"\x1b[2J", b"a\nb", b"-rf", b"x" * 255, "\u202eevil".encode(), b"<script>", b"$\\frac{$"]
-    for folder in (copy.folder, copy.folder / "runs", copy.run_dir(), copy.run_dir() / "state"):
-        for name in names:
-            (Path(os.fsdecode(os.fsencode(folder) + b"/" + name))).mkdir()
-    for name_text in ("step_99999999999999999999999", "step_-1", "step_1e5", "step_\u0663", "step_", "step_007"):
-        (copy.run_dir() / "state" / name_text).mkdir()
 
 
 # Code.
@@ -349,36 +280,18 @@ def _replace_with_pickle(pattern: str, copy: HostileCopy, rng: random.Random) ->
         path.write_bytes(pickle.dumps(Toucher(copy.home / "ran")))
 
 
-# JSON: nestings, numbers, encodings, sizes.
-
-NESTED = b'{"a":' + b"[" * 1_000_000
+# JSON: encodings and sizes.
 JSON_CONTENTS: dict[str, bytes] = {
     "nested-lists": b"[" * 1_000_000,
-    "nested-objects": b'{"a":' * 1_000_000,
-    "long-number": b'{"schema": ' + b"9" * 1_000_000 + b"}",
-    "no-number": b'{"schema": NaN, "name": Infinity}',
     "other-encoding": '{"schema": 1}'.encode("utf-16"),
-    "byte-order-mark": b"\xef\xbb\xbf{}",
     "equal-keys": b'{"schema": 1, "schema": 2, "name": "a", "name": []}',
     "large": b'{"a": "' + b"x" * 60_000_000 + b'"}',
-    "many-keys": json.dumps({f"key-{number}": number for number in range(300_000)}).encode(),
 }
 JSON_FILES = {
     "study.json": "results/*/study.json",
     "run.json": "results/*/runs/*PPO*/run.json",
     "status.json": "results/*/runs/*PPO*/status.json",
     "checksums.json": "results/*/runs/*/state/*/checksums.json",
-}
-NUMBERS: dict[str, object] = {
-    "not-a-number": float("nan"),
-    "infinity": float("inf"),
-    "huge": 10**400,
-    "beyond-64-bits": 2**63,
-    "negative": -1,
-    "fraction": 0.5,
-    "text": "1",
-    "null": None,
-    "truth": True,
 }
 
 
@@ -387,102 +300,10 @@ def _write_json(pattern: str, content: bytes, copy: HostileCopy, rng: random.Ran
         path.write_bytes(content)
 
 
-def _write_state(content: bytes, copy: HostileCopy, rng: random.Random) -> None:
-    """The values of every checkpoint, with the checksum that belongs."""
-    for path in copy.output.rglob("state.json"):
-        path.write_bytes(content)
-        _mend_checksums(path.parent)
-
-
-def _mend_checksums(folder: Path) -> None:
-    checksums = json.loads((folder / "checksums.json").read_text())
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("state.*")}
-    (folder / "checksums.json").write_text(json.dumps({**checksums, **_put_digests(checksums, digests)}))
-
-
-def _put_digests(checksums: Content, digests: dict[str, str]) -> Content:
-    """The checksums of a checkpoint with other digests, wherever they are in the file."""
-    return {
-        name: digests.get(name, _put_digests(value, digests) if isinstance(value, dict) else value)
-        for name, value in checksums.items()
-    }
-
-
-def _change_row_numbers(value: object, copy: HostileCopy, rng: random.Random) -> None:
-    """All numbers of a file of rows, with right checksums."""
-
-    def edit(row: Content) -> None:
-        row.update({name: value for name, old in row.items() if isinstance(old, float | int)})
-        for inner_row in (*row.get("rows", []), *row.get("turns", [])):
-            inner_row.update({name: value for name, old in inner_row.items() if isinstance(old, float | int)})
-
-    for name in LINE_FILES:
-        rewrite_rows(copy.run_dir() / name, edit)
-
-
-def _change_row_steps(value: object, copy: HostileCopy, rng: random.Random) -> None:
-    for name in LINE_FILES:
-        rewrite_rows(copy.run_dir() / name, lambda row: row.update(step=value))
-
-
-def _change_study_numbers(value: object, copy: HostileCopy, rng: random.Random) -> None:
-    def edit(content: Content) -> None:
-        content["seeds"] = [value]
-        content["settings"]["trainer"]["total_training_steps"] = value
-        content["schema"] = value
-
-    edit_json(copy.folder / "study.json", edit)
-
-
-def _change_status_numbers(value: object, copy: HostileCopy, rng: random.Random) -> None:
-    for number in (0, 1):
-        edit_json(
-            copy.run_dir(number) / "status.json",
-            lambda content: content.update(stop_value=value, stop_threshold=value, stop_step=value, ended_at=value),
-        )
-
-
 def _add_many_rows(copy: HostileCopy, rng: random.Random) -> None:
     """200,000 rows of 200,000 steps, with right checksums."""
     row = {"step": 0, "run_id": copy.run_ids[0], "seed": 0, "train_success": 0.5}
     write_lines(copy.run_dir() / "metrics.jsonl", ({**row, "step": step} for step in range(1, 200_001)))
-
-
-def _add_nested_rows(copy: HostileCopy, rng: random.Random) -> None:
-    for name in LINE_FILES:
-        (copy.run_dir() / name).write_bytes(chain_lines([b'{"step": ' + b"[" * 500_000 + b"]" * 500_000 + b"}"]))
-
-
-# Tensors.
-
-
-def _write_tensors(header: object, length: int | None, copy: HostileCopy, rng: random.Random) -> None:
-    """Checkpoints whose safetensors header lies, with the checksums that belong."""
-    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
-    content = struct.pack("<Q", len(encoded) if length is None else length) + encoded + bytes(64)
-    for path in copy.output.rglob("state.safetensors"):
-        path.unlink()
-        path.write_bytes(content)
-        _mend_checksums(path.parent)
-
-
-def _describe_tensor(shape: list[int], offsets: list[int], dtype: str = "F32") -> dict[str, object]:
-    return {"actor/weight": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
-
-
-TENSORS: dict[str, tuple[object, int | None]] = {
-    "long-header": (b"{}", 2**63),
-    "header-beyond-the-end": (b"{}", 2**40),
-    "huge-shape": (_describe_tensor([2**62, 2**62], [0, 64]), None),
-    "offsets-beyond-the-end": (_describe_tensor([2**30], [0, 2**32]), None),
-    "backward-offsets": (_describe_tensor([16], [64, 0]), None),
-    "overlapping": ({**_describe_tensor([16], [0, 64]), "b": _describe_tensor([16], [0, 64])["actor/weight"]}, None),
-    "negative-shape": (_describe_tensor([-16], [0, 64]), None),
-    "unknown-type": (_describe_tensor([16], [0, 64], "F31"), None),
-    "no-tensors": ({}, None),
-    "nested-header": (b'{"a":' + b"[" * 500_000, None),
-    "many-empty-tensors": ({f"t{number}": _describe_tensor([0], [0, 0])["actor/weight"] for number in range(99)}, None),
-}
 
 
 def _make_contents() -> dict[str, Change]:
@@ -494,15 +315,7 @@ def _make_contents() -> dict[str, Change]:
         changes[f"run-id/{name}"] = partial(_change_run_id, run_id)
     for name, path in (("parent", "../../../../home/letters"), ("absolute", "/tmp"), ("home", "~/letters")):
         changes[f"paths/{name}"] = partial(_change_run_paths, path)
-    for change in (
-        _add_many_runs,
-        _add_many_values,
-        _add_too_many_values,
-        _add_many_folders,
-        _add_deep_folders,
-        _add_odd_names,
-    ):
-        changes[f"names/{change.__name__.removeprefix('_add_').replace('_', '-')}"] = change
+    changes["names/many-runs"] = _add_many_runs
     changes["code/modules"] = _plant_modules
     for key, value in (
         ("trainable", "evil:Evil"),
@@ -520,16 +333,7 @@ def _make_contents() -> dict[str, Change]:
     for file_name, pattern in JSON_FILES.items():
         for name, content in JSON_CONTENTS.items():
             changes[f"json/{file_name}/{name}"] = partial(_write_json, pattern, content)
-    for name, content in JSON_CONTENTS.items():
-        changes[f"json/state.json/{name}"] = partial(_write_state, content)
-    for name, number in NUMBERS.items():
-        changes[f"number/rows/{name}"] = partial(_change_row_numbers, number)
-        changes[f"number/steps/{name}"] = partial(_change_row_steps, number)
-        changes[f"number/study/{name}"] = partial(_change_study_numbers, number)
-        changes[f"number/status/{name}"] = partial(_change_status_numbers, number)
-    changes["rows/many"], changes["rows/nested"] = _add_many_rows, _add_nested_rows
-    for name, (header, length) in TENSORS.items():
-        changes[f"tensors/{name}"] = partial(_write_tensors, header, length)
+    changes["rows/many"] = _add_many_rows
     return changes
 
 

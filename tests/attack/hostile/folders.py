@@ -24,7 +24,7 @@ SECONDS = 10.0
 TIME_LIMIT_S = 180.0
 MAX_GROWTH_KB = 1_500_000
 """What a command may take in addition to what this process has: far more than a real study of this size needs."""
-ADDRESS_SPACE = 24 << 30
+MAX_BYTES = 24 << 30
 """A limit that protects this machine from a command that takes more."""
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -124,7 +124,7 @@ def try_cell(sample: SampleStudy, workshop: Workshop, cell: Cell, rng: random.Ra
             report.unlink()  # so that what is looked at is what was written now
         home_before = read_tree(home)
         try:
-            problems = call_in_child(partial(run_commands, copy), TIME_LIMIT_S, ADDRESS_SPACE)
+            problems = call_in_child(partial(run_commands, copy), TIME_LIMIT_S, MAX_BYTES)
         except ChildError as error:
             problems = [str(error)]
         home_after = {path: content for path, content in read_tree(home).items() if not path.startswith(USER_FOLDERS)}

@@ -1,14 +1,10 @@
-"""Links, pipes, sockets and devices in the place of files and folders of a study."""
+"""Links in the place of files and folders of a study."""
 
-import os
 import random
 import shutil
-import socket
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.attack.cells import NotPossibleError
 from tests.attack.damaged_files import FILES, RARE_FILES, FilePattern, find_file
 from tests.attack.hostile.contents import Change, HostileCopy
 
@@ -25,10 +21,6 @@ def point_to_file(copy: HostileCopy, path: Path) -> str:
 
 def point_to_folder(copy: HostileCopy, path: Path) -> str:
     return str(copy.home)
-
-
-def point_to_endless_device(copy: HostileCopy, path: Path) -> str:
-    return "/dev/zero"
 
 
 def point_to_itself(copy: HostileCopy, path: Path) -> str:
@@ -49,7 +41,6 @@ TARGETS: dict[str, Callable[[HostileCopy, Path], str]] = {
     "nowhere": point_nowhere,
     "file-outside": point_to_file,
     "folder-outside": point_to_folder,
-    "endless-device": point_to_endless_device,
     "itself": point_to_itself,
     "copy-outside": point_to_copy,
 }
@@ -97,52 +88,8 @@ def _link_path(pattern: str, target: str) -> Change:
     return change
 
 
-def _make_socket(path: Path) -> None:
-    """Bind a socket at a path of any length, by a name that is relative to its folder."""
-    folder = os.getcwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path.name)
-    finally:
-        os.chdir(folder)
-
-
-def _make_device(path: Path) -> None:
-    try:
-        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero
-    except PermissionError as error:
-        raise NotPossibleError("this user may not make devices") from error
-
-
-SPECIALS: dict[str, Callable[[Path], None]] = {
-    "fifo": os.mkfifo,
-    "socket": _make_socket,
-    "device": _make_device,
-    "folder": os.mkdir,
-}
-SPECIAL_FILES = (
-    "study.json",
-    ".lock",
-    "trials.parquet",
-    "ended/status.json",
-    "ended/run.json",
-    "ended/metrics.jsonl",
-    "interrupted/rolling-checkpoint/state.json",
-)
-
-
-def _replace_file(file: FilePattern, make: Callable[[Path], None]) -> Change:
-    def change(copy: HostileCopy, rng: random.Random) -> None:
-        path = find_file(copy.output, file)
-        path.unlink()
-        make(path)
-
-    return change
-
-
 def _make_links() -> dict[str, Change]:
-    """Every file with a link of some kind, every folder with some, and special files in important places."""
+    """Every file with a link of some kind, and every folder with some."""
     target_names = list(TARGETS)
     files = [file for file in FILES if file.name not in RARE_FILES]
     changes: dict[str, Change] = {}
@@ -155,10 +102,6 @@ def _make_links() -> dict[str, Change]:
     for number, name in enumerate(TEMPORARY_FILES):
         target = ("file-outside", "folder-outside")[number % 2]
         changes[f"link/{name}/{target}"] = _link_path(name, target)
-    by_name = {file.name: file for file in files}
-    for name in SPECIAL_FILES:
-        for kind, make in SPECIALS.items():
-            changes[f"special/{name}/{kind}"] = _replace_file(by_name[name], make)
     return changes
 
 

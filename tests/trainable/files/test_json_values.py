@@ -5,10 +5,8 @@ import pytest
 
 from trainable.files.json_values import (
     MAX_BYTES,
-    MAX_DEPTH,
     DamagedFileError,
     find_object,
-    parse_json,
     read_json,
     read_object,
     write_object,
@@ -16,30 +14,7 @@ from trainable.files.json_values import (
 from trainable.files.paths import UnsafePathError
 
 
-@pytest.mark.parametrize("brackets", ["[]", '{"a":}'])
-def test_nesting_is_limited_at_the_same_depth_from_any_caller(brackets: str) -> None:
-    def nest(depth: int) -> bytes:
-        return (brackets[:-1] * depth + "1" + brackets[-1] * depth).encode()
-
-    def call_deeply(depth: int) -> None:
-        if depth:
-            call_deeply(depth - 1)
-        else:
-            parse_json(nest(MAX_DEPTH))
-
-    parse_json(nest(MAX_DEPTH))
-    call_deeply(300)
-    for depth in (MAX_DEPTH + 1, 10**6):
-        with pytest.raises(ValueError, match=f"deeper than {MAX_DEPTH}"):
-            parse_json(nest(depth))
-
-
-def test_brackets_beside_each_other_and_in_strings_are_not_nested() -> None:
-    values = [["[" * 500, '\\"[[' * 200, {}] for _ in range(500)]
-    assert parse_json(json.dumps(values).encode()) == values
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{'a': 1}", b"1" * 5000])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{'a': 1}", b"1" * 5000, b"[" * 10**5])
 def test_damage_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "study.json").write_bytes(content)
     with pytest.raises(DamagedFileError, match=r"study\.json is damaged: it is not valid JSON"):
@@ -103,13 +78,6 @@ def test_a_file_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(DamagedFileError, match="at most 67108864 are read"):
         read_json(tmp_path / "run.json")
-
-
-@pytest.mark.parametrize("end", [b"", b"\\", b'"'])
-def test_an_unfinished_string_is_skipped_in_linear_time(end: bytes) -> None:
-    # In quadratic time, this would take hours.
-    with pytest.raises(ValueError, match=r"Unterminated|Invalid|Expecting|deeper"):
-        parse_json(b"[" * (MAX_DEPTH + 1) + b'"' + b'\\"' * 2**20 + end)
 
 
 def test_a_message_shows_control_characters(tmp_path: Path) -> None:

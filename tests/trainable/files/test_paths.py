@@ -92,16 +92,6 @@ def test_a_failed_atomic_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert read_contents(tmp_path) == {"a": "old"}
 
 
-def test_an_atomic_write_does_not_replace_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "trials.parquet").mkdir()
-    with (
-        pytest.raises(UnsafePathError, match=r"trials\.parquet is a folder"),
-        atomic_write(tmp_path / "trials.parquet"),
-    ):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["trials.parquet"]
-
-
 def test_folders_are_created_one_by_one(tmp_path: Path, home: Path) -> None:
     assert make_folder(tmp_path, "figures", "gradients") == tmp_path / "figures" / "gradients"
     assert make_folder(tmp_path, "figures", "gradients").is_dir()
@@ -124,22 +114,3 @@ def test_the_path_to_the_root_may_have_links(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     check_tree(tmp_path / "out", [tmp_path / "out" / "logs"], [tmp_path / "out" / "results" / "run"])
     check_tree(tmp_path / "out", [], [tmp_path / "out"])
-
-
-def test_a_lock_that_is_a_folder_is_an_error_of_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / ".lock").mkdir()
-    with pytest.raises(UnsafePathError, match=r"\.lock is a folder, and a study has a regular file there\. Remove it$"):
-        acquire_lock(tmp_path, 0)
-
-
-def test_a_tree_that_is_deeper_than_the_system_takes_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    monkeypatch.chdir(tree)
-    for _ in range(25):
-        os.mkdir("d" * 200)
-        os.chdir("d" * 200)
-    with pytest.raises(UnsafePathError, match="tree contains folders whose paths are longer than the system takes"):
-        check_tree(tmp_path, trees=[tree])

@@ -215,7 +215,7 @@ def test_deeply_nested_values_with_a_right_checksum_are_refused(tmp_path: Path) 
     checksums = {name: compute_sha256(folder / name) for name in FILES[:2]}
     (folder / "checksums.json").write_text(json.dumps(checksums))
     for read in (read_checkpoint, read_values):
-        with pytest.raises(CheckpointError, match="nested deeper"):
+        with pytest.raises(CheckpointError, match="nested too deeply"):
             read(folder)
 
 

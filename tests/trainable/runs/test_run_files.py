@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -120,6 +119,6 @@ def test_a_file_that_is_refused_is_named_and_hides_no_other(tmp_path: Path) -> N
     (problem,) = lines.find_damage()
     assert problem.startswith(f"{tmp_path / LEVELS_FILE} is a symbolic link")
     (tmp_path / METRICS_FILE).unlink()
-    os.mkfifo(tmp_path / METRICS_FILE)
+    (tmp_path / METRICS_FILE).mkdir()
     assert read_rows(tmp_path / METRICS_FILE) == []
-    assert "metrics.jsonl is a FIFO" in RunLines.read(tmp_path).find_damage()[0]
+    assert "Is a directory" in RunLines.read(tmp_path).find_damage()[0]

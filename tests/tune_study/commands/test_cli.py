@@ -27,6 +27,7 @@ from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.commands import preflight
 from tune_study.commands.cli import app
 from tune_study.commands.describe import make_study_list
+from tune_study.demo.archive import unpack
 from tune_study.folder.outputs import lock_folder, make_study_record, write_study
 from tune_study.placement.model_size import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
@@ -709,6 +710,14 @@ def test_status_says_which_runs_could_not_learn_in_any_step(work_dir: Path) -> N
         write_lines(plan.get_run_dir(spec.run_id) / "metrics.jsonl", [{**empty, "step": 1}, last_row])
     output = type_in(f"status {plan.folder}").out
     assert "\nIn 1 of 2 runs (arm 0), every group had equal scores, so the rewards taught nothing.\n" in output
+
+
+def test_status_names_the_step_of_a_collapse(work_dir: Path) -> None:
+    unpack(work_dir / "results" / "study")
+    lines = type_in("status results/study").out.splitlines()
+    assert "collapsed" in lines[1]
+    assert [line.split()[:2] for line in lines if "at step 40 " in line] == [["0", "1"]]
+    assert sum(" at step " in line for line in lines) == 3
 
 
 def test_the_status_of_a_run_knows_the_steps_of_its_arm(work_dir: Path) -> None:

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ from trainable.runs.study_record import StatusRecord, write_record
 from trainable.trial import PPO
 from tune_study.commands.cli import app
 from tune_study.folder import outputs
-from tune_study.folder.saved_checkpoints import find_missing, list_saved_steps
-from tune_study.folder.study_file import plan_from_folder, read_study
+from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
 
@@ -83,17 +81,10 @@ def type_in(*words: str, code: int = 0) -> str:
 
 
 @pytest.mark.long
-def test_every_command_reads_a_moved_folder(moved_folder: Path, whole_study: StudyPlan) -> None:
-    run_id = whole_study.runs[0].run_id
-    missing = (
-        f"1 saved checkpoint is not in {moved_folder}/model_saving, or was never saved, if --save-freq was changed: "
-        f"{run_id} step 2."
-    )
+def test_every_command_reads_a_moved_folder(moved_folder: Path) -> None:
     status = type_in("status", f"./{NAME}")
     assert "kl (laptop): unfinished; runs: 1 interrupted" in status
-    assert missing in status
     plan_text = type_in("resume", str(moved_folder), "--dry-run")
-    assert missing in plan_text
     assert f"Results: {moved_folder}\n" in plan_text
     assert f"Summary log: {moved_folder}/logs/kl_sweep_sokoban-tiny.log" in plan_text
     assert f"Report: {moved_folder}/report.html" in type_in("report", f"./{NAME}")
@@ -128,31 +119,6 @@ def test_a_moved_run_continues_from_its_rolling_checkpoint(moved_folder: Path) -
     assert [row["step"] for row in read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)] == [1, 2, 3, 4, 5]
     checkpoint_dir = moved_folder / spec.checkpoint_dir
     assert sorted(path.name for path in checkpoint_dir.iterdir()) == ["global_step_4", "global_step_5"]
-
-
-def test_copied_checkpoints_are_no_longer_missing(moved_folder: Path, whole_study: StudyPlan) -> None:
-    study = read_study(moved_folder)
-    (missing,) = find_missing(moved_folder, study)
-    assert missing == (whole_study.runs[0].run_id, moved_folder / whole_study.runs[0].checkpoint_dir, (2,))
-    shutil.copytree(moved_folder.parent.parent / "hidden" / "model_saving", moved_folder / "model_saving")
-    assert list(find_missing(moved_folder, study)) == []
-    # With a storage, saved checkpoints are there; a path that leaves the folder is not looked up.
-    shutil.rmtree(moved_folder / "model_saving")
-    assert list(find_missing(moved_folder, replace(study, storage="file:///shelf"))) == []
-    for path in ("../elsewhere", "/elsewhere", ""):
-        entries = (replace(study.runs[0], checkpoints=path),)
-        assert list(find_missing(moved_folder, replace(study, runs=entries))) == []
-
-
-def test_a_checkpoint_that_may_not_have_been_written_is_not_missing() -> None:
-    rows = [{"step": step} for step in range(1, 7)]
-    assert list_saved_steps(rows, 2, has_ended=False) == [2, 4]
-    assert list_saved_steps(rows, 2, has_ended=True) == [2, 4, 6]
-    assert list_saved_steps(rows, 4, has_ended=True) == [4, 6]
-    assert list_saved_steps(rows, -1, has_ended=True) == []
-    assert list_saved_steps([], 2, has_ended=False) == []
-    # The last row of a damaged or hostile file may claim any step; the steps without a row are not listed.
-    assert list_saved_steps([*rows, {"step": 2**60}], 2, has_ended=True) == [2, 4, 6, 2**60]
 
 
 @pytest.mark.slow

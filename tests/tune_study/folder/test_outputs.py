@@ -24,14 +24,12 @@ from trainable.runs.run_files import read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, write_record
 from tune_study.folder import summary
 from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
-from tune_study.folder.statuses import StudyStatuses, make_timestamp
+from tune_study.folder.statuses import StudyStatuses, find_finished_runs, make_timestamp, parse_skipped_statuses
 from tune_study.folder.study_file import check_unchanged, plan_from_folder
 from tune_study.folder.summary import (
-    find_finished_runs,
     format_run_times,
     format_summary_line,
     format_wall_seconds,
-    parse_skipped_statuses,
     write_summary,
 )
 from tune_study.placement.model_files import check_model, find_hub_cache, make_absolute

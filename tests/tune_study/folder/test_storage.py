@@ -105,15 +105,15 @@ def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str, tmp_path
     plan = make_plan_in(tmp_path / "a", uri)
     other_plan = replace(plan, folder=tmp_path / "b" / "results" / plan.run)
     with StoredStudy(plan).keep_synced():
-        assert storage.is_running(plan.study_uri or "")
+        assert storage.find_driver(plan.study_uri or "")
         with (
             pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), last heard of \d+ s ago"),
             StoredStudy(other_plan).keep_synced(),
         ):
             pass
-        assert storage.is_running(plan.study_uri or "")
+        assert storage.find_driver(plan.study_uri or "")
     assert not (tmp_path / "b").exists()
-    assert not storage.is_running(plan.study_uri or "")
+    assert not storage.find_driver(plan.study_uri or "")
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_a_driver_is_gone_when_its_process_is_or_when_it_was_not_heard_of(
     start_study(plan)
     content = {"user": "somebody", "host": host or socket.gethostname(), "pid": pid, "time": time.time() - age}
     open_folder(plan).put(DRIVER_FILE, json.dumps(content).encode())
-    assert storage.is_running(plan.study_uri or "") == is_running
+    assert bool(storage.find_driver(plan.study_uri or "")) == is_running
     open_folder(plan).put(DRIVER_FILE, b"damaged")
-    assert not storage.is_running(plan.study_uri or "")
+    assert not storage.find_driver(plan.study_uri or "")
 
 
 # Copies.

@@ -193,6 +193,17 @@ def test_the_rules_of_a_study_have_its_thresholds() -> None:
     assert rules("influence")._stoppers  # only the alarm: a trial of several runs ends when all have ended
 
 
+@pytest.mark.parametrize("all_quantities", [False, True])
+def test_a_failure_before_the_first_row_has_its_columns(make_trial: Any, all_quantities: bool) -> None:
+    trial = make_trial(**SMALL, **{"collapse_detection.all_quantities": all_quantities})
+    trial.begin = {}.__getitem__  # any error
+    expected_columns = {*make_empty_row(all_quantities=all_quantities)} - {"stop_rule"}
+    result = trial.step()
+    assert result["failure_class"] == "error"
+    assert expected_columns <= result.keys()
+    assert ("collapse_first_turn_marginal_std" in result) == all_quantities
+
+
 def test_a_failure_that_is_not_retried_is_a_result(make_trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = make_trial(**SMALL)
     trial.step()

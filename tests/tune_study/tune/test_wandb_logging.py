@@ -13,6 +13,7 @@ from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeAnalysis
 from tests.fakes.wandb_files import read_wandb_files
 from trainable.config.run_config import apply_overrides
+from trainable.files.paths import UnsafePathError
 from trainable.runs.records import make_empty_row
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE
 from trainable.runs.study_record import StatusRecord, WandbMode, WandbTarget, write_record
@@ -110,7 +111,7 @@ def test_a_link_in_the_place_of_the_folder_of_wandb_is_refused(tmp_path: Path) -
     plan = make_plan_in(tmp_path)
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (tmp_path / "wandb").symlink_to(elsewhere)
-    with pytest.raises(PlanError, match="is a symbolic link"):
+    with pytest.raises(UnsafePathError, match="is a symbolic link"):
         check_study_links(plan)
 
 
@@ -144,9 +145,9 @@ def test_ray_is_not_imported_before_its_environment_is_prepared() -> None:
     code = (
         "import sys; from pathlib import Path; from search_spaces.catalog import STUDIES\n"
         "from tune_study.plan.study_plan import WandbTarget, make_plan\n"
-        "from dataclasses import replace; from tune_study.tune.run import _make_wandb_log\n"
+        "from dataclasses import replace; from tune_study.tune.wandb_logging import WandbLog\n"
         "plan = make_plan(STUDIES['kl'], 'laptop', 'a test', {}, ('0',), 1, Path('out'))\n"
-        "log = _make_wandb_log(replace(plan, wandb=WandbTarget('offline'))); log.close()\n"
+        "log = WandbLog(replace(plan, wandb=WandbTarget('offline'))); log.close()\n"
         "assert 'ray' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr == ""

@@ -129,5 +129,5 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
         with pytest.raises(QuestionFileError, match=message):
             read_questions(tmp_path / "b.jsonl")
     (tmp_path / "b.jsonl").write_text("[" * 100_000)
-    with pytest.raises(QuestionFileError, match="line 1: brackets are nested deeper"):
+    with pytest.raises(QuestionFileError, match="line 1: brackets are nested too deeply"):
         read_questions(tmp_path / "b.jsonl")
