@@ -1,7 +1,7 @@
 """Check that this machine, or each node of a cluster, has all that a study needs, then start the study."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple, cast
@@ -15,7 +15,8 @@ from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands import describe
-from tune_study.commands.option_groups import LaunchOptions, StudyOptions
+from tune_study.commands.arguments.options import list_assigned_settings
+from tune_study.commands.requests import LaunchRequest, StudyRequest
 from tune_study.commands.run_options import ChosenPreset
 from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs
@@ -37,6 +38,9 @@ from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, StudyPlan, check_level_seeds
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
+
+_GPU_SETTINGS = ("model.path", "model_path", "n_gpus_per_node", "gpu_memory_utilization")
+"""Settings whose values suit only certain GPUs or the paper preset, as their keys end."""
 
 
 class PlacementChoices(NamedTuple):
@@ -67,7 +71,7 @@ class _Requirements(NamedTuple):
 
 def start_studies(
     plans: Sequence[StudyPlan],
-    options: LaunchOptions,
+    options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
     dry_run: bool,
     console: Console,
@@ -90,7 +94,7 @@ def start_studies(
         _check_context(plan)
     uses_gpus = any(plan.model is not None for plan in plans)
 
-    def adapt_options(plan: StudyPlan) -> LaunchOptions:
+    def adapt_options(plan: StudyPlan) -> LaunchRequest:
         """Adapt the options to one study: in a suite, --gpus applies only to the studies that use GPUs."""
         return replace(options, gpus=None) if uses_gpus and plan.model is None else options
 
@@ -121,7 +125,7 @@ def start_studies(
         )
 
 
-def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
+def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
     """Choose W&B's mode and project: as typed, as at the last start, or offline if trainer.logger names wandb.
 
     Raises PlanError for an unknown mode, for a project without W&B or with an invalid name, and if the package wandb is
@@ -178,25 +182,15 @@ def _check_context(plan: StudyPlan) -> None:
             )
 
 
-def names_adapters(settings: Iterable[str]) -> bool:
-    """Check whether one of the names in `settings` is the rank of adapters."""
-    return any("lora_rank" in name for name in settings)
-
-
-def list_choices(options: StudyOptions, launch_options: LaunchOptions) -> PlacementChoices:
+def list_choices(request: StudyRequest, launch: LaunchRequest) -> PlacementChoices:
     """Collect what was typed for the preset, the adapters (also rank 0 for none) and the GPUs."""
-    gpu_options = (
-        options.model,
-        options.gpus_per_exp,
-        options.gpu_memory_utilization,
-        launch_options.gpus,
-        launch_options.gpu_memory_gib,
-        launch_options.address,
-    )
+    keys = [assignment.partition("=")[0].strip() for assignment in request.list_assignments()]
+    keys += [setting for _, setting, _ in list_assigned_settings(request)]
+    gpu_options = (launch.gpus, launch.gpu_memory_gib, launch.address)
     return PlacementChoices(
-        options.preset,
-        has_adapters=names_adapters(assignment.partition("=")[0] for assignment in options.list_assignments()),
-        has_gpus=any(option is not None for option in gpu_options),
+        request.preset,
+        has_adapters=any("lora_rank" in key for key in keys),
+        has_gpus=any(option is not None for option in gpu_options) or any(key.endswith(_GPU_SETTINGS) for key in keys),
         command=outputs.format_command_line(),
     )
 
@@ -204,7 +198,7 @@ def list_choices(options: StudyOptions, launch_options: LaunchOptions) -> Placem
 def make_plans_that_fit(
     make_plans: Callable[[ChosenPreset], list[StudyPlan]],
     choices: PlacementChoices,
-    options: LaunchOptions,
+    options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
 ) -> list[StudyPlan]:
     """Make the plans under the typed or default preset, and adapt them if the GPUs are too small.
@@ -234,7 +228,7 @@ def make_plans_that_fit(
 
 
 def explain_misfit(
-    plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...]
+    plans: Sequence[StudyPlan], options: LaunchRequest, visible_gpus: tuple[Gpu, ...]
 ) -> tuple[str, list[str]]:
     """Return (reason, remedies) of the first study that does not fit this machine's GPUs; see `explain_excess`."""
     for plan in plans:
@@ -247,7 +241,7 @@ def explain_misfit(
 
 def _print_plan(
     plan: StudyPlan,
-    options: LaunchOptions,
+    options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
     nodes: tuple[Node, ...] | None,
     console: Console,
@@ -310,7 +304,7 @@ def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
 
 
 def prepare_study(
-    plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
+    plan: StudyPlan, options: LaunchRequest, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
 ) -> PreparedStudy:
     """Check the requirements of a study. Raises PlanError if one is not met.
 
@@ -339,7 +333,7 @@ def prepare_study(
 
 def _estimate_requirements(
     plan: StudyPlan,
-    options: LaunchOptions,
+    options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
     nodes: tuple[Node, ...] | None,
     dry_run: bool,
@@ -426,7 +420,7 @@ def _check_files(plan: StudyPlan) -> None:
 def _check_cluster(
     plan: StudyPlan,
     resource_plan: ResourcePlan,
-    options: LaunchOptions,
+    options: LaunchRequest,
     disk_budget: DiskBudget,
     nodes: tuple[Node, ...],
 ) -> MemoryPlan | None:

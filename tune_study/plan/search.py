@@ -40,7 +40,6 @@ def make_point_study(study: Study, points: Mapping[str, Settings]) -> Study:
         contrasts={},
         interactions={},
         variants={},
-        has_include_zero_option=True,
     )
 
 

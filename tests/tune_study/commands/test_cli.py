@@ -114,11 +114,7 @@ REFUSED_LINES = [
     ("run kl --kl-type mse", "--kl-type does not belong to study kl: type --set actor.kl_loss_type=NAME."),
     ("run smoke-all --kl-type mse", "--kl-type does not belong to study smoke-all"),
     ("run smoke --kl-type abs", "--kl-type abs is not a KL loss of the grid: type one of low_var_kl, kl, mse."),
-    (
-        "run smoke --rollout_filter_strategy best",
-        "--rollout_filter_strategy best is not a strategy: type one of top_p,",
-    ),
-    ("run kl --rollout_filter_strategy top_k", "type --set filter.rollout_filter_strategy=NAME."),
+    ("run smoke --rollout_filter_strategy best", "--rollout_filter_strategy best: must be 'top_p', 'top_k',"),
     (
         "run smoke --set actor.entropy_coeff=1",
         "The arms of study smoke differ in `actor.entropy_coeff`: choose its values with --gr",
@@ -131,8 +127,11 @@ REFUSED_LINES = [
     ("run entropy --kl-values 0", "type --entropy-values."),
     ("run kl --rollout_filter_value 0.9", "type --kl-values."),
     ("run top-p --kl-values 0", "type --rollout_filter_value."),
-    ("run top-p --rollout_filter_include_zero True", "--rollout_filter_include_zero does not belong to study top-p"),
-    ("run kl --rollout_filter_include_zero maybe", "'maybe' is neither True nor False"),
+    (
+        "run top-p --rollout_filter_include_zero True",
+        "in `filter.rollout_filter_include_zero`: choose its values",
+    ),
+    ("run kl --rollout_filter_include_zero maybe", "--rollout_filter_include_zero maybe: must be a valid boolean"),
     ("run kl --preset paper --gpus 0,1,2 --gpus-per-exp 2 --dry-run", "3 GPUs do not divide into runs of 2"),
     ("run kl --preset paper --gpus 0,1", "The study asks for GPU 0,1 and no GPU is visible"),
     ("run kl --preset paper", "The study asks for 1 GPU per run and no GPU is visible"),
@@ -249,7 +248,8 @@ def test_a_study_that_another_process_runs_is_not_started_again(work_dir: Path) 
         files_before = read_files(work_dir)
         answer = type_in(f"resume {plan.folder}")
         assert answer.code == 2
-        assert f"Another process is running the study in {plan.folder}" in answer.err
+        assert f"Another process is running the study in {plan.folder}: wait for it, or type `" in answer.err
+        assert f"python -m tune_study stop {plan.folder}`." in answer.err
         assert read_files(work_dir) == files_before
 
 
@@ -753,6 +753,16 @@ def test_status_names_a_damaged_status_and_goes_on(work_dir: Path) -> None:
     with pytest.warns(DamageWarning, match=r"status\.json is damaged: it does not match its checksum\.$"):
         answer = type_in(f"status {plan.folder}")
     assert answer.out.startswith("kl (laptop): unfinished; runs: 1 interrupted, 1 never_ran\n")
+
+
+@pytest.mark.parametrize("name", ["report.html", "study.json", "figures/curves.svg"])
+def test_a_file_of_a_study_is_answered_with_its_folder(work_dir: Path, name: str) -> None:
+    folder = write_started_study(work_dir).folder
+    answer = type_in(f"report {folder / name}")
+    assert answer.code == 2
+    assert (
+        f"contains no study (no study.json): type the folder results/<run> of a study, such as {folder}." in answer.err
+    )
 
 
 def test_a_folder_of_something_else_is_named_as_such(work_dir: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from search_spaces.catalog import STUDIES
 from trainable.config.run_config import RunConfig
 from tune_study.commands import doctor
-from tune_study.commands.option_groups import LaunchOptions
+from tune_study.commands.requests import LaunchRequest
 from tune_study.host import machine_checks
 from tune_study.host.gpus import Gpu
 from tune_study.host.machine_checks import CheckResult
@@ -46,7 +46,7 @@ def shadow_modules(folder: Path, monkeypatch: pytest.MonkeyPatch, **modules: str
 
 def check_preset(name: str, preset: str, output: Path, gpus: tuple[Gpu, ...] = ()) -> CheckResult:
     plan = make_plan(STUDIES["kl"], preset, "a test", {}, None, None, output)
-    return doctor.run_check(doctor.list_checks(plan, LaunchOptions(), gpus)[name])
+    return doctor.run_check(doctor.list_checks(plan, LaunchRequest(), gpus)[name])
 
 
 def test_a_model_that_is_not_here_comes_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,9 @@
 """The options of `run` for studies of other families and for suites."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
 
 import pytest
-from typer import Typer
 from typer.testing import CliRunner
 
 import search_spaces.catalog
@@ -15,9 +12,8 @@ from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO, as_run_config
-from tune_study.commands.arguments.parser import expand_groups, make_axis_options
 from tune_study.commands.cli import app
-from tune_study.commands.option_groups import RunOptions
+from tune_study.commands.requests import RunRequest
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.plan.study_names import find_study
 
@@ -39,7 +35,10 @@ def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
         ),
         ("influence --gpu-memory-utilization 0.5", "--gpu-memory-utilization does not belong to study influence"),
         ("influence --gpus-per-exp 1", "--gpus-per-exp 1.0: must be less than or equal to 0"),
-        ("influence --rollout_filter_include_zero True", "which filters no groups: leave it out"),
+        (
+            "influence --rollout_filter_include_zero True",
+            "--rollout_filter_include_zero does not belong to study influence",
+        ),
         ("influence --rollout_filter_strategy top_p", "--rollout_filter_strategy does not belong to study influence"),
         ("influence --gpus 0", "--gpus 0: study influence trains on the CPU. Leave --gpus out."),
         ("influence --groups 1", "--groups does not belong to study influence, whose axis is update rule: type --arms"),
@@ -122,24 +121,10 @@ def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert f"--kl-values does not belong to study rate, whose axis is actor.lr: type {option}." in error
 
 
-def test_a_flag_that_a_study_declares_is_an_option_of_the_command() -> None:
-    app, calls = Typer(), []
-    studies = [make_rate_study("actor.lr", "--lr-values"), make_rate_study("actor.eps", "--values"), STUDIES["top-p"]]
-
-    @dataclass
-    class Axes:
-        texts: Annotated[Mapping[str, str | None], make_axis_options(studies)]
-
-    def command(name: str, axes: Axes, seeds: int = 1) -> None:
-        calls.append((name, axes.texts, seeds))
-
-    app.command()(expand_groups(command))
-    for words in ("x --lr-values 1,2 --seeds 3", "x --lr_values 1,2 --seeds 3"):
-        assert CliRunner().invoke(app, words.split()).exit_code == 0
-        assert calls.pop() == ("x", {"--values": None, "--lr-values": "1,2", "--rollout_filter_value": None}, 3)
-    help_text = CliRunner().invoke(app, ["--help"]).stdout
-    assert "Study rate: values of actor.lr, for example 1e-4,3e-4." in " ".join(help_text.replace("│", " ").split())
-    assert CliRunner().invoke(app, ["x", "--arms", "1"]).exit_code == 2
+def test_every_flag_that_a_study_declares_is_an_option() -> None:
+    flags = {study.axis.option for study in STUDIES.values()}
+    assert flags <= {f"--{field.name}" for field in fields(RunRequest)} | {"--kl-values", "--entropy-values"}
+    assert {"kl_values", "entropy_values"} <= {field.name for field in fields(RunRequest)}
 
 
 def test_values_are_typed_for_any_axis_and_once(tmp_path: Path) -> None:
@@ -174,7 +159,7 @@ def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkey
     (tmp_path / "lines.txt").touch()
     monkeypatch.chdir(tmp_path)
     assignments = ["mnist_folder=digits", "text_file=lines.txt", "model_name=some/model"]
-    options = RunOptions(assignments=assignments, output=tmp_path / "out", dry_run=True)
+    options = RunRequest(assignments=assignments, output=tmp_path / "out", dry_run=True)
     base_config = plan_from_options(STUDIES["sandbox"], ChosenPreset("laptop", "a test"), options).base_config
     assert isinstance(base_config, UpdateRuleConfig)
     assert (base_config.mnist_folder, base_config.text_file) == (str(tmp_path / "digits"), str(tmp_path / "lines.txt"))
@@ -207,7 +192,7 @@ def test_every_study_is_found_by_either_spelling() -> None:
 @pytest.mark.parametrize("game", ["sokoban", "frozenlake", "mastermind", "countdown"])
 @pytest.mark.parametrize("preset", ["laptop", "stress", "paper"])
 def test_a_game_brings_its_settings_and_typed_ones_win(tmp_path: Path, game: str, preset: str) -> None:
-    options = RunOptions(env=game, assignments=["env.max_turn=3"], output=tmp_path / "out", dry_run=True)
+    options = RunRequest(env=game, assignments=["env.max_turn=3"], output=tmp_path / "out", dry_run=True)
     plan = plan_from_options(STUDIES["kl"], ChosenPreset(preset, "a test"), options)
     config = as_run_config(plan.base_config)
     assert (config.env.name, config.env.max_turn) == (game, 3)

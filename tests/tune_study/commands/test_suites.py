@@ -13,7 +13,7 @@ from rich.console import Console
 
 from search_spaces.catalog import STUDIES
 from tune_study.commands import preflight, suites
-from tune_study.commands.option_groups import LaunchOptions
+from tune_study.commands.requests import LaunchRequest
 from tune_study.folder import outputs
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement import disk
@@ -45,7 +45,7 @@ def run_suite(
 
     monkeypatch.setattr(suites, "execute_study", fake_execute)
     console = Console(record=True, width=300)
-    exit_code = preflight.start_studies(plans, LaunchOptions(), (), False, console)
+    exit_code = preflight.start_studies(plans, LaunchRequest(), (), False, console)
     return exit_code, started_names, console.export_text()
 
 
@@ -194,7 +194,7 @@ def test_studies_that_fit_one_by_one_and_not_together_are_refused(
 
 def test_gpus_are_for_the_studies_of_a_suite_that_take_some(tmp_path: Path, two_plans: list[StudyPlan]) -> None:
     console = Console(record=True, width=300)
-    options = LaunchOptions(gpus="0")
+    options = LaunchRequest(gpus="0")
     overrides = {"trainer.n_gpus_per_node": 1.0, "trainer.device": "cuda"}
     gpu_plan = make_plan(STUDIES["kl"], "laptop", "a test", overrides, ("0",), 1, tmp_path)
     assert preflight.start_studies([*two_plans, gpu_plan], options, (), True, console) == 0
@@ -225,7 +225,7 @@ def test_a_refused_suite_changes_nothing_of_the_suite_or_study_that_runs(
         (first_plan.output / name).parent.mkdir(exist_ok=True)
         (first_plan.output / name).write_text("written by the process that runs")
     locked_folder = {"a suite": first_plan.folder.parent, "the study": first_plan.folder}[what]
-    options = LaunchOptions()
+    options = LaunchRequest()
     with ExitStack() as stack:
         hold_lock(locked_folder, stack)
         paths = {path: path.read_bytes() for path in first_plan.output.rglob("*") if path.is_file()}

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.catalog import STUDIES
+from search_spaces.declaration.study import Axis
 from search_spaces.language_model.family import get_model_name
 from tests.fakes.trainer import make_study
 from trainable.config.run_config import ConfigError, apply_overrides
@@ -20,7 +22,7 @@ from tune_study.plan.study_plan import (
     make_plan,
     set_max_seeds,
 )
-from tune_study.plan.typed_settings import collect_overrides, parse_bool, parse_values
+from tune_study.plan.typed_settings import collect_overrides, expand_groups, parse_values
 
 # (experiment name, log, checkpoint folder) of every default value in the published scripts for Qwen2.5-3B.
 LABELS = ("0", "0001", "0003", "001", "003", "01")
@@ -245,6 +247,14 @@ def test_assignments_that_cannot_be_meant_are_refused(
         collect_overrides(STUDIES[study], options, assignments)
 
 
+def test_groups_of_values_need_no_grid_of_the_paper() -> None:
+    axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4", "1e-3")}, value_groups={"low": ("1e-4", "3e-4")})
+    study = replace(STUDIES["kl"], axis=axis)
+    assert expand_groups(study, ("1e-3", "low")) == ("1e-4", "3e-4", "1e-3")
+    with pytest.raises(PlanError, match="--values high is not a group: type one or more of low, or names of arms"):
+        expand_groups(study, ("high",))
+
+
 def test_assignments_take_published_keys() -> None:
     overrides = collect_overrides(STUDIES["kl"], {"trainer.save_freq": 5}, ["es_manager.train.env_groups=4", "lam=1.0"])
     assert overrides == {"trainer.save_freq": 5, "env.env_groups": "4", "algorithm.lam": "1.0"}
@@ -263,18 +273,6 @@ def test_an_unknown_study_preset_or_count_is_refused() -> None:
 
 def test_a_study_is_found_with_either_dash() -> None:
     assert find_study("top_p") is STUDIES["top-p"]
-
-
-@pytest.mark.parametrize(
-    ("word", "value"), [("True", True), ("yes", True), ("1", True), ("false", False), ("N", False)]
-)
-def test_bool_words(word: str, value: bool) -> None:
-    assert parse_bool(word, "--flag") is value
-
-
-def test_a_word_that_is_no_bool_is_refused() -> None:
-    with pytest.raises(PlanError, match="--flag 'maybe' is neither True nor False"):
-        parse_bool("maybe", "--flag")
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-3B", "/models/Qwen2.5-3B", "/models/Qwen2.5-3B/"])

@@ -14,7 +14,7 @@ from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Study
 from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
 from trainable.runs.study_record import StatusRecord, find_record
-from tune_study.commands.option_groups import LaunchOptions, SearchOptions, StudyOptions
+from tune_study.commands.requests import LaunchRequest, SearchRequest, StudyRequest
 from tune_study.commands.run_options import ChosenPreset
 from tune_study.commands.searching import plan_search, run_and_confirm
 from tune_study.folder.study_file import plan_from_folder, read_study
@@ -25,7 +25,7 @@ from tune_study.tune.search import rounds
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-LAUNCH = LaunchOptions(max_concurrent=2, wandb="off")
+LAUNCH = LaunchRequest(max_concurrent=2, wandb="off")
 RATE = ("lr=1e-4:1e-1",)
 
 
@@ -45,8 +45,8 @@ def make_search(
     asha: int | None = None,
 ) -> StudyPlan:
     assignments = [f"{name}={value}" for name, value in settings.items()]
-    options = SearchOptions(trials, list(vary), points_per_round=2, confirm_seeds=confirm_seeds, asha=asha)
-    study_options = StudyOptions(seeds=2, assignments=assignments, output=output)
+    options = SearchRequest(trials, list(vary), points_per_round=2, confirm_seeds=confirm_seeds, asha=asha)
+    study_options = StudyRequest(seeds=2, assignments=assignments, output=output)
     return plan_search(study, ChosenPreset("laptop", "a test"), options, study_options, source=None)
 
 

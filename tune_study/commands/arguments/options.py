@@ -1,16 +1,33 @@
-"""Options that several commands or groups of options share, with their spellings and help texts.
+"""Options that several commands share, with their help texts and the settings that they assign.
 
-The published scripts spell options with underscores, so both spellings are accepted.
+Hyphens and underscores of an option are the same: the published scripts use underscores.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from typer import Argument, Option
 
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.games import GAMES
+
+
+class Setting(NamedTuple):
+    """Marks an option that assigns its value to the dotted setting `name`. As published, some assign several."""
+
+    name: str
+
+
+def list_assigned_settings(request: object) -> Iterator[tuple[str, str, Any]]:
+    """Yield (option, setting, value) for each setting that a typed option of a request assigns."""
+    for name, hint in get_type_hints(type(request), include_extras=True).items():
+        option, *markers = hint.__metadata__
+        value = getattr(request, name)
+        if value is not None and value is not False:
+            # Inside Annotated, Typer takes the first argument for the default until it reads the signature.
+            yield from ((option.default, marker.name, value) for marker in markers)
 
 
 def complete_study(incomplete: str) -> list[str]:
@@ -31,17 +48,9 @@ StudyName = Annotated[
         autocompletion=complete_study,
     ),
 ]
-Code = Annotated[
-    list[str] | None,
-    Option("--code", metavar="FILE", help="A file whose parts the study uses, like my_loss.py; repeatable."),
-]
-AcceptChangedFile = Annotated[
-    bool, Option("--accept-changed-file", help="Go on although the file of the study has changed since its start.")
-]
 RunLocation = Annotated[
     str, Argument(metavar="RUN", help="Folder of the study, results/<run>, or its URI in a storage, <storage>/<run>.")
 ]
-
 Preset = Annotated[
     str | None,
     Option(
@@ -61,42 +70,45 @@ Env = Annotated[
 ]
 UpdateMicroBatch = Annotated[
     int | None,
-    Option(
-        "--ppo-micro-batch-size-per-gpu",
-        "--ppo_micro_batch_size_per_gpu",
-        metavar="N",
-        help="Micro-batch size of the policy and critic updates.",
-    ),
+    Option("--ppo-micro-batch-size-per-gpu", metavar="N", help="Micro-batch size of the policy and critic updates."),
+    Setting("actor.ppo_micro_batch_size_per_gpu"),
+    Setting("critic.ppo_micro_batch_size_per_gpu"),
 ]
 LogProbMicroBatch = Annotated[
     int | None,
     Option(
         "--log-prob-micro-batch-size-per-gpu",
-        "--log_prob_micro_batch_size_per_gpu",
         metavar="N",
         help="Micro-batch size of the passes without gradients of policy and reference.",
     ),
+    Setting("rollout.log_prob_micro_batch_size_per_gpu"),
+    Setting("rollout.ref_log_prob_micro_batch_size_per_gpu"),
 ]
 Gpus = Annotated[str | None, Option("--gpus", metavar="LIST", help="GPU ids, like 0,1,2,3; default: all visible GPUs.")]
 GpusPerExp = Annotated[
     float | None,
-    Option("--gpus-per-exp", "--gpus_per_exp", metavar="N", help="GPUs per run: 1, 4, or a fraction like 0.5."),
+    Option("--gpus-per-exp", metavar="N", help="GPUs per run: 1, 4, or a fraction like 0.5."),
+    Setting("trainer.n_gpus_per_node"),
 ]
 RayNumCpus = Annotated[
     int | None,
-    Option("--ray-num-cpus", "--ray_num_cpus", metavar="N", help="CPUs that Ray may use; ignored by `probe`."),
+    Option("--ray-num-cpus", metavar="N", help="CPUs that Ray may use; ignored by `probe`."),
+    Setting("trainer.ray_num_cpus"),
 ]
 GpuMemoryUtilization = Annotated[
     float | None,
-    Option(
-        "--gpu-memory-utilization",
-        "--gpu_memory_utilization",
-        metavar="V",
-        help="Fraction of GPU memory reserved for vLLM.",
-    ),
+    Option("--gpu-memory-utilization", metavar="V", help="Fraction of GPU memory reserved for vLLM."),
+    Setting("rollout.gpu_memory_utilization"),
 ]
 Assignments = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change any setting; repeatable. See `settings`.")
+]
+Code = Annotated[
+    list[str] | None,
+    Option("--code", metavar="FILE", help="A file whose parts the study uses, like my_loss.py; repeatable."),
+]
+AcceptChangedFile = Annotated[
+    bool, Option("--accept-changed-file", help="Go on although the file of the study has changed since its start.")
 ]
 Trial = Annotated[
     str | None,
@@ -110,4 +122,4 @@ Output = Annotated[
     Path, Option("--output", "-o", metavar="DIR", help="Parent folder of results/, logs/ and model_saving/.")
 ]
 Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to an existing study, or steps to its runs.")]
-DryRun = Annotated[bool, Option("--dry-run", "--dry_run", help="Print the plan; start and write nothing.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the plan; start and write nothing.")]

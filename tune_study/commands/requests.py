@@ -1,15 +1,13 @@
-"""The groups of options that commands receive and pass on to the functions that do the work."""
+"""What a user asks for: the fields are options of the command line, and arguments of `tune_study.run` in Python."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
-from search_spaces.catalog import STUDIES
 from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.parser import make_axis_options
+from tune_study.commands.arguments.options import Setting
 from tune_study.commands.arguments.settings_file import merge_assignments
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.plan.errors import PlanError
@@ -17,50 +15,21 @@ from tune_study.plan.own_study import OwnStudy, load_typed_code
 
 
 @dataclass(frozen=True)
-class StudyOptions:
-    """The options of `run` and `search` that say what to run."""
+class StudyRequest:
+    """What `run` and `search` train."""
 
     preset: opt.Preset = None
     model: Annotated[
-        str | None, Option("--model", metavar="PATH", help="Model to train: sokoban-tiny, a folder, or a hub id.")
+        str | None,
+        Option("--model", metavar="PATH", help="Model to train: sokoban-tiny, a folder, or a hub id."),
+        Setting("model.path"),
     ] = None
     env: opt.Env = None
-    steps: Annotated[int | None, Option("--steps", metavar="N", help="Training steps per run.")] = None
-    rollout_filter_include_zero: Annotated[
-        str | None,
-        Option(
-            "--rollout_filter_include_zero",
-            "--rollout-filter-include-zero",
-            metavar="BOOL",
-            help="In the studies kl and entropy: keep groups whose rewards are all equal (default: True).",
-        ),
-    ] = None
-    kl_type: Annotated[
-        str | None,
-        Option("--kl-type", "--kl_type", metavar="NAME", help="Study smoke: low_var_kl (default), kl or mse."),
-    ] = None
-    rollout_filter_strategy: Annotated[
-        str | None,
-        Option(
-            "--rollout_filter_strategy",
-            "--rollout-filter-strategy",
-            metavar="NAME",
-            help="Studies smoke and smoke-all: top_p (default), top_k (takes a count of groups), min_p or top_f.",
-        ),
-    ] = None
-    ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None
-    log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None
-    gpus_per_exp: opt.GpusPerExp = None
-    ray_num_cpus: opt.RayNumCpus = None
-    gpu_memory_utilization: opt.GpuMemoryUtilization = None
-    save_freq: Annotated[
+    steps: Annotated[
         int | None,
-        Option("--save-freq", "--save_freq", metavar="N", help="Save a checkpoint every N steps; -1: never."),
+        Option("--steps", metavar="N", help="Training steps per run."),
+        Setting("trainer.total_training_steps"),
     ] = None
-    keep_best: Annotated[
-        bool,
-        Option("--keep-best", help="Also keep the checkpoint of each run's best validation, for `export --step best`."),
-    ] = False
     seeds: Annotated[int | None, Option("--seeds", metavar="N", help="Number of seeds per arm: seeds 0 to N-1.")] = None
     assignments: opt.Assignments = None
     config: Annotated[
@@ -71,18 +40,54 @@ class StudyOptions:
             help="A file with a line KEY=VALUE per setting, repeatable; --set takes precedence.",
         ),
     ] = None
+    kl_type: Annotated[
+        str | None, Option("--kl-type", metavar="NAME", help="Study smoke: low_var_kl (default), kl or mse.")
+    ] = None
+    rollout_filter_include_zero: Annotated[
+        str | None,
+        Option(
+            "--rollout_filter_include_zero",
+            metavar="BOOL",
+            help="Keep groups whose rewards are all equal; default in the studies kl and entropy: True.",
+        ),
+        Setting("filter.rollout_filter_include_zero"),
+    ] = None
+    rollout_filter_strategy: Annotated[
+        str | None,
+        Option(
+            "--rollout_filter_strategy",
+            metavar="NAME",
+            help="top_p (default), top_k (takes a count of groups in the studies smoke and smoke-all), min_p or top_f.",
+        ),
+        Setting("filter.rollout_filter_strategy"),
+    ] = None
+    smoke: Annotated[
+        bool, Option("--smoke", help="Smoke run: one seed, a few steps, small batches. Results are meaningless.")
+    ] = False
+    code: opt.Code = None
+    accept_changed_file: opt.AcceptChangedFile = False
     output: opt.Output = Path()
     storage: Annotated[
         str | None,
         Option("--storage", metavar="URI", help="Also copy results and checkpoints to s3://, gs://, or a shared path."),
     ] = None
     extend: opt.Extend = False
-    smoke: Annotated[
-        bool, Option("--smoke", help="Smoke run: one seed, a few steps, small batches. Results are meaningless.")
+    save_freq: Annotated[
+        int | None,
+        Option("--save-freq", metavar="N", help="Save a checkpoint every N steps; -1: never."),
+        Setting("trainer.save_freq"),
+    ] = None
+    keep_best: Annotated[
+        bool,
+        Option("--keep-best", help="Also keep the checkpoint of each run's best validation, for `export --step best`."),
+        Setting("trainer.keep_best"),
     ] = False
-    code: opt.Code = None
-    accept_changed_file: opt.AcceptChangedFile = False
     dry_run: opt.DryRun = False
+    gpus_per_exp: opt.GpusPerExp = None
+    ray_num_cpus: opt.RayNumCpus = None
+    gpu_memory_utilization: opt.GpuMemoryUtilization = None
+    ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None
+    log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None
 
     def list_assignments(self) -> tuple[str, ...]:
         """List the `key=value` of each --set and each line of --config. Raises PlanError if a file cannot be used."""
@@ -90,11 +95,46 @@ class StudyOptions:
 
 
 @dataclass(frozen=True)
-class RunOptions(StudyOptions):
-    """The options of `run` that say what to run."""
+class RunRequest(StudyRequest):
+    """What `run` trains. The options that catalog studies declare for their axes are fields of the same names."""
 
-    axis_texts: Annotated[Mapping[str, str | None], make_axis_options(STUDIES.values())] = field(default_factory=dict)
-    """The text of each option for axis values, by option; None for an option that was not typed."""
+    values: Annotated[
+        str | None, Option("--values", metavar="LIST", help="Values of the study's axis, for any study; see `list`.")
+    ] = None
+    kl_values: Annotated[
+        str | None,
+        Option("--kl-values", metavar="LIST", help="Study kl: values of actor.kl_loss_coef, for example 0,0.01."),
+    ] = None
+    entropy_values: Annotated[
+        str | None,
+        Option(
+            "--entropy-values",
+            metavar="LIST",
+            help="Study entropy: values of actor.entropy_coeff, for example 0,0.003.",
+        ),
+    ] = None
+    rollout_filter_value: Annotated[
+        str | None,
+        Option(
+            "--rollout_filter_value",
+            metavar="LIST",
+            help="Study top-p: values of filter.rollout_filter_value, for example 1.0,0.98.",
+        ),
+    ] = None
+    algo: Annotated[
+        str | None,
+        Option("--algo", metavar="LIST", help="Study gradient-analysis: values of algorithm.adv_estimator, PPO,GRPO."),
+    ] = None
+    arms: Annotated[
+        str | None,
+        Option(
+            "--arms", metavar="LIST", help="Other studies: names of arms, for example ppo-kl0-lr1e-4,ppo-kl0-lr3e-4."
+        ),
+    ] = None
+    groups: Annotated[
+        str | None,
+        Option("--groups", metavar="LIST", help="Studies smoke and smoke-all: groups of arms, for example 1,2."),
+    ] = None
     baseline_seeds: Annotated[
         int | None, Option("--baseline-seeds", metavar="N", help="Least number of seeds of the baseline arm.")
     ] = None
@@ -107,8 +147,8 @@ class RunOptions(StudyOptions):
 
 
 @dataclass(frozen=True)
-class SearchOptions:
-    """The options of `search` that say what to look for."""
+class SearchRequest:
+    """What `search` looks for."""
 
     trials: Annotated[
         int, Option("--trials", metavar="N", min=2, help="Number of points to try; the first is the default settings.")
@@ -152,8 +192,8 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
-class LaunchOptions:
-    """The options that say where and how to run, shared by all commands that train.
+class LaunchRequest:
+    """Where and how a command that trains runs.
 
     Raises PlanError for an unknown status and for --max-hours 0.
     """
@@ -163,14 +203,17 @@ class LaunchOptions:
         float | None,
         Option(
             "--gpu-memory-gib",
-            "--gpu_memory_gib",
             metavar="N",
             help="Plan for GPUs with N GiB of memory; default: the memory of the visible GPUs, else 80.",
         ),
     ] = None
     max_concurrent: Annotated[
         int | None,
-        Option("--max-concurrent", "--max_concurrent", metavar="N", help="Maximum number of concurrent runs."),
+        Option("--max-concurrent", metavar="N", help="Maximum number of concurrent runs."),
+    ] = None
+    address: Annotated[
+        str | None,
+        Option("--address", metavar="A", help="Ray cluster to run on (host:port, or auto); default: this machine."),
     ] = None
     max_hours: Annotated[
         float | None,
@@ -180,7 +223,6 @@ class LaunchOptions:
         str,
         Option(
             "--skip-statuses",
-            "--skip_statuses",
             metavar="LIST",
             help="Skip runs that already have one of these statuses; the list may also include failed and interrupted.",
         ),
@@ -190,7 +232,7 @@ class LaunchOptions:
         Option(
             "--wandb",
             metavar="MODE",
-            help="offline (to disk), online, or off; default: as the study was last started, or offline if  "
+            help="offline (to disk), online, or off; default: as the study was last started, or offline if "
             "trainer.logger contains wandb, else off.",
         ),
     ] = None
@@ -201,10 +243,6 @@ class LaunchOptions:
             metavar="NAME",
             help="Project in W&B; default: that of the last start, WANDB_PROJECT, or that of the study.",
         ),
-    ] = None
-    address: Annotated[
-        str | None,
-        Option("--address", metavar="A", help="Ray cluster to run on (host:port, or auto); default: this machine."),
     ] = None
 
     def __post_init__(self) -> None:
@@ -220,7 +258,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class TypedAgain:
-    """The options that a user must type again because a folder may not decide them, for commands that use its runs."""
+    """What a user must type again to use the runs of a folder, because the folder may not decide it."""
 
     study: Annotated[
         str | None, Option("--study", metavar="FILE", help="The file of a study that was run from a file, like lr.py.")
