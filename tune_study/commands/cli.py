@@ -27,10 +27,18 @@ from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt
+from tune_study.commands.arguments.options import option
 from tune_study.commands.arguments.parser import Command, StrictCommand, StrictGroup, expand_requests, hyphenate
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.preflight import list_choices, make_plans_that_fit, start_studies
-from tune_study.commands.requests import LaunchRequest, RunRequest, SearchRequest, StudyRequest, TypedAgain
+from tune_study.commands.requests import (
+    LaunchRequest,
+    ProbeRequest,
+    RunRequest,
+    SearchRequest,
+    StudyRequest,
+    TypedAgain,
+)
 from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_line, show_warnings
@@ -178,10 +186,9 @@ def status(run: opt.RunLocation) -> None:
 def new(
     name: Annotated[str, Argument(metavar="NAME", help="Name of the new study, like my-lr.")],
     vary: Annotated[
-        list[str] | None,
-        Option("--vary", metavar="KEY=VALUES", help="A setting and its values, like actor.lr=1e-4,3e-4; repeatable."),
+        list[str] | None, option("KEY=VALUES", "A setting and its values, like actor.lr=1e-4,3e-4; repeatable.")
     ] = None,
-    to: Annotated[Path | None, Option("--to", metavar="FILE", help="File to write; default: NAME.py here.")] = None,
+    to: Annotated[Path | None, option("FILE", "File to write; default: NAME.py here.")] = None,
 ) -> None:
     """Write a Python file that declares a study of your own."""
     from tune_study.plan.new_study import write_study_file
@@ -242,14 +249,9 @@ def resume(
 @command(FOLLOW, "confirm", "results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5")
 def confirm(
     run: opt.RunLocation,
-    arm: Annotated[str, Option("--arm", metavar="A", help="The arm whose result is confirmed.")],
-    baseline: Annotated[
-        str | None,
-        Option("--baseline", metavar="B", help="The arm to compare with; default: the baseline of the study."),
-    ] = None,
-    seeds: Annotated[
-        int, Option("--seeds", metavar="N", help="Number of fresh seeds for each of the two arms.")
-    ] = DEFAULT_SEEDS,
+    arm: Annotated[str, option("A", "The arm whose result is confirmed.")],
+    baseline: Annotated[str | None, option("B", "The arm to compare with; default: the baseline of the study.")] = None,
+    seeds: Annotated[int, option("N", "Number of fresh seeds for each of the two arms.")] = DEFAULT_SEEDS,
     extend: opt.Extend = False,
     dry_run: opt.DryRun = False,
     *,
@@ -266,7 +268,7 @@ def confirm(
 @command(FILES, "stop", "results/kl_sweep_sokoban-tiny --arm 1")
 def stop(
     run: opt.RunLocation,
-    arm: Annotated[str | None, Option("--arm", metavar="A", help="Stop only the runs of this arm.")] = None,
+    arm: Annotated[str | None, option("A", "Stop only the runs of this arm.")] = None,
 ) -> None:
     """Ask the process that runs RUN to stop, or one arm: steps are finished and saved."""
     if is_uri(run):
@@ -307,9 +309,7 @@ def clean(
 @command(MAIN, "report", "results/kl_sweep_sokoban-tiny")
 def report(
     run: opt.RunLocation,
-    study: Annotated[
-        str | None, Option("--study", metavar="FILE", help="A file of yours whose study has sections of its report.")
-    ] = None,
+    study: Annotated[str | None, option("FILE", "A file of yours whose study has sections of its report.")] = None,
 ) -> None:
     """Write the tables and the report of RUN again from its rows."""
     folder = _make_absolute(locate.fetch_for_writing(run))
@@ -340,17 +340,12 @@ def transcripts(
     run: opt.RunLocation,
     arm: opt.ReadArm = None,
     seed: opt.ReadSeed = None,
-    step: Annotated[
-        int | None,
-        Option("--step", metavar="N", help="Episodes of the validation after step N; default: the last one."),
-    ] = None,
+    step: Annotated[int | None, option("N", "Episodes of the validation after step N; default: the last one.")] = None,
     failed: Annotated[bool, Option("--failed", help="Only episodes without success.")] = False,
     solved: Annotated[bool, Option("--solved", help="Only episodes with success.")] = False,
     trained: Annotated[
         bool,
-        Option(
-            "--trained", help="Episodes that were trained on, with their advantages (trainer.log_train_generations)."
-        ),
+        Option("--trained", help="Episodes of the training, with advantages (trainer.log_train_generations)."),
     ] = False,
 ) -> None:
     """Print episodes of RUN: what the policy saw and said, and its rewards."""
@@ -368,7 +363,7 @@ def transcripts(
 @command(FILES, "demo", "--output demo")
 def demo(
     output: Annotated[
-        Path, Option("--output", "-o", metavar="DIR", help="The folder in which the recorded study is unpacked.")
+        Path, option("DIR", "The folder in which the recorded study is unpacked.", "--output", "-o")
     ] = Path("demo"),
 ) -> None:
     """Show a recorded study and its report; nothing is trained."""
@@ -382,9 +377,7 @@ def demo(
 @command(READ, "watch", "results/kl_sweep_sokoban-tiny")
 def watch(
     run: opt.RunLocation,
-    port: Annotated[
-        int, Option("--port", metavar="N", min=0, max=65535, help="Port on 127.0.0.1; default: a free one.")
-    ] = 0,
+    port: Annotated[int, option("N", "Port on 127.0.0.1; default: a free one.", min=0, max=65535)] = 0,
 ) -> None:
     """Show the report of RUN in a browser while it runs."""
     from tune_study.commands.reading import watch as watching
@@ -398,7 +391,7 @@ def compare(
         list[str],
         Argument(metavar="RUN...", help="Folders results/<run> or URIs of two studies or more of one family."),
     ],
-    to: Annotated[Path, Option("--to", metavar="FILE", help="Where the page is written.")] = Path("comparison.html"),
+    to: Annotated[Path, option("FILE", "Where the page is written.")] = Path("comparison.html"),
 ) -> None:
     """Compare studies: which settings differ, and how common arms do."""
     from tune_study.commands.reading import compare as comparing
@@ -412,9 +405,7 @@ def alarms(
         list[Path],
         Argument(metavar="FOLDER...", help="Output folders, or folders results/<run>, whose studies to read."),
     ],
-    first_test_seed: Annotated[
-        int, Option("--first-test-seed", metavar="S", min=0, help="Choose alarms on lower seeds, score them from S on.")
-    ] = 5,
+    first_test_seed: Annotated[int, option("S", "Choose alarms on lower seeds, score them from S on.", min=0)] = 5,
 ) -> None:
     """Show which thresholds would have announced the collapses in FOLDER, and how often wrongly."""
     from tune_study.commands.reading import alarms as recorded_alarms
@@ -426,7 +417,7 @@ def alarms(
 def replay_stoppers(
     run: opt.RunLocation,
     assignments: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a threshold of early_stop; repeatable.")
+        list[str] | None, option("KEY=VALUE", "Change a threshold of early_stop; repeatable.", "--set")
     ] = None,
 ) -> None:
     """Show when each stop rule would have fired in RUN, and whether rightly."""
@@ -437,67 +428,24 @@ def replay_stoppers(
 
 
 @command(FOLLOW, "probe", "results/gradient_analysis_sokoban_sokoban-tiny --with-val")
-def probe(
-    run: opt.RunLocation,
-    trial: opt.Trial = None,
-    algo: Annotated[
-        str | None, Option("--algo", metavar="NAME", help="Study gradient-analysis: choose the run of PPO or of GRPO.")
-    ] = None,
-    checkpoint_step: Annotated[
-        int | None,
-        Option("--checkpoint-step", metavar="N", help="Step of the checkpoint; default: the newest."),
-    ] = None,
-    checkpoint_root: Annotated[
-        Path | None,
-        Option(
-            "--checkpoint-root",
-            metavar="DIR",
-            help="Folder that contains global_step_<N>; default: the run's.",
-        ),
-    ] = None,
-    resume_from_path: Annotated[
-        Path | None,
-        Option(
-            "--resume-from-path",
-            metavar="DIR",
-            help="Path of the checkpoint folder global_step_<N>.",
-        ),
-    ] = None,
-    with_val: Annotated[bool, Option("--with-val", help="First validate the run, sampled and greedy.")] = False,
-    ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None,
-    log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None,
-    gpus: opt.Gpus = None,
-    gpu_memory_utilization: opt.GpuMemoryUtilization = None,
-    ray_num_cpus: opt.RayNumCpus = None,
-    assignments: opt.Assignments = None,
-    *,
-    typed_again: TypedAgain,
-) -> None:
+def probe(run: opt.RunLocation, request: ProbeRequest, typed_again: TypedAgain) -> None:
     """Measure the gradients of a checkpoint of RUN; nothing is trained."""
-    typed_settings = {
-        "actor.ppo_micro_batch_size_per_gpu": ppo_micro_batch_size_per_gpu,
-        "rollout.log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
-        "rollout.ref_log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
-        "rollout.gpu_memory_utilization": gpu_memory_utilization,
-        "trainer.ray_num_cpus": ray_num_cpus,
-    }
-    if gpus is not None:
+    if request.gpus is not None:
         # Set before torch is imported below, which reads this variable once.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(gpus))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(request.gpus))
     from tune_study.commands import probe as probing
     from tune_study.folder import run_checkpoints
 
-    path = run_checkpoints.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
+    step = request.checkpoint_step
+    path = run_checkpoints.find_checkpoint_path(request.checkpoint_root, step, request.resume_from_path)
     # Only now, since this may download rows: a wrong path should be reported at once.
     folder = locate.fetch_for_writing(run)
     own_study = typed_again.load()
     allowed = typed_again.allowed | locate.list_typed_storage(run)
-    target = run_checkpoints.find_run_checkpoint(folder, trial, checkpoint_step, path, algo, own_study, allowed)
-    option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
-    overrides = pin_typed_values(
-        collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)
-    )
-    probing.probe(target, overrides, with_val, make_console())
+    target = run_checkpoints.find_run_checkpoint(folder, request.trial, step, path, request.algo, own_study, allowed)
+    options = {setting: value for _, setting, value in opt.list_assigned_settings(request)}
+    overrides = collect_overrides(target.plan.study, options, request.assignments or [], is_axis_free=True)
+    probing.probe(target, pin_typed_values(overrides), request.with_val, make_console())
     if problem := locate.push_results(folder, run):
         print_error(problem)
         raise typer.Exit(1)
@@ -506,23 +454,16 @@ def probe(
 @command(FOLLOW, "export", "results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy")
 def export(
     run: opt.RunLocation,
-    arm: Annotated[str, Option("--arm", metavar="A", help="The arm whose policy is written.")],
-    to: Annotated[Path, Option("--to", metavar="DIR", help="The folder to write, new or empty.")],
-    seed: Annotated[
-        int | None, Option("--seed", metavar="S", help="Seed of the run; default: the smallest one.")
-    ] = None,
+    arm: Annotated[str, option("A", "The arm whose policy is written.")],
+    to: Annotated[Path, option("DIR", "The folder to write, new or empty.")],
+    seed: Annotated[int | None, option("S", "Seed of the run; default: the smallest one.")] = None,
     step: Annotated[
-        str | None,
-        Option(
-            "--step", metavar="N", help="Step of a checkpoint, or `best` (of a run with --keep-best); default: newest."
-        ),
+        str | None, option("N", "Step of a checkpoint, or `best` (of a run with --keep-best); default: newest.")
     ] = None,
     adapters: Annotated[
         bool, Option("--adapters", help="Write LoRA adapters alone; default: merged into the weights.")
     ] = False,
-    dtype: Annotated[
-        str, Option("--dtype", metavar="TYPE", help="auto (that of the base model), float32, bfloat16 or float16.")
-    ] = "auto",
+    dtype: Annotated[str, option("TYPE", "auto (that of the base model), float32, bfloat16 or float16.")] = "auto",
     *,
     typed_again: TypedAgain,
 ) -> None:
@@ -540,21 +481,13 @@ def export(
 def plot_gradients(
     run: opt.RunLocation,
     list_steps: Annotated[bool, Option("--list-steps", help="List the analyses; plot nothing.")] = False,
-    steps: Annotated[
-        list[str] | None, Option("--step", metavar="N", help="Analyzed step, or a list like 1,51; repeatable.")
-    ] = None,
+    steps: Annotated[list[str] | None, option("N", "Analyzed step, or a list like 1,51; repeatable.", "--step")] = None,
     output_dir: Annotated[
-        Path | None,
-        Option(
-            "--output-dir",
-            metavar="DIR",
-            help="Folder for the figures; default: RUN/figures/gradients/<run>.",
-        ),
+        Path | None, option("DIR", "Folder for the figures; default: RUN/figures/gradients/<run>.")
     ] = None,
     trial: opt.Trial = None,
     source: Annotated[
-        str | None,
-        Option("--source", metavar="NAME", help="train (analyses during training) or probe (of a checkpoint)."),
+        str | None, option("NAME", "train (analyses during training) or probe (of a checkpoint).")
     ] = None,
 ) -> None:
     """Plot the gradient analyses of RUN, with their numbers."""

@@ -40,6 +40,7 @@ ALLOWED_PREFIXES = (
     "actor.kl_loss",
     "actor.entropy_coeff",
     "actor.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_micro_batch_size_per_gpu",
 )
 """Prefixes of settings that a probe may change. Changing others would make the trainer differ from the checkpoint."""
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.options import Setting
+from tune_study.commands.arguments.options import Setting, option
 from tune_study.commands.arguments.settings_file import merge_assignments
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.plan.errors import PlanError
@@ -20,44 +20,27 @@ class StudyRequest:
 
     preset: opt.Preset = None
     model: Annotated[
-        str | None,
-        Option("--model", metavar="PATH", help="Model to train: sokoban-tiny, a folder, or a hub id."),
-        Setting("model.path"),
+        str | None, option("PATH", "Model to train: sokoban-tiny, a folder, or a hub id."), Setting("model.path")
     ] = None
     env: opt.Env = None
-    steps: Annotated[
-        int | None,
-        Option("--steps", metavar="N", help="Training steps per run."),
-        Setting("trainer.total_training_steps"),
-    ] = None
-    seeds: Annotated[int | None, Option("--seeds", metavar="N", help="Number of seeds per arm: seeds 0 to N-1.")] = None
+    steps: Annotated[int | None, option("N", "Training steps per run."), Setting("trainer.total_training_steps")] = None
+    seeds: Annotated[int | None, option("N", "Number of seeds per arm: seeds 0 to N-1.")] = None
     assignments: opt.Assignments = None
     config: Annotated[
         list[Path] | None,
-        Option(
-            "--config",
-            metavar="FILE",
-            help="A file with a line KEY=VALUE per setting, repeatable; --set takes precedence.",
-        ),
+        option("FILE", "A file with a line KEY=VALUE per setting, repeatable; --set takes precedence."),
     ] = None
-    kl_type: Annotated[
-        str | None, Option("--kl-type", metavar="NAME", help="Study smoke: low_var_kl (default), kl or mse.")
-    ] = None
+    kl_type: Annotated[str | None, option("NAME", "Study smoke: low_var_kl (default), kl or mse.")] = None
     rollout_filter_include_zero: Annotated[
         str | None,
-        Option(
-            "--rollout_filter_include_zero",
-            metavar="BOOL",
-            help="Keep groups whose rewards are all equal; default in the studies kl and entropy: True.",
-        ),
+        option("BOOL", "Keep groups whose rewards are all equal; default in the studies kl and entropy: True."),
         Setting("filter.rollout_filter_include_zero"),
     ] = None
     rollout_filter_strategy: Annotated[
         str | None,
-        Option(
-            "--rollout_filter_strategy",
-            metavar="NAME",
-            help="top_p (default), top_k (takes a count of groups in the studies smoke and smoke-all), min_p or top_f.",
+        option(
+            "NAME",
+            "top_p (default), top_k (in the studies smoke and smoke-all a count of groups), min_p or top_f.",
         ),
         Setting("filter.rollout_filter_strategy"),
     ] = None
@@ -68,14 +51,11 @@ class StudyRequest:
     accept_changed_file: opt.AcceptChangedFile = False
     output: opt.Output = Path()
     storage: Annotated[
-        str | None,
-        Option("--storage", metavar="URI", help="Also copy results and checkpoints to s3://, gs://, or a shared path."),
+        str | None, option("URI", "Also copy results and checkpoints to s3://, gs://, or a shared path.")
     ] = None
     extend: opt.Extend = False
     save_freq: Annotated[
-        int | None,
-        Option("--save-freq", metavar="N", help="Save a checkpoint every N steps; -1: never."),
-        Setting("trainer.save_freq"),
+        int | None, option("N", "Save a checkpoint every N steps; -1: never."), Setting("trainer.save_freq")
     ] = None
     keep_best: Annotated[
         bool,
@@ -98,151 +78,98 @@ class StudyRequest:
 class RunRequest(StudyRequest):
     """What `run` trains. The options that catalog studies declare for their axes are fields of the same names."""
 
-    values: Annotated[
-        str | None, Option("--values", metavar="LIST", help="Values of the study's axis, for any study; see `list`.")
-    ] = None
-    kl_values: Annotated[
-        str | None,
-        Option("--kl-values", metavar="LIST", help="Study kl: values of actor.kl_loss_coef, for example 0,0.01."),
-    ] = None
+    values: Annotated[str | None, option("LIST", "Values of the study's axis, for any study; see `list`.")] = None
+    kl_values: Annotated[str | None, option("LIST", "Study kl: values of actor.kl_loss_coef, such as 0,0.01.")] = None
     entropy_values: Annotated[
-        str | None,
-        Option(
-            "--entropy-values",
-            metavar="LIST",
-            help="Study entropy: values of actor.entropy_coeff, for example 0,0.003.",
-        ),
+        str | None, option("LIST", "Study entropy: values of actor.entropy_coeff, such as 0,0.003.")
     ] = None
     rollout_filter_value: Annotated[
-        str | None,
-        Option(
-            "--rollout_filter_value",
-            metavar="LIST",
-            help="Study top-p: values of filter.rollout_filter_value, for example 1.0,0.98.",
-        ),
+        str | None, option("LIST", "Study top-p: values of filter.rollout_filter_value, such as 1.0,0.98.")
     ] = None
     algo: Annotated[
-        str | None,
-        Option("--algo", metavar="LIST", help="Study gradient-analysis: values of algorithm.adv_estimator, PPO,GRPO."),
+        str | None, option("LIST", "Study gradient-analysis: values of algorithm.adv_estimator, PPO,GRPO.")
     ] = None
     arms: Annotated[
-        str | None,
-        Option(
-            "--arms", metavar="LIST", help="Other studies: names of arms, for example ppo-kl0-lr1e-4,ppo-kl0-lr3e-4."
-        ),
+        str | None, option("LIST", "Other studies: names of arms, such as ppo-kl0-lr1e-4,ppo-kl0-lr3e-4.")
     ] = None
-    groups: Annotated[
-        str | None,
-        Option("--groups", metavar="LIST", help="Studies smoke and smoke-all: groups of arms, for example 1,2."),
-    ] = None
-    baseline_seeds: Annotated[
-        int | None, Option("--baseline-seeds", metavar="N", help="Least number of seeds of the baseline arm.")
-    ] = None
+    groups: Annotated[str | None, option("LIST", "Studies smoke and smoke-all: groups of arms, such as 1,2.")] = None
+    baseline_seeds: Annotated[int | None, option("N", "Least number of seeds of the baseline arm.")] = None
     until_resolved: Annotated[
         bool, Option("--until-resolved", help="Add seeds to open arms and the baseline until every arm has a verdict.")
     ] = False
-    max_seeds: Annotated[
-        int | None, Option("--max-seeds", metavar="N", help="Seeds per arm at which --until-resolved ends; default 20.")
-    ] = None
+    max_seeds: Annotated[int | None, option("N", "Seeds per arm at which --until-resolved ends; default 20.")] = None
 
 
 @dataclass(frozen=True)
 class SearchRequest:
     """What `search` looks for."""
 
-    trials: Annotated[
-        int, Option("--trials", metavar="N", min=2, help="Number of points to try; the first is the default settings.")
-    ]
+    trials: Annotated[int, option("N", "Number of points to try; the first is the default settings.", min=2)]
     vary: Annotated[
         list[str] | None,
-        Option(
-            "--vary",
-            metavar="SPEC",
-            help="A setting to change: KEY=LOW:HIGH (:log or :linear), KEY=VALUE,VALUE, or KEY alone; 'SPEC if "
+        option(
+            "SPEC",
+            "A setting to change: KEY=LOW:HIGH (:log or :linear), KEY=VALUE,VALUE, or KEY alone; 'SPEC if "
             "KEY=VALUE' for a setting that depends on another; repeatable. Default: rate, KL, entropy, clip range and "
             "filter.",
         ),
     ] = None
-    objective: Annotated[
-        str, Option("--objective", metavar="LIST", help="success, or success,cost (cost: tokens) for a Pareto front.")
-    ] = "success"
-    points_per_round: Annotated[
-        int, Option("--points-per-round", metavar="N", min=1, help="Points that are drawn from the same results.")
-    ] = 4
-    search_seed: Annotated[int, Option("--search-seed", metavar="S", min=0, help="Seed of the draws of points.")] = 0
+    objective: Annotated[str, option("LIST", "success, or success,cost (cost: tokens) for a Pareto front.")] = "success"
+    points_per_round: Annotated[int, option("N", "Points that are drawn from the same results.", min=1)] = 4
+    search_seed: Annotated[int, option("S", "Seed of the draws of points.", min=0)] = 0
     confirm_seeds: Annotated[
         int,
-        Option(
-            "--confirm-seeds",
-            metavar="N",
+        option(
+            "N",
+            "Fresh seeds to compare the best point with the default at the end; 0: no comparison.",
             min=0,
-            help="Fresh seeds with which the best point is compared with the default at the end; 0: no comparison.",
         ),
     ] = 5
     asha: Annotated[
         int | None,
-        Option(
-            "--asha",
-            metavar="N",
-            min=1,
-            help="Successive halving: at steps N, 3N, 9N, ... stop runs that are not in the best third. They are "
+        option(
+            "N",
+            "Successive halving: at steps N, 3N, 9N, ... stop runs that are not in the best third. They are "
             "censored: their points have no outcome.",
+            min=1,
         ),
     ] = None
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """Where and how a command that trains runs.
-
-    Raises PlanError for an unknown status and for --max-hours 0.
-    """
+    """Where and how a command that trains runs. Raises PlanError for an unknown status and for --max-hours 0."""
 
     gpus: opt.Gpus = None
     gpu_memory_gib: Annotated[
         float | None,
-        Option(
-            "--gpu-memory-gib",
-            metavar="N",
-            help="Plan for GPUs with N GiB of memory; default: the memory of the visible GPUs, else 80.",
-        ),
+        option("N", "Plan for GPUs with N GiB of memory; default: the memory of the visible GPUs, else 80."),
     ] = None
-    max_concurrent: Annotated[
-        int | None,
-        Option("--max-concurrent", metavar="N", help="Maximum number of concurrent runs."),
-    ] = None
+    max_concurrent: Annotated[int | None, option("N", "Maximum number of concurrent runs.")] = None
     address: Annotated[
-        str | None,
-        Option("--address", metavar="A", help="Ray cluster to run on (host:port, or auto); default: this machine."),
+        str | None, option("A", "Ray cluster to run on (host:port, or auto); default: this machine.")
     ] = None
     max_hours: Annotated[
-        float | None,
-        Option("--max-hours", metavar="H", min=0, max=10_000, help="Stop after H hours, like Ctrl-C: steps are saved."),
+        float | None, option("H", "Stop after H hours, like Ctrl-C: steps are saved.", min=0, max=10_000)
     ] = None
     skip_statuses: Annotated[
         str,
-        Option(
-            "--skip-statuses",
-            metavar="LIST",
-            help="Skip runs that already have one of these statuses; the list may also include failed and interrupted.",
+        option(
+            "LIST",
+            "Skip runs that have one of these statuses; the list may also include failed and interrupted.",
         ),
     ] = DEFAULT_SKIPPED
     wandb: Annotated[
         str | None,
-        Option(
-            "--wandb",
-            metavar="MODE",
-            help="offline (to disk), online, or off; default: as the study was last started, or offline if "
+        option(
+            "MODE",
+            "offline (to disk), online, or off; default: as the study was last started, or offline if "
             "trainer.logger contains wandb, else off.",
         ),
     ] = None
     wandb_project: Annotated[
         str | None,
-        Option(
-            "--wandb-project",
-            metavar="NAME",
-            help="Project in W&B; default: that of the last start, WANDB_PROJECT, or that of the study.",
-        ),
+        option("NAME", "Project in W&B; default: that of the last start, WANDB_PROJECT, or that of the study."),
     ] = None
 
     def __post_init__(self) -> None:
@@ -257,20 +184,37 @@ class LaunchRequest:
 
 
 @dataclass(frozen=True)
+class ProbeRequest:
+    """Which checkpoint `probe` measures, and how."""
+
+    trial: opt.Trial = None
+    algo: Annotated[str | None, option("NAME", "Study gradient-analysis: choose the run of PPO or of GRPO.")] = None
+    checkpoint_step: Annotated[int | None, option("N", "Step of the checkpoint; default: the newest.")] = None
+    checkpoint_root: Annotated[
+        Path | None, option("DIR", "Folder that contains global_step_<N>; default: the run's.")
+    ] = None
+    resume_from_path: Annotated[Path | None, option("DIR", "Path of the checkpoint folder global_step_<N>.")] = None
+    with_val: Annotated[bool, Option("--with-val", help="First validate the run, sampled and greedy.")] = False
+    ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None
+    log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None
+    gpus: opt.Gpus = None
+    gpu_memory_utilization: opt.GpuMemoryUtilization = None
+    ray_num_cpus: opt.RayNumCpus = None
+    assignments: opt.Assignments = None
+
+
+@dataclass(frozen=True)
 class TypedAgain:
     """What a user must type again to use the runs of a folder, because the folder may not decide it."""
 
-    study: Annotated[
-        str | None, Option("--study", metavar="FILE", help="The file of a study that was run from a file, like lr.py.")
-    ] = None
+    study: Annotated[str | None, option("FILE", "The file of a study that was run from a file, like lr.py.")] = None
     code: opt.Code = None
     accept_changed_file: opt.AcceptChangedFile = False
     allow: Annotated[
         list[str] | None,
-        Option(
-            "--allow",
-            metavar="KEY=VALUE",
-            help="An address, environment variable, file or model that the folder of somebody else names and that may "
+        option(
+            "KEY=VALUE",
+            "An address, environment variable, file or model that the folder of somebody else names and that may "
             "be used, as the command prints it; repeatable.",
         ),
     ] = None

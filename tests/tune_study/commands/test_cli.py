@@ -114,7 +114,7 @@ REFUSED_LINES = [
     ("run kl --kl-type mse", "--kl-type does not belong to study kl: type --set actor.kl_loss_type=NAME."),
     ("run smoke-all --kl-type mse", "--kl-type does not belong to study smoke-all"),
     ("run smoke --kl-type abs", "--kl-type abs is not a KL loss of the grid: type one of low_var_kl, kl, mse."),
-    ("run smoke --rollout_filter_strategy best", "--rollout_filter_strategy best: must be 'top_p', 'top_k',"),
+    ("run smoke --rollout_filter_strategy best", "--rollout-filter-strategy best: must be 'top_p', 'top_k',"),
     (
         "run smoke --set actor.entropy_coeff=1",
         "The arms of study smoke differ in `actor.entropy_coeff`: choose its values with --gr",
@@ -131,7 +131,7 @@ REFUSED_LINES = [
         "run top-p --rollout_filter_include_zero True",
         "in `filter.rollout_filter_include_zero`: choose its values",
     ),
-    ("run kl --rollout_filter_include_zero maybe", "--rollout_filter_include_zero maybe: must be a valid boolean"),
+    ("run kl --rollout_filter_include_zero maybe", "--rollout-filter-include-zero maybe: must be a valid boolean"),
     ("run kl --preset paper --gpus 0,1,2 --gpus-per-exp 2 --dry-run", "3 GPUs do not divide into runs of 2"),
     ("run kl --preset paper --gpus 0,1", "The study asks for GPU 0,1 and no GPU is visible"),
     ("run kl --preset paper", "The study asks for 1 GPU per run and no GPU is visible"),
