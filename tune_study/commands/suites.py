@@ -22,15 +22,13 @@ _INTERRUPTED_EXIT_CODE = 130
 
 
 class PreparedStudy(NamedTuple):
-    """A study whose requirements were checked, with the results of the checks.
-
-    space_line: disk budget of the study in words, printed when the study starts.
-    """
+    """A study whose requirements were checked, with the results of the checks."""
 
     plan: StudyPlan
     resource_plan: ResourcePlan
     disk_budget: DiskBudget
     space_line: str
+    """The disk budget in words, printed when the study starts."""
 
 
 def run_prepared_study(
@@ -57,20 +55,14 @@ def run_suite(
     time_limit: TimeLimit | None,
     is_local: bool,
 ) -> int:
-    """Run `plans` one after another until all have run or one is interrupted.
+    """Run `plans` one after another until all have run or one is interrupted; a failed study does not end the suite.
 
-    Args:
-        plans: the studies, in order.
-        prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used
-            disk space; raises PlanError.
-        console: output.
-        skipped_statuses: runs with one of these statuses are not run again.
-        time_limit: when to stop the suite as after Ctrl-C; None without a limit.
-        is_local: False on a cluster.
+    prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used disk
+    space; raises PlanError. skipped_statuses: runs with one of them are not run again. is_local: False on a cluster.
 
-    Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C, and else 1. A failed
-    study does not end the suite. Raises FolderLockedError, and writes nothing, while another suite runs in the output
-    folder, since both would write its index.
+    Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C or the time limit,
+    and else 1. Raises FolderLockedError, and writes nothing, while another suite runs in the output folder, since both
+    would write its index.
     """
     exit_code, n_started, is_indexed = 0, 0, False
 

@@ -19,7 +19,7 @@ from tune_study.folder.statuses import make_timestamp
 from tune_study.plan.errors import PlanError
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan, make_template_values
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.plan.typed_settings import format_values
 
 _ALWAYS_SKIPPED = tuple(status for status in ENDED_STATUSES if status != CENSORED)
@@ -51,10 +51,7 @@ def format_summary_line(
     rule and the step: early_stop=<rule>@<step>. A run that never started is `missing`. run_times: a cache, to which the
     times of the run are added.
     """
-    template_values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
-    published_fields = plan.study.name_templates.summary.format(
-        **template_values, experiment=spec.experiment_name
-    ).split(" | ")
+    published_fields = plan.fill_run_template(plan.study.name_templates.summary, spec).split(" | ")
     # A run that has not ended has no times and no outcome.
     if status is None or status.status in ("never_ran", *OPEN_STATUSES):
         return f"{published_fields[0]} | status=missing | seed={spec.seed}"

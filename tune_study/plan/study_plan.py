@@ -22,6 +22,7 @@ from tune_study.plan.own_study import StudySource, list_resume_options
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.search import make_point_study
 from tune_study.plan.storage_uri import join_uri
+from tune_study.plan.study_names import is_same_number, parse_number
 
 NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
@@ -151,12 +152,7 @@ class StudyPlan:
     def baseline(self) -> str | None:
         """The value of the study's baseline, as it was typed; None if it is not among the values."""
         name = self.baseline_name
-        number = _parse_number(name)
-        # Numbers are compared by value, so a baseline "0" is also found if it was typed as 0.0.
-        equal_values = (
-            value for value in self.values if value == name or (number is not None and _parse_number(value) == number)
-        )
-        return next(equal_values, None)
+        return next((value for value in self.values if value == name or is_same_number(value, name)), None)
 
     @property
     def baseline_name(self) -> str:
@@ -166,6 +162,11 @@ class StudyPlan:
     def _format_template(self, template: str) -> str:
         """Fill in a template of the whole study."""
         return fill_template(template, run=self.run, **self.study.family.make_template_values(self.base_config))
+
+    def fill_run_template(self, template: str, spec: RunSpec, **fields: object) -> str:
+        """Fill in a template of a run, with the name of its arm's experiment unless `fields` has another one."""
+        run_fields = make_template_values(self.study, self.run, spec.arm, spec.config, spec.seed)
+        return fill_template(template, **{**run_fields, "experiment": spec.experiment_name, **fields})
 
     def get_run_dir(self, run_id: str) -> Path:
         """Return the folder of a run's rows, status and rolling checkpoint."""
@@ -191,21 +192,11 @@ def make_plan(
     output: Path,
     n_baseline_seeds: int | None = None,
 ) -> StudyPlan:
-    """Plan a new study.
+    """Plan a new study. Raises PlanError or ConfigError if it cannot be run.
 
     Settings come from five sources, each of which overrides the ones before it: the family's defaults and preset, the
-    study's fixed settings and preset, and `overrides`.
-
-    Args:
-        study: the study.
-        preset, preset_reason: name of the preset, and why it was chosen.
-        overrides: values by dotted setting.
-        values: axis values as they were typed; None for all of the preset.
-        n_seeds: number of seeds per arm; None for the study's default, else the preset's.
-        output: parent folder of results/, logs/ and model_saving/.
-        n_baseline_seeds: minimum number of seeds of the baseline; None for the study's.
-
-    Raises PlanError or ConfigError if the study cannot be run.
+    study's fixed settings and preset, and `overrides` (values by dotted setting). None means for `values` all of the
+    preset, for `n_seeds` the study's number, else the preset's, and for `n_baseline_seeds`, a minimum, the study's.
     """
     presets = study.family.presets
     if preset not in presets:
@@ -250,7 +241,7 @@ def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> Stud
 
 
 def add_seeds(plan: StudyPlan, extra_seeds: Mapping[str, Iterable[int]]) -> StudyPlan:
-    """Add further seeds of single arms, by axis value, to those that the arms have."""
+    """Add seeds of single arms, by axis value, to those that the arms have."""
     all_seeds = {value: {*plan.extra_seeds.get(value, ()), *extra_seeds.get(value, ())} for value in plan.values}
     return rebuild_plan(plan, plan.study, plan.values, plan.seeds, all_seeds)
 
@@ -286,12 +277,10 @@ def build_plan(
     folder: Path | None = None,
     extra_seeds: Mapping[str, Iterable[int]] = NO_SEEDS,
 ) -> StudyPlan:
-    """Plan the runs of `values` x `seeds`, and of `extra_seeds`.
+    """Plan the runs of `values` x `seeds`, and of `extra_seeds` of single arms; those among `seeds` are ignored.
 
-    folder: the study's folder, if it was moved from <output>/results/<run>. extra_seeds: further seeds of single arms,
-    by axis value; those among `seeds` are ignored.
-
-    The first seed of all arms comes first, so that an interrupted study has about as many runs of every arm.
+    The first seed of all arms comes first, so that an interrupted study has about as many runs of every arm. folder:
+    the study's folder, if it was moved from <output>/results/<run>.
     """
     check_values(study, values)
     further = {value: tuple(sorted({*extra_seeds.get(value, ())} - {*seeds})) for value in values}
@@ -342,39 +331,32 @@ def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> Bas
 def _describe_values(study: Study) -> str:
     """Describe the allowed values of a study's axis in a sentence, with an example to type."""
     named_values = ", ".join(study.axis.named_settings)
-    if not any(_parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
+    if not any(parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
         return f"A value is one of {named_values}."
     kinds = f"a number or one of {named_values}" if named_values else "a number"
     return f"A value is {kinds}. Try {study.axis.option} {','.join(list(study.axis.grids.values())[-1][:2])}."
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:
-    """Raise PlanError if the values of the axis cannot name arms.
-
-    There must be values, all printable and not empty, numbers without `_`, and no two that are equal or would share
-    their files.
-    """
+    """Raise PlanError if there is no value, or if values cannot name arms, are equal or would share their files."""
     option = study.axis.option
     if not values:
         raise PlanError(f"{option} has no value: type at least one, like {study.baseline}.")
+    # 0.1 and 0.10 are one number, and would be two arms with the same settings.
     numbers: dict[float | str, str] = {}
     labels: dict[str, str] = {}
     for value in values:
         quoted_value = format_value(value)
         # float() would read 1_000, which may be meant as a name, as 1000.
-        if (
-            "_" in value
-            and value not in study.axis.named_settings
-            and _parse_number(value.replace("_", "")) is not None
-        ):
+        is_number = "_" in value and parse_number(value.replace("_", "")) is not None
+        if is_number and value not in study.axis.named_settings:
             raise PlanError(f"{option} has the value {quoted_value}: type numbers without `_`, like 0,0.1.")
-        number, label = _parse_number(value), make_value_label(value)
+        number, label = parse_number(value), make_value_label(value)
         if not is_printable(value) or not label.strip():
             raise PlanError(
                 f"{option} has the value `{quoted_value}`, which cannot name an arm: it needs letters, digits or "
                 "signs, and no character that cannot be shown."
             )
-        # 0.1 and 0.10 are one number, and would be two arms with the same settings.
         key = value if number is None else number
         if key in numbers:
             raise PlanError(
@@ -392,8 +374,8 @@ def check_values(study: Study, values: Sequence[str]) -> None:
 def check_level_seeds(plan: StudyPlan) -> None:
     """Raise PlanError if a run of a game would be validated on levels with seeds that it trains on.
 
-    The bounds of the settings keep test levels apart. Levels of different seeds may be equal by chance; the column
-    val_success_unseen leaves these out.
+    The bounds of the settings keep test levels apart. The column val_success_unseen leaves out levels that are equal
+    by chance.
     """
     for spec in plan.runs if plan.study.family.is_fine_tuning else ():
         trained, validated = spec.ppo_config.training_level_seeds, spec.ppo_config.validation_level_seeds
@@ -410,9 +392,7 @@ def check_level_seeds(plan: StudyPlan) -> None:
 def _check_names(plan: StudyPlan) -> None:
     """Raise PlanError if the study or a run cannot have its name, or if a template cannot be filled in."""
     _ = plan.summary_log, plan.wandb_project, plan.baseline_name  # each fills in a template
-    for spec in plan.runs[:1]:
-        values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
-        fill_template(plan.study.name_templates.summary, **values, experiment=spec.experiment_name)
+    plan.fill_run_template(plan.study.name_templates.summary, plan.runs[0])
     for name, arm in ((plan.run, ""), *((spec.run_id, spec.arm) for spec in plan.runs)):
         if not is_run_id(name):
             subject = f"The arm {format_value(arm)} of {plan.study.axis.option}" if arm else "The study"
@@ -442,36 +422,19 @@ def _check_paths(plan: StudyPlan) -> None:
 
 
 def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
-    """Find the settings of `config` that differ from the defaults, as JSON values by dotted name.
-
-    The seed is left out, because each run of a trial adds its own.
-    """
-    config_class = type(config)
-    settings = flatten_settings(config.model_dump(mode="json"))
-    defaults = flatten_settings(config_class.model_validate({}).model_dump(mode="json"))
-    return {
-        name: settings[name]
-        for name in list_field_names(config_class)
-        if name != "seed" and settings[name] != defaults[name]
-    }
+    """Find the settings, without the seed, that differ from the defaults, as JSON values by dotted name."""
+    return flatten_settings(config.model_dump(mode="json", exclude_defaults=True, exclude={"seed"}))
 
 
 def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> RunSpec:
     """Make one run with its templates filled in. A seed above 0 is part of the names of its files."""
-    template_values = make_template_values(study, run, value, config, seed)
-    name = fill_template(study.name_templates.experiment, **template_values)
-    template_values["experiment"] = run_id = name + template_values["seed"]
-    return RunSpec(
-        run_id=run_id,
-        study_name=study.name,
-        arm=value,
-        label=template_values["label"],
-        seed=seed,
-        experiment_name=name,
-        config=config.model_copy(update={"seed": seed}),
-        log_path=Path("logs") / fill_template(study.name_templates.log, **template_values),
-        checkpoint_dir=Path("model_saving") / fill_template(study.name_templates.checkpoints, **template_values),
-    )
+    templates, fields = study.name_templates, make_template_values(study, run, value, config, seed)
+    name = fill_template(templates.experiment, **fields)
+    fields["experiment"] = run_id = name + fields["seed"]
+    log_path = Path("logs") / fill_template(templates.log, **fields)
+    checkpoint_dir = Path("model_saving") / fill_template(templates.checkpoints, **fields)
+    config = config.model_copy(update={"seed": seed})
+    return RunSpec(run_id, study.name, value, fields["label"], seed, name, config, log_path, checkpoint_dir)
 
 
 def fill_template(template: str, **values: object) -> str:
@@ -486,7 +449,7 @@ def fill_template(template: str, **values: object) -> str:
 
 
 def make_template_values(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> dict[str, str]:
-    """Make the values for the templates of one run; see `NameTemplates`. value: the axis value, as it was typed."""
+    """Make the values for the templates of one run; see `NameTemplates`."""
     return {
         **study.family.make_template_values(config),
         "run": run,
@@ -494,13 +457,3 @@ def make_template_values(study: Study, run: str, value: str, config: BaseRunConf
         "label": make_value_label(value),
         "seed": f"-seed{seed}" if seed else "",  # seed 0 has the published names, which contain no seed
     }
-
-
-def _parse_number(text: str) -> float | None:
-    """Parse a number; None for other texts, and for numbers with `_`, which float() would accept."""
-    if "_" in text:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        return None
