@@ -176,8 +176,7 @@ class StudyPlan:
 def find_output(folder: Path, run: str) -> Path:
     """Find the parent of logs/ and model_saving/ of the study `run`: <output> for <output>/results/<run>.
 
-    A folder that was moved or renamed alone contains these two folders itself, so that it shares no file with a study
-    beside it, and nothing is written outside it.
+    A folder that was moved or renamed alone contains both itself, so that it shares no file with a study beside it.
     """
     return folder.parent.parent if folder.parts[-2:] == ("results", run) else folder
 
@@ -204,26 +203,22 @@ def make_plan(
     count = n_seeds if n_seeds is not None else study.n_seeds or presets[preset].n_seeds
     if count < 1:
         raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
-    if count > MAX_SEEDS:
-        raise PlanError(f"--seeds {format_value(count)} is above the maximum: type --seeds {MAX_SEEDS} or less.")
+    baseline_count = study.baseline_seeds if n_baseline_seeds is None else n_baseline_seeds
+    for option, number in (("--seeds", count), ("--baseline-seeds", baseline_count)):
+        if number > MAX_SEEDS:
+            raise PlanError(f"{option} {format_value(number)} is above the maximum: type {option} {MAX_SEEDS} or less.")
     base_config = pin_parts(apply_overrides(make_base_config(study, preset), overrides))
     chosen_values = tuple(values) if values is not None else study.get_grid(preset)
     plan = build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), output)
-    num_baseline_seeds = study.baseline_seeds if n_baseline_seeds is None else n_baseline_seeds
-    if num_baseline_seeds > MAX_SEEDS:
-        raise PlanError(
-            f"--baseline-seeds {format_value(num_baseline_seeds)} is above the maximum: type --baseline-seeds "
-            f"{MAX_SEEDS} or less."
-        )
-    if plan.baseline is None or num_baseline_seeds <= count:
+    if plan.baseline is None or baseline_count <= count:
         return plan
-    return add_seeds(plan, {plan.baseline: range(count, num_baseline_seeds)})
+    return add_seeds(plan, {plan.baseline: range(count, baseline_count)})
 
 
 def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> StudyPlan:
-    """Let a study add seeds to open arms, up to `max_seeds` per arm. Raises PlanError if that is of no use.
+    """Let a study add seeds to open arms, up to `max_seeds` per arm; with fewer than `least_seeds`, no test decides.
 
-    least_seeds: number of seeds below which the test decides nothing.
+    Raises PlanError if that is of no use.
     """
     if plan.baseline is None or len(plan.values) < 2:
         problem = "and the study has no other arm" if plan.baseline else "which is not among the study's arms"
@@ -305,7 +300,6 @@ def build_plan(
     )
     folder = folder or output.absolute() / "results" / run
     plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, folder, run, runs, extra_seeds=further)
-    _check_paths(plan)
     _check_names(plan)
     return plan
 
@@ -346,26 +340,28 @@ def check_values(study: Study, values: Sequence[str]) -> None:
     numbers: dict[float | str, str] = {}
     labels: dict[str, str] = {}
     for value in values:
-        quoted_value = format_value(value)
+        quoted, label, number = format_value(value), make_value_label(value), parse_number(value)
         # float() would read 1_000, which may be meant as a name, as 1000.
-        is_number = "_" in value and parse_number(value.replace("_", "")) is not None
-        if is_number and value not in study.axis.named_settings:
-            raise PlanError(f"{option} has the value {quoted_value}: type numbers without `_`, like 0,0.1.")
-        number, label = parse_number(value), make_value_label(value)
+        if (
+            value not in study.axis.named_settings
+            and number is None
+            and parse_number(value.replace("_", "")) is not None
+        ):
+            raise PlanError(f"{option} has the value {quoted}: type numbers without `_`, like 0,0.1.")
         if not is_printable(value) or not label.strip():
             raise PlanError(
-                f"{option} has the value `{quoted_value}`, which cannot name an arm: it needs letters, digits or "
-                "signs, and no character that cannot be shown."
+                f"{option} has the value `{quoted}`, which cannot name an arm: it needs letters, digits or signs, and "
+                "no character that cannot be shown."
             )
         key = value if number is None else number
         if key in numbers:
             raise PlanError(
-                f"{option} has the value {quoted_value} twice ({format_value(numbers[key])} and {quoted_value}): give "
-                f"each value once."
+                f"{option} has the value {quoted} twice ({format_value(numbers[key])} and {quoted}): give "
+                "each value once."
             )
         if label in labels:
             raise PlanError(
-                f"{option} has {format_value(labels[label])} and {quoted_value}, whose files would share the label "
+                f"{option} has {format_value(labels[label])} and {quoted}, whose files would share the label "
                 f"`{format_value(label)}` (labels drop the dots): run one of them with another --output."
             )
         numbers[key] = labels[label] = value
@@ -390,7 +386,7 @@ def check_level_seeds(plan: StudyPlan) -> None:
 
 
 def _check_names(plan: StudyPlan) -> None:
-    """Raise PlanError if the study or a run cannot have its name, or if a template cannot be filled in."""
+    """Raise PlanError if a name or a path cannot be a file's, or if a template cannot be filled in."""
     _ = plan.summary_log, plan.wandb_project, plan.baseline_name  # each fills in a template
     plan.fill_run_template(plan.study.name_templates.summary, plan.runs[0])
     for name, arm in ((plan.run, ""), *((spec.run_id, spec.arm) for spec in plan.runs)):
@@ -401,10 +397,6 @@ def _check_names(plan: StudyPlan) -> None:
                 f"{subject} would name a folder {format_value(name)}, and such a name has no `/`, no character that "
                 f"cannot be shown, and no `.` at its start: type another name, such as {format_value(example)}."
             )
-
-
-def _check_paths(plan: StudyPlan) -> None:
-    """Raise PlanError if a path of a run is too long for a file system, or cannot be stored as JSON."""
     for spec in plan.runs:
         for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
             try:
