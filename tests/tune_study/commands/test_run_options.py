@@ -26,56 +26,6 @@ def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "influence --model sokoban-tiny",
-            "--model does not belong to study influence, which has no setting model",
-        ),
-        ("influence --gpu-memory-utilization 0.5", "--gpu-memory-utilization does not belong to study influence"),
-        ("influence --gpus-per-exp 1", "--gpus-per-exp 1.0: must be less than or equal to 0"),
-        (
-            "influence --rollout_filter_include_zero True",
-            "--rollout-filter-include-zero does not belong to study influence",
-        ),
-        ("influence --rollout_filter_strategy top_p", "--rollout-filter-strategy does not belong to study influence"),
-        ("influence --gpus 0", "--gpus 0: study influence trains on the CPU. Leave --gpus out."),
-        ("influence --groups 1", "--groups does not belong to study influence, whose axis is update rule: type --arms"),
-        (
-            "influence --arms DG,nothing",
-            "--arms nothing is not an arm of study influence. A value is one of DG, GRPO, TPO",
-        ),
-        ("influence --set method=CE", "The arms of study influence differ in `method`: choose its values with"),
-        ("influence --set lrr=1", "`python -m tune_study settings sandbox --all` lists all with their meaning"),
-        ("influence --set num_steps=5 --steps 5", "`trainer.total_training_steps` is given twice"),
-        ("sandbox --set method=GRPO --set group_size=1", "there is nothing to compare: set group_size=2 or more"),
-        ("sandbox-evidence --kl-type kl", "--kl-type does not belong to the studies of sandbox-evidence"),
-        ("sandbox-evidence --arms DG", "--arms DG is not an arm of study dense-correction"),
-        ("influence --env sokoban", "--env does not belong to study influence, which plays no game: leave it out."),
-        (
-            "kl --env chess",
-            "--env chess is not a game: type one of sokoban, frozenlake, mastermind, countdown, papers, or",
-        ),
-        ("smoke --env frozenlake", "--env does not belong to study smoke, whose arms are named after sokoban"),
-        (
-            "kl --preset laptop --set env.name=frozenlake",
-            "model.path=sokoban-tiny knows the words of sokoban only, and env.name is frozenlake: set "
-            "model.path=frozenlake-tiny, or type --env frozenlake, which chooses a model",
-        ),
-        (
-            "kl --preset laptop --env countdown --model sokoban-tiny --set model.prompt_style=compact",
-            "set model.path to a model of the hub",
-        ),
-        ("kl --smoke", "--smoke does not belong to study kl: type --steps N"),
-    ],
-)
-def test_what_a_study_cannot_have_is_said(tmp_path: Path, words: str, message: str) -> None:
-    code, output, error = dry_run(tmp_path, *words.split())
-    assert (code, output) == (2, "")
-    assert message in " ".join(error.split())
-
-
 def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
     assert {name for name, study in STUDIES.items() if study.smoke_settings} == {
         *SUITES["sandbox-all"],
@@ -173,14 +123,6 @@ def test_a_file_that_is_not_here_is_refused_before_anything_is_written(tmp_path:
         result.stderr.split()
     )
     assert not list(tmp_path.iterdir())
-
-
-def test_who_mistypes_a_suite_is_told_of_it(tmp_path: Path) -> None:
-    code, _, error = dry_run(tmp_path, "sandbox-evidenc")
-    assert (
-        code,
-        "There is no study `sandbox-evidenc`. Nearest: sandbox-evidence" in " ".join(error.split()),
-    ) == (2, True)
 
 
 def test_every_study_is_found_by_either_spelling() -> None:
