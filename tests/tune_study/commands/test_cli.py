@@ -128,13 +128,6 @@ def test_a_study_that_another_process_runs_is_not_started_again(work_dir: Path) 
         assert read_files(work_dir) == files_before
 
 
-def test_options_of_the_command_line_parser_keep_their_own_errors(work_dir: Path) -> None:
-    answer = type_in("run kl --kl-value 0")
-    assert answer.code == 2
-    assert "--kl-values" in answer.err
-    assert type_in("run kl --steps many").code == 2
-
-
 PUBLISHED_COMMANDS = [
     # The examples of the published documents, and the paths that the documents list for them.
     (
@@ -408,19 +401,15 @@ def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(
 
 
 def test_a_dry_run_names_every_run_and_writes_nothing(work_dir: Path) -> None:
-    answer = type_in("run entropy --preset laptop --seeds 2 --dry-run --output out")
+    answer = type_in("run entropy --seeds 2 --dry-run --output out")
     assert answer.code == 0
-    assert "Preset laptop: set by --preset" in answer.out
+    assert "Preset laptop: no CUDA GPU is visible" in answer.out
     for label in ("0", "0003", "001", "003", "01", "03"):
         name = f"sokoban_entropy_sweep_nofilter_{label}-sokoban-tiny"
         assert re.search(rf"^{name} .*logs/entropy_sweep_sokoban-tiny/nofilter/{label}/{name}\.log", answer.out, re.M)
         assert f"\n{name}-seed1 " in answer.out
     assert f"Results: {work_dir}/out/results/entropy_sweep_sokoban-tiny" in answer.out
     assert list(work_dir.iterdir()) == []
-
-
-def test_the_preset_and_its_reason_are_said(work_dir: Path) -> None:
-    assert "Preset laptop: no CUDA GPU is visible" in type_in("run kl --dry-run").out
 
 
 def test_extending_is_planned_over_old_and_new(work_dir: Path) -> None:

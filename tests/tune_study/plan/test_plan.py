@@ -24,23 +24,17 @@ from tune_study.plan.study_plan import (
 from tune_study.plan.typed_settings import collect_overrides, expand_groups, parse_values
 
 # (experiment name, log, checkpoint folder) of every default value in the published scripts for Qwen2.5-3B.
-LABELS = ("0", "0001", "0003", "001", "003", "01")
-KL_RUNS = [
-    (
-        f"sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B",
-        f"logs/kl_sweep_Qwen2.5-3B/nofilter/{label}/sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B.log",
-        f"model_saving/kl_sweep_Qwen2.5-3B/{label}/sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B",
-    )
-    for label in LABELS
-]
-ENTROPY_RUNS = [
-    (
-        f"sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B",
-        f"logs/entropy_sweep_Qwen2.5-3B/nofilter/{label}/sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B.log",
-        f"model_saving/entropy_sweep_Qwen2.5-3B/{label}/sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B",
-    )
-    for label in LABELS
-]
+SWEEP_RUNS = {
+    study: [
+        (
+            f"sokoban_{study}_sweep_nofilter_{label}-Qwen2.5-3B",
+            f"logs/{study}_sweep_Qwen2.5-3B/nofilter/{label}/sokoban_{study}_sweep_nofilter_{label}-Qwen2.5-3B.log",
+            f"model_saving/{study}_sweep_Qwen2.5-3B/{label}/sokoban_{study}_sweep_nofilter_{label}-Qwen2.5-3B",
+        )
+        for label in ("0", "0001", "0003", "001", "003", "01")
+    ]
+    for study in ("kl", "entropy")
+}
 TOP_P_RUNS = [
     (
         f"sokoban_top_p_{label}-Qwen2.5-3B",
@@ -58,8 +52,8 @@ ANALYSIS_RUNS = [
     )
 ]
 PUBLISHED_PATHS = {
-    "kl": ("results/kl_sweep_Qwen2.5-3B", "logs/kl_sweep_Qwen2.5-3B.log", KL_RUNS),
-    "entropy": ("results/entropy_sweep_Qwen2.5-3B", "logs/entropy_sweep_Qwen2.5-3B.log", ENTROPY_RUNS),
+    "kl": ("results/kl_sweep_Qwen2.5-3B", "logs/kl_sweep_Qwen2.5-3B.log", SWEEP_RUNS["kl"]),
+    "entropy": ("results/entropy_sweep_Qwen2.5-3B", "logs/entropy_sweep_Qwen2.5-3B.log", SWEEP_RUNS["entropy"]),
     "top-p": ("results/top_p_sweep_Qwen2.5-3B", "logs/top_p_sweep_Qwen2.5-3B.log", TOP_P_RUNS),
     "gradient-analysis": (
         "results/gradient_analysis_sokoban_Qwen2.5-3B",
