@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from search_spaces.catalog import STUDIES, SUITES
 from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM, format_command
@@ -27,7 +27,7 @@ from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.options import option
+from tune_study.commands.arguments.options import argument, option
 from tune_study.commands.arguments.parser import Command, StrictCommand, StrictGroup, expand_requests, hyphenate
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.preflight import list_choices, make_plans_that_fit, start_studies
@@ -137,8 +137,7 @@ def show_version(version: Annotated[bool, Option("--version", help="Print the ve
 @command(MAIN, "list", "")
 def list_studies(
     study: Annotated[
-        str | None,
-        Argument(metavar="STUDY", help="Name of the study; default: all.", autocompletion=opt.complete_study),
+        str | None, argument("STUDY", "Name of the study; default: all.", autocompletion=opt.complete_study)
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON: an object with `studies` and `suites`.")] = False,
 ) -> None:
@@ -161,9 +160,9 @@ def list_studies(
 def settings(
     study: Annotated[
         str,
-        Argument(
-            metavar="[STUDY|WORD]",
-            help="Name of the study; sandbox studies have different settings. Or a word, to look for settings of kl.",
+        argument(
+            "[STUDY|WORD]",
+            "Name of the study; sandboxes have other settings. Or a word, to look for settings of kl.",
             autocompletion=opt.complete_study,
         ),
     ] = "kl",
@@ -184,7 +183,7 @@ def status(run: opt.RunLocation) -> None:
 
 @command(FOLLOW, "new", "my-lr --vary actor.lr=1e-4,3e-4,1e-3")
 def new(
-    name: Annotated[str, Argument(metavar="NAME", help="Name of the new study, like my-lr.")],
+    name: Annotated[str, argument("NAME", "Name of the new study, like my-lr.")],
     vary: Annotated[
         list[str] | None, option("KEY=VALUES", "A setting and its values, like actor.lr=1e-4,3e-4; repeatable.")
     ] = None,
@@ -267,8 +266,7 @@ def confirm(
 
 @command(FILES, "stop", "results/kl_sweep_sokoban-tiny --arm 1")
 def stop(
-    run: opt.RunLocation,
-    arm: Annotated[str | None, option("A", "Stop only the runs of this arm.")] = None,
+    run: opt.RunLocation, arm: Annotated[str | None, option("A", "Stop only the runs of this arm.")] = None
 ) -> None:
     """Ask the process that runs RUN to stop, or one arm: steps are finished and saved."""
     if is_uri(run):
@@ -292,10 +290,8 @@ def stop(
         path.touch()
     except OSError as error:
         raise PlanError(f"{format_value(folder, 1000)} cannot be written ({error.strerror}).") from None
-    print_line(
-        make_console(),
-        f"{what} after the steps under way, which are saved. To continue: {format_command('resume', folder)}",
-    )
+    next_command = format_command("resume", folder)
+    print_line(make_console(), f"{what} after the steps under way, which are saved. To continue: {next_command}")
 
 
 @command(FILES, "clean", "results/kl_sweep_sokoban-tiny --yes")
@@ -315,11 +311,9 @@ def report(
     folder = _make_absolute(locate.fetch_for_writing(run))
     sections = load_own_study(study).study.sections if study else ()
     outputs.check_writable(folder, "RUN", "copy the study to a folder that you may write, and type that one")
-    problem = " ".join(
-        filter(None, (write_results(folder, make_console(), own_sections=sections), locate.push_results(folder, run)))
-    )
-    if problem:
-        print_error(problem)
+    problems = write_results(folder, make_console(), own_sections=sections), locate.push_results(folder, run)
+    if any(problems):
+        print_error(" ".join(filter(None, problems)))
         raise typer.Exit(1)
 
 
@@ -331,8 +325,7 @@ def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = 
     with locate.open_for_reading(run) as (folder, is_running):
         frames = explanation.read_frames(folder, is_running)
         ends = explanation.select_ends(frames, arm, seed)
-        is_selected = arm is not None or seed is not None
-        explanation.print_explanation(make_console(), folder, run, frames, ends, is_selected)
+        explanation.print_explanation(make_console(), folder, run, frames, ends, arm is not None or seed is not None)
 
 
 @command(READ, "transcripts", "results/kl_sweep_sokoban-tiny --arm 0 --seed 1 --failed")
@@ -344,8 +337,7 @@ def transcripts(
     failed: Annotated[bool, Option("--failed", help="Only episodes without success.")] = False,
     solved: Annotated[bool, Option("--solved", help="Only episodes with success.")] = False,
     trained: Annotated[
-        bool,
-        Option("--trained", help="Episodes of the training, with advantages (trainer.log_train_generations)."),
+        bool, Option("--trained", help="Episodes of the training, with advantages (trainer.log_train_generations).")
     ] = False,
 ) -> None:
     """Print episodes of RUN: what the policy saw and said, and its rewards."""
@@ -389,7 +381,7 @@ def watch(
 def compare(
     runs: Annotated[
         list[str],
-        Argument(metavar="RUN...", help="Folders results/<run> or URIs of two studies or more of one family."),
+        argument("RUN...", "Folders results/<run> or URIs of two studies or more of one family."),
     ],
     to: Annotated[Path, option("FILE", "Where the page is written.")] = Path("comparison.html"),
 ) -> None:
@@ -403,7 +395,7 @@ def compare(
 def alarms(
     folders: Annotated[
         list[Path],
-        Argument(metavar="FOLDER...", help="Output folders, or folders results/<run>, whose studies to read."),
+        argument("FOLDER...", "Output folders, or folders results/<run>, whose studies to read."),
     ],
     first_test_seed: Annotated[int, option("S", "Choose alarms on lower seeds, score them from S on.", min=0)] = 5,
 ) -> None:

@@ -42,26 +42,20 @@ class ChosenPreset(NamedTuple):
     settings: Mapping[str, object] = MappingProxyType({})
 
 
-def find_studies(
-    name: str, kl_type: str | None, accepts_change: bool = False
-) -> tuple[tuple[Study, StudySource | None], ...]:
-    """Find the study `name`, or the studies of the suite `name`, each with its source if a file declares it.
+def find_studies(name: str, kl_type: str | None, accepts_change: bool) -> list[tuple[Study, StudySource | None]]:
+    """Find a study, or those of a suite, by its name or its file, each with its source if a file declares it.
 
-    name: of a study or a suite, or the path of a file. kl_type: see `find_study`. accepts_change: see `StudySource`.
-    Raises PlanError if there is no such study.
+    kl_type: see `find_study`. accepts_change: see `StudySource`. Raises PlanError if there is no such study.
     """
-    if is_study_file(name):
-        if kl_type is not None:
-            raise PlanError(f"--kl-type does not belong to the study of {format_value(name, 1000)}: leave it out.")
-        return (load_own_study(name, accepts_change),)
+    suite = SUITES.get(normalize_study_name(name))
+    is_file = is_study_file(name)
+    if kl_type is not None and (is_file or suite is not None):
+        raise PlanError(f"--kl-type does not belong to {format_value(name, 1000)}: leave it out.")
+    if is_file:
+        return [load_own_study(name, accepts_change)]
     if accepts_change:
         raise PlanError(f"--accept-changed-file does not belong to {name}, which no file declares: leave it out.")
-    suite = SUITES.get(normalize_study_name(name))
-    if suite is None:
-        return ((find_study(name, kl_type), None),)
-    if kl_type is not None:
-        raise PlanError(f"--kl-type does not belong to the studies of {name}: leave it out.")
-    return tuple((STUDIES[study], None) for study in suite)
+    return [(find_study(name, kl_type), None)] if suite is None else [(STUDIES[study], None) for study in suite]
 
 
 def plan_from_options(

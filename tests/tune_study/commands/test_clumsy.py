@@ -95,7 +95,7 @@ WRONG: list[tuple[str, str]] = [
     ("run influence --set lrr=1", "`python -m tune_study settings sandbox --all` lists all with their meaning"),
     ("run influence --set num_steps=5 --steps 5", "`trainer.total_training_steps` is given twice"),
     ("run sandbox --set method=GRPO --set group_size=1", "there is nothing to compare: set group_size=2 or more"),
-    ("run sandbox-evidence --kl-type kl", "--kl-type does not belong to the studies of sandbox-evidence"),
+    ("run sandbox-evidence --kl-type kl", "--kl-type does not belong to sandbox-evidence: leave it out."),
     ("run sandbox-evidence --arms DG", "--arms DG is not an arm of study dense-correction"),
     ("run influence --env sokoban", "--env does not belong to study influence, which plays no game: leave it out."),
     ("run kl --env chess", "--env chess is not a game: type one of sokoban, frozenlake, mastermind, countdown, papers"),

@@ -34,6 +34,11 @@ def option(metavar: str, help_text: str, *names: str, **constraints: Any) -> Any
     return Option(*names, metavar=metavar, help=help_text, **constraints)
 
 
+def argument(metavar: str, help_text: str, **constraints: Any) -> Any:
+    """Make a positional argument."""
+    return Argument(metavar=metavar, help=help_text, **constraints)
+
+
 def complete_study(incomplete: str) -> list[str]:
     """Complete the name of a study or a suite in a shell."""
     return [name for name in (*STUDIES, *SUITES) if name.startswith(incomplete)]
@@ -46,14 +51,14 @@ def complete_preset(incomplete: str) -> list[str]:
 
 StudyName = Annotated[
     str,
-    Argument(
-        metavar="STUDY",
-        help="Name of a study or a suite, see `list`; or a file with your study, lr.py.",
+    argument(
+        "STUDY",
+        "Name of a study or a suite, see `list`; or a file with your study, lr.py.",
         autocompletion=complete_study,
     ),
 ]
 RunLocation = Annotated[
-    str, Argument(metavar="RUN", help="Folder of the study, results/<run>, or its URI in a storage, <storage>/<run>.")
+    str, argument("RUN", "Folder of the study, results/<run>, or its URI in a storage, <storage>/<run>.")
 ]
 Preset = Annotated[
     str | None,

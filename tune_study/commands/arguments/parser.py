@@ -72,10 +72,13 @@ class StrictCommand(TyperCommand):
         except typer.BadParameter as error:
             # Pydantic checks the values, and its messages say "input".
             problem = error.format_message().replace("Input should be", "must be").rstrip(".")
-            ctx.fail(f"{problem}. {self._get_example()}")
+            example = " ".join((self.epilog or "").replace("\b", "").split())
+            ctx.fail(f"{problem}. {example}")
         ctx.allow_extra_args = takes_extra_words
         if extra_words and not takes_extra_words and not ctx.resilient_parsing:
-            advice = self._suggest_list(words, extra_words) or self._describe_arguments()
+            names = [str(parameter.metavar) for parameter in self.params if isinstance(parameter, TyperArgument)]
+            takes = f"Besides options, {self.name} takes {' and '.join(names) or 'nothing'}."
+            advice = self._suggest_list(words, extra_words) or takes
             ctx.fail(f"Too many words: {' '.join(map(repr, extra_words))}. {advice}")
         return extra_words
 
@@ -131,15 +134,6 @@ class StrictCommand(TyperCommand):
             if len(values) > 1 and set(values) & {extra.strip(",") for extra in extra_words}:
                 return f"The values of a list have commas between them and no spaces: type {name} {','.join(values)}"
         return ""
-
-    def _get_example(self) -> str:
-        """Return the example at the end of the command's help as a sentence."""
-        return " ".join((self.epilog or "").replace("\b", "").split())
-
-    def _describe_arguments(self) -> str:
-        """Say in a sentence which arguments the command takes besides options."""
-        names = [parameter.metavar for parameter in self.params if isinstance(parameter, TyperArgument)]
-        return f"Besides options, {self.name} takes {' and '.join(filter(None, names)) or 'nothing'}."
 
 
 def hyphenate(word: str) -> str:
