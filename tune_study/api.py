@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NO_SETTINGS: Mapping[str, object] = {}
 
-_TYPED = {"dry_run", "kl_type", "accept_changed_file", "assignments"}
+_TYPED = {"dry_run", "kl_type", "accept_changed_file", "assignments", "config"}
 """Options that only the command line has."""
 
 
@@ -58,11 +58,9 @@ def run(
 
     check_study(study, "the call of tune_study.run")
     launch_names = {field.name for field in fields(LaunchRequest)}
-    if (
-        unknown := options.keys() - launch_names - {field.name for field in fields(RunRequest)}
-        | options.keys() & _TYPED
-    ):
-        raise TypeError(f"tune_study.run has no argument {', '.join(sorted(unknown))}: see `run --help`.")
+    known_names = (launch_names | {field.name for field in fields(RunRequest)}) - _TYPED
+    if unknown_names := sorted(options.keys() - known_names):
+        raise TypeError(f"tune_study.run has no argument {', '.join(unknown_names)}: see its docstring.")
     launch = LaunchRequest(**{"wandb": "off"} | {name: options.pop(name) for name in launch_names & options.keys()})
     request = RunRequest(
         preset=preset,

@@ -26,6 +26,7 @@ from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.commands import preflight
 from tune_study.commands.cli import app
 from tune_study.commands.describe import _describe_power, make_study_list
+from tune_study.commands.requests import LaunchRequest
 from tune_study.folder.outputs import lock_folder, write_study
 from tune_study.placement.model_size import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
@@ -375,6 +376,25 @@ def test_a_study_started_from_python_gets_what_fits_as_well(
         tune_study.run(replace(STUDIES["kl"], name="my-kl"), preset, output=work_dir / "o", settings=settings)
     (plan,) = started
     assert (plan.preset, plan.ppo_config.model.lora_rank) == expected
+
+
+def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, started = replace(STUDIES["kl"], name="my-kl"), list[tuple[StudyPlan, LaunchRequest]]()
+
+    def record_start(plans: Sequence[StudyPlan], launch: LaunchRequest, *_: object) -> int:
+        started.append((plans[0], launch))
+        return 1
+
+    monkeypatch.setattr(preflight, "start_studies", record_start)
+    with pytest.raises(RuntimeError, match="ended with code 1"):
+        tune_study.run(study, "laptop", values=["0"], steps=7, keep_best=True, max_hours=2, output="o")
+    ((plan, launch),) = started
+    config = plan.ppo_config
+    assert (plan.values, config.trainer.total_training_steps, config.trainer.keep_best) == (("0",), 7, True)
+    assert (plan.output, launch.max_hours, launch.wandb) == (work_dir / "o", 2, "off")
+    for name in ("step", "dry_run", "assignments"):
+        with pytest.raises(TypeError, match=f"tune_study.run has no argument {name}"):
+            tune_study.run(study, "laptop", **{name: 3})
 
 
 @pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 12"])
