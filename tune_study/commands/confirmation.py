@@ -73,7 +73,6 @@ def plan_confirmation(
         plan.base_config,
         (compared, confirmed),
         tuple(range(first, first + n_seeds)),
-        plan.output,
         folder,
     )
     points = {value: settings for value, settings in plan.points.items() if value in confirmation.values}

@@ -29,7 +29,6 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import load_typed_code
 
 ProbeSettings = Mapping[str, object]
-NO_SETTINGS: ProbeSettings = MappingProxyType({})
 ALLOWED_PREFIXES = (
     "env.",
     "filter.",
@@ -53,7 +52,7 @@ def restore(
     step: int | None = None,
     *,
     path: Path | str | None = None,
-    settings: ProbeSettings = NO_SETTINGS,
+    settings: ProbeSettings = MappingProxyType({}),
     study: str | None = None,
     code: Sequence[str] = (),
     allow: Sequence[str] = (),

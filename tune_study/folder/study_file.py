@@ -128,7 +128,7 @@ def plan_from_folder(
         extra_seeds = record.extra_seeds
         if unknown := extra_seeds.keys() - {*values}:
             raise PlanError(f"it has further seeds of {format_value(unknown.pop())}, which is not one of its arms.")
-        plan = build_plan(study, preset, reason, base, values, seeds, folder.parent.parent, folder, extra_seeds)
+        plan = build_plan(study, preset, reason, base, values, seeds, folder, extra_seeds)
         if own_study is not None and record.baseline not in ("", plan.baseline):
             raise PlanError(
                 f"its baseline {format_value(record.baseline)} was declared before the runs, and "

@@ -209,7 +209,8 @@ def make_plan(
             raise PlanError(f"{option} {format_value(number)} is above the maximum: type {option} {MAX_SEEDS} or less.")
     base_config = pin_parts(apply_overrides(make_base_config(study, preset), overrides))
     chosen_values = tuple(values) if values is not None else study.get_grid(preset)
-    plan = build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), output)
+    folder = output.absolute() / "results" / _name_study(study, base_config)
+    plan = build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), folder)
     if plan.baseline is None or baseline_count <= count:
         return plan
     return add_seeds(plan, {plan.baseline: range(count, baseline_count)})
@@ -256,7 +257,7 @@ def rebuild_plan(
 ) -> StudyPlan:
     """Rebuild the plan with other arms or seeds (see `build_plan`), and keep everything else."""
     built = build_plan(
-        study, plan.preset, plan.preset_reason, plan.base_config, values, seeds, plan.output, plan.folder, extra_seeds
+        study, plan.preset, plan.preset_reason, plan.base_config, values, seeds, plan.folder, extra_seeds
     )
     return replace(plan, study=study, values=values, seeds=seeds, runs=built.runs, extra_seeds=built.extra_seeds)
 
@@ -268,14 +269,12 @@ def build_plan(
     base_config: BaseRunConfig,
     values: tuple[str, ...],
     seeds: tuple[int, ...],
-    output: Path,
-    folder: Path | None = None,
+    folder: Path,
     extra_seeds: Mapping[str, Iterable[int]] = NO_SEEDS,
 ) -> StudyPlan:
     """Plan the runs of `values` x `seeds`, and of `extra_seeds` of single arms; those among `seeds` are ignored.
 
-    The first seed of all arms comes first, so that an interrupted study has about as many runs of every arm. folder:
-    the study's folder, if it was moved from <output>/results/<run>.
+    The first seed of all arms comes first, so that an interrupted study has about as many runs of every arm.
     """
     check_values(study, values)
     further = {value: tuple(sorted({*extra_seeds.get(value, ())} - {*seeds})) for value in values}
@@ -283,7 +282,7 @@ def build_plan(
     all_seeds = sorted({*seeds}.union(*further.values()))
     if not seeds or len(set(seeds)) < len(seeds) or not set(all_seeds) <= set(range(MAX_SEEDS)):
         raise PlanError(f"The seeds {format_value(all_seeds)} are not distinct numbers from 0 to {MAX_SEEDS - 1}.")
-    run = fill_template(study.name_templates.run, **study.family.make_template_values(base_config))
+    run = _name_study(study, base_config)
     arms = {value: make_arm_config(study, base_config, value) for value in values}
     num_runs = len(values) * len(seeds) + sum(map(len, further.values()))
     if num_runs > MAX_RUNS:
@@ -298,10 +297,13 @@ def build_plan(
         for value in values
         if seed in seeds or seed in further.get(value, ())
     )
-    folder = folder or output.absolute() / "results" / run
     plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, folder, run, runs, extra_seeds=further)
     _check_names(plan)
     return plan
+
+
+def _name_study(study: Study, base_config: BaseRunConfig) -> str:
+    return fill_template(study.name_templates.run, **study.family.make_template_values(base_config))
 
 
 def make_base_config(study: Study, preset: str) -> BaseRunConfig:

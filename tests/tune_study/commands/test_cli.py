@@ -405,12 +405,6 @@ def test_who_asks_for_gpus_gets_no_other_preset(work_dir: Path, monkeypatch: pyt
     assert answer.out.startswith("DOES NOT FIT: ")
 
 
-def test_where_paper_fits_it_runs(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 81000)
-    answer = type_in("run kl --set model.path=Qwen/Qwen2.5-0.5B --dry-run")
-    assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
-
-
 def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(
     work_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
