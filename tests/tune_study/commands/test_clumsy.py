@@ -116,7 +116,6 @@ WRONG: list[tuple[str, str]] = [
     ("run top-p --values 0.9 nofilter --seeds 1", "type --values 0.9,nofilter"),
     ("run kl --kl_values=0 0.1 -o out", "type --kl_values 0,0.1"),
     ("run kl --kl-values 0,0_1", "--kl-values has the value 0_1: type numbers without `_`"),
-    ("run kl --set actor.ppo_epochs=1,4", "`python -m tune_study new my-ppo-epochs --vary actor.ppo_epochs=1,4`"),
     ("run kl --set 'algorithm.adv_estimator=gae, grpo'", "--vary algorithm.adv_estimator=gae,grpo"),
     ("run kl --set actor.lr=1e-4,fast", "actor.lr=1e-4,fast: must be a valid number"),
     ("run kl --set actor.learning_rate=1e-4", "no setting `actor.learning_rate`. Nearest: actor.lr. The section has"),

@@ -18,10 +18,10 @@ from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.plan.study_names import find_study
 
 
-def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
+def dry_run(folder: Path, words: str) -> tuple[int, str, str]:
     """Run `run ... --dry-run`; return its exit code, stdout and stderr. Nothing may be written to `folder`."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(folder)}
-    result = CliRunner(env=environment).invoke(app, ["run", *words, "--output", str(folder), "--dry-run"])
+    result = CliRunner(env=environment).invoke(app, ["run", *words.split(), "--output", str(folder), "--dry-run"])
     assert not list(folder.iterdir())
     return result.exit_code, result.stdout, result.stderr
 
@@ -34,7 +34,7 @@ def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
         "distill",
         "tree-grpo",
     }
-    code, output, _ = dry_run(tmp_path, "sandbox_evidence", "--seeds", "10")
+    code, output, _ = dry_run(tmp_path, "sandbox_evidence --seeds 10")
     assert code == 0
     for number, name in enumerate(SUITES["sandbox-evidence"], 1):
         assert f"Study {number} of 6: {name}" in output
@@ -43,10 +43,10 @@ def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
 
 
 def test_a_smoke_form_changes_what_it_says_and_can_be_changed(tmp_path: Path) -> None:
-    assert "Steps per run: 4, validation every 4 steps" in dry_run(tmp_path, "influence", "--smoke")[1]
-    assert "Steps per run: 6, validation every 4 steps" in dry_run(tmp_path, "influence", "--smoke", "--steps", "6")[1]
-    assert "seeds 0\n" in dry_run(tmp_path, "influence", "--smoke")[1]
-    assert "seeds 0,1\n" in dry_run(tmp_path, "influence", "--smoke", "--seeds", "2")[1]
+    assert "Steps per run: 4, validation every 4 steps" in dry_run(tmp_path, "influence --smoke")[1]
+    assert "Steps per run: 6, validation every 4 steps" in dry_run(tmp_path, "influence --smoke --steps 6")[1]
+    assert "seeds 0\n" in dry_run(tmp_path, "influence --smoke")[1]
+    assert "seeds 0,1\n" in dry_run(tmp_path, "influence --smoke --seeds 2")[1]
 
 
 def make_rate_study(setting: str, option: str) -> Study:
@@ -58,15 +58,15 @@ def make_rate_study(setting: str, option: str) -> Study:
 @pytest.mark.parametrize("option", ["--values", "--lr-values"])
 def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     monkeypatch.setitem(search_spaces.catalog.STUDIES, "rate", make_rate_study("actor.lr", option))
-    code, output, error = dry_run(tmp_path, "rate", "--preset", "laptop", "--seeds", "1")
+    code, output, error = dry_run(tmp_path, "rate --preset laptop --seeds 1")
     assert (code, error) == (0, "")
     assert "2 runs: actor.lr in 1e-4,3e-4" in output
     assert f"Results: {tmp_path}/results/rate_sokoban-tiny" in output
     assert "logs/rate_sokoban-tiny/3e-4/rate_3e-4_sokoban-tiny.log" in output
-    code, output, error = dry_run(tmp_path, "rate", "--preset", "laptop", "--seeds", "1", "--values", "1e-3,2e-3,1e-4")
+    code, output, error = dry_run(tmp_path, "rate --preset laptop --seeds 1 --values 1e-3,2e-3,1e-4")
     assert (code, error) == (0, "")
     assert "3 runs: actor.lr in 1e-3,2e-3,1e-4" in output
-    code, _, error = dry_run(tmp_path, "rate", "--preset", "laptop", "--kl-values", "0.1")
+    code, _, error = dry_run(tmp_path, "rate --preset laptop --kl-values 0.1")
     assert code == 2
     assert f"--kl-values does not belong to study rate, whose axis is actor.lr: type {option}." in error
 
@@ -77,18 +77,18 @@ def test_every_flag_that_a_study_declares_is_an_option() -> None:
 
 
 def test_values_are_typed_for_any_axis_and_once(tmp_path: Path) -> None:
-    for words in (["kl", "--values", "0,0.2"], ["top-p", "--values", "0.9,nofilter"], ["influence", "--values", "DG"]):
-        code, output, error = dry_run(tmp_path, *words, "--preset", "laptop")
+    for study, values in (("kl", "0,0.2"), ("top-p", "0.9,nofilter"), ("influence", "DG")):
+        code, output, error = dry_run(tmp_path, f"{study} --values {values} --preset laptop")
         assert (code, error) == (0, "")
-        assert f" in {words[2]}" in output
-    code, _, error = dry_run(tmp_path, "kl", "--values", "0", "--kl-values", "0.1")
+        assert f" in {values}" in output
+    code, _, error = dry_run(tmp_path, "kl --values 0 --kl-values 0.1")
     assert code == 2
     assert "--values and --kl-values are two names for one option of study kl: type one of them." in error
 
 
 def test_any_combination_names_its_folder(tmp_path: Path) -> None:
-    words = ["--set", "task=chain_reversal", "--set", "method=SCOPELite", "--set", "num_steps=7"]
-    code, output, _ = dry_run(tmp_path, "sandbox", *words)
+    words = "sandbox --set task=chain_reversal --set method=SCOPELite --set num_steps=7"
+    code, output, _ = dry_run(tmp_path, words)
     assert code == 0
     assert f"Results: {tmp_path}/results/sandbox_chain_reversal_SCOPELite" in output
     assert "Steps per run: 7" in output
@@ -150,8 +150,7 @@ def test_a_game_brings_its_settings_and_typed_ones_win(tmp_path: Path, game: str
 
 
 def test_the_plan_says_what_success_means_in_the_game(tmp_path: Path) -> None:
-    words = "kl --preset paper --env frozenlake --set env.success_rate=0.6"
-    code, output, _ = dry_run(tmp_path, *words.split())
+    code, output, _ = dry_run(tmp_path, "kl --preset paper --env frozenlake --set env.success_rate=0.6")
     assert code != 2
     assert (
         "Game frozenlake: uniformly random actions succeed in 0.246, the best policy in 0.797 of the validation levels"
