@@ -82,7 +82,7 @@ def test_a_search_runs_in_rounds_and_ends_with_its_confirmation(tmp_path: Path) 
     assert "Search: point-6 follows" in text
     table = make_points(load(plan.folder))
     assert (len(table), set(table["state"]), set(table["seeds"])) == (7, {COMPLETE}, {2})
-    assert dict(list(read_study(plan.folder)["points"].items())[:4]) == shorter.points
+    assert dict(list(read_study(plan.folder).points.items())[:4]) == shorter.points
     best = table.loc[table["success"].idxmin(), "arm"]  # an error
     assert (f"The best point is {best} (lr" if best != DEFAULT_POINT else "The best point is the default") in text
     if best != DEFAULT_POINT:
@@ -159,11 +159,11 @@ def test_a_search_that_is_stopped_at_the_end_of_a_round_is_not_confirmed(
         code, text = run(plan)
     assert (code, "Continue with: python -m tune_study resume" in text) == (130, True)
     assert not list(plan.folder.parent.glob("*-confirm-*"))
-    command = read_study(plan.folder)["command"]
+    command = read_study(plan.folder).command
     resumed = plan_from_folder(plan.folder)
     code, text = run(resumed)
     assert (code, "Search: point-4 to point-5 of 5 follow" in text) == (0, True)
-    assert read_study(plan.folder)["command"] == command
+    assert read_study(plan.folder).command == command
     assert len(make_points(load(plan.folder))) == 6
 
 
