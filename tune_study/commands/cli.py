@@ -38,6 +38,7 @@ from tune_study.commands.requests import (
     SearchRequest,
     StudyRequest,
     TypedAgain,
+    list_assigned_settings,
 )
 from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
@@ -435,7 +436,7 @@ def probe(run: opt.RunLocation, request: ProbeRequest, typed_again: TypedAgain) 
     own_study = typed_again.load()
     allowed = typed_again.allowed | locate.list_typed_storage(run)
     target = run_checkpoints.find_run_checkpoint(folder, request.trial, step, path, request.algo, own_study, allowed)
-    options = {setting: value for _, setting, value in opt.list_assigned_settings(request)}
+    options = {setting: value for _, setting, value in list_assigned_settings(request)}
     overrides = collect_overrides(target.plan.study, options, request.assignments or [], is_axis_free=True)
     probing.probe(target, pin_typed_values(overrides), request.with_val, make_console())
     if problem := locate.push_results(folder, run):

@@ -15,8 +15,7 @@ from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands import describe
-from tune_study.commands.arguments.options import list_assigned_settings
-from tune_study.commands.requests import LaunchRequest, StudyRequest
+from tune_study.commands.requests import LaunchRequest, StudyRequest, list_assigned_settings
 from tune_study.commands.run_options import ChosenPreset
 from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs

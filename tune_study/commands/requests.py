@@ -1,8 +1,9 @@
 """What a user asks for: the fields are options of the command line, and arguments of `tune_study.run` in Python."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 from typer import Option
 
@@ -227,3 +228,12 @@ class TypedAgain:
     def load(self) -> OwnStudy | None:
         """Execute the files and return the study of --study, if typed. See `load_typed_code` for the errors."""
         return load_typed_code(self.study, self.code, self.accept_changed_file)
+
+
+def list_assigned_settings(request: object) -> Iterator[tuple[str, str, Any]]:
+    """Yield (option, setting, value) for each setting that a typed option of a request assigns."""
+    for name, hint in get_type_hints(type(request), include_extras=True).items():
+        _, *markers = hint.__metadata__
+        value = getattr(request, name)
+        if value is not None and value is not False:
+            yield from ((f"--{name.replace('_', '-')}", marker.name, value) for marker in markers)

@@ -16,8 +16,7 @@ from trainable.config.own_parts import PART_FORM, parse_part_name
 from trainable.config.run_config import ConfigError, list_field_names
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import STUDY_FILE
-from tune_study.commands.arguments.options import list_assigned_settings
-from tune_study.commands.requests import RunRequest
+from tune_study.commands.requests import RunRequest, list_assigned_settings
 from tune_study.folder import locate
 from tune_study.folder.study_file import read_study
 from tune_study.placement.model_files import make_absolute

@@ -3,9 +3,8 @@
 Hyphens and underscores of an option are the same, since the published scripts use underscores.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
@@ -18,15 +17,6 @@ class Setting(NamedTuple):
     """Marks an option that assigns its value to the dotted setting `name`. As published, some assign several."""
 
     name: str
-
-
-def list_assigned_settings(request: object) -> Iterator[tuple[str, str, Any]]:
-    """Yield (option, setting, value) for each setting that a typed option of a request assigns."""
-    for name, hint in get_type_hints(type(request), include_extras=True).items():
-        _, *markers = hint.__metadata__
-        value = getattr(request, name)
-        if value is not None and value is not False:
-            yield from ((f"--{name.replace('_', '-')}", marker.name, value) for marker in markers)
 
 
 def option(metavar: str, help_text: str, *names: str, **constraints: Any) -> Any:
