@@ -2,13 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from search_spaces.declaration.study import Study
-from trainable.config.run_config import resolve_key
-from tune_study.commands.arguments.parser import VALUES_OPTION
-from tune_study.commands.option_groups import LaunchOptions, RunOptions
+from tune_study.commands.requests import LaunchRequest, RunRequest
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.host.console import make_console
 from tune_study.host.gpus import detect_gpus
@@ -21,42 +19,33 @@ if TYPE_CHECKING:
 
 NO_SETTINGS: Mapping[str, object] = {}
 
-_GPU_SETTINGS = {"model.path", "trainer.n_gpus_per_node", "rollout.gpu_memory_utilization"}
-"""Settings whose values suit only certain GPUs or the paper preset."""
+_TYPED = {"dry_run", "kl_type", "accept_changed_file", "assignments", "config"}
+"""Options that only the command line has."""
 
 
 def run(
     study: Study,
     preset: str | None = None,
     *,
-    output: Path | str = ".",
-    seeds: int | None = None,
     values: Sequence[str] | None = None,
-    env: str | None = None,
     settings: Mapping[str, object] = NO_SETTINGS,
-    code: Sequence[str] = (),
-    extend: bool = False,
-    max_concurrent: int | None = None,
+    **options: Any,
 ) -> "NotebookFrames":
     """Run a study, or continue it if the output folder already contains it; return its tables.
 
-    Progress is printed, and Ctrl-C stops the study in order, as on the command line. W&B is off.
+    Progress is printed, and Ctrl-C stops the study in order, as on the command line.
 
     Args:
         study: the study.
         preset: laptop, stress or paper; None for paper if a visible GPU can hold it, else laptop. Under paper, only
             adapters are trained if training all weights does not fit.
-        output: parent folder of results/, logs/ and model_saving/.
-        seeds: number of seeds per arm; None for the study's own number.
         values: values of the axis; None for all of the preset.
-        env: the game, with the settings that come with it; None for the study's own game.
         settings: values by setting, as --set takes them, such as {"trainer.total_training_steps": 10}.
-        code: further plug-in files that the study in the folder uses, if it is extended.
-        extend: whether to add new values and seeds to the study that the folder contains.
-        max_concurrent: maximum number of concurrent runs; None for as many as the machine holds.
+        options: other fields of `RunRequest` and `LaunchRequest`, such as output="out", seeds=3, env="frozenlake" or
+            max_concurrent=2; `python -m tune_study run --help` explains them. W&B is off unless `wandb` is typed.
 
-    Raises PlanError, ConfigError or OwnPartError (all are ValueErrors) if the study cannot be run, and RuntimeError if
-    a run failed.
+    Raises PlanError, ConfigError or OwnPartError (all are ValueErrors) if the study cannot be run, TypeError for an
+    unknown option, and RuntimeError if a run failed.
 
     Example:
         >>> import tune_study
@@ -64,30 +53,29 @@ def run(
         >>> frames.trials[["arm", "status", "final_val_success"]]  # doctest: +SKIP
     """
     from analysis import load
-    from tune_study.commands.preflight import PlacementChoices, make_plans_that_fit, names_adapters, start_studies
+    from tune_study.commands.preflight import list_choices, make_plans_that_fit, start_studies
 
     check_study(study, "the call of tune_study.run")
-    load_typed_files(code)
-    visible_gpus = detect_gpus(os.environ)
-    options = RunOptions(
-        env=env,
-        seeds=seeds,
+    launch_names = {field.name for field in fields(LaunchRequest)}
+    known_names = (launch_names | {field.name for field in fields(RunRequest)}) - _TYPED
+    if unknown_names := sorted(options.keys() - known_names):
+        raise TypeError(f"tune_study.run has no argument {', '.join(unknown_names)}: see its docstring.")
+    launch = LaunchRequest(**{"wandb": "off"} | {name: options.pop(name) for name in launch_names & options.keys()})
+    request = RunRequest(
+        preset=preset,
         assignments=[f"{name}={value}" for name, value in settings.items()],
-        output=Path(os.path.abspath(output)),
-        extend=extend,
-        axis_texts={VALUES_OPTION: None if values is None else ",".join(values)},
+        values=None if values is None else ",".join(values),
+        **options,
     )
+    load_typed_files(request.code or [])
+    visible_gpus = detect_gpus(os.environ)
 
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
-        return [plan_from_options(study, preset, options, describe_source(study))]
+        return [plan_from_options(study, preset, request, describe_source(study))]
 
-    launch_options = LaunchOptions(max_concurrent=max_concurrent, wandb="off")
-    fields = {resolve_key(name, study.family.config_class) for name in settings}
-    choices = PlacementChoices(
-        preset, has_adapters=names_adapters(fields), has_gpus=not _GPU_SETTINGS.isdisjoint(fields)
-    )
-    (plan,) = make_plans_that_fit(make_plans, choices, launch_options, visible_gpus)
-    exit_code = start_studies([plan], launch_options, visible_gpus, False, make_console())
+    choices = list_choices(request, launch)._replace(command="")
+    (plan,) = make_plans_that_fit(make_plans, choices, launch, visible_gpus)
+    exit_code = start_studies([plan], launch, visible_gpus, False, make_console())
     if exit_code:
         raise RuntimeError(f"The study in {plan.folder} ended with code {exit_code}: see the lines above.")
     return load(plan.folder)

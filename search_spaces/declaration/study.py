@@ -225,8 +225,6 @@ class Study:
     baseline_seeds: int = 1
     """Minimum number of seeds of the baseline. With 1, in a study of one seed per arm, all arms are compared with the
     luck of a single baseline run."""
-    has_include_zero_option: bool = True
-    """Whether --rollout_filter_include_zero may be used; False where the axis sets it."""
     game: str = ""
     """The study's only game, if its names contain a game; empty if --env may choose one."""
     smoke_settings: Settings = field(default_factory=dict)
@@ -238,7 +236,7 @@ class Study:
     interactions: Contrasts = field(default_factory=dict)
     """Contrasts that are meaningful only over all of their pairs."""
     strategy_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Maps the names that --rollout_filter_strategy takes to filter strategies; empty without this option."""
+    """Maps the names that --rollout_filter_strategy takes to filter strategies, where they differ."""
     variants: Mapping[str, "Study"] = field(default_factory=dict)
     """For each value of `variant_setting`, the study of the same question under that value, if names and arms depend on
     it. --kl-type chooses one."""

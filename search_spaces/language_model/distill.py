@@ -56,7 +56,6 @@ STUDY = Study(
     n_seeds=3,
     baseline="ppo",
     contrasts=CONTRASTS,
-    has_include_zero_option=False,
     smoke_settings={
         "trainer.total_training_steps": 2,
         "env.env_groups": 2,

@@ -53,6 +53,5 @@ STUDY = Study(
     n_seeds=3,
     baseline=_name_arm("none", "0"),
     contrasts=CONTRASTS,
-    has_include_zero_option=False,
     game=GAME,
 )

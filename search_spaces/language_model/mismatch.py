@@ -72,5 +72,4 @@ STUDY = Study(
     n_seeds=3,
     baseline=BASELINE,
     contrasts=CONTRASTS,
-    has_include_zero_option=False,
 )

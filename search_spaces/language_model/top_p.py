@@ -33,5 +33,4 @@ STUDY = Study(
         log="{run}/{label}/{experiment}.log",
         checkpoints="{run}/{label}/{experiment}",
     ),
-    has_include_zero_option=False,
 )

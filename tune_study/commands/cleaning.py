@@ -1,7 +1,6 @@
 """The command `clean`: free the disk space that ended runs no longer need."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.files.paths import check_path, check_tree
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, find_best_step, read_rows
-from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, StudyRecord, find_record
+from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record
 from tune_study.folder import outputs
 from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
@@ -25,7 +24,7 @@ from tune_study.plan.storage_uri import is_uri
 
 
 class RemovableState(NamedTuple):
-    """The rolling checkpoints that can be removed from a run that has ended. num_bytes: their size on disk."""
+    """The rolling checkpoints that can be removed from a run that has ended."""
 
     run_id: str
     status: str
@@ -37,37 +36,29 @@ def find_removable_states(folder: Path) -> list[RemovableState]:
     """Find the rolling checkpoints that can be removed from results/<run>, in the order of study.json.
 
     Only runs that are completed or were stopped by a rule are listed: any other run, such as a failed one, needs its
-    checkpoint to continue. Raises PlanError if the folder contains no study, and UnsafePathError if it has links for
-    folders.
+    checkpoint to continue. Under --keep-best, the best checkpoint stays. Raises PlanError if the folder contains no
+    study, and UnsafePathError if it has links for folders.
     """
     study = read_study(folder)
-    run_ids = [entry.run_id for entry in study.runs]
-    check_tree(folder, [folder / "runs" / run_id for run_id in run_ids])
+    keeps_best = flatten_settings(study.settings).get("trainer.keep_best")
+    check_tree(folder, [folder / "runs" / entry.run_id for entry in study.runs])
     states = []
-    for run_id in run_ids:
-        status = find_record(StatusRecord, folder / "runs" / run_id)
-        path = folder / "runs" / run_id / STATE_FOLDER
+    for entry in study.runs:
+        run_dir = folder / "runs" / entry.run_id
+        status, path = find_record(StatusRecord, run_dir), run_dir / STATE_FOLDER
         if status is None or status.status not in ENDED_STATUSES or not path.exists():
             continue
         check_path(folder, path)
-        if paths := tuple(_list_removable(study, folder / "runs" / run_id)):
+        paths = [path]
+        if keeps_best:
+            from trainable.runs.checkpoint import iter_checkpoints  # imports torch
+
+            best_step = find_best_step(read_rows(run_dir / METRICS_FILE), FAMILIES[study.family].primary_metric)
+            paths = [checkpoint for step, checkpoint in iter_checkpoints(path) if step != best_step]
+        if paths:
             num_bytes = sum(map(count_folder_bytes, paths))
-            states.append(RemovableState(run_id, status.status, paths, num_bytes))
+            states.append(RemovableState(entry.run_id, status.status, tuple(paths), num_bytes))
     return states
-
-
-def _list_removable(study: StudyRecord, run_dir: Path) -> Iterator[Path]:
-    """Yield the folders to remove: all rolling checkpoints, or under --keep-best all but the best one."""
-    from trainable.runs.checkpoint import iter_checkpoints  # imports torch
-
-    if not flatten_settings(study.settings).get("trainer.keep_best"):
-        yield run_dir / STATE_FOLDER
-        return
-    column = FAMILIES[study.family].primary_metric
-    best_step = find_best_step(read_rows(run_dir / METRICS_FILE), column)
-    for step, path in iter_checkpoints(run_dir / STATE_FOLDER):
-        if step != best_step:
-            yield path
 
 
 def clean(console: Console, run: str, is_confirmed: bool) -> None:

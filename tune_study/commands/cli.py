@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from search_spaces.catalog import STUDIES, SUITES
 from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM, format_command
@@ -27,10 +27,19 @@ from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.parser import Command, StrictCommand, StrictGroup, expand_groups
+from tune_study.commands.arguments.options import argument, option
+from tune_study.commands.arguments.parser import Command, StrictCommand, StrictGroup, expand_requests, hyphenate
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
-from tune_study.commands.option_groups import LaunchOptions, RunOptions, SearchOptions, StudyOptions, TypedAgain
 from tune_study.commands.preflight import list_choices, make_plans_that_fit, start_studies
+from tune_study.commands.requests import (
+    LaunchRequest,
+    ProbeRequest,
+    RunRequest,
+    SearchRequest,
+    StudyRequest,
+    TypedAgain,
+    list_assigned_settings,
+)
 from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_line, show_warnings
@@ -56,7 +65,11 @@ app = typer.Typer(
     add_completion=PROGRAM == INSTALLED_PROGRAM,  # a shell completes the words of a program, not of `python -m`
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "token_normalize_func": hyphenate,
+    },
 )
 
 
@@ -99,12 +112,17 @@ def report_errors(command: Command) -> Command:
     return run_command
 
 
-def command(name: str, example: str) -> Callable[[Command], Command]:
+MAIN, READ, FOLLOW, FILES = "Run a study", "Read a study", "Ask further questions", "Machine and files"
+"""The headings of the commands in the help of the program."""
+
+
+def command(heading: str, name: str, example: str) -> Callable[[Command], Command]:
     """Return a decorator that registers a function as a command with an example in its help, and reports its errors."""
 
     def add_command(function: Command) -> Command:
-        epilog = f"\b\nExample: {PROGRAM} {example}"
-        return app.command(name, cls=StrictCommand, epilog=epilog)(report_errors(expand_groups(function)))
+        epilog = f"\b\nExample: {PROGRAM} {name} {example}".rstrip()
+        register = app.command(name, cls=StrictCommand, epilog=epilog, rich_help_panel=heading)
+        return register(report_errors(expand_requests(function)))
 
     return add_command
 
@@ -117,15 +135,14 @@ def show_version(version: Annotated[bool, Option("--version", help="Print the ve
         raise typer.Exit
 
 
-@command("list", "list")
+@command(MAIN, "list", "")
 def list_studies(
     study: Annotated[
-        str | None,
-        Argument(metavar="STUDY", help="Name of the study; default: all.", autocompletion=opt.complete_study),
+        str | None, argument("STUDY", "Name of the study; default: all.", autocompletion=opt.complete_study)
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON: an object with `studies` and `suites`.")] = False,
 ) -> None:
-    """List the studies with their questions; of STUDY, also axis and axis values; of a suite, its studies."""
+    """List the studies and their questions, or the axis and values of STUDY."""
     studies, suites = [*STUDIES.values()], SUITES
     suite = None if study is None else normalize_study_name(study)
     if suite in SUITES:
@@ -140,34 +157,40 @@ def list_studies(
         describe.print_study(make_console(), *studies)
 
 
-@command("settings", "settings --all | grep kl_")
+@command(MAIN, "settings", "--all | grep kl_")
 def settings(
     study: Annotated[
         str,
-        Argument(
-            metavar="[STUDY|WORD]",
-            help="Name of the study; sandbox studies have different settings. Or a word, to look for settings of kl.",
+        argument(
+            "[STUDY|WORD]",
+            "Name of the study; sandboxes have other settings. Or a word, to look for settings of kl.",
             autocompletion=opt.complete_study,
         ),
     ] = "kl",
     list_all: Annotated[bool, Option("--all", help="List every setting, not only the most common ones.")] = False,
 ) -> None:
-    """List the most common settings of STUDY for --set, or all whose name or meaning has a WORD."""
+    """List the main settings for --set, or those whose name or meaning has a WORD."""
     is_study = normalize_study_name(study) in STUDIES
     if is_study or not describe.print_settings(make_console(), STUDIES["kl"], study):
         describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 
-@command("new", "new my-lr --vary actor.lr=1e-4,3e-4,1e-3")
+@command(READ, "status", "results/kl_sweep_sokoban-tiny")
+def status(run: opt.RunLocation) -> None:
+    """Show the progress of each run in RUN, and why it ended."""
+    with locate.open_for_reading(run) as (folder, is_running):
+        describe.print_status(make_console(), folder, run, study_file.read_study(folder), is_running)
+
+
+@command(FOLLOW, "new", "my-lr --vary actor.lr=1e-4,3e-4,1e-3")
 def new(
-    name: Annotated[str, Argument(metavar="NAME", help="Name of the new study, like my-lr.")],
+    name: Annotated[str, argument("NAME", "Name of the new study, like my-lr.")],
     vary: Annotated[
-        list[str] | None,
-        Option("--vary", metavar="KEY=VALUES", help="A setting and its values, like actor.lr=1e-4,3e-4; repeatable."),
+        list[str] | None, option("KEY=VALUES", "A setting and its values, like actor.lr=1e-4,3e-4; repeatable.")
     ] = None,
-    to: Annotated[Path | None, Option("--to", metavar="FILE", help="File to write; default: NAME.py here.")] = None,
+    to: Annotated[Path | None, option("FILE", "File to write; default: NAME.py here.")] = None,
 ) -> None:
-    """Write a Python file that declares a study of your own, and print the command that runs it."""
+    """Write a Python file that declares a study of your own."""
     from tune_study.plan.new_study import write_study_file
 
     path, command = write_study_file(name, vary or [], to)
@@ -175,44 +198,44 @@ def new(
     print_line(make_console(), f"  {command}")
 
 
-@command("run", "run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out")
-def run(study: opt.StudyName, options: RunOptions, launch: LaunchOptions) -> None:
-    """Run a study or a suite of studies, or continue it if the output folder already contains it."""
+@command(MAIN, "run", "kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out")
+def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest) -> None:
+    """Run a study or a suite, or continue it if the output folder contains it."""
     visible_gpus = detect_gpus(os.environ)
-    load_typed_files(options.code or [])
-    studies = find_studies(study, options.kl_type, options.accept_changed_file)
+    load_typed_files(request.code or [])
+    studies = find_studies(study, request.kl_type, request.accept_changed_file)
 
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
-        return [plan_from_options(chosen, preset, options, source) for chosen, source in studies]
+        return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]
 
-    plans = make_plans_that_fit(make_plans, list_choices(options, launch), launch, visible_gpus)
-    raise typer.Exit(start_studies(plans, launch, visible_gpus, options.dry_run, make_console()))
+    plans = make_plans_that_fit(make_plans, list_choices(request, launch), launch, visible_gpus)
+    raise typer.Exit(start_studies(plans, launch, visible_gpus, request.dry_run, make_console()))
 
 
-@command("search", "search kl --preset stress --trials 24 --seeds 2 --output out")
-def search(study: opt.StudyName, search_options: SearchOptions, options: StudyOptions, launch: LaunchOptions) -> None:
-    """Search the settings of STUDY for the best point at which no run collapses, and confirm it with fresh seeds."""
+@command(FOLLOW, "search", "kl --preset stress --trials 24 --seeds 2 --output out")
+def search(study: opt.StudyName, search_request: SearchRequest, request: StudyRequest, launch: LaunchRequest) -> None:
+    """Search for the best settings under which no run collapses, and confirm them with fresh seeds."""
     visible_gpus = detect_gpus(os.environ)
-    load_typed_files(options.code or [])
-    chosen, source = searching.find_study(study, options.kl_type, options.accept_changed_file)
+    load_typed_files(request.code or [])
+    chosen, source = searching.find_study(study, request.kl_type, request.accept_changed_file)
 
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
-        return [searching.plan_search(chosen, preset, search_options, options, source)]
+        return [searching.plan_search(chosen, preset, search_request, request, source)]
 
-    (plan,) = make_plans_that_fit(make_plans, list_choices(options, launch), launch, visible_gpus)
-    raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, options.dry_run, make_console()))
+    (plan,) = make_plans_that_fit(make_plans, list_choices(request, launch), launch, visible_gpus)
+    raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, request.dry_run, make_console()))
 
 
-@command("resume", "resume results/kl_sweep_sokoban-tiny")
+@command(MAIN, "resume", "results/kl_sweep_sokoban-tiny")
 def resume(
     run: opt.RunLocation,
     gpus_per_exp: opt.GpusPerExp = None,
     dry_run: opt.DryRun = False,
     *,
     typed_again: TypedAgain,
-    launch: LaunchOptions,
+    launch: LaunchRequest,
 ) -> None:
-    """Continue the study in RUN: finished runs are left unchanged, all others continue."""
+    """Continue the study in RUN, all but its finished runs."""
     placement_overrides = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
     own_study = typed_again.load()
     plan = locate.plan_resume(run, placement_overrides, own_study, is_real=not dry_run, allowed=typed_again.allowed)
@@ -221,36 +244,30 @@ def resume(
     raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, dry_run, console))
 
 
-@command("confirm", "confirm results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5")
+@command(FOLLOW, "confirm", "results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5")
 def confirm(
     run: opt.RunLocation,
-    arm: Annotated[str, Option("--arm", metavar="A", help="The arm whose result is confirmed.")],
-    baseline: Annotated[
-        str | None,
-        Option("--baseline", metavar="B", help="The arm to compare with; default: the baseline of the study."),
-    ] = None,
-    seeds: Annotated[
-        int, Option("--seeds", metavar="N", help="Number of fresh seeds for each of the two arms.")
-    ] = DEFAULT_SEEDS,
+    arm: Annotated[str, option("A", "The arm whose result is confirmed.")],
+    baseline: Annotated[str | None, option("B", "The arm to compare with; default: the baseline of the study.")] = None,
+    seeds: Annotated[int, option("N", "Number of fresh seeds for each of the two arms.")] = DEFAULT_SEEDS,
     extend: opt.Extend = False,
     dry_run: opt.DryRun = False,
     *,
     typed_again: TypedAgain,
-    launch: LaunchOptions,
+    launch: LaunchRequest,
 ) -> None:
-    """Run one arm of RUN and the baseline again, with seeds that the study never used: that number is the result."""
+    """Run one arm of RUN and the baseline again, with seeds that RUN never used: that number is the result."""
     own_study = typed_again.load()
     plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend, typed_again.allowed)
     visible_gpus = detect_gpus(os.environ)
     raise typer.Exit(start_studies([plan], launch, visible_gpus, dry_run, make_console()))
 
 
-@command("stop", "stop results/kl_sweep_sokoban-tiny --arm 1")
+@command(FILES, "stop", "results/kl_sweep_sokoban-tiny --arm 1")
 def stop(
-    run: opt.RunLocation,
-    arm: Annotated[str | None, Option("--arm", metavar="A", help="Stop only the runs of this arm.")] = None,
+    run: opt.RunLocation, arm: Annotated[str | None, option("A", "Stop only the runs of this arm.")] = None
 ) -> None:
-    """Ask the process that runs RUN to stop, or to stop the runs of one arm: steps are finished and saved."""
+    """Ask the process that runs RUN to stop, or one arm: steps are finished and saved."""
     if is_uri(run):
         raise PlanError(
             f"`stop` needs the folder in which the study runs, and {format_value(run, 1000)} is in a storage: type "
@@ -272,77 +289,57 @@ def stop(
         path.touch()
     except OSError as error:
         raise PlanError(f"{format_value(folder, 1000)} cannot be written ({error.strerror}).") from None
-    print_line(
-        make_console(),
-        f"{what} after the steps under way, which are saved. To continue: {format_command('resume', folder)}",
-    )
+    next_command = format_command("resume", folder)
+    print_line(make_console(), f"{what} after the steps under way, which are saved. To continue: {next_command}")
 
 
-@command("clean", "clean results/kl_sweep_sokoban-tiny --yes")
+@command(FILES, "clean", "results/kl_sweep_sokoban-tiny --yes")
 def clean(
     run: opt.RunLocation, yes: Annotated[bool, Option("--yes", help="Do not ask before anything is removed.")] = False
 ) -> None:
-    """Show the disk space that ended runs of RUN no longer need, and free it."""
+    """Free the disk space that ended runs of RUN no longer need."""
     cleaning.clean(make_console(), run, yes)
 
 
-@command("status", "status results/kl_sweep_sokoban-tiny")
-def status(run: opt.RunLocation) -> None:
-    """Show the progress of each run in RUN, and why ended runs ended."""
-    with locate.open_for_reading(run) as (folder, is_running):
-        describe.print_status(make_console(), folder, run, study_file.read_study(folder), is_running)
-
-
-@command("report", "report results/kl_sweep_sokoban-tiny")
+@command(MAIN, "report", "results/kl_sweep_sokoban-tiny")
 def report(
     run: opt.RunLocation,
-    study: Annotated[
-        str | None, Option("--study", metavar="FILE", help="A file of yours whose study has sections of its report.")
-    ] = None,
+    study: Annotated[str | None, option("FILE", "A file of yours whose study has sections of its report.")] = None,
 ) -> None:
-    """Rebuild the tables and the report of RUN from its rows."""
+    """Write the tables and the report of RUN again from its rows."""
     folder = _make_absolute(locate.fetch_for_writing(run))
     sections = load_own_study(study).study.sections if study else ()
     outputs.check_writable(folder, "RUN", "copy the study to a folder that you may write, and type that one")
-    problem = " ".join(
-        filter(None, (write_results(folder, make_console(), own_sections=sections), locate.push_results(folder, run)))
-    )
-    if problem:
-        print_error(problem)
+    problems = write_results(folder, make_console(), own_sections=sections), locate.push_results(folder, run)
+    if any(problems):
+        print_error(" ".join(filter(None, problems)))
         raise typer.Exit(1)
 
 
-@command("explain", "explain results/kl_sweep_sokoban-tiny --arm 0 --seed 1")
+@command(MAIN, "explain", "results/kl_sweep_sokoban-tiny --arm 0 --seed 1")
 def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = None) -> None:
-    """Tell what changed before the collapse in the runs of RUN that collapsed, or in one run."""
+    """Tell what changed before the collapse in runs of RUN, and when."""
     from tune_study.commands.reading import explain as explanation
 
     with locate.open_for_reading(run) as (folder, is_running):
         frames = explanation.read_frames(folder, is_running)
         ends = explanation.select_ends(frames, arm, seed)
-        is_selected = arm is not None or seed is not None
-        explanation.print_explanation(make_console(), folder, run, frames, ends, is_selected)
+        explanation.print_explanation(make_console(), folder, run, frames, ends, arm is not None or seed is not None)
 
 
-@command("transcripts", "transcripts results/kl_sweep_sokoban-tiny --arm 0 --seed 1 --failed")
+@command(READ, "transcripts", "results/kl_sweep_sokoban-tiny --arm 0 --seed 1 --failed")
 def transcripts(
     run: opt.RunLocation,
     arm: opt.ReadArm = None,
     seed: opt.ReadSeed = None,
-    step: Annotated[
-        int | None,
-        Option("--step", metavar="N", help="Episodes of the validation after step N; default: the last one."),
-    ] = None,
+    step: Annotated[int | None, option("N", "Episodes of the validation after step N; default: the last one.")] = None,
     failed: Annotated[bool, Option("--failed", help="Only episodes without success.")] = False,
     solved: Annotated[bool, Option("--solved", help="Only episodes with success.")] = False,
     trained: Annotated[
-        bool,
-        Option(
-            "--trained", help="Episodes that were trained on, with their advantages (trainer.log_train_generations)."
-        ),
+        bool, Option("--trained", help="Episodes of the training, with advantages (trainer.log_train_generations).")
     ] = False,
 ) -> None:
-    """Print recorded episodes of RUN: what the policy saw, thought and answered, and its rewards."""
+    """Print episodes of RUN: what the policy saw and said, and its rewards."""
     from tune_study.commands.reading import transcripts as reading
 
     if failed and solved:
@@ -354,13 +351,13 @@ def transcripts(
         reading.print_transcripts(make_console(), reading.read_run_episodes(folder, study), choice, run)
 
 
-@command("demo", "demo --output demo")
+@command(FILES, "demo", "--output demo")
 def demo(
     output: Annotated[
-        Path, Option("--output", "-o", metavar="DIR", help="The folder in which the recorded study is unpacked.")
+        Path, option("DIR", "The folder in which the recorded study is unpacked.", "--output", "-o")
     ] = Path("demo"),
 ) -> None:
-    """Show a recorded study: its runs, verdicts, two episodes and its report. Nothing is trained."""
+    """Show a recorded study and its report; nothing is trained."""
     from tune_study.commands.demo import show_demo
 
     if problem := show_demo(make_console(), output):
@@ -368,160 +365,100 @@ def demo(
         raise typer.Exit(1)
 
 
-@command("watch", "watch results/kl_sweep_sokoban-tiny")
+@command(READ, "watch", "results/kl_sweep_sokoban-tiny")
 def watch(
     run: opt.RunLocation,
-    port: Annotated[
-        int, Option("--port", metavar="N", min=0, max=65535, help="Port on 127.0.0.1; default: a free one.")
-    ] = 0,
+    port: Annotated[int, option("N", "Port on 127.0.0.1; default: a free one.", min=0, max=65535)] = 0,
 ) -> None:
-    """Show the report of RUN in a browser on this machine while it runs; the page follows its rows."""
+    """Show the report of RUN in a browser while it runs."""
     from tune_study.commands.reading import watch as watching
 
     watching.watch(make_console(), run, port)
 
 
-@command("compare", "compare a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny")
+@command(READ, "compare", "a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny")
 def compare(
     runs: Annotated[
         list[str],
-        Argument(metavar="RUN...", help="Folders results/<run> or URIs of two studies or more of one family."),
+        argument("RUN...", "Folders results/<run> or URIs of two studies or more of one family."),
     ],
-    to: Annotated[Path, Option("--to", metavar="FILE", help="Where the page is written.")] = Path("comparison.html"),
+    to: Annotated[Path, option("FILE", "Where the page is written.")] = Path("comparison.html"),
 ) -> None:
-    """Compare studies with the first one: which settings differ, and how the arms do that they have in common."""
+    """Compare studies: which settings differ, and how common arms do."""
     from tune_study.commands.reading import compare as comparing
 
     comparing.print_comparison(make_console(), comparing.read_comparison(runs), _make_absolute(to))
 
 
-@command("alarms", "alarms out --first-test-seed 3")
+@command(READ, "alarms", "out --first-test-seed 3")
 def alarms(
     folders: Annotated[
         list[Path],
-        Argument(metavar="FOLDER...", help="Output folders, or folders results/<run>, whose studies to read."),
+        argument("FOLDER...", "Output folders, or folders results/<run>, whose studies to read."),
     ],
-    first_test_seed: Annotated[
-        int, Option("--first-test-seed", metavar="S", min=0, help="Choose alarms on lower seeds, score them from S on.")
-    ] = 5,
+    first_test_seed: Annotated[int, option("S", "Choose alarms on lower seeds, score them from S on.", min=0)] = 5,
 ) -> None:
-    """Show which threshold on which symptom would have announced the collapses in FOLDER, and how often it is wrong."""
+    """Show which thresholds would have announced the collapses in FOLDER, and how often wrongly."""
     from tune_study.commands.reading import alarms as recorded_alarms
 
     recorded_alarms.print_alarms(make_console(), recorded_alarms.read_studies(folders), first_test_seed)
 
 
-@command("replay-stoppers", "replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2")
+@command(READ, "replay-stoppers", "results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2")
 def replay_stoppers(
     run: opt.RunLocation,
     assignments: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a threshold of early_stop; repeatable.")
+        list[str] | None, option("KEY=VALUE", "Change a threshold of early_stop; repeatable.", "--set")
     ] = None,
 ) -> None:
-    """Apply the stop rules to the rows of RUN, and show when each would have fired and whether it would be right."""
+    """Show when each stop rule would have fired in RUN, and whether rightly."""
     from tune_study.commands.reading import replay
 
     with locate.open_for_reading(run) as (folder, _):
         replay.print_replay(make_console(), replay.replay_folder(folder, assignments or []))
 
 
-@command("probe", "probe results/gradient_analysis_sokoban_sokoban-tiny --with-val")
-def probe(
-    run: opt.RunLocation,
-    trial: opt.Trial = None,
-    algo: Annotated[
-        str | None, Option("--algo", metavar="NAME", help="Study gradient-analysis: choose the run of PPO or of GRPO.")
-    ] = None,
-    checkpoint_step: Annotated[
-        int | None,
-        Option(
-            "--checkpoint-step", "--checkpoint_step", metavar="N", help="Step of the checkpoint; default: the newest."
-        ),
-    ] = None,
-    checkpoint_root: Annotated[
-        Path | None,
-        Option(
-            "--checkpoint-root",
-            "--checkpoint_root",
-            metavar="DIR",
-            help="Folder that contains global_step_<N>; default: the run's.",
-        ),
-    ] = None,
-    resume_from_path: Annotated[
-        Path | None,
-        Option(
-            "--resume-from-path",
-            "--resume_from_path",
-            metavar="DIR",
-            help="Path of the checkpoint folder global_step_<N>.",
-        ),
-    ] = None,
-    with_val: Annotated[
-        bool, Option("--with-val", "--with_val", help="First validate the run, sampled and greedy.")
-    ] = False,
-    ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None,
-    log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None,
-    gpus: opt.Gpus = None,
-    gpu_memory_utilization: opt.GpuMemoryUtilization = None,
-    ray_num_cpus: opt.RayNumCpus = None,
-    assignments: opt.Assignments = None,
-    *,
-    typed_again: TypedAgain,
-) -> None:
-    """Measure the gradients of one checkpoint of a run, in this process; nothing is trained."""
-    typed_settings = {
-        "actor.ppo_micro_batch_size_per_gpu": ppo_micro_batch_size_per_gpu,
-        "rollout.log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
-        "rollout.ref_log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
-        "rollout.gpu_memory_utilization": gpu_memory_utilization,
-        "trainer.ray_num_cpus": ray_num_cpus,
-    }
-    if gpus is not None:
+@command(FOLLOW, "probe", "results/gradient_analysis_sokoban_sokoban-tiny --with-val")
+def probe(run: opt.RunLocation, request: ProbeRequest, typed_again: TypedAgain) -> None:
+    """Measure the gradients of a checkpoint of RUN; nothing is trained."""
+    if request.gpus is not None:
         # Set before torch is imported below, which reads this variable once.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(gpus))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(request.gpus))
     from tune_study.commands import probe as probing
     from tune_study.folder import run_checkpoints
 
-    path = run_checkpoints.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
+    step = request.checkpoint_step
+    path = run_checkpoints.find_checkpoint_path(request.checkpoint_root, step, request.resume_from_path)
     # Only now, since this may download rows: a wrong path should be reported at once.
     folder = locate.fetch_for_writing(run)
     own_study = typed_again.load()
     allowed = typed_again.allowed | locate.list_typed_storage(run)
-    target = run_checkpoints.find_run_checkpoint(folder, trial, checkpoint_step, path, algo, own_study, allowed)
-    option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
-    overrides = pin_typed_values(
-        collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)
-    )
-    probing.probe(target, overrides, with_val, make_console())
+    target = run_checkpoints.find_run_checkpoint(folder, request.trial, step, path, request.algo, own_study, allowed)
+    options = {setting: value for _, setting, value in list_assigned_settings(request)}
+    overrides = collect_overrides(target.plan.study, options, request.assignments or [], is_axis_free=True)
+    probing.probe(target, pin_typed_values(overrides), request.with_val, make_console())
     if problem := locate.push_results(folder, run):
         print_error(problem)
         raise typer.Exit(1)
 
 
-@command("export", "export results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy")
+@command(FOLLOW, "export", "results/kl_sweep_sokoban-tiny --arm 0.01 --to my-policy")
 def export(
     run: opt.RunLocation,
-    arm: Annotated[str, Option("--arm", metavar="A", help="The arm whose policy is written.")],
-    to: Annotated[Path, Option("--to", metavar="DIR", help="The folder to write, new or empty.")],
-    seed: Annotated[
-        int | None, Option("--seed", metavar="S", help="Seed of the run; default: the smallest one.")
-    ] = None,
+    arm: Annotated[str, option("A", "The arm whose policy is written.")],
+    to: Annotated[Path, option("DIR", "The folder to write, new or empty.")],
+    seed: Annotated[int | None, option("S", "Seed of the run; default: the smallest one.")] = None,
     step: Annotated[
-        str | None,
-        Option(
-            "--step", metavar="N", help="Step of a checkpoint, or `best` (of a run with --keep-best); default: newest."
-        ),
+        str | None, option("N", "Step of a checkpoint, or `best` (of a run with --keep-best); default: newest.")
     ] = None,
     adapters: Annotated[
         bool, Option("--adapters", help="Write LoRA adapters alone; default: merged into the weights.")
     ] = False,
-    dtype: Annotated[
-        str, Option("--dtype", metavar="TYPE", help="auto (that of the base model), float32, bfloat16 or float16.")
-    ] = "auto",
+    dtype: Annotated[str, option("TYPE", "auto (that of the base model), float32, bfloat16 or float16.")] = "auto",
     *,
     typed_again: TypedAgain,
 ) -> None:
-    """Write the trained policy of one run of RUN as a model folder that transformers and vLLM load."""
+    """Write the policy of one run of RUN as a model folder that transformers and vLLM load."""
     from tune_study.commands.reading import export as exporting  # imports torch
 
     folder = locate.fetch_for_writing(run)
@@ -531,31 +468,20 @@ def export(
     exporting.export(make_console(), target, _make_absolute(to), dtype, keeps_adapters=adapters)
 
 
-@command("plot-gradients", "plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101")
+@command(READ, "plot-gradients", "results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101")
 def plot_gradients(
     run: opt.RunLocation,
-    list_steps: Annotated[
-        bool, Option("--list-steps", "--list_steps", help="List the analyses; plot nothing.")
-    ] = False,
-    steps: Annotated[
-        list[str] | None, Option("--step", metavar="N", help="Analyzed step, or a list like 1,51; repeatable.")
-    ] = None,
+    list_steps: Annotated[bool, Option("--list-steps", help="List the analyses; plot nothing.")] = False,
+    steps: Annotated[list[str] | None, option("N", "Analyzed step, or a list like 1,51; repeatable.", "--step")] = None,
     output_dir: Annotated[
-        Path | None,
-        Option(
-            "--output-dir",
-            "--output_dir",
-            metavar="DIR",
-            help="Folder for the figures; default: RUN/figures/gradients/<run>.",
-        ),
+        Path | None, option("DIR", "Folder for the figures; default: RUN/figures/gradients/<run>.")
     ] = None,
     trial: opt.Trial = None,
     source: Annotated[
-        str | None,
-        Option("--source", metavar="NAME", help="train (analyses during training) or probe (of a checkpoint)."),
+        str | None, option("NAME", "train (analyses during training) or probe (of a checkpoint).")
     ] = None,
 ) -> None:
-    """Plot the gradient analyses of RUN: figures and numbers of each analyzed step."""
+    """Plot the gradient analyses of RUN, with their numbers."""
     folder = locate.fetch_for_writing(run)
     from tune_study.commands.reading import plot_gradients  # imports Altair
 
@@ -567,9 +493,9 @@ def plot_gradients(
         plot_gradients.write_plots(make_console(), folder, frames, selections, output_dir)
 
 
-@command("doctor", "doctor --output out")
+@command(FILES, "doctor", "--output out")
 def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
-    """Check that this machine has everything a run needs, and say how to solve each problem."""
+    """Check that this machine has all that a run needs, and say what to do."""
     from tune_study.commands.doctor import diagnose
 
     raise typer.Exit(diagnose(make_console(), _make_absolute(output), preset))

@@ -31,21 +31,13 @@ def plan_confirmation(
     extend: bool,
     allowed: frozenset[str] = NOTHING,
 ) -> StudyPlan:
-    """Plan the confirmation of an arm of the study RUN, or its continuation.
+    """Plan the confirmation of an arm of the study RUN (a folder or a URI), or its continuation.
 
     The confirmation is a study beside RUN, `<run>-confirm-<arm>`, with the settings of RUN, two arms and `n_seeds`
-    seeds. They follow the largest seed of RUN and of all of its other confirmations.
-
-    Args:
-        run: RUN, a folder or a URI.
-        arm: the arm to confirm, as it was typed.
-        baseline: the arm to compare it with; None for the baseline of RUN.
-        n_seeds: number of seeds per arm.
-        own_study: the study in the file of --study; None without the option.
-        extend: whether to add seeds to a confirmation that has fewer.
-        allowed: see `plan_from_folder`.
-
-    Raises PlanError if the study or an arm does not exist, or if there are too few seeds left.
+    seeds. They follow the largest seed of RUN and of all of its other confirmations. baseline: the arm to compare
+    with; None for the baseline of RUN. extend: whether to add seeds to a confirmation that has fewer. own_study and
+    allowed: see `plan_from_folder`. Raises PlanError if the study or an arm does not exist, or if too few seeds are
+    left.
     """
     plan = locate.plan_resume(run, own_study=own_study, is_real=False, allowed=allowed)
     if plan.confirms is not None:
@@ -81,7 +73,6 @@ def plan_confirmation(
         plan.base_config,
         (compared, confirmed),
         tuple(range(first, first + n_seeds)),
-        plan.output,
         folder,
     )
     points = {value: settings for value, settings in plan.points.items() if value in confirmation.values}

@@ -16,8 +16,8 @@ from rich.console import Console
 from search_spaces.catalog import STUDIES
 from trainable.backend.gpus import make_bundles
 from trainable.config.setting_types import format_value
-from tune_study.commands.option_groups import LaunchOptions
 from tune_study.commands.preflight import PlacementChoices, list_checks, make_plans_that_fit, prepare_study
+from tune_study.commands.requests import LaunchRequest
 from tune_study.commands.run_options import ChosenPreset
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
@@ -38,7 +38,7 @@ def diagnose(console: Console, output: Path, preset: str | None) -> int:
     output: the folder of --output, which need not exist; no file is left in it. preset: the value of --preset; None to
     choose one as `run` does. Raises PlanError for an unknown preset.
     """
-    gpus, options = detect_gpus(os.environ), LaunchOptions()
+    gpus, options = detect_gpus(os.environ), LaunchRequest()
 
     def make_plans(chosen: ChosenPreset) -> list[StudyPlan]:
         return [make_plan(STUDIES["kl"], chosen.name, chosen.reason, chosen.settings, None, None, output)]

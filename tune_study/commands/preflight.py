@@ -1,7 +1,7 @@
 """Check that this machine, or each node of a cluster, has all that a study needs, then start the study."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands.describe import PreparedStudy, print_plan
-from tune_study.commands.option_groups import LaunchOptions, StudyOptions
+from tune_study.commands.requests import LaunchRequest, StudyRequest, list_assigned_settings
 from tune_study.commands.run_options import ChosenPreset
 from tune_study.commands.suites import format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs
@@ -38,6 +38,9 @@ from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, StudyPlan, check_l
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
 
+_GPU_SETTINGS = ("model.path", "model_path", "n_gpus_per_node", "gpu_memory_utilization")
+"""Settings whose values suit only certain GPUs or the paper preset, as their keys end."""
+
 
 class PlacementChoices(NamedTuple):
     """What a user has chosen and the search for plans that fit must not change."""
@@ -54,7 +57,7 @@ class PlacementChoices(NamedTuple):
 
 def start_studies(
     plans: Sequence[StudyPlan],
-    options: LaunchOptions,
+    options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
     dry_run: bool,
     console: Console,
@@ -77,7 +80,7 @@ def start_studies(
         _check_context(plan)
     uses_gpus = any(plan.model is not None for plan in plans)
 
-    def adapt_options(plan: StudyPlan) -> LaunchOptions:
+    def adapt_options(plan: StudyPlan) -> LaunchRequest:
         """Adapt the options to one study: in a suite, --gpus applies only to the studies that use GPUs."""
         return replace(options, gpus=None) if uses_gpus and plan.model is None else options
 
@@ -108,7 +111,7 @@ def start_studies(
         )
 
 
-def choose_wandb(options: LaunchOptions, plan: StudyPlan) -> WandbTarget:
+def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
     """Choose W&B's mode and project: as typed, as at the last start, or offline if trainer.logger names wandb.
 
     Raises PlanError for an unknown mode, for a project without W&B or with an invalid name, and if the package wandb is
@@ -160,25 +163,15 @@ def _check_context(plan: StudyPlan) -> None:
             )
 
 
-def names_adapters(settings: Iterable[str]) -> bool:
-    """Check whether one of the names in `settings` is the rank of adapters."""
-    return any("lora_rank" in name for name in settings)
-
-
-def list_choices(options: StudyOptions, launch_options: LaunchOptions) -> PlacementChoices:
+def list_choices(request: StudyRequest, launch: LaunchRequest) -> PlacementChoices:
     """Collect what was typed for the preset, the adapters (also rank 0 for none) and the GPUs."""
-    gpu_options = (
-        options.model,
-        options.gpus_per_exp,
-        options.gpu_memory_utilization,
-        launch_options.gpus,
-        launch_options.gpu_memory_gib,
-        launch_options.address,
-    )
+    keys = [assignment.partition("=")[0].strip() for assignment in request.list_assignments()]
+    keys += [setting for _, setting, _ in list_assigned_settings(request)]
+    gpu_options = (launch.gpus, launch.gpu_memory_gib, launch.address)
     return PlacementChoices(
-        options.preset,
-        has_adapters=names_adapters(assignment.partition("=")[0] for assignment in options.list_assignments()),
-        has_gpus=any(option is not None for option in gpu_options),
+        request.preset,
+        has_adapters=any("lora_rank" in key for key in keys),
+        has_gpus=any(option is not None for option in gpu_options) or any(key.endswith(_GPU_SETTINGS) for key in keys),
         command=outputs.format_command_line(),
     )
 
@@ -186,7 +179,7 @@ def list_choices(options: StudyOptions, launch_options: LaunchOptions) -> Placem
 def make_plans_that_fit(
     make_plans: Callable[[ChosenPreset], list[StudyPlan]],
     choices: PlacementChoices,
-    options: LaunchOptions,
+    options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
 ) -> list[StudyPlan]:
     """Make the plans under the typed or default preset, and adapt them if the GPUs are too small.
@@ -216,7 +209,7 @@ def make_plans_that_fit(
 
 
 def explain_misfit(
-    plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...]
+    plans: Sequence[StudyPlan], options: LaunchRequest, visible_gpus: tuple[Gpu, ...]
 ) -> tuple[str, list[str]]:
     """Return why the first study that does not fit this machine's GPUs does not, and options that make it fit."""
     for plan in plans:
@@ -228,7 +221,7 @@ def explain_misfit(
 
 def _print_plan(
     plan: StudyPlan,
-    options: LaunchOptions,
+    options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
     nodes: tuple[Node, ...] | None,
     console: Console,
@@ -288,7 +281,7 @@ def list_checks(plan: StudyPlan) -> list[Callable[[], None]]:
 
 
 def prepare_study(
-    plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
+    plan: StudyPlan, options: LaunchRequest, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
 ) -> PreparedStudy:
     """Check the requirements of a study. Raises PlanError if one is not met.
 
@@ -311,7 +304,7 @@ def prepare_study(
 
 def _estimate_requirements(
     plan: StudyPlan,
-    options: LaunchOptions,
+    options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
     nodes: tuple[Node, ...] | None,
     dry_run: bool,
@@ -387,7 +380,7 @@ def _check_files(plan: StudyPlan) -> None:
             check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
 
 
-def _check_cluster(study: PreparedStudy, options: LaunchOptions, nodes: tuple[Node, ...]) -> MemoryPlan | None:
+def _check_cluster(study: PreparedStudy, options: LaunchRequest, nodes: tuple[Node, ...]) -> MemoryPlan | None:
     """Raise PlanError if a node where a run may be placed lacks something; return the memory plan of the nodes."""
     from tune_study.commands import node_checks
 

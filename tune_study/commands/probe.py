@@ -27,10 +27,8 @@ from tune_study.placement.model_files import check_model
 from tune_study.placement.samplers import check_sampler
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import load_typed_code
-from tune_study.plan.study_plan import fill_template, make_template_values
 
 ProbeSettings = Mapping[str, object]
-NO_SETTINGS: ProbeSettings = MappingProxyType({})
 ALLOWED_PREFIXES = (
     "env.",
     "filter.",
@@ -40,6 +38,7 @@ ALLOWED_PREFIXES = (
     "actor.kl_loss",
     "actor.entropy_coeff",
     "actor.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_micro_batch_size_per_gpu",
 )
 """Prefixes of settings that a probe may change. Changing others would make the trainer differ from the checkpoint."""
 
@@ -53,7 +52,7 @@ def restore(
     step: int | None = None,
     *,
     path: Path | str | None = None,
-    settings: ProbeSettings = NO_SETTINGS,
+    settings: ProbeSettings = MappingProxyType({}),
     study: str | None = None,
     code: Sequence[str] = (),
     allow: Sequence[str] = (),
@@ -61,7 +60,8 @@ def restore(
     """Restore the trainer of a run from a checkpoint.
 
     `trainer.roll_out` and `trainer.evaluate` roll out episodes. `trainer.step()` continues the training in this process
-    and writes nothing. `trainer.close()` frees the memory of the sampling engine.
+    and writes nothing. `trainer.close()` frees the memory of the sampling engine. Raises PlanError (a ValueError) that
+    lists the alternatives if a name, a step or a folder cannot be used.
 
     Args:
         run: the study's folder, results/<run>.
@@ -74,16 +74,13 @@ def restore(
         allow: entries of somebody else's folder that name something outside it and may be used, as the error prints
             them.
 
-    Raises PlanError (a ValueError) that lists the alternatives if a name, a step or a folder cannot be used.
-
     Example:
         >>> trainer = restore("out/results/kl_sweep_sokoban-tiny", trial="0.1")  # doctest: +SKIP
         >>> trainer.evaluate("val", "greedy").success  # doctest: +SKIP
     """
     own_study = load_typed_code(study, code)
-    return _restore_trainer(
-        find_run_checkpoint(run, trial, step, path, own_study=own_study, allowed=frozenset(allow)), settings
-    )
+    target = find_run_checkpoint(run, trial, step, path, own_study=own_study, allowed=frozenset(allow))
+    return _restore_trainer(target, settings)
 
 
 def _restore_trainer(target: RunCheckpoint, settings: ProbeSettings) -> PPOTrainer:
@@ -114,12 +111,9 @@ def _restore_trainer(target: RunCheckpoint, settings: ProbeSettings) -> PPOTrain
 def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str, object]:
     """Make the settings of a probe, which switch on the analysis, a KL loss and an entropy bonus.
 
-    The analyzed batch has the published 128 x 16 episodes, unless the run sets another size. If the run has no KL loss
-    or no entropy bonus, its coefficient is the published 0.001; the gradient of a term is proportional to it. settings:
-    the typed settings, which take precedence.
-
-    Raises PlanError if the size of the batch is set to null. In training this means the batch of the step, which a
-    probe does not have.
+    The analyzed batch has the published 128 x 16 episodes, unless the run sets another size. The gradient of a term is
+    proportional to its coefficient. settings: the typed settings, which take precedence. Raises PlanError if the size
+    of the batch is set to null: in training this means the batch of the step, which a probe does not have.
     """
     trainer = config.trainer
     default_settings: dict[str, object] = {
@@ -147,10 +141,10 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
 
 def _describe_added_terms(run_config: RunConfig, config: RunConfig, settings: ProbeSettings) -> str:
     """Say which measured terms the run's loss lacks; return an empty text if it has them or they were typed."""
-    terms = []
-    if config.actor.entropy_coeff and not run_config.actor.entropy_coeff and "actor.entropy_coeff" not in settings:
+    run_actor, actor, terms = run_config.actor, config.actor, []
+    if actor.entropy_coeff and not run_actor.entropy_coeff and "actor.entropy_coeff" not in settings:
         terms.append("entropy bonus")
-    if config.actor.use_kl_loss and not run_config.actor.use_kl_loss and "actor.kl_loss_coef" not in settings:
+    if actor.use_kl_loss and not run_actor.use_kl_loss and "actor.kl_loss_coef" not in settings:
         terms.append("KL loss")
     if not terms:
         return ""
@@ -176,7 +170,10 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     run_config, effective_settings = target.spec.ppo_config, make_probe_settings(target.spec.ppo_config, settings)
     config = apply_overrides(run_config, effective_settings)
     run_dir, log_path = target.plan.get_run_dir(target.spec.run_id), _make_log_path(target, with_val, config)
-    _check_writable(target.plan.output, run_dir, log_path)
+    check_path(target.plan.output, log_path)
+    # Checked first, since an analysis takes minutes.
+    for folder in (run_dir, log_path.parent):
+        outputs.check_writable(folder, "RUN", "a probe adds rows and a log to the study, so copy it, and type the copy")
     trainer = _restore_trainer(target, effective_settings)
     print_line(
         console, f"{target.spec.run_id} restored from {target.path}, after step {target.step}; nothing is trained"
@@ -189,7 +186,13 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
         renderables.append(added_terms)
     try:
         if with_val:
-            renderables += _validate(trainer, console)
+            print_line(console, f"Playing {len(trainer.val_levels)} validation levels, sampled and greedy ...")
+            with show_phases(console, "validation levels"):
+                evaluations = {mode: trainer.evaluate("val", mode) for mode in ("sampled", "greedy")}
+            renderables += [
+                f"validation, {mode}: success {evaluation.success:.3f}, mean score {evaluation.score:.3f}"
+                for mode, evaluation in evaluations.items()
+            ]
         lines = _analyze(trainer, changes, console)
     finally:
         trainer.close()  # also after an error, to free the memory of the sampling engine
@@ -208,17 +211,6 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     print_line(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log_path}")
     print_line(console, f"Figures: {format_command('plot-gradients', target.plan.folder, '--source', 'probe')}")
     print_line(console, f"To add them to the report: {format_command('report', target.plan.folder)}")
-
-
-def _validate(trainer: PPOTrainer, console: Console) -> list[str]:
-    """Roll out the validation levels, sampled and greedy; return a line of text for each."""
-    print_line(console, f"Playing {len(trainer.val_levels)} validation levels, sampled and greedy ...")
-    with show_phases(console, "validation levels"):
-        evaluations = {mode: trainer.evaluate("val", mode) for mode in ("sampled", "greedy")}
-    return [
-        f"validation, {mode}: success {evaluation.success:.3f}, mean score {evaluation.score:.3f}"
-        for mode, evaluation in evaluations.items()
-    ]
 
 
 def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list[dict[str, Any]]:
@@ -246,34 +238,11 @@ def _describe_groups(line: Mapping[str, Any]) -> str:
     return f"the {row['source_env_groups']} groups of {row['source_group_size']} episodes"
 
 
-def _check_writable(output: Path, run_dir: Path, log_path: Path) -> None:
-    """Raise PlanError if the probe's rows or log cannot be written. Called first, since an analysis takes minutes.
-
-    output: the study's output folder, below which the log's path must not contain a link.
-    """
-    check_path(output, log_path)
-    try:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlanError(
-            f"{log_path.parent} cannot be created ({error.strerror}): it is the folder for the probe's log."
-        ) from None
-    for folder in (run_dir, log_path.parent):
-        if not os.access(folder, os.W_OK):
-            raise PlanError(f"{folder} is not writable: a probe adds its rows and its log to the study.")
-
-
 def _make_log_path(target: RunCheckpoint, with_val: bool, config: RunConfig) -> Path:
-    """Make the log's path under its published name, which ends in the terms that are measured besides the task."""
-    template_values = make_template_values(
-        target.plan.study, target.plan.run, target.spec.arm, target.spec.ppo_config, target.spec.seed
-    )
-    name = fill_template(
-        target.plan.study.name_templates.probe_log,
-        **template_values,
-        experiment=target.spec.run_id,
-        step=target.step,
-        val="withval" if with_val else "noval",
+    """Make the log's path under its published name, which ends in the measured terms besides the task."""
+    template, val = target.plan.study.name_templates.probe_log, "withval" if with_val else "noval"
+    name = target.plan.fill_run_template(
+        template, target.spec, experiment=target.spec.run_id, step=target.step, val=val
     )
     # The template ends in kl_and_entropy. Only the last occurrence is replaced, since the run's name may contain it.
     active_terms = {"kl": config.actor.use_kl_loss, "entropy": config.actor.entropy_coeff != 0}
@@ -282,10 +251,7 @@ def _make_log_path(target: RunCheckpoint, with_val: bool, config: RunConfig) -> 
 
 
 def _make_table(line: Mapping[str, Any]) -> Table:
-    """Make the table of one analyzed batch, with a row per bucket.
-
-    It shows the task's gradient with its signal-to-noise ratio, and the norms of the regularizers' gradients.
-    """
+    """Make the table of one analyzed batch: per bucket, the task's gradient, and the norms of the regularizers'."""
     batch_label = "before the filter" if line["prefilter"] else "of what the filter kept"
     table = Table(title=f"gradients {batch_label}", box=None, title_justify="left", padding=(0, 1, 0, 0))
     for header in ("bucket", "reward std", "task norm", "of mean", "signal/noise", "95 %", "entropy", "kl"):

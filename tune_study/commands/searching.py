@@ -12,8 +12,8 @@ from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import MAX_RUNS, OBJECTIVES, Search
 from tune_study.commands.confirmation import find_confirmation, plan_confirmation
-from tune_study.commands.option_groups import LaunchOptions, RunOptions, SearchOptions, StudyOptions
 from tune_study.commands.preflight import choose_wandb, start_studies
+from tune_study.commands.requests import LaunchRequest, RunRequest, SearchRequest, StudyRequest
 from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import print_line
@@ -42,60 +42,60 @@ def find_study(name: str, kl_type: str | None, accepts_change: bool) -> tuple[St
 def plan_search(
     study: Study,
     preset: ChosenPreset,
-    options: SearchOptions,
-    study_options: StudyOptions,
+    request: SearchRequest,
+    study_request: StudyRequest,
     source: StudySource | None,
 ) -> StudyPlan:
     """Plan a new search, or the one in its folder; see `plan_from_options` for the other arguments.
 
     Raises PlanError or ConfigError if the search cannot be run.
     """
-    objectives = tuple(word.strip() for word in options.objective.split(","))
+    objectives = tuple(word.strip() for word in request.objective.split(","))
     if objectives not in OBJECTIVES:
         raise PlanError(
-            f"--objective {format_value(options.objective)} is no objective: type --objective success, or success,cost."
+            f"--objective {format_value(request.objective)} is no objective: type --objective success, or success,cost."
         )
     if "cost" in objectives and not study.family.is_fine_tuning:
         raise PlanError(f"--objective cost counts tokens, which the runs of study {study.name} do not: leave it out.")
-    if options.trials > MAX_RUNS:
-        raise PlanError(f"--trials {format_value(options.trials)} is above the maximum: type {MAX_RUNS} or less.")
-    if options.asha is not None and study.family.has_batched_seeds:
+    if request.trials > MAX_RUNS:
+        raise PlanError(f"--trials {format_value(request.trials)} is above the maximum: type {MAX_RUNS} or less.")
+    if request.asha is not None and study.family.has_batched_seeds:
         raise PlanError(
             f"--asha does not belong to study {study.name}, which trains all seeds of an arm together: leave it out."
         )
-    if options.confirm_seeds == 1:
+    if request.confirm_seeds == 1:
         raise PlanError("--confirm-seeds 1 gives no interval: type --confirm-seeds 2 or more, or 0 for none.")
-    run_options = RunOptions(**vars(study_options))
-    if run_options.seeds is None:
-        run_options = replace(run_options, seeds=DEFAULT_SEEDS)
+    run_request = RunRequest(**vars(study_request))
+    if run_request.seeds is None:
+        run_request = replace(run_request, seeds=DEFAULT_SEEDS)
 
     def add_search(plan: StudyPlan) -> StudyPlan:
         """Add the search to the plan of the default point. Its space depends on the settings of the preset."""
         search = Search(
-            make_space(study.family, plan.base_config, options.vary or ()),
+            make_space(study.family, plan.base_config, request.vary or ()),
             objectives,
-            options.trials,
-            options.points_per_round,
-            options.search_seed,
-            options.confirm_seeds,
-            options.asha,
+            request.trials,
+            request.points_per_round,
+            request.search_seed,
+            request.confirm_seeds,
+            request.asha,
         )
         return replace(plan, search=search, points={DEFAULT_POINT: {}})
 
     point_study = make_point_study(study, {DEFAULT_POINT: {}})
-    plan = plan_from_options(point_study, preset, run_options, source, add_search)
+    plan = plan_from_options(point_study, preset, run_request, source, add_search)
     return draw_first_points(plan) if len(plan.points) == 1 else plan
 
 
 def run_and_confirm(
-    plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], dry_run: bool, console: Console
+    plan: StudyPlan, launch: LaunchRequest, visible_gpus: tuple[Gpu, ...], dry_run: bool, console: Console
 ) -> int:
     """Run or resume a study, and if it is a search that ends, confirm its best point.
 
     Returns the exit code of `start_studies`: the search's, unless only the confirmation fails.
     """
-    time_limit = start_time_limit(options.max_hours)
-    exit_code = start_studies([plan], options, visible_gpus, dry_run, console, time_limit)
+    time_limit = start_time_limit(launch.max_hours)
+    exit_code = start_studies([plan], launch, visible_gpus, dry_run, console, time_limit)
     # After 130 the user may continue later, and another point may then be the best.
     if plan.search is None or dry_run or exit_code not in (0, 1) or not plan.search.confirm_seeds:
         return exit_code
@@ -105,7 +105,7 @@ def run_and_confirm(
     if best is None:
         return exit_code
     assert plan.search is not None
-    if options.address is not None and plan.storage is not None:
+    if launch.address is not None and plan.storage is not None:
         command = format_command("confirm", plan.folder, "--arm", best)
         print_line(console, f"A confirmation is kept on one machine. Where that can train it, type: {command}")
         return exit_code
@@ -121,9 +121,9 @@ def run_and_confirm(
     n_seeds = plan.search.confirm_seeds if existing is None else len(existing.seeds)
     confirmation = plan_confirmation(str(plan.folder), best, None, n_seeds, own_study, extend=False)
     print_line(console, f"Confirmation of {best} against {DEFAULT_POINT}, with seeds that the search never used")
-    wandb = choose_wandb(options, plan)
-    options = replace(options, wandb=wandb.mode, wandb_project=wandb.project or None)
-    return max(exit_code, start_studies([confirmation], options, visible_gpus, dry_run, console, time_limit))
+    wandb = choose_wandb(launch, plan)
+    launch = replace(launch, wandb=wandb.mode, wandb_project=wandb.project or None)
+    return max(exit_code, start_studies([confirmation], launch, visible_gpus, dry_run, console, time_limit))
 
 
 def _find_best(plan: StudyPlan, console: Console) -> str | None:

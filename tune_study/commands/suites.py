@@ -42,15 +42,14 @@ def run_suite(
     time_limit: TimeLimit | None,
     is_local: bool,
 ) -> int:
-    """Run `plans` one after another until all have run or one is interrupted.
+    """Run `plans` one after another until all have run or one is interrupted; a failed study does not end the suite.
 
     prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used disk
-    space; raises PlanError. skipped_statuses: runs with one of these statuses are not run again. time_limit: when to
-    stop the suite as after Ctrl-C. is_local: False on a cluster.
+    space; raises PlanError. skipped_statuses: runs with one of them are not run again. is_local: False on a cluster.
 
-    Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C, and else 1. A failed
-    study does not end the suite. Raises FolderLockedError, and writes nothing, while another suite runs in the output
-    folder, since both would write its index.
+    Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C or the time limit,
+    and else 1. Raises FolderLockedError, and writes nothing, while another suite runs in the output folder, since both
+    would write its index.
     """
     exit_code, n_started, is_indexed = 0, 0, False
 

@@ -341,7 +341,8 @@ def lock_folder(folder: Path, task: str = "the study") -> Iterator[None]:
         try:
             lock_file(handle, _LOCK_PATIENCE_S)
         except OSError:
-            raise FolderLockedError(f"Another process is running {task} in {folder}: wait for it, or end it.") from None
+            end = f"type `{format_command('stop', folder)}`" if task == "the study" else "end it"
+            raise FolderLockedError(f"Another process is running {task} in {folder}: wait for it, or {end}.") from None
         yield
 
 

@@ -44,8 +44,10 @@ NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 
 def _suggest_studies(folder: Path) -> str:
-    """Name the studies in `folder` or its results/ as the end of a sentence, or say where such a path comes from."""
+    """Name the studies in or above `folder` as the end of a sentence, or say where such a path comes from."""
     paths = sorted(path.parent for pattern in ("*", "results/*") for path in folder.glob(f"{pattern}/study.json"))
+    # The path of a file or a folder of a study, such as its report.
+    paths = paths or [path for path in folder.parents if (path / STUDY_FILE).is_file()]
     names = [format_value(path, 1000) for path in paths[:_MAX_SUGGESTIONS]]
     names += [f"{len(paths) - len(names)} more"] if len(paths) > len(names) else []
     return f"such as {' or '.join(names)}" if names else f"as `{format_command('run')}` printed it"
@@ -118,8 +120,8 @@ def plan_from_folder(
         values, extra_seeds = record.axis.values, record.extra_seeds
         if unknown := extra_seeds.keys() - {*values}:
             raise PlanError(f"it has further seeds of {format_value(unknown.pop())}, which is not one of its arms.")
-        preset, output = (record.preset, record.preset_reason), folder.parent.parent
-        plan = build_plan(study, *preset, base, values, record.seeds, output, folder, extra_seeds)
+        preset = record.preset, record.preset_reason
+        plan = build_plan(study, *preset, base, values, record.seeds, folder, extra_seeds)
         if own_study is not None and record.baseline not in ("", plan.baseline):
             raise PlanError(
                 f"its baseline {format_value(record.baseline)} was declared before the runs, and "

@@ -17,7 +17,7 @@ from trainable.runs.study_record import OPEN_STATUSES, StatusRecord, find_record
 from tune_study.folder.statuses import make_timestamp
 from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan, make_template_values
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.plan.typed_settings import format_values
 
 # For each of our statuses, the status in the published logs, which record only whether a run's process ended normally.
@@ -43,10 +43,7 @@ def format_summary_line(
     A run that a rule stopped has the published status `success`, because its process ended normally. A run that never
     started is `missing`. run_times: a cache, to which the times of the run are added.
     """
-    template_values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
-    published_fields = plan.study.name_templates.summary.format(
-        **template_values, experiment=spec.experiment_name
-    ).split(" | ")
+    published_fields = plan.fill_run_template(plan.study.name_templates.summary, spec).split(" | ")
     # A run that has not ended has no times and no outcome.
     if status is None or status.status in ("never_ran", *OPEN_STATUSES):
         return f"{published_fields[0]} | status=missing | seed={spec.seed}"

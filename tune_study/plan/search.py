@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from search_spaces.declaration.study import Axis, NameTemplates, Study
+from search_spaces.declaration.study import Axis, Study
 from trainable.families import Settings
 from trainable.runs.study_record import Dimension, Search
 
@@ -21,26 +21,17 @@ def name_point(number: int) -> str:
 
 def make_point_study(study: Study, points: Mapping[str, Settings]) -> Study:
     """Make a study whose arms are points (settings by arm). It equals `study` otherwise, but has a separate folder."""
-    stem, suffix = f"search_{study.name.replace('-', '_')}", study.family.name_suffix
+    templates = replace(study, name=f"search-{study.name}", published_templates=None).name_templates
     return replace(
         study,
         question="Which settings are best, of those under which no run collapses?",
         axis=Axis("point", dict.fromkeys(study.family.presets, tuple(points)), "--points", named_settings=points),
         baseline=DEFAULT_POINT,
         baseline_seeds=1,
-        published_templates=NameTemplates(
-            run=stem + suffix,
-            experiment=f"{stem}_{{label}}{suffix}",
-            title=f"Search {study.name}",
-            summary="point={arm}",
-            wandb_project=f"tune_study_{stem}",
-            log="{run}/{label}/{experiment}.log",
-            checkpoints="{run}/{label}/{experiment}",
-        ),
+        published_templates=replace(templates, title=f"Search {study.name}", summary="point={arm}"),
         contrasts={},
         interactions={},
         variants={},
-        has_include_zero_option=True,
     )
 
 

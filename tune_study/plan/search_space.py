@@ -1,9 +1,8 @@
 """Make the space of a search from --vary or the study's family, under the settings of a preset."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
@@ -15,35 +14,22 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.typed_settings import can_apply, check_varied
 
 EXAMPLES = "--vary actor.lr=1e-5:1e-3:log, --vary algorithm.adv_estimator=gae,grpo"
-_SCALES = {"": None, "log": True, "linear": False}
+_CONDITION_EXAMPLE = "'actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=True'"
 LOG_RATIO = 10
 """An interval with positive ends that differ by at least this factor gets a log scale, unless a scale is typed."""
 
 
 def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str]) -> tuple[Dimension, ...]:
-    """Make the space of a search, with absolute intervals.
+    """Make the space of a search, with absolute intervals, from the values of --vary, or else from the family's space.
 
-    Args:
-        family: family of the study.
-        base_config: the settings that all points share.
-        texts: the values of --vary; if empty, the family's space is used.
-
-    Raises PlanError or ConfigError if a text is not a dimension, if a setting does not take a value, or if a condition
-    can never be met.
+    base_config: the settings that all points share. Raises PlanError or ConfigError if a text is not a dimension, if a
+    setting does not take a value, or if a condition can never be met.
     """
-    settings = flatten_settings(base_config.model_dump(mode="json"))
-    if not texts:
-        if not family.search_space:
-            raise PlanError(f"A search over this study needs the settings to change: type {EXAMPLES}, or similar.")
-        dimensions = list(family.search_space)
-    else:
-        # Two settings may depend on the same third one, which is then listed with both.
-        dimensions = list(dict.fromkeys(dimension for text in texts for dimension in _parse(text, family)))
-    space = tuple(_resolve(dimension, base_config, settings) for dimension in dimensions)
-    names = [dimension.name for dimension in space]
-    if duplicates := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise PlanError(f"--vary has {format_value(duplicates[0])} twice: give it once.")
-    _check_overlaps(space)
+    if not texts and not family.search_space:
+        raise PlanError(f"A search over this study needs the settings to change: type {EXAMPLES}, or similar.")
+    dimensions = [dimension for text in texts for dimension in _parse(text, family)] or family.search_space
+    # Two settings may depend on the same third one, which is then listed with both.
+    space = tuple(_resolve(dimension, base_config) for dimension in dict.fromkeys(dimensions))
     for number, dimension in enumerate(space):
         _check_condition(dimension, space[:number])
         for value in dimension.values or (f"{dimension.low:g}", f"{dimension.high:g}"):
@@ -58,18 +44,23 @@ def _parse(text: str, family: Family) -> list[Dimension]:
     setting = resolve_key(key.strip(), family.config_class)
     if setting == "seed":
         raise PlanError("Seeds are not searched: type --seeds N for the number of seeds per point.")
-    condition = _parse_condition(text, condition_text, family) if condition_text else ()
+    condition: tuple[str, str] | tuple[()] = ()
+    if condition_text:
+        condition_key, _, condition_value = map(str.strip, condition_text.partition("="))
+        if not condition_value:
+            raise PlanError(
+                f"--vary {format_value(text)} has a condition without a value: type it like {_CONDITION_EXAMPLE}."
+            )
+        condition = resolve_key(condition_key, family.config_class), condition_value
     if not sign:
         if condition:
             raise PlanError(
-                f"--vary {format_value(text)} has a condition and no values: type them, like "
-                "'actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=True'."
+                f"--vary {format_value(text)} has a condition and no values: type them, like {_CONDITION_EXAMPLE}."
             )
         return _find_declared(text, setting, family)
     # The name of a plug-in has a colon as well, but a choice has at least one comma.
     if ":" in values_text and "," not in values_text:
-        low, high, is_log = _parse_interval(text, values_text)
-        return [Dimension(setting, low, high, is_log, condition=condition)]
+        return [replace(_parse_interval(text, setting, values_text), condition=condition)]
     values = tuple(value.strip() for value in values_text.split(","))
     if len(values) < 2 or not all(values) or len(set(values)) < len(values):
         raise PlanError(
@@ -88,53 +79,40 @@ def _find_declared(text: str, setting: str, family: Family) -> list[Dimension]:
             f"--vary {format_value(text)} has no values, and only these settings have some of their own: {names}. Type "
             f"{EXAMPLES}, or similar."
         )
-    conditions = {dimension.condition[0] for dimension in dimensions if dimension.condition}
-    return [
-        dimension for dimension in family.search_space if dimension.setting in conditions or dimension in dimensions
-    ]
+    settings = {setting, *(dimension.condition[0] for dimension in dimensions if dimension.condition)}
+    return [dimension for dimension in family.search_space if dimension.setting in settings]
 
 
-def _parse_condition(text: str, condition_text: str, family: Family) -> tuple[str, str]:
-    key, sign, value = condition_text.strip().partition("=")
-    if not sign or not value.strip():
-        raise PlanError(
-            f"--vary {format_value(text)} has a condition without a value: type it like "
-            "'actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=True'."
-        )
-    return resolve_key(key.strip(), family.config_class), value.strip()
-
-
-def _parse_interval(text: str, values_text: str) -> tuple[float, float, bool]:
-    """Parse LOW:HIGH or LOW:HIGH:SCALE into (low, high, is_log)."""
+def _parse_interval(text: str, setting: str, values_text: str) -> Dimension:
+    """Parse LOW:HIGH or LOW:HIGH:SCALE."""
     low_text, high_text, *rest = (field.strip() for field in values_text.split(":"))
-    scale = rest[0] if rest else ""
     try:
         low, high = float(low_text), float(high_text)
     except ValueError:
         low = high = math.nan
-    if not (math.isfinite(low) and math.isfinite(high) and low < high) or len(rest) > 1 or scale not in _SCALES:
+    if not (math.isfinite(low) and math.isfinite(high) and low < high) or rest not in ([], [""], ["log"], ["linear"]):
         raise PlanError(
             f"--vary {format_value(text)} is not an interval: type KEY=LOW:HIGH, with :log or :linear if the scale "
             "matters, like actor.lr=1e-5:1e-3:log."
         )
-    if scale == "log" and low <= 0:
+    if rest == ["log"] and low <= 0:
         raise PlanError(f"--vary {format_value(text)}: a log scale has no 0: type a positive lower end, or :linear.")
-    is_log = _SCALES[scale]
-    return low, high, (low > 0 and high / low >= LOG_RATIO) if is_log is None else is_log
+    is_log = rest == ["log"] or (rest != ["linear"] and low > 0 and high / low >= LOG_RATIO)
+    return Dimension(setting, low, high, is_log)
 
 
-def _resolve(dimension: Dimension, base_config: BaseRunConfig, settings: Mapping[str, Any]) -> Dimension:
+def _resolve(dimension: Dimension, base_config: BaseRunConfig) -> Dimension:
     """Convert the interval to the setting's units, with whole numbers if the setting takes no others."""
     if dimension.values:
         return dimension
     if dimension.is_relative:
-        value = settings[dimension.setting]
+        value = flatten_settings(base_config.model_dump(mode="json"))[dimension.setting]
         return replace(dimension, low=dimension.low * value, high=dimension.high * value, is_relative=False)
-    are_whole = dimension.low.is_integer() and dimension.high.is_integer()
-    is_integer = are_whole and not can_apply(base_config, _make_point(dimension, f"{dimension.low + 0.5:g}"))
-    return replace(
-        dimension, is_integer=is_integer and can_apply(base_config, _make_point(dimension, f"{dimension.low:g}"))
+    takes_low, takes_half = (
+        can_apply(base_config, _make_point(dimension, f"{dimension.low + step:g}")) for step in (0, 0.5)
     )
+    are_whole = dimension.low.is_integer() and dimension.high.is_integer()
+    return replace(dimension, is_integer=are_whole and takes_low and not takes_half)
 
 
 def _make_point(dimension: Dimension, value: str) -> dict[str, str]:
@@ -144,24 +122,17 @@ def _make_point(dimension: Dimension, value: str) -> dict[str, str]:
 
 
 def _check_condition(dimension: Dimension, earlier: Sequence[Dimension]) -> None:
-    """Raise PlanError unless the dimension of the condition comes earlier and has the value."""
-    if not dimension.condition:
-        return
-    setting, value = dimension.condition
-    values = [value for other in earlier if other.setting == setting for value in other.values]
-    if value not in values:
-        advice = f"its values are {', '.join(values)}" if values else f"type a --vary {setting}=VALUE,VALUE before it"
+    """Raise PlanError if the condition can never be met, or if a point could have two values of the setting."""
+    condition = dimension.condition
+    values = [value for other in earlier if condition and other.setting == condition[0] for value in other.values]
+    if condition and condition[1] not in values:
+        advice = f"its values are {', '.join(values)}" if values else f"type a --vary {condition[0]}=VALUE,VALUE before"
         raise PlanError(f"--vary {format_value(dimension.name)} can never be met: {advice}.")
-
-
-def _check_overlaps(space: Sequence[Dimension]) -> None:
-    """Raise PlanError if a point could have two values of one setting."""
-    for number, dimension in enumerate(space):
-        for other in space[:number]:
-            # Only conditions on different values of one setting exclude each other.
-            excludes = dimension.condition and other.condition and dimension.condition[0] == other.condition[0]
-            if dimension.setting == other.setting and not excludes:
-                raise PlanError(
-                    f"--vary has {format_value(dimension.setting)} twice, and a point could meet both: give it once, "
-                    "or under conditions on different values of one setting."
-                )
+    for other in earlier:
+        # Only conditions on different values of one setting exclude each other.
+        excludes = condition and other.condition and condition[0] == other.condition[0] and condition != other.condition
+        if dimension.setting == other.setting and not excludes:
+            raise PlanError(
+                f"--vary has {format_value(dimension.setting)} twice, and a point could meet both: give it once, "
+                "or under conditions on different values of one setting."
+            )

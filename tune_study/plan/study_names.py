@@ -13,12 +13,7 @@ from tune_study.plan.errors import PlanError
 
 
 def normalize_study_name(name: str) -> str:
-    """Normalize the typed name of a study or suite, which may have underscores and capital letters.
-
-    Example:
-        >>> normalize_study_name("Top_P")
-        'top-p'
-    """
+    """Normalize the typed name of a study or suite, which may have underscores and capital letters, like Top_P."""
     return name.replace("_", "-").lower()
 
 
@@ -75,7 +70,7 @@ def find_arm(text: str, arms: Collection[str], setting: str | None, option: str 
     """
     label = _simplify(shorten_setting(setting)) if setting else ""
     value = _simplify(text).removeprefix(label)
-    equal_arms = [arm for arm in arms if _simplify(arm) == value or _is_same_number(arm, value)]
+    equal_arms = [arm for arm in arms if _simplify(arm) == value or is_same_number(arm, value)]
     arm = text if text in arms else next(iter(equal_arms), None)
     if arm is None:
         choices = ", ".join(map(format_value, arms))
@@ -88,8 +83,14 @@ def _simplify(text: str) -> str:
     return "".join(text.lower().replace("=", " ").split())
 
 
-def _is_same_number(text: str, other_text: str) -> bool:
+def parse_number(text: str) -> float | None:
+    """Parse a number; None for other texts, and for numbers with `_`, which float() would accept."""
     try:
-        return float(text) == float(other_text)
+        return None if "_" in text else float(text)
     except ValueError:
-        return False
+        return None
+
+
+def is_same_number(text: str, other_text: str) -> bool:
+    """Check whether two texts are one number, as 0 and 0.0."""
+    return (number := parse_number(text)) is not None and number == parse_number(other_text)

@@ -21,6 +21,7 @@ from tune_study.plan.own_study import StudySource, list_resume_options
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.search import make_point_study
 from tune_study.plan.storage_uri import join_uri
+from tune_study.plan.study_names import is_same_number, parse_number
 
 NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
@@ -150,12 +151,7 @@ class StudyPlan:
     def baseline(self) -> str | None:
         """The value of the study's baseline, as it was typed; None if it is not among the values."""
         name = self.baseline_name
-        number = _parse_number(name)
-        # Numbers are compared by value, so a baseline "0" is also found if it was typed as 0.0.
-        equal_values = (
-            value for value in self.values if value == name or (number is not None and _parse_number(value) == number)
-        )
-        return next(equal_values, None)
+        return next((value for value in self.values if value == name or is_same_number(value, name)), None)
 
     @property
     def baseline_name(self) -> str:
@@ -166,6 +162,11 @@ class StudyPlan:
         """Fill in a template of the whole study."""
         return fill_template(template, run=self.run, **self.study.family.make_template_values(self.base_config))
 
+    def fill_run_template(self, template: str, spec: RunSpec, **fields: object) -> str:
+        """Fill in a template of a run, with the name of its arm's experiment unless `fields` has another one."""
+        run_fields = make_template_values(self.study, self.run, spec.arm, spec.config, spec.seed)
+        return fill_template(template, **{**run_fields, "experiment": spec.experiment_name, **fields})
+
     def get_run_dir(self, run_id: str) -> Path:
         """Return the folder of a run's rows, status and rolling checkpoint."""
         return self.folder / "runs" / run_id
@@ -174,8 +175,7 @@ class StudyPlan:
 def find_output(folder: Path, run: str) -> Path:
     """Find the parent of logs/ and model_saving/ of the study `run`: <output> for <output>/results/<run>.
 
-    A folder that was moved or renamed alone contains these two folders itself, so that it shares no file with a study
-    beside it, and nothing is written outside it.
+    A folder that was moved or renamed alone contains both itself, so that it shares no file with a study beside it.
     """
     return folder.parent.parent if folder.parts[-2:] == ("results", run) else folder
 
@@ -190,21 +190,11 @@ def make_plan(
     output: Path,
     n_baseline_seeds: int | None = None,
 ) -> StudyPlan:
-    """Plan a new study.
+    """Plan a new study. Raises PlanError or ConfigError if it cannot be run.
 
     Settings come from five sources, each of which overrides the ones before it: the family's defaults and preset, the
-    study's fixed settings and preset, and `overrides`.
-
-    Args:
-        study: the study.
-        preset, preset_reason: name of the preset, and why it was chosen.
-        overrides: values by dotted setting.
-        values: axis values as they were typed; None for all of the preset.
-        n_seeds: number of seeds per arm; None for the study's default, else the preset's.
-        output: parent folder of results/, logs/ and model_saving/.
-        n_baseline_seeds: minimum number of seeds of the baseline; None for the study's.
-
-    Raises PlanError or ConfigError if the study cannot be run.
+    study's fixed settings and preset, and `overrides` (values by dotted setting). None means for `values` all of the
+    preset, for `n_seeds` the study's number, else the preset's, and for `n_baseline_seeds`, a minimum, the study's.
     """
     presets = study.family.presets
     if preset not in presets:
@@ -212,26 +202,23 @@ def make_plan(
     count = n_seeds if n_seeds is not None else study.n_seeds or presets[preset].n_seeds
     if count < 1:
         raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
-    if count > MAX_SEEDS:
-        raise PlanError(f"--seeds {format_value(count)} is above the maximum: type --seeds {MAX_SEEDS} or less.")
+    baseline_count = study.baseline_seeds if n_baseline_seeds is None else n_baseline_seeds
+    for option, number in (("--seeds", count), ("--baseline-seeds", baseline_count)):
+        if number > MAX_SEEDS:
+            raise PlanError(f"{option} {format_value(number)} is above the maximum: type {option} {MAX_SEEDS} or less.")
     base_config = pin_parts(apply_overrides(make_base_config(study, preset), overrides))
     chosen_values = tuple(values) if values is not None else study.get_grid(preset)
-    plan = build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), output)
-    num_baseline_seeds = study.baseline_seeds if n_baseline_seeds is None else n_baseline_seeds
-    if num_baseline_seeds > MAX_SEEDS:
-        raise PlanError(
-            f"--baseline-seeds {format_value(num_baseline_seeds)} is above the maximum: type --baseline-seeds "
-            f"{MAX_SEEDS} or less."
-        )
-    if plan.baseline is None or num_baseline_seeds <= count:
+    folder = output.absolute() / "results" / _name_study(study, base_config)
+    plan = build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), folder)
+    if plan.baseline is None or baseline_count <= count:
         return plan
-    return add_seeds(plan, {plan.baseline: range(count, num_baseline_seeds)})
+    return add_seeds(plan, {plan.baseline: range(count, baseline_count)})
 
 
 def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> StudyPlan:
-    """Let a study add seeds to open arms, up to `max_seeds` per arm. Raises PlanError if that is of no use.
+    """Let a study add seeds to open arms, up to `max_seeds` per arm; with fewer than `least_seeds`, no test decides.
 
-    least_seeds: number of seeds below which the test decides nothing.
+    Raises PlanError if that is of no use.
     """
     if plan.baseline is None or len(plan.values) < 2:
         problem = "and the study has no other arm" if plan.baseline else "which is not among the study's arms"
@@ -249,7 +236,7 @@ def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> Stud
 
 
 def add_seeds(plan: StudyPlan, extra_seeds: Mapping[str, Iterable[int]]) -> StudyPlan:
-    """Add further seeds of single arms, by axis value, to those that the arms have."""
+    """Add seeds of single arms, by axis value, to those that the arms have."""
     all_seeds = {value: {*plan.extra_seeds.get(value, ()), *extra_seeds.get(value, ())} for value in plan.values}
     return rebuild_plan(plan, plan.study, plan.values, plan.seeds, all_seeds)
 
@@ -269,7 +256,7 @@ def rebuild_plan(
 ) -> StudyPlan:
     """Rebuild the plan with other arms or seeds (see `build_plan`), and keep everything else."""
     built = build_plan(
-        study, plan.preset, plan.preset_reason, plan.base_config, values, seeds, plan.output, plan.folder, extra_seeds
+        study, plan.preset, plan.preset_reason, plan.base_config, values, seeds, plan.folder, extra_seeds
     )
     return replace(plan, study=study, values=values, seeds=seeds, runs=built.runs, extra_seeds=built.extra_seeds)
 
@@ -281,14 +268,10 @@ def build_plan(
     base_config: BaseRunConfig,
     values: tuple[str, ...],
     seeds: tuple[int, ...],
-    output: Path,
-    folder: Path | None = None,
+    folder: Path,
     extra_seeds: Mapping[str, Iterable[int]] = NO_SEEDS,
 ) -> StudyPlan:
-    """Plan the runs of `values` x `seeds`, and of `extra_seeds`.
-
-    folder: the study's folder, if it was moved from <output>/results/<run>. extra_seeds: further seeds of single arms,
-    by axis value; those among `seeds` are ignored.
+    """Plan the runs of `values` x `seeds`, and of `extra_seeds` of single arms; those among `seeds` are ignored.
 
     The first seed of all arms comes first, so that an interrupted study has about as many runs of every arm.
     """
@@ -298,7 +281,7 @@ def build_plan(
     all_seeds = sorted({*seeds}.union(*further.values()))
     if not seeds or len(set(seeds)) < len(seeds) or not set(all_seeds) <= set(range(MAX_SEEDS)):
         raise PlanError(f"The seeds {format_value(all_seeds)} are not distinct numbers from 0 to {MAX_SEEDS - 1}.")
-    run = fill_template(study.name_templates.run, **study.family.make_template_values(base_config))
+    run = _name_study(study, base_config)
     arms = {value: make_arm_config(study, base_config, value) for value in values}
     num_runs = len(values) * len(seeds) + sum(map(len, further.values()))
     if num_runs > MAX_RUNS:
@@ -313,11 +296,13 @@ def build_plan(
         for value in values
         if seed in seeds or seed in further.get(value, ())
     )
-    folder = folder or output.absolute() / "results" / run
     plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, folder, run, runs, extra_seeds=further)
-    _check_paths(plan)
     _check_names(plan)
     return plan
+
+
+def _name_study(study: Study, base_config: BaseRunConfig) -> str:
+    return fill_template(study.name_templates.run, **study.family.make_template_values(base_config))
 
 
 def make_base_config(study: Study, preset: str) -> BaseRunConfig:
@@ -341,48 +326,43 @@ def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> Bas
 def _describe_values(study: Study) -> str:
     """Describe the allowed values of a study's axis in a sentence, with an example to type."""
     named_values = ", ".join(study.axis.named_settings)
-    if not any(_parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
+    if not any(parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
         return f"A value is one of {named_values}."
     kinds = f"a number or one of {named_values}" if named_values else "a number"
     return f"A value is {kinds}. Try {study.axis.option} {','.join(list(study.axis.grids.values())[-1][:2])}."
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:
-    """Raise PlanError if the values of the axis cannot name arms.
-
-    There must be values, all printable and not empty, numbers without `_`, and no two that are equal or would share
-    their files.
-    """
+    """Raise PlanError if there is no value, or if values cannot name arms, are equal or would share their files."""
     option = study.axis.option
     if not values:
         raise PlanError(f"{option} has no value: type at least one, like {study.baseline}.")
+    # 0.1 and 0.10 are one number, and would be two arms with the same settings.
     numbers: dict[float | str, str] = {}
     labels: dict[str, str] = {}
     for value in values:
-        quoted_value = format_value(value)
+        quoted, label, number = format_value(value), make_value_label(value), parse_number(value)
         # float() would read 1_000, which may be meant as a name, as 1000.
         if (
-            "_" in value
-            and value not in study.axis.named_settings
-            and _parse_number(value.replace("_", "")) is not None
+            value not in study.axis.named_settings
+            and number is None
+            and parse_number(value.replace("_", "")) is not None
         ):
-            raise PlanError(f"{option} has the value {quoted_value}: type numbers without `_`, like 0,0.1.")
-        number, label = _parse_number(value), make_value_label(value)
+            raise PlanError(f"{option} has the value {quoted}: type numbers without `_`, like 0,0.1.")
         if not is_printable(value) or not label.strip():
             raise PlanError(
-                f"{option} has the value `{quoted_value}`, which cannot name an arm: it needs letters, digits or "
-                "signs, and no character that cannot be shown."
+                f"{option} has the value `{quoted}`, which cannot name an arm: it needs letters, digits or signs, and "
+                "no character that cannot be shown."
             )
-        # 0.1 and 0.10 are one number, and would be two arms with the same settings.
         key = value if number is None else number
         if key in numbers:
             raise PlanError(
-                f"{option} has the value {quoted_value} twice ({format_value(numbers[key])} and {quoted_value}): give "
-                f"each value once."
+                f"{option} has the value {quoted} twice ({format_value(numbers[key])} and {quoted}): give "
+                "each value once."
             )
         if label in labels:
             raise PlanError(
-                f"{option} has {format_value(labels[label])} and {quoted_value}, whose files would share the label "
+                f"{option} has {format_value(labels[label])} and {quoted}, whose files would share the label "
                 f"`{format_value(label)}` (labels drop the dots): run one of them with another --output."
             )
         numbers[key] = labels[label] = value
@@ -391,8 +371,8 @@ def check_values(study: Study, values: Sequence[str]) -> None:
 def check_level_seeds(plan: StudyPlan) -> None:
     """Raise PlanError if a run of a game would be validated on levels with seeds that it trains on.
 
-    The bounds of the settings keep test levels apart. Levels of different seeds may be equal by chance; the column
-    val_success_unseen leaves these out.
+    The bounds of the settings keep test levels apart. The column val_success_unseen leaves out levels that are equal
+    by chance.
     """
     for spec in plan.runs if plan.study.family.is_fine_tuning else ():
         trained, validated = spec.ppo_config.training_level_seeds, spec.ppo_config.validation_level_seeds
@@ -407,11 +387,9 @@ def check_level_seeds(plan: StudyPlan) -> None:
 
 
 def _check_names(plan: StudyPlan) -> None:
-    """Raise PlanError if the study or a run cannot have its name, or if a template cannot be filled in."""
+    """Raise PlanError if a name or a path cannot be a file's, or if a template cannot be filled in."""
     _ = plan.summary_log, plan.wandb_project, plan.baseline_name  # each fills in a template
-    for spec in plan.runs[:1]:
-        values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
-        fill_template(plan.study.name_templates.summary, **values, experiment=spec.experiment_name)
+    plan.fill_run_template(plan.study.name_templates.summary, plan.runs[0])
     for name, arm in ((plan.run, ""), *((spec.run_id, spec.arm) for spec in plan.runs)):
         if not is_run_id(name):
             subject = f"The arm {format_value(arm)} of {plan.study.axis.option}" if arm else "The study"
@@ -420,10 +398,6 @@ def _check_names(plan: StudyPlan) -> None:
                 f"{subject} would name a folder {format_value(name)}, and such a name has no `/`, no character that "
                 f"cannot be shown, and no `.` at its start: type another name, such as {format_value(example)}."
             )
-
-
-def _check_paths(plan: StudyPlan) -> None:
-    """Raise PlanError if a path of a run is too long for a file system, or cannot be stored as JSON."""
     for spec in plan.runs:
         for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
             try:
@@ -441,36 +415,19 @@ def _check_paths(plan: StudyPlan) -> None:
 
 
 def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
-    """Find the settings of `config` that differ from the defaults, as JSON values by dotted name.
-
-    The seed is left out, because each run of a trial adds its own.
-    """
-    config_class = type(config)
-    settings = flatten_settings(config.model_dump(mode="json"))
-    defaults = flatten_settings(config_class.model_validate({}).model_dump(mode="json"))
-    return {
-        name: settings[name]
-        for name in list_field_names(config_class)
-        if name != "seed" and settings[name] != defaults[name]
-    }
+    """Find the settings, without the seed, that differ from the defaults, as JSON values by dotted name."""
+    return flatten_settings(config.model_dump(mode="json", exclude_defaults=True, exclude={"seed"}))
 
 
 def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> RunSpec:
     """Make one run with its templates filled in. A seed above 0 is part of the names of its files."""
-    template_values = make_template_values(study, run, value, config, seed)
-    name = fill_template(study.name_templates.experiment, **template_values)
-    template_values["experiment"] = run_id = name + template_values["seed"]
-    return RunSpec(
-        run_id=run_id,
-        study_name=study.name,
-        arm=value,
-        label=template_values["label"],
-        seed=seed,
-        experiment_name=name,
-        config=config.model_copy(update={"seed": seed}),
-        log_path=Path("logs") / fill_template(study.name_templates.log, **template_values),
-        checkpoint_dir=Path("model_saving") / fill_template(study.name_templates.checkpoints, **template_values),
-    )
+    templates, fields = study.name_templates, make_template_values(study, run, value, config, seed)
+    name = fill_template(templates.experiment, **fields)
+    fields["experiment"] = run_id = name + fields["seed"]
+    log_path = Path("logs") / fill_template(templates.log, **fields)
+    checkpoint_dir = Path("model_saving") / fill_template(templates.checkpoints, **fields)
+    config = config.model_copy(update={"seed": seed})
+    return RunSpec(run_id, study.name, value, fields["label"], seed, name, config, log_path, checkpoint_dir)
 
 
 def fill_template(template: str, **values: object) -> str:
@@ -485,7 +442,7 @@ def fill_template(template: str, **values: object) -> str:
 
 
 def make_template_values(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> dict[str, str]:
-    """Make the values for the templates of one run; see `NameTemplates`. value: the axis value, as it was typed."""
+    """Make the values for the templates of one run; see `NameTemplates`."""
     return {
         **study.family.make_template_values(config),
         "run": run,
@@ -493,13 +450,3 @@ def make_template_values(study: Study, run: str, value: str, config: BaseRunConf
         "label": make_value_label(value),
         "seed": f"-seed{seed}" if seed else "",  # seed 0 has the published names, which contain no seed
     }
-
-
-def _parse_number(text: str) -> float | None:
-    """Parse a number; None for other texts, and for numbers with `_`, which float() would accept."""
-    if "_" in text:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        return None

@@ -9,9 +9,6 @@ from trainable.config.run_config import ConfigError, apply_overrides, resolve_ke
 from trainable.config.setting_types import format_value
 from tune_study.plan.errors import PlanError
 
-# Words for True and False in the published scripts.
-BOOL_WORDS = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
-
 
 def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
     """Replace names of groups of values by their members, and keep names of arms.
@@ -22,26 +19,22 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
     value_groups = study.axis.value_groups
     if not value_groups:
         return tuple(entries)
-    grid = study.axis.grids["paper"]
+    arms = dict.fromkeys(value for grid in study.axis.grids.values() for value in grid)
     for entry in entries:
-        if entry not in value_groups and entry not in grid:
+        if entry not in value_groups and entry not in arms:
             raise PlanError(
                 f"{study.axis.option} {format_value(entry)} is not a group: type one or more of "
-                f"{','.join(value_groups)}, or names of arms; --dry-run with this --kl-type lists them in its column "
-                "`arm`."
+                f"{','.join(value_groups)}, or names of arms, which --dry-run lists in its column `arm`."
             )
     if duplicates := [entry for number, entry in enumerate(entries) if entry in entries[:number]]:
         raise PlanError(f"{study.axis.option} has {format_value(duplicates[0])} twice: give each group once.")
     selected_values = {value for entry in entries for value in value_groups.get(entry, (entry,))}
     # In the grid's order, not the typed one.
-    return tuple(value for value in grid if value in selected_values)
+    return tuple(value for value in arms if value in selected_values)
 
 
 def parse_values(text: str, option: str) -> tuple[str, ...]:
-    """Parse a comma-separated list into its entries, as typed but without surrounding blanks.
-
-    option: the option of the list, for the message of the PlanError if an entry is empty.
-    """
+    """Parse the comma-separated list of an option, without blanks. Raises PlanError if an entry is empty."""
     values = tuple(entry.strip() for entry in text.split(","))
     if not all(values):
         raise PlanError(
@@ -51,26 +44,13 @@ def parse_values(text: str, option: str) -> tuple[str, ...]:
     return values
 
 
-def parse_bool(text: str, option: str) -> bool:
-    """Parse one of the words for True and False that the published scripts accept."""
-    word = text.strip().lower()
-    if word not in BOOL_WORDS:
-        raise PlanError(
-            f"{option} '{format_value(text)}' is neither True nor False: type {option} True or {option} False."
-        )
-    return BOOL_WORDS[word]
-
-
 def collect_overrides(
     study: Study, options: Mapping[str, object], assignments: Iterable[str], is_axis_free: bool = False
 ) -> dict[str, object]:
-    """Collect the settings of the command line. Raises PlanError if one is set twice or belongs to the axis.
+    """Collect the settings of `options` (values by setting) and of each --set (`key=value`).
 
-    Args:
-        study: the study.
-        options: values by dotted setting, for the options that were typed.
-        assignments: the `key=value` of each --set.
-        is_axis_free: whether settings of the axis are allowed, as for a probe, which has no option for them.
+    is_axis_free: whether settings of the axis are allowed, as for a probe, which has no option for them. Raises
+    PlanError if one is set twice or belongs to the axis.
     """
     overrides: dict[str, object] = dict(options)
     for assignment in assignments:

@@ -27,33 +27,11 @@ from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.commands import preflight
 from tune_study.commands.cli import app
 from tune_study.commands.describe import make_study_list
+from tune_study.commands.requests import LaunchRequest
 from tune_study.demo.archive import unpack
 from tune_study.folder.outputs import lock_folder, make_study_record, write_study
 from tune_study.placement.model_size import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
-
-COMMANDS = (
-    "list",
-    "settings",
-    "run",
-    "search",
-    "resume",
-    "status",
-    "report",
-    "explain",
-    "transcripts",
-    "watch",
-    "compare",
-    "confirm",
-    "stop",
-    "clean",
-    "export",
-    "alarms",
-    "replay-stoppers",
-    "probe",
-    "plot-gradients",
-    "doctor",
-)
 
 
 class Answer(NamedTuple):
@@ -78,109 +56,6 @@ def write_started_study(output: Path, **settings: object) -> StudyPlan:
 
 def read_files(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-REFUSED_LINES = [
-    ("run kll", "There is no study `kll`. Nearest: kl. All studies with their questions: python -m tune_study list"),
-    (
-        "run kl --preset desk",
-        "There is no preset `desk`: type --preset paper or --preset laptop or --preset stress.",
-    ),
-    (
-        "run influence --preset stress",
-        "There is no preset `stress`: type --preset paper or --preset laptop.",
-    ),
-    ("run kl --set actor.kl_loss_coeff=1", "There is no setting `actor.kl_loss_coeff`. Nearest: actor.kl_loss_coef"),
-    ("run kl --set actor.lr=0", "actor.lr=0: must be greater than 0."),
-    ("run kl --set actor.lr", "--set 'actor.lr' has no value"),
-    ("run kl --steps 0", "--steps 0: must be greater than or equal to 1"),
-    ("run kl --kl-values 0,-1", "--kl-values -1: actor.kl_loss_coef=-1: must be greater than or equal to 0"),
-    ("run kl --kl-values 0,0.1,0.10", "--kl-values has the value 0.10 twice (0.1 and 0.10): give each value once."),
-    ("run kl --seeds 0", "--seeds 0 leaves nothing to run"),
-    ("run smoke --groups 6", "--groups 6 is not a group: type one or more of 1,2,3,4,5, or names of arms"),
-    ("run kl --groups 1", "--groups does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
-    ("run kl --arms tpo", "--arms does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
-    (
-        "run grpo-entropy-sokoban --arms std",
-        "--arms std is not an arm of study grpo-entropy-sokoban. A value is one of std-",
-    ),
-    ("run grpo-entropy-sokoban --arms tpo,tpo", "--arms has the value tpo twice"),
-    (
-        "run grpo-entropy-sokoban --set group_size=12",
-        "--arms tpo: actor.policy_loss=tpo is a loss of whole groups",
-    ),
-    (
-        "run grpo-entropy-sokoban --set actor.clip_ratio_low=0.1",
-        "The arms of study grpo-entropy-sokoban differ in `actor.clip_ratio_low`",
-    ),
-    ("run kl --kl-type mse", "--kl-type does not belong to study kl: type --set actor.kl_loss_type=NAME."),
-    ("run smoke-all --kl-type mse", "--kl-type does not belong to study smoke-all"),
-    ("run smoke --kl-type abs", "--kl-type abs is not a KL loss of the grid: type one of low_var_kl, kl, mse."),
-    (
-        "run smoke --rollout_filter_strategy best",
-        "--rollout_filter_strategy best is not a strategy: type one of top_p,",
-    ),
-    ("run kl --rollout_filter_strategy top_k", "type --set filter.rollout_filter_strategy=NAME."),
-    (
-        "run smoke --set actor.entropy_coeff=1",
-        "The arms of study smoke differ in `actor.entropy_coeff`: choose its values with --gr",
-    ),
-    ("run kl --skip-statuses failed", "--skip-statuses 'failed' is invalid: type completed,early_stopped, followed by"),
-    (
-        "run kl --entropy-values 0",
-        "--entropy-values does not belong to study kl, whose axis is actor.kl_loss_coef: type",
-    ),
-    ("run entropy --kl-values 0", "type --entropy-values."),
-    ("run kl --rollout_filter_value 0.9", "type --kl-values."),
-    ("run top-p --kl-values 0", "type --rollout_filter_value."),
-    ("run top-p --rollout_filter_include_zero True", "--rollout_filter_include_zero does not belong to study top-p"),
-    ("run kl --rollout_filter_include_zero maybe", "'maybe' is neither True nor False"),
-    ("run kl --preset paper --gpus 0,1,2 --gpus-per-exp 2 --dry-run", "3 GPUs do not divide into runs of 2"),
-    ("run kl --preset paper --gpus 0,1", "The study asks for GPU 0,1 and no GPU is visible"),
-    ("run kl --preset paper", "The study asks for 1 GPU per run and no GPU is visible"),
-    ("run kl --gpus 0", "--gpus 0 is given but a run takes no GPU"),
-    ("run kl --max-concurrent 0", "--max-concurrent 0 leaves nothing to run"),
-    ("run kl --wandb maybe", "--wandb maybe is not a mode: choose from offline, online, off."),
-    ("run kl --model Qwen/Qwen2.5-3B", "Download it with `hf download Qwen/Qwen2.5-3B`"),
-    ("run kl --model ./no-such-folder", "The model ./no-such-folder was not found"),
-    ("search kll --trials 4", "There is no study `kll`."),
-    ("search kl --trials 4 --vary actor.lr=1e-3", "has neither an interval nor two different values"),
-    ("search kl --trials 4 --vary actor.lrr=1e-4:1e-3", "There is no setting `actor.lrr`. Nearest: actor.lr"),
-    (
-        "search kl --trials 4 --objective speed",
-        "--objective speed is no objective: type --objective success, or",
-    ),
-    ("search kl --trials 4 --confirm-seeds 1", "--confirm-seeds 1 gives no interval"),
-    ("search kl --trials 4 --seeds 0", "--seeds 0 leaves nothing to run"),
-    ("search kl --trials 20000", "--trials 20000 is above the maximum"),
-    ("search influence --trials 4", "A search over this study needs the settings to change: type --vary"),
-    (
-        "search influence --trials 4 --vary lr=1e-4:1e-2 --objective success,cost",
-        "--objective cost counts tokens, which the runs of study influence do not: leave it out.",
-    ),
-    (
-        "search influence --trials 4 --vary lr=1e-4:1e-2 --asha 5",
-        "--asha does not belong to study influence, which trains all seeds of an arm together: leave it out.",
-    ),
-    ("search sandbox-evidence --trials 4", "sandbox-evidence is a suite, and a search is over the settings of"),
-    ("resume results/nothing", "contains no study (no study.json)"),
-    ("status results/nothing", "contains no study (no study.json)"),
-    ("report results/nothing", "contains no study (no study.json)"),
-    ("status s3:KEY:SECRET@bucket/kl", "The storage is no URI that is accepted"),
-    ("report s3:KEY:SECRET@bucket/kl", "The storage is no URI that is accepted"),
-    ("resume s3:KEY:SECRET@bucket/kl", "The storage is no URI that is accepted"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), REFUSED_LINES, ids=[line for line, _ in REFUSED_LINES])
-def test_bad_input_gets_one_paragraph_and_writes_nothing(work_dir: Path, line: str, message: str) -> None:
-    answer = type_in(line)
-    assert answer.code == 2
-    assert message in answer.err
-    assert "SECRET" not in answer.err
-    assert answer.err.count("\n") == 1
-    assert answer.out == ""
-    assert list(work_dir.iterdir()) == []
 
 
 def test_a_folder_without_a_config_is_no_model(work_dir: Path) -> None:
@@ -251,15 +126,9 @@ def test_a_study_that_another_process_runs_is_not_started_again(work_dir: Path) 
         files_before = read_files(work_dir)
         answer = type_in(f"resume {plan.folder}")
         assert answer.code == 2
-        assert f"Another process is running the study in {plan.folder}" in answer.err
+        assert f"Another process is running the study in {plan.folder}: wait for it, or type `" in answer.err
+        assert f"python -m tune_study stop {plan.folder}`." in answer.err
         assert read_files(work_dir) == files_before
-
-
-def test_options_of_the_command_line_parser_keep_their_own_errors(work_dir: Path) -> None:
-    answer = type_in("run kl --kl-value 0")
-    assert answer.code == 2
-    assert "--kl-values" in answer.err
-    assert type_in("run kl --steps many").code == 2
 
 
 PUBLISHED_COMMANDS = [
@@ -511,18 +380,31 @@ def test_a_study_started_from_python_gets_what_fits_as_well(
     assert (plan.preset, plan.ppo_config.model.lora_rank) == expected
 
 
+def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, started = replace(STUDIES["kl"], name="my-kl"), list[tuple[StudyPlan, LaunchRequest]]()
+
+    def record_start(plans: Sequence[StudyPlan], launch: LaunchRequest, *_: object) -> int:
+        started.append((plans[0], launch))
+        return 1
+
+    monkeypatch.setattr(preflight, "start_studies", record_start)
+    with pytest.raises(RuntimeError, match="ended with code 1"):
+        tune_study.run(study, "laptop", values=["0"], steps=7, keep_best=True, max_hours=2, output="o")
+    ((plan, launch),) = started
+    config = plan.ppo_config
+    assert (plan.values, config.trainer.total_training_steps, config.trainer.keep_best) == (("0",), 7, True)
+    assert (plan.output, launch.max_hours, launch.wandb) == (work_dir / "o", 2, "off")
+    for name in ("step", "dry_run", "assignments"):
+        with pytest.raises(TypeError, match=f"tune_study.run has no argument {name}"):
+            tune_study.run(study, "laptop", **{name: 3})
+
+
 @pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 12"])
 def test_who_asks_for_gpus_gets_no_other_preset(work_dir: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     fake_h100_machine(work_dir, monkeypatch, 12000, total=12288)
     answer = type_in(f"run kl {option} --dry-run")
     assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
     assert answer.out.startswith("DOES NOT FIT: ")
-
-
-def test_where_paper_fits_it_runs(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 81000)
-    answer = type_in("run kl --set model.path=Qwen/Qwen2.5-0.5B --dry-run")
-    assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
 
 
 def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(
@@ -535,19 +417,15 @@ def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(
 
 
 def test_a_dry_run_names_every_run_and_writes_nothing(work_dir: Path) -> None:
-    answer = type_in("run entropy --preset laptop --seeds 2 --dry-run --output out")
+    answer = type_in("run entropy --seeds 2 --dry-run --output out")
     assert answer.code == 0
-    assert "Preset laptop: set by --preset" in answer.out
+    assert "Preset laptop: no CUDA GPU is visible" in answer.out
     for label in ("0", "0003", "001", "003", "01", "03"):
         name = f"sokoban_entropy_sweep_nofilter_{label}-sokoban-tiny"
         assert re.search(rf"^{name} .*logs/entropy_sweep_sokoban-tiny/nofilter/{label}/{name}\.log", answer.out, re.M)
         assert f"\n{name}-seed1 " in answer.out
     assert f"Results: {work_dir}/out/results/entropy_sweep_sokoban-tiny" in answer.out
     assert list(work_dir.iterdir()) == []
-
-
-def test_the_preset_and_its_reason_are_said(work_dir: Path) -> None:
-    assert "Preset laptop: no CUDA GPU is visible" in type_in("run kl --dry-run").out
 
 
 def test_extending_is_planned_over_old_and_new(work_dir: Path) -> None:
@@ -587,13 +465,6 @@ def test_a_study_goes_on_with_other_gpus(work_dir: Path) -> None:
     refused_answer = type_in(f"resume {folder} --gpus-per-exp -1")
     assert refused_answer.code == 2
     assert "trainer.n_gpus_per_node=-1.0: must be greater than or equal to 0" in refused_answer.err
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_help_ends_with_an_example(command: str) -> None:
-    answer = type_in(f"{command} --help")
-    assert answer.code == 0
-    assert answer.out.rstrip().splitlines()[-1].startswith(f"  Example: python -m tune_study {command}")
 
 
 def test_list_shows_every_study_on_a_line() -> None:
@@ -763,6 +634,16 @@ def test_status_names_a_damaged_status_and_goes_on(work_dir: Path) -> None:
     with pytest.warns(DamageWarning, match=r"status\.json is damaged: it does not match its checksum\.$"):
         answer = type_in(f"status {plan.folder}")
     assert answer.out.startswith("kl (laptop): unfinished; runs: 1 interrupted, 1 never_ran\n")
+
+
+@pytest.mark.parametrize("name", ["report.html", "study.json", "figures/curves.svg"])
+def test_a_file_of_a_study_is_answered_with_its_folder(work_dir: Path, name: str) -> None:
+    folder = write_started_study(work_dir).folder
+    answer = type_in(f"report {folder / name}")
+    assert answer.code == 2
+    assert (
+        f"contains no study (no study.json): type the folder results/<run> of a study, such as {folder}." in answer.err
+    )
 
 
 def test_a_folder_of_something_else_is_named_as_such(work_dir: Path) -> None:

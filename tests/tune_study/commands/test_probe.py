@@ -57,8 +57,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     return plan
 
 
-def run_probe(*words: str) -> "CompletedProcess[str]":
-    return run_python(["-m", "tune_study", "probe", *words], Path.cwd())
+def run_probe(study: StudyPlan, words: str) -> "CompletedProcess[str]":
+    return run_python(["-m", "tune_study", "probe", str(study.folder), *words.split()], Path.cwd())
 
 
 def hash_files(folder: Path) -> dict[str, str]:
@@ -72,7 +72,7 @@ def hash_files(folder: Path) -> dict[str, str]:
 @pytest.mark.long
 def test_a_probe_adds_rows_and_leaves_every_other_byte(study: StudyPlan) -> None:
     hashes_before = hash_files(study.output)
-    process = run_probe(str(study.folder), "--trial", "PPO", "--with-val")
+    process = run_probe(study, "--trial PPO --with-val")
     assert process.returncode == 0, process.stderr
     hashes_after = hash_files(study.output)
     run_id = study.runs[0].run_id
@@ -104,7 +104,7 @@ def test_a_probe_adds_rows_and_leaves_every_other_byte(study: StudyPlan) -> None
 def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
     path, probes = study.get_run_dir(study.runs[1].run_id) / "probes.jsonl", []
     for _ in range(2):
-        assert run_probe(str(study.folder), "--algo", "GRPO", "--checkpoint-step", "2").returncode == 0
+        assert run_probe(study, "--algo GRPO --checkpoint-step 2").returncode == 0
         probes.append(read_lines(path).records)
     assert probes[0] == probes[1]  # the second probe replaces the first, with the same numbers
     assert {line["step"] for line in probes[1]} == {2}
@@ -114,39 +114,24 @@ def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
 @pytest.mark.slow
 def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyPlan) -> None:
     path = study.get_run_dir(study.runs[0].run_id) / "probes.jsonl"
-    words = [
-        str(study.folder),
-        "--trial",
-        "PPO",
-        "--checkpoint-step",
-        "2",
-        "--ppo-micro-batch-size-per-gpu",
-        "2",
-        "--log-prob-micro-batch-size-per-gpu",
-        "2",
-        "--gpu-memory-utilization",
-        "0.4",
-        "--ray-num-cpus",
-        "2",
-    ]
-    assert run_probe(*words).returncode == 0
+    words = (
+        "--trial PPO --checkpoint-step 2 --ppo-micro-batch-size-per-gpu 2 --log-prob-micro-batch-size-per-gpu 2 "
+        "--gpu-memory-utilization 0.4 --ray-num-cpus 2"
+    )
+    assert run_probe(study, words).returncode == 0
     assert next(line["prefilter"] for line in read_lines(path).records if line["step"] == 2)
-    more_words = [
-        "--set",
-        "trainer.gradient_analysis_log_prefilter=False",
-        "--set",
-        "actor.entropy_coeff=0",
-        "--set",
-        "trainer.gradient_analysis_env_groups=4",
-    ]
-    process = run_probe(*words, *more_words)
+    more_words = (
+        "--set trainer.gradient_analysis_log_prefilter=False --set actor.entropy_coeff=0 "
+        "--set trainer.gradient_analysis_env_groups=4"
+    )
+    process = run_probe(study, f"{words} {more_words}")
     assert process.returncode == 0, process.stderr
     lines = [line for line in read_lines(path).records if line["step"] == 2]
     assert [line["prefilter"] for line in lines] == [False] * len(lines)
     assert {row["component"] for line in lines for row in line["rows"]} <= {"task", "kl", "total"}
 
 
-KEEPS_NOTHING = ("--set", "filter.rollout_filter_value=0.001")  # less than the tolerance of the linear rule
+KEEPS_NOTHING = "--trial PPO --set filter.rollout_filter_value=0.001"  # less than the tolerance of the linear rule
 
 
 @pytest.mark.long
@@ -154,16 +139,14 @@ KEEPS_NOTHING = ("--set", "filter.rollout_filter_value=0.001")  # less than the 
 def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
     run = study.runs[0]
     path = study.get_run_dir(run.run_id) / "probes.jsonl"
-    process = run_probe(str(study.folder), "--trial", "PPO", *KEEPS_NOTHING)
+    process = run_probe(study, KEEPS_NOTHING)
     assert process.returncode == 0, process.stderr
     assert "the filter kept none of the 6 groups of 4 episodes" in process.stdout
     lines = {line["prefilter"]: line for line in read_lines(path).records if line["step"] == 3}
     assert [row["empty_after_filter"] for row in lines[False]["rows"]] == [1]
     assert lines[True]["groups"]
     hashes_before = hash_files(study.output)
-    process = run_probe(
-        str(study.folder), "--trial", "PPO", *KEEPS_NOTHING, "--set", "trainer.gradient_analysis_log_prefilter=False"
-    )
+    process = run_probe(study, f"{KEEPS_NOTHING} --set trainer.gradient_analysis_log_prefilter=False")
     assert process.returncode == 2
     assert "kept none of the 6 groups of 4 episodes" in process.stderr
     assert "leave out --set trainer.gradient_analysis_log_prefilter=False" in process.stderr
@@ -174,16 +157,9 @@ def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
 @pytest.mark.slow
 def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -> None:
     words = (
-        "--set",
-        "rollout.temperature=0.7",
-        "--set",
-        "env.max_turn=3",
-        "--set",
-        "actor.use_kl_loss=False",
-        "--set",
-        "rollout.name=compiled",
+        "--set rollout.temperature=0.7 --set env.max_turn=3 --set actor.use_kl_loss=False --set rollout.name=compiled"
     )
-    process = run_probe(str(study.folder), "--trial", "GRPO", *words)
+    process = run_probe(study, f"--trial GRPO {words}")
     assert process.returncode == 0, process.stderr
     overrides = "rollout.temperature=0.7, env.max_turn=3"
     rows = analysis.load(study.output).gradients
@@ -275,19 +251,19 @@ def test_a_damaged_checkpoint_is_said(study: StudyPlan, tmp_path: Path) -> None:
 def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: StudyPlan) -> None:
     hashes_before = hash_files(study.output)
     bad_words = (
-        ["--trial", "nobody"],
-        ["--algo", "PPO", "--checkpoint-step", "17"],
-        ["--checkpoint-root", "/nowhere"],
-        ["--trial", "PPO", "--set", "actor.lr=1"],
-        ["--algo", "PPO", "--trial", "GRPO"],
-        ["--trial", "PPO", "--set", "trainer.device=cuda", "--set", "trainer.n_gpus_per_node=1"],
-        ["--trial", "PPO", "--gpus", "all"],
-        ["--trial", "PPO", "--set", "trainer.gradient_analysis_env_groups=null"],
-        ["--trial", "PPO", "--set", "trainer.gradient_analysis_group_size=None"],
-        ["--trial", "PPO", "--set", "rollout.name=vllm"],
+        "--trial nobody",
+        "--algo PPO --checkpoint-step 17",
+        "--checkpoint-root /nowhere",
+        "--trial PPO --set actor.lr=1",
+        "--algo PPO --trial GRPO",
+        "--trial PPO --set trainer.device=cuda --set trainer.n_gpus_per_node=1",
+        "--trial PPO --gpus all",
+        "--trial PPO --set trainer.gradient_analysis_env_groups=null",
+        "--trial PPO --set trainer.gradient_analysis_group_size=None",
+        "--trial PPO --set rollout.name=vllm",
     )
     for words in bad_words:
-        result = CliRunner().invoke(app, ["probe", str(study.folder), *words])
+        result = CliRunner().invoke(app, ["probe", str(study.folder), *words.split()])
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith("tune_study: ")
         assert len(result.stderr.strip().splitlines()) == 1
@@ -297,16 +273,10 @@ def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: Stu
 def test_a_probe_switches_kl_and_entropy_on_where_they_are_off() -> None:
     run_config = apply_overrides(RunConfig(), {**PRESETS["laptop"].settings})
     probe_config = apply_overrides(run_config, probe.make_probe_settings(run_config, {}))
-    assert (probe_config.actor.use_kl_loss, probe_config.actor.kl_loss_coef, probe_config.actor.kl_loss_type) == (
-        True,
-        0.001,
-        "low_var_kl",
-    )
-    assert (probe_config.actor.entropy_coeff, probe_config.trainer.gradient_analysis_env_groups) == (0.001, 128)
-    assert (
-        probe_config.trainer.gradient_analysis_group_size,
-        probe_config.trainer.gradient_analysis_log_prefilter,
-    ) == (16, True)
+    actor, trainer = probe_config.actor, probe_config.trainer
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "low_var_kl")
+    assert (actor.entropy_coeff, trainer.gradient_analysis_env_groups) == (0.001, 128)
+    assert (trainer.gradient_analysis_group_size, trainer.gradient_analysis_log_prefilter) == (16, True)
     with pytest.raises(PlanError, match="leave it out for 16, or type a number"):
         probe.make_probe_settings(run_config, {"trainer.gradient_analysis_group_size": None})
     strong_config = apply_overrides(

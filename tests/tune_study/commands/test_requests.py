@@ -1,6 +1,5 @@
 """Tests of the commands `stop` and `clean`."""
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,11 @@ def study(work_dir: Path) -> StudyPlan:
     return write_started_study(work_dir)
 
 
-def type_words(*words: object) -> tuple[int, str, str]:
-    return type_in(shlex.join(map(str, words)))
-
-
 def test_the_driver_sees_a_request_to_stop(study: StudyPlan) -> None:
     interrupt = make_interrupt(study.folder)
     interrupt.clear()
     with outputs.lock_folder(study.folder):
-        code, out, _ = type_words("stop", study.folder)
+        code, out, _ = type_in(f"stop {study.folder}")
     assert code == 0
     assert f"To continue: python -m tune_study resume {study.folder}" in out
     assert interrupt.is_requested
@@ -37,7 +32,7 @@ def test_one_arm_is_asked_to_stop(study: StudyPlan) -> None:
     interrupt = make_interrupt(study.folder)
     interrupt.clear()
     with outputs.lock_folder(study.folder):
-        code, out, _ = type_words("stop", study.folder, "--arm", "kl 0.1")
+        code, out, _ = type_in(f"stop {study.folder} --arm 'kl 0.1'")
     assert code == 0
     assert "The runs of arm 0.1 stop after the steps under way" in out
     assert interrupt.is_arm_requested("0.1")
@@ -47,7 +42,7 @@ def test_one_arm_is_asked_to_stop(study: StudyPlan) -> None:
 
 def test_a_study_that_nobody_runs_is_not_stopped(study: StudyPlan) -> None:
     before = read_files(study.folder)
-    code, _, err = type_words("stop", study.folder)
+    code, _, err = type_in(f"stop {study.folder}")
     assert code == 2
     assert "No process runs" in err
     assert read_files(study.folder) == before
@@ -55,14 +50,14 @@ def test_a_study_that_nobody_runs_is_not_stopped(study: StudyPlan) -> None:
 
 def test_an_arm_must_exist(study: StudyPlan) -> None:
     with outputs.lock_folder(study.folder):
-        code, _, err = type_words("stop", study.folder, "--arm", "0.5")
+        code, _, err = type_in(f"stop {study.folder} --arm 0.5")
     assert code == 2
     assert "There is no arm 0.5: type --arm with one of 0, 0.1." in err
 
 
 @pytest.mark.parametrize("command", ["stop", "clean"])
 def test_a_storage_is_refused(work_dir: Path, command: str) -> None:
-    code, _, err = type_words(command, "s3://shelf/study")
+    code, _, err = type_in(f"{command} s3://shelf/study")
     assert code == 2
     assert "is in a storage" in err
 
@@ -82,7 +77,7 @@ def states(study: StudyPlan) -> dict[str, Path]:
 
 def test_states_of_ended_runs_are_removed(study: StudyPlan, states: dict[str, Path]) -> None:
     before = read_files(study.folder)
-    code, out, _ = type_words("clean", study.folder, "--yes")
+    code, out, _ = type_in(f"clean {study.folder} --yes")
     assert code == 0
     assert "Removed 1.0 kB." in out
     assert not states["0"].exists()
@@ -90,11 +85,11 @@ def test_states_of_ended_runs_are_removed(study: StudyPlan, states: dict[str, Pa
     after = read_files(study.folder)
     assert {name for name in before.keys() - after.keys() if STATE_FOLDER not in name} == set()
     assert all(after[name] == content for name, content in before.items() if name in after)
-    assert "Nothing to remove" in type_words("clean", study.folder, "--yes")[1]
+    assert "Nothing to remove" in type_in(f"clean {study.folder} --yes")[1]
 
 
 def test_nothing_is_removed_without_consent(study: StudyPlan, states: dict[str, Path]) -> None:
-    code, out, _ = type_words("clean", study.folder)
+    code, out, _ = type_in(f"clean {study.folder}")
     assert code == 0
     assert "take 1.0 kB" in out
     assert f"To remove it: python -m tune_study clean {study.folder} --yes" in out
@@ -103,7 +98,7 @@ def test_nothing_is_removed_without_consent(study: StudyPlan, states: dict[str, 
 
 def test_a_running_study_is_not_cleaned(study: StudyPlan, states: dict[str, Path]) -> None:
     with outputs.lock_folder(study.folder):
-        code, _, err = type_words("clean", study.folder, "--yes")
+        code, _, err = type_in(f"clean {study.folder} --yes")
     assert code == 2
     assert "Another process is running the study" in err
     assert states["0"].exists()
@@ -113,7 +108,7 @@ def test_a_link_in_place_of_a_state_is_not_followed(study: StudyPlan, states: di
     elsewhere = tmp_path / "elsewhere"
     states["0"].rename(elsewhere)
     states["0"].symlink_to(elsewhere)
-    code, _, err = type_words("clean", study.folder, "--yes")
+    code, _, err = type_in(f"clean {study.folder} --yes")
     assert code == 2
     assert "link" in err
     assert (elsewhere / "step_3" / "state.safetensors").exists()

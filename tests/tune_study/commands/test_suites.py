@@ -14,7 +14,7 @@ from rich.console import Console
 from search_spaces.catalog import STUDIES
 from tune_study.commands import preflight, suites
 from tune_study.commands.describe import PreparedStudy
-from tune_study.commands.option_groups import LaunchOptions
+from tune_study.commands.requests import LaunchRequest
 from tune_study.folder import outputs
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement import disk
@@ -46,7 +46,7 @@ def run_suite(
 
     monkeypatch.setattr(suites, "execute_study", fake_execute)
     console = Console(record=True, width=300)
-    exit_code = preflight.start_studies(plans, LaunchOptions(), (), False, console)
+    exit_code = preflight.start_studies(plans, LaunchRequest(), (), False, console)
     return exit_code, started_names, console.export_text()
 
 
@@ -60,18 +60,20 @@ def test_the_code_is_that_of_the_worst_and_there_is_an_index(
     assert output.count(f"Index: {two_plans[0].output}/index.html") == 1
 
 
-def test_an_interrupt_as_the_last_runs_of_a_study_end_is_one_for_its_suite(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("number", "expected_code"), [(1, 130), (2, 0)])
+def test_an_interrupt_as_the_last_runs_of_a_study_end_is_one_for_its_suite_unless_it_is_the_last_study(
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, number: int, expected_code: int
 ) -> None:
-    """The first study has no runs left, so its own exit code is 0."""
+    """The study has no runs left, so its own exit code is 0."""
 
-    def interrupt_at_end(_: StudyPlan, suite: SuiteContext) -> int:
-        suite.interrupt.request()
+    def interrupt_at_end(plan: StudyPlan, suite: SuiteContext) -> int:
+        if plan == two_plans[number - 1]:
+            suite.interrupt.request()
         return 0
 
     code, started_names, output = run_suite(two_plans, monkeypatch, interrupt_at_end)
-    assert (code, started_names) == (130, ["influence"])
-    assert NOT_STARTED in output
+    assert (code, started_names) == (expected_code, ["influence", "replay"][:number])
+    assert (NOT_STARTED in output) == (number == 1)
     assert "Index:" in output
 
 
@@ -91,17 +93,6 @@ def test_a_signal_while_a_report_is_written_lets_it_be_finished_and_ends_the_sui
     assert (code, started_names, written_reports) == (130, ["influence"], ["influence"])
     assert NOT_STARTED in output
     assert signal.getsignal(signal_number) is old_handler
-
-
-def test_a_request_as_the_last_study_ends_changes_nothing(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt_at_end(plan: StudyPlan, suite: SuiteContext) -> int:
-        if plan == two_plans[1]:
-            suite.interrupt.request()
-        return 0
-
-    assert run_suite(two_plans, monkeypatch, interrupt_at_end)[:2] == (0, ["influence", "replay"])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PlanError("it cannot be written"), SystemExit(15)])
@@ -195,7 +186,7 @@ def test_studies_that_fit_one_by_one_and_not_together_are_refused(
 
 def test_gpus_are_for_the_studies_of_a_suite_that_take_some(tmp_path: Path, two_plans: list[StudyPlan]) -> None:
     console = Console(record=True, width=300)
-    options = LaunchOptions(gpus="0")
+    options = LaunchRequest(gpus="0")
     overrides = {"trainer.n_gpus_per_node": 1.0, "trainer.device": "cuda"}
     gpu_plan = make_plan(STUDIES["kl"], "laptop", "a test", overrides, ("0",), 1, tmp_path)
     assert preflight.start_studies([*two_plans, gpu_plan], options, (), True, console) == 0
@@ -226,12 +217,11 @@ def test_a_refused_suite_changes_nothing_of_the_suite_or_study_that_runs(
         (first_plan.output / name).parent.mkdir(exist_ok=True)
         (first_plan.output / name).write_text("written by the process that runs")
     locked_folder = {"a suite": first_plan.folder.parent, "the study": first_plan.folder}[what]
-    options = LaunchOptions()
     with ExitStack() as stack:
         hold_lock(locked_folder, stack)
         paths = {path: path.read_bytes() for path in first_plan.output.rglob("*") if path.is_file()}
         with pytest.raises(PlanError, match=f"Another process is running {what} in {locked_folder}: wait for it"):
-            preflight.start_studies(two_plans, options, (), False, Console(quiet=True))
+            preflight.start_studies(two_plans, LaunchRequest(), (), False, Console(quiet=True))
         left_paths = {path: path.read_bytes() for path in first_plan.output.rglob("*") if path.is_file()}
     assert left_paths.keys() - paths.keys() <= {first_plan.folder.parent / ".lock"}
     assert {path: left_paths[path] for path in paths} == paths

@@ -13,7 +13,7 @@ from tests.trainable.test_part_checks import SAVED_TEXTS
 from trainable.config.own_parts import PartFile
 from trainable.runs.study_record import SourceFile
 from tune_study.commands.cli import app
-from tune_study.commands.option_groups import RunOptions
+from tune_study.commands.requests import RunRequest
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.folder.outputs import make_study_record
 from tune_study.plan.errors import PlanError
@@ -125,7 +125,7 @@ def test_settings_list_that_a_part_is_allowed() -> None:
 @pytest.mark.long
 def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Path) -> None:
     Path("bandit.py").write_text(SAVED_TEXTS["bandit.py"])
-    options = RunOptions(env="bandit.py:Bandit", assignments=["env.max_turn=2"], seeds=1, output=tmp_path, dry_run=True)
+    options = RunRequest(env="bandit.py:Bandit", assignments=["env.max_turn=2"], seeds=1, output=tmp_path, dry_run=True)
     env = plan_from_options(STUDIES["kl"], ChosenPreset("laptop", "a test"), options).ppo_config.env
     assert (env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj) == (2, 1, 1)
     words = ("run", "kl", "--preset", "laptop", "--output", str(tmp_path / "out"), "--dry-run", "--env")

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.catalog import STUDIES
+from search_spaces.declaration.study import Axis
 from search_spaces.language_model.family import get_model_name
 from tests.fakes.trainer import make_study
-from trainable.config.run_config import ConfigError, apply_overrides
+from trainable.config.run_config import apply_overrides
 from trainable.envs.level_sets import compute_training_seed
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import (
     StudyPlan,
     add_seeds,
@@ -20,26 +21,20 @@ from tune_study.plan.study_plan import (
     make_plan,
     set_max_seeds,
 )
-from tune_study.plan.typed_settings import collect_overrides, parse_bool, parse_values
+from tune_study.plan.typed_settings import collect_overrides, expand_groups, parse_values
 
 # (experiment name, log, checkpoint folder) of every default value in the published scripts for Qwen2.5-3B.
-LABELS = ("0", "0001", "0003", "001", "003", "01")
-KL_RUNS = [
-    (
-        f"sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B",
-        f"logs/kl_sweep_Qwen2.5-3B/nofilter/{label}/sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B.log",
-        f"model_saving/kl_sweep_Qwen2.5-3B/{label}/sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B",
-    )
-    for label in LABELS
-]
-ENTROPY_RUNS = [
-    (
-        f"sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B",
-        f"logs/entropy_sweep_Qwen2.5-3B/nofilter/{label}/sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B.log",
-        f"model_saving/entropy_sweep_Qwen2.5-3B/{label}/sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B",
-    )
-    for label in LABELS
-]
+SWEEP_RUNS = {
+    study: [
+        (
+            f"sokoban_{study}_sweep_nofilter_{label}-Qwen2.5-3B",
+            f"logs/{study}_sweep_Qwen2.5-3B/nofilter/{label}/sokoban_{study}_sweep_nofilter_{label}-Qwen2.5-3B.log",
+            f"model_saving/{study}_sweep_Qwen2.5-3B/{label}/sokoban_{study}_sweep_nofilter_{label}-Qwen2.5-3B",
+        )
+        for label in ("0", "0001", "0003", "001", "003", "01")
+    ]
+    for study in ("kl", "entropy")
+}
 TOP_P_RUNS = [
     (
         f"sokoban_top_p_{label}-Qwen2.5-3B",
@@ -57,8 +52,8 @@ ANALYSIS_RUNS = [
     )
 ]
 PUBLISHED_PATHS = {
-    "kl": ("results/kl_sweep_Qwen2.5-3B", "logs/kl_sweep_Qwen2.5-3B.log", KL_RUNS),
-    "entropy": ("results/entropy_sweep_Qwen2.5-3B", "logs/entropy_sweep_Qwen2.5-3B.log", ENTROPY_RUNS),
+    "kl": ("results/kl_sweep_Qwen2.5-3B", "logs/kl_sweep_Qwen2.5-3B.log", SWEEP_RUNS["kl"]),
+    "entropy": ("results/entropy_sweep_Qwen2.5-3B", "logs/entropy_sweep_Qwen2.5-3B.log", SWEEP_RUNS["entropy"]),
     "top-p": ("results/top_p_sweep_Qwen2.5-3B", "logs/top_p_sweep_Qwen2.5-3B.log", TOP_P_RUNS),
     "gradient-analysis": (
         "results/gradient_analysis_sokoban_Qwen2.5-3B",
@@ -196,85 +191,21 @@ def test_changed_settings_rebuild_the_configuration(name: str, preset: str) -> N
         assert apply_overrides(defaults, settings) == run.config
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ("0,0.1,0", "--kl-values has the value 0 twice"),
-        ("0.1,0.10", r"--kl-values has the value 0\.10 twice \(0\.1 and 0\.10\)"),
-        ("0,0.0", "twice"),
-        ("0,,0.1", "empty entry"),
-        ("", "empty entry"),
-        ("1.5,15", "label `15`"),
-        ("0,0_1", "without `_`"),
-        ("0,much", r"--kl-values much: .* valid number.* A value is a number\. Try --kl-values 0,0\.01\."),
-        ("0,-0.1", r"--kl-values -0\.1: .*greater than or equal to 0"),
-        ("0,nan", "finite number"),
-    ],
-)
-def test_a_grid_that_cannot_be_run_is_refused(values: str, message: str) -> None:
-    with pytest.raises((PlanError, ConfigError), match=message):
-        make_study_plan("kl", values)
-
-
-def test_a_wrong_word_of_a_grid_is_answered_with_the_right_ones() -> None:
-    with pytest.raises(ConfigError, match="A value is a number or one of nofilter"):
-        make_study_plan("top-p", "0.9,unfiltered")
-
-
 def test_one_and_nofilter_are_not_the_same_value() -> None:
     assert len(make_study_plan("top-p", "1.0,nofilter").runs) == 2
 
 
-@pytest.mark.parametrize(
-    ("study", "options", "assignments", "message"),
-    [
-        ("kl", {}, ["actor.lr"], "has no value"),
-        ("kl", {}, ["seed=3"], "--seeds N"),
-        ("kl", {}, ["actor.lr=1", "actor_rollout_ref.actor.optim.lr=2"], "`actor.lr` is given twice"),
-        ("kl", {"trainer.save_freq": 5}, ["save_freq=6"], "given twice"),
-        ("kl", {}, ["kl_loss_coef=0.1"], "choose its values with --kl-values"),
-        ("kl", {}, ["use_kl_loss=False"], "choose its values with --kl-values"),
-        ("top-p", {}, ["rollout_filter_include_zero=True"], "choose its values with --rollout_filter_value"),
-        ("entropy", {}, ["kl_lossy=1"], "There is no setting `kl_lossy`"),
-    ],
-)
-def test_assignments_that_cannot_be_meant_are_refused(
-    study: str, options: dict[str, object], assignments: list[str], message: str
-) -> None:
-    with pytest.raises((PlanError, ConfigError), match=message):
-        collect_overrides(STUDIES[study], options, assignments)
+def test_groups_of_values_need_no_grid_of_the_paper() -> None:
+    axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4", "1e-3")}, value_groups={"low": ("1e-4", "3e-4")})
+    study = replace(STUDIES["kl"], axis=axis)
+    assert expand_groups(study, ("1e-3", "low")) == ("1e-4", "3e-4", "1e-3")
+    with pytest.raises(PlanError, match="--values high is not a group: type one or more of low, or names of arms"):
+        expand_groups(study, ("high",))
 
 
 def test_assignments_take_published_keys() -> None:
     overrides = collect_overrides(STUDIES["kl"], {"trainer.save_freq": 5}, ["es_manager.train.env_groups=4", "lam=1.0"])
     assert overrides == {"trainer.save_freq": 5, "env.env_groups": "4", "algorithm.lam": "1.0"}
-
-
-def test_an_unknown_study_preset_or_count_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"no study `kll`\. Nearest: kl\. All studies with their questions: .* list$"):
-        find_study("kll")
-    with pytest.raises(PlanError, match=r"no study `zz`\. The studies are kl, entropy, top-p, .* type one of them"):
-        find_study("zz")
-    with pytest.raises(PlanError, match="no preset `desk`"):
-        make_study_plan("kl", preset="desk")
-    with pytest.raises(PlanError, match="--seeds 0"):
-        make_study_plan("kl", seeds=0)
-
-
-def test_a_study_is_found_with_either_dash() -> None:
-    assert find_study("top_p") is STUDIES["top-p"]
-
-
-@pytest.mark.parametrize(
-    ("word", "value"), [("True", True), ("yes", True), ("1", True), ("false", False), ("N", False)]
-)
-def test_bool_words(word: str, value: bool) -> None:
-    assert parse_bool(word, "--flag") is value
-
-
-def test_a_word_that_is_no_bool_is_refused() -> None:
-    with pytest.raises(PlanError, match="--flag 'maybe' is neither True nor False"):
-        parse_bool("maybe", "--flag")
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-3B", "/models/Qwen2.5-3B", "/models/Qwen2.5-3B/"])

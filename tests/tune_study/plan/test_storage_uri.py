@@ -15,24 +15,6 @@ QUERY_FIELDS = ("endpoint_override", "region", "scheme", "project_id", "user", "
 @pytest.mark.parametrize(
     "uri",
     [
-        "s3://key:word@bucket/x",
-        "s3://key:wo/rd@bucket/x",
-        "s3://bucket/x?access_key=a",
-        "abfs://bucket/x?sas_token=a",
-        "S3://key:word@bucket",
-        "gs://bucket/x?SECRET=",
-    ],
-)
-def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
-    with pytest.raises(PlanError, match="contains a user name with a password, a key or a token") as raised:
-        check_uri(uri)
-    assert "word" not in str(raised.value).replace("password", "")
-    assert "bucket" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "uri",
-    [
         "s3://bucket/a:b",
         "hdfs://host:8020/x",
         "gs://anonymous@bucket/x",
@@ -53,14 +35,12 @@ def test_other_colons_are_no_credentials(uri: str) -> None:
     check_uri(uri)
 
 
-@pytest.mark.parametrize(
-    "text", ["s3:LOCKED:HIDDEN@b/p", "LOCKED:HIDDEN@b/p", "HIDDEN@b/p", "s3:HIDDEN", " s3:HIDDEN/p"]
-)
-def test_a_path_that_may_be_a_uri_with_credentials_is_refused_and_not_repeated(text: str) -> None:
-    with pytest.raises(PlanError, match="a user name with a password") as raised:
+@pytest.mark.parametrize("text", ["s3:KEY:HIDDEN@b/p", "HIDDEN@b/p", "s3:HIDDEN", " s3:HIDDEN/p", "S3://k:HIDDEN@b/p"])
+def test_what_may_contain_credentials_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(PlanError, match="contains a user name with a password, a key or a token") as raised:
         check_uri(text)
     assert "HIDDEN" not in str(raised.value)
-    assert "LOCKED" not in str(raised.value)
+    assert "b/p" not in str(raised.value)
 
 
 # Where a secret can be in a URI. The first two are spellings from the documents of AWS and Azure.

@@ -14,7 +14,7 @@ from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Study
 from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
 from trainable.runs.study_record import StatusRecord, find_record
-from tune_study.commands.option_groups import LaunchOptions, SearchOptions, StudyOptions
+from tune_study.commands.requests import LaunchRequest, SearchRequest, StudyRequest
 from tune_study.commands.run_options import ChosenPreset
 from tune_study.commands.searching import plan_search, run_and_confirm
 from tune_study.folder.study_file import plan_from_folder, read_study
@@ -25,7 +25,7 @@ from tune_study.tune.search import rounds
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-LAUNCH = LaunchOptions(max_concurrent=2, wandb="off")
+LAUNCH = LaunchRequest(max_concurrent=2, wandb="off")
 RATE = ("lr=1e-4:1e-1",)
 
 
@@ -45,8 +45,8 @@ def make_search(
     asha: int | None = None,
 ) -> StudyPlan:
     assignments = [f"{name}={value}" for name, value in settings.items()]
-    options = SearchOptions(trials, list(vary), points_per_round=2, confirm_seeds=confirm_seeds, asha=asha)
-    study_options = StudyOptions(seeds=2, assignments=assignments, output=output)
+    options = SearchRequest(trials, list(vary), points_per_round=2, confirm_seeds=confirm_seeds, asha=asha)
+    study_options = StudyRequest(seeds=2, assignments=assignments, output=output)
     return plan_search(study, ChosenPreset("laptop", "a test"), options, study_options, source=None)
 
 
@@ -82,7 +82,7 @@ def test_a_search_runs_in_rounds_and_ends_with_its_confirmation(tmp_path: Path) 
     assert "Search: point-6 follows" in text
     table = make_points(load(plan.folder))
     assert (len(table), set(table["state"]), set(table["seeds"])) == (7, {COMPLETE}, {2})
-    assert dict(list(read_study(plan.folder)["points"].items())[:4]) == shorter.points
+    assert dict(list(read_study(plan.folder).points.items())[:4]) == shorter.points
     best = table.loc[table["success"].idxmin(), "arm"]  # an error
     assert (f"The best point is {best} (lr" if best != DEFAULT_POINT else "The best point is the default") in text
     if best != DEFAULT_POINT:
@@ -159,11 +159,11 @@ def test_a_search_that_is_stopped_at_the_end_of_a_round_is_not_confirmed(
         code, text = run(plan)
     assert (code, "Continue with: python -m tune_study resume" in text) == (130, True)
     assert not list(plan.folder.parent.glob("*-confirm-*"))
-    command = read_study(plan.folder)["command"]
+    command = read_study(plan.folder).command
     resumed = plan_from_folder(plan.folder)
     code, text = run(resumed)
     assert (code, "Search: point-4 to point-5 of 5 follow" in text) == (0, True)
-    assert read_study(plan.folder)["command"] == command
+    assert read_study(plan.folder).command == command
     assert len(make_points(load(plan.folder))) == 6
 
 

@@ -17,8 +17,8 @@ from trainable.files.paths import UnsafePathError
 from trainable.runs.records import make_empty_row
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE
 from trainable.runs.study_record import StatusRecord, WandbMode, WandbTarget, write_record
-from tune_study.commands.option_groups import LaunchOptions
 from tune_study.commands.preflight import choose_wandb
+from tune_study.commands.requests import LaunchRequest
 from tune_study.folder.origin import find_last_wandb
 from tune_study.folder.outputs import check_study_links, write_study
 from tune_study.plan.errors import PlanError
@@ -188,7 +188,7 @@ def test_a_step_with_an_analysis_is_written_whole(tmp_path: Path) -> None:
 
 
 def choose(plan: StudyPlan, mode: str | None = None, project: str | None = None) -> WandbTarget:
-    return choose_wandb(LaunchOptions(wandb=mode, wandb_project=project), plan)
+    return choose_wandb(LaunchRequest(wandb=mode, wandb_project=project), plan)
 
 
 def test_wandb_is_off_unless_asked_for(tmp_path: Path) -> None:

@@ -1,16 +1,32 @@
-"""Options that several commands or groups of options share, with their spellings and help texts.
+"""Options that several commands share, with their help texts and the settings that they assign.
 
-The published scripts spell options with underscores, so both spellings are accepted.
+Hyphens and underscores of an option are the same, since the published scripts use underscores.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.games import GAMES
+
+
+class Setting(NamedTuple):
+    """Marks an option that assigns its value to the dotted setting `name`. As published, some assign several."""
+
+    name: str
+
+
+def option(metavar: str, help_text: str, *names: str, **constraints: Any) -> Any:
+    """Make an option with a value. Without `names` it has the name of its field, such as --save-freq of `save_freq`."""
+    return Option(*names, metavar=metavar, help=help_text, **constraints)
+
+
+def argument(metavar: str, help_text: str, **constraints: Any) -> Any:
+    """Make a positional argument."""
+    return Argument(metavar=metavar, help=help_text, **constraints)
 
 
 def complete_study(incomplete: str) -> list[str]:
@@ -25,89 +41,61 @@ def complete_preset(incomplete: str) -> list[str]:
 
 StudyName = Annotated[
     str,
-    Argument(
-        metavar="STUDY",
-        help="Name of a study or a suite, see `list`; or a file with your study, lr.py.",
+    argument(
+        "STUDY",
+        "Name of a study or a suite, see `list`; or a file with your study, lr.py.",
         autocompletion=complete_study,
     ),
 ]
-Code = Annotated[
-    list[str] | None,
-    Option("--code", metavar="FILE", help="A file whose parts the study uses, like my_loss.py; repeatable."),
-]
-AcceptChangedFile = Annotated[
-    bool, Option("--accept-changed-file", help="Go on although the file of the study has changed since its start.")
-]
 RunLocation = Annotated[
-    str, Argument(metavar="RUN", help="Folder of the study, results/<run>, or its URI in a storage, <storage>/<run>.")
+    str, argument("RUN", "Folder of the study, results/<run>, or its URI in a storage, <storage>/<run>.")
 ]
-
 Preset = Annotated[
     str | None,
-    Option(
-        "--preset",
-        metavar="NAME",
-        help="laptop, stress or paper; default: paper if it fits the GPUs, else laptop.",
+    option(
+        "NAME",
+        "laptop, stress or paper; default: paper if it fits the GPUs, else laptop.",
         autocompletion=complete_preset,
     ),
 ]
 Env = Annotated[
     str | None,
-    Option(
-        "--env",
-        metavar="NAME",
-        help=f"Game to play: {', '.join(GAMES).replace(',', ' (default),', 1)}, or yours, FILE.py:NAME.",
-    ),
+    option("NAME", f"Game to play: {', '.join(GAMES).replace(',', ' (default),', 1)}, or yours, FILE.py:NAME."),
 ]
 UpdateMicroBatch = Annotated[
     int | None,
-    Option(
-        "--ppo-micro-batch-size-per-gpu",
-        "--ppo_micro_batch_size_per_gpu",
-        metavar="N",
-        help="Micro-batch size of the policy and critic updates.",
-    ),
+    option("N", "Micro-batch size of the policy and critic updates."),
+    Setting("actor.ppo_micro_batch_size_per_gpu"),
+    Setting("critic.ppo_micro_batch_size_per_gpu"),
 ]
 LogProbMicroBatch = Annotated[
     int | None,
-    Option(
-        "--log-prob-micro-batch-size-per-gpu",
-        "--log_prob_micro_batch_size_per_gpu",
-        metavar="N",
-        help="Micro-batch size of the passes without gradients of policy and reference.",
-    ),
+    option("N", "Micro-batch size of the passes without gradients of policy and reference."),
+    Setting("rollout.log_prob_micro_batch_size_per_gpu"),
+    Setting("rollout.ref_log_prob_micro_batch_size_per_gpu"),
 ]
-Gpus = Annotated[str | None, Option("--gpus", metavar="LIST", help="GPU ids, like 0,1,2,3; default: all visible GPUs.")]
+Gpus = Annotated[str | None, option("LIST", "GPU ids, like 0,1,2,3; default: all visible GPUs.")]
 GpusPerExp = Annotated[
-    float | None,
-    Option("--gpus-per-exp", "--gpus_per_exp", metavar="N", help="GPUs per run: 1, 4, or a fraction like 0.5."),
+    float | None, option("N", "GPUs per run: 1, 4, or a fraction like 0.5."), Setting("trainer.n_gpus_per_node")
 ]
 RayNumCpus = Annotated[
-    int | None,
-    Option("--ray-num-cpus", "--ray_num_cpus", metavar="N", help="CPUs that Ray may use; ignored by `probe`."),
+    int | None, option("N", "CPUs that Ray may use; ignored by `probe`."), Setting("trainer.ray_num_cpus")
 ]
 GpuMemoryUtilization = Annotated[
-    float | None,
-    Option(
-        "--gpu-memory-utilization",
-        "--gpu_memory_utilization",
-        metavar="V",
-        help="Fraction of GPU memory reserved for vLLM.",
-    ),
+    float | None, option("V", "Fraction of GPU memory reserved for vLLM."), Setting("rollout.gpu_memory_utilization")
 ]
 Assignments = Annotated[
-    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change any setting; repeatable. See `settings`.")
+    list[str] | None, option("KEY=VALUE", "Change any setting, see `settings`; repeatable.", "--set")
+]
+Code = Annotated[list[str] | None, option("FILE", "A file whose parts the study uses, like my_loss.py; repeatable.")]
+AcceptChangedFile = Annotated[
+    bool, Option("--accept-changed-file", help="Go on although the file of the study has changed since its start.")
 ]
 Trial = Annotated[
-    str | None,
-    Option(
-        "--trial", metavar="NAME", help="Arm (its smallest seed) or name of a run; not needed if there is only one."
-    ),
+    str | None, option("NAME", "Arm (its smallest seed) or name of a run; not needed if there is only one.")
 ]
-ReadArm = Annotated[str | None, Option("--arm", metavar="A", help="Only runs of this arm.")]
-ReadSeed = Annotated[int | None, Option("--seed", metavar="S", help="Only runs with this seed.")]
-Output = Annotated[
-    Path, Option("--output", "-o", metavar="DIR", help="Parent folder of results/, logs/ and model_saving/.")
-]
+ReadArm = Annotated[str | None, option("A", "Only runs of this arm.")]
+ReadSeed = Annotated[int | None, option("S", "Only runs with this seed.")]
+Output = Annotated[Path, option("DIR", "Parent folder of results/, logs/ and model_saving/.", "--output", "-o")]
 Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to an existing study, or steps to its runs.")]
-DryRun = Annotated[bool, Option("--dry-run", "--dry_run", help="Print the plan; start and write nothing.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the plan; start and write nothing.")]

@@ -1,35 +1,50 @@
-"""Parse the words of a command; refuse words that would be ignored or misread, and say what to type instead.
-
-Options that several commands share form a group: a dataclass whose fields are annotated with Typer options. A command
-receives a group as one argument. In the signature that Typer reads, the group's options replace that argument.
-"""
+"""Parse the words of a command; refuse words that would be ignored or misread, and say what to type instead."""
 
 import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
-
-from search_spaces.declaration.study import Study
-
-VALUES_OPTION = "--values"
-"""The option for the values of any study's axis; some studies have a published one in addition."""
 
 _LIST_METAVAR = "LIST"
 _PLACE_METAVARS = ("DIR", "FILE", "RUN", "RUN...", "FOLDER...")
 _NUMBER_METAVARS = ("N", "S", "H", "V")
 _PROGRAM_OPTIONS = {"version": "--version", "help": "--help"}
+_SECTIONS = {
+    "trials": "What to search",
+    "preset": "What to run",
+    "values": "Arms and seeds",
+    "gpus_per_exp": "Placement",
+    "gpus": "Placement",
+    "max_hours": "Start and end",
+    "output": "Files",
+    "help": "Help",
+}
+"""The sections of a long help, each with the options from one of these on."""
+_LONG_HELP = 20
+"""Number of parameters from which on a help has sections."""
 
 Command = Callable[..., None]
 
 
 class StrictGroup(TyperGroup):
     """The program. If `version` or `help` is typed as a command, it names the option to type instead."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the whole summary of each command, under the heading of its `rich_help_panel`."""
+        width = max(map(len, self.commands))
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            assert isinstance(command, StrictCommand)
+            groups.setdefault(command.rich_help_panel or "", []).append((name.ljust(width), command.help or ""))
+        for heading, rows in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that `args` begin with. Raises click's UsageError if there is none."""
@@ -57,12 +72,30 @@ class StrictCommand(TyperCommand):
         except typer.BadParameter as error:
             # Pydantic checks the values, and its messages say "input".
             problem = error.format_message().replace("Input should be", "must be").rstrip(".")
-            ctx.fail(f"{problem}. {self._get_example()}")
+            example = " ".join((self.epilog or "").replace("\b", "").split())
+            ctx.fail(f"{problem}. {example}")
         ctx.allow_extra_args = takes_extra_words
         if extra_words and not takes_extra_words and not ctx.resilient_parsing:
-            advice = self._suggest_list(words, extra_words) or self._describe_arguments()
+            names = [str(parameter.metavar) for parameter in self.params if isinstance(parameter, TyperArgument)]
+            takes = f"Besides options, {self.name} takes {' and '.join(names) or 'nothing'}."
+            advice = self._suggest_list(words, extra_words) or takes
             ctx.fail(f"Too many words: {' '.join(map(repr, extra_words))}. {advice}")
         return extra_words
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options; those of a long help in sections."""
+        if len(self.params) < _LONG_HELP:
+            super().format_options(ctx, formatter)
+            return
+        sections: dict[str, list[Any]] = {heading: [] for heading in ("Arguments", *_SECTIONS.values())}
+        heading = "Arguments"
+        for parameter in self.get_params(ctx):
+            heading = _SECTIONS.get(parameter.name or "", heading)
+            sections[heading].append(parameter.get_help_record(ctx))
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
     def _refuse_misread(self, ctx: Any, words: list[str]) -> None:
         values, _, typed_parameters = self.make_parser(ctx).parse_args(args=list(words))
@@ -80,112 +113,56 @@ class StrictCommand(TyperCommand):
             typed_name = parameter.opts[0] if isinstance(parameter, TyperOption) else parameter.metavar
             if parameter.metavar in _PLACE_METAVARS and "" in texts:
                 ctx.fail(f"{typed_name} is empty, as an unset variable is: type a path, or . for the current folder.")
+            if typed_name == "--seeds" and re.fullmatch(r"\d+(,\d+)+", str(value)):
+                count = str(value).count(",") + 1
+                seeds = ",".join(map(str, range(count)))
+                ctx.fail(f"--seeds {value}: type a number of seeds, like --seeds {count} for {seeds}.")
             if parameter.metavar in _NUMBER_METAVARS and any(re.search(r"\d_\d", text or "") for text in texts):
                 ctx.fail(f"{typed_name} {value}: type numbers without `_`, like 1000.")
 
     def _suggest_list(self, words: Sequence[str], extra_words: Sequence[str]) -> str:
         """Suggest what to type if extra words continue a list; return an empty text if they do not."""
-        options = {name for parameter in self.params for name in parameter.opts}
-        list_options = {
-            name for parameter in self.params if parameter.metavar == _LIST_METAVAR for name in parameter.opts
-        }
+        options = {hyphenate(name): parameter for parameter in self.params for name in parameter.opts}
+        names = [hyphenate(word.partition("=")[0]) for word in words]
         for position, word in enumerate(words):
             name, sign, first_value = word.partition("=")
-            if name not in list_options:
+            if names[position] not in options or options[names[position]].metavar != _LIST_METAVAR:
                 continue
-            values = [first_value] if sign else []
-            for value in words[position + 1 :]:
-                if value.partition("=")[0] in options:
-                    break
-                values.append(value)
-            values = [value.strip(",") for value in values]
+            end = next((later for later in range(position + 1, len(words)) if names[later] in options), len(words))
+            following = words[position + 1 : end]
+            values = [value.strip(",") for value in (*([first_value] if sign else []), *following)]
             if len(values) > 1 and set(values) & {extra.strip(",") for extra in extra_words}:
                 return f"The values of a list have commas between them and no spaces: type {name} {','.join(values)}"
         return ""
 
-    def _get_example(self) -> str:
-        """Return the example at the end of the command's help as a sentence."""
-        return " ".join((self.epilog or "").replace("\b", "").split())
 
-    def _describe_arguments(self) -> str:
-        """Say in a sentence which arguments the command takes besides options."""
-        names = [parameter.metavar for parameter in self.params if isinstance(parameter, TyperArgument)]
-        return f"Besides options, {self.name} takes {' and '.join(filter(None, names)) or 'nothing'}."
+def hyphenate(word: str) -> str:
+    """Write an option or a command with hyphens instead of underscores; both spellings are accepted."""
+    return word.replace("_", "-")
 
 
-def expand_groups(command: Command) -> Command:
-    """Replace a command's groups (parameters whose types are dataclasses) by their options.
+def expand_requests(command: Command) -> Command:
+    """Let a command take requests (dataclasses of options): Typer reads a signature with their fields instead.
 
     All parameters become keyword-only, because one with a default may then precede one without.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    requests: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
-        if name in groups:
-            parameters += [option for _, _, option in _list_options(groups[name])]
+        if name in requests:
+            types = get_type_hints(requests[name], include_extras=True)
+            options = inspect.signature(requests[name]).parameters.values()
+            parameters += [option.replace(annotation=types[option.name]) for option in options]
         else:
-            parameters.append(_make_parameter(name, parameter.default, hints[name]))
+            parameters.append(parameter.replace(annotation=hints[name]))
 
     @functools.wraps(command)
-    def run_with_groups(**arguments: Any) -> None:
-        for name, group in groups.items():
-            values: dict[str, Any] = {}
-            for field, flag, option in _list_options(group):
-                value = arguments.pop(option.name)
-                if flag is None:
-                    values[field] = value
-                else:
-                    values.setdefault(field, {})[flag] = value
-            arguments[name] = group(**values)
+    def run_command(**arguments: Any) -> None:
+        for name, request in requests.items():
+            arguments[name] = request(**{field.name: arguments.pop(field.name) for field in fields(request)})
         command(**arguments)
 
-    run_with_groups.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run_with_groups
-
-
-def _list_options(group: Any) -> Iterator[tuple[str, str | None, inspect.Parameter]]:
-    """Yield (field, flag, command parameter) of each option. A field with several options has one value per flag."""
-    hints = get_type_hints(group, include_extras=True)
-    for field in fields(group):
-        (options,) = hints[field.name].__metadata__
-        if isinstance(options, dict):
-            for flag, option in options.items():
-                name = flag.removeprefix("--").replace("-", "_")
-                yield field.name, flag, _make_parameter(name, None, Annotated[str | None, option])
-        else:
-            default = inspect.Parameter.empty if field.default is MISSING else field.default
-            yield field.name, None, _make_parameter(field.name, default, hints[field.name])
-
-
-def _make_parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def make_axis_options(studies: Iterable[Study]) -> dict[str, Any]:
-    """Make the options for axis values, by flag: --values, and every flag that one of `studies` declares.
-
-    Each is accepted in both spellings (--kl-values, --kl_values).
-    """
-    help_text = "Values of the study's axis, for any study; see `list`."
-    options = {VALUES_OPTION: typer.Option(VALUES_OPTION, metavar="LIST", help=help_text)}
-    studies_by_flag: dict[str, list[Study]] = {}
-    for study in studies:
-        studies_by_flag.setdefault(study.axis.option, []).append(study)
-    for flag, flag_studies in studies_by_flag.items():
-        if flag != VALUES_OPTION:
-            bare_flag = flag.removeprefix("--")
-            spellings = dict.fromkeys([flag, f"--{bare_flag.replace('_', '-')}", f"--{bare_flag.replace('-', '_')}"])
-            options[flag] = typer.Option(*spellings, metavar="LIST", help=_format_help(flag_studies))
-    return options
-
-
-def _format_help(studies: list[Study]) -> str:
-    """Format the help of a flag: with the axis if one study declares it, else saying that it takes named arms."""
-    axis = studies[0].axis
-    example = ",".join((*axis.value_groups, *axis.grids["laptop"])[:2])
-    if len(studies) == 1:
-        return f"Study {studies[0].name}: values of {axis.setting}, for example {example}."
-    names = f"{studies[0].name}, {studies[1].name}{', ...' * (len(studies) > 2)}"
-    kinds = "arms or groups" if axis.value_groups else "arms"
-    return f"Studies {names}: names of {kinds}, for example {example}."
+    keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    run_command.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
+    return run_command

@@ -14,14 +14,6 @@ def read_assignments(path: Path) -> tuple[str, ...]:
     """Read the `key=value` lines of a file, in order. Empty lines and text after a `#` are ignored.
 
     Raises PlanError, naming file and line, if the file cannot be read or a line has another form.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "lr.conf")
-        ...     _ = path.write_text("# twice the default\\nactor.lr = 2e-6\\n\\nactor.use_kl_loss=true  # k3\\n")
-        ...     read_assignments(path)
-        ('actor.lr=2e-6', 'actor.use_kl_loss=true')
     """
     name = f"--config {format_value(str(path), 1000)}"
     try:
@@ -47,8 +39,7 @@ def read_assignments(path: Path) -> tuple[str, ...]:
 def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str, ...]:
     """Merge the assignments of files with typed ones, which take precedence.
 
-    Keys are compared as they are written; two spellings of one setting are refused later, as given twice. Raises
-    PlanError for a key that the files have twice.
+    Two spellings of one setting are refused later, as given twice. Raises PlanError if the files have a key twice.
     """
     typed = tuple(typed)
     typed_keys = {assignment.partition("=")[0].strip() for assignment in typed}

@@ -26,10 +26,9 @@ MAX_SHOWN_SETTINGS = 20
 def read_comparison(runs: Sequence[str]) -> Comparison:
     """Read and compare the studies that the arguments RUN name. Raises PlanError if they cannot be compared."""
     if not 2 <= len(runs) <= len(LABELS):
+        count = f"{len(runs)} {'was' if len(runs) == 1 else 'were'} typed"
         example = format_command("compare", "results/kl_sweep_sokoban-tiny", "other/results/kl_sweep_sokoban-tiny")
-        raise PlanError(
-            f"`compare` takes from 2 to {len(LABELS)} studies, and {len(runs)} was typed: type for example `{example}`."
-        )
+        raise PlanError(f"`compare` takes from 2 to {len(LABELS)} studies, and {count}: type for example `{example}`.")
     folders = dict(zip(LABELS, runs, strict=False))
     studies: dict[str, StudyFrames] = {}
     with ExitStack() as stack:

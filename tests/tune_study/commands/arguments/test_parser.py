@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from search_spaces.catalog import STUDIES, SUITES
 from tests.tune_study.commands.test_cli import Answer, type_in
@@ -16,77 +15,9 @@ from trainable.config.aliases import SYNONYMS
 from trainable.config.run_config import list_field_names
 from tune_study.commands.arguments.options import complete_preset, complete_study
 from tune_study.commands.arguments.settings_file import merge_assignments, read_assignments
-from tune_study.commands.cli import app
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_names import find_study
 
 DRY_RUN = "run kl --preset laptop --seeds 1 --dry-run"
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["--steps 3 --steps 4", "--preset laptop --preset paper", "--output a --output b", "-o a --output b"],
-)
-def test_an_option_that_is_typed_twice_is_refused(work_dir: Path, words: str) -> None:
-    answer = type_in(f"run kl {words} --dry-run")
-    assert answer.code == 2
-    assert f"Error: {words.split()[-2]} is typed 2 times: type it once." in answer.err
-    assert not list(work_dir.iterdir())
-
-
-@pytest.mark.parametrize("words", ["--set actor.lr=1e-4 --set actor.grad_clip=2", "--dry-run --dry-run"])
-def test_options_that_may_be_repeated_still_are(work_dir: Path, words: str) -> None:
-    assert type_in(f"{DRY_RUN} {words}").code == 0
-
-
-@pytest.mark.parametrize(
-    ("line", "advice"),
-    [
-        ("run kl --kl-values 0 0.1", "type --kl-values 0,0.1"),
-        ("run kl --kl-values 0, 0.1, 1 --dry-run", "type --kl-values 0,0.1,1"),
-        ("run top-p --values 0.9 nofilter --seeds 1", "type --values 0.9,nofilter"),
-        ("run kl --kl-values=0 0.1", "type --kl-values 0,0.1"),
-        ("run kl --kl-values 0 0.1 -o out", "type --kl-values 0,0.1"),
-    ],
-)
-def test_spaces_between_the_values_of_a_list_are_explained(work_dir: Path, line: str, advice: str) -> None:
-    answer = type_in(line)
-    assert answer.code == 2
-    assert answer.err.rstrip().endswith(advice)
-
-
-def test_a_word_that_belongs_nowhere_is_named(work_dir: Path) -> None:
-    answer = type_in("run kl top-p --kl-values 0")
-    assert answer.code == 2
-    assert answer.err.rstrip().endswith("Error: Too many words: 'top-p'. Besides options, run takes STUDY.")
-
-
-def test_short_forms_and_capital_letters_are_understood(work_dir: Path) -> None:
-    assert type_in("run KL --preset laptop --seeds 1 -o out --dry-run").code == 0
-    assert find_study("Top_P") is STUDIES["top-p"]
-
-
-@pytest.mark.parametrize(
-    ("assignment", "message"),
-    [
-        ("actor.lr=1e-4,3e-4", "`python -m tune_study new my-lr --vary actor.lr=1e-4,3e-4`"),
-        ("actor.ppo_epochs=1,4", "`python -m tune_study new my-ppo-epochs --vary actor.ppo_epochs=1,4`"),
-        ("actor.kl_loss_coef=0,0.1", "differ in `actor.kl_loss_coef`: choose its values with --kl-values"),
-        ("actor.optim.learning_rate=1", "Nearest: actor.lr. The section has"),
-        ("lr=1e-4,3e-4", "is a setting of several sections: type one of actor.lr, critic.lr"),
-        ("algorithm.adv_estimator=gae, grpo", "--vary algorithm.adv_estimator=gae,grpo"),
-        ("actor.lr=1e-4,fast", "actor.lr=1e-4,fast: must be a valid number"),
-        ("actor.learning_rate=1e-4", "There is no setting `actor.learning_rate`. Nearest: actor.lr. The section has"),
-        ("learning_rate=1e-4", "There is no setting `learning_rate`. Nearest: actor.lr, critic.lr."),
-        ("beta=0.1", "There is no setting `beta`. Nearest: actor.kl_loss_coef."),
-    ],
-)
-def test_a_setting_that_cannot_be_set_so_is_answered_with_what_can(
-    work_dir: Path, assignment: str, message: str
-) -> None:
-    answer = CliRunner().invoke(app, ["run", "kl", "--preset", "laptop", "--dry-run", "--set", assignment])
-    assert answer.exit_code == 2
-    assert message in answer.stderr
 
 
 def test_the_advice_for_several_values_can_be_typed(work_dir: Path) -> None:
@@ -96,17 +27,9 @@ def test_the_advice_for_several_values_can_be_typed(work_dir: Path) -> None:
     assert type_in("run my_ppo_epochs.py --preset laptop --dry-run").code == 0
 
 
-def test_help_is_given_whatever_else_is_typed() -> None:
-    assert type_in("run kl --steps 3 --steps 4 --help").code == 0
-
-
 def test_a_file_may_begin_with_a_byte_order_mark(work_dir: Path) -> None:
     (work_dir / "my.conf").write_text("actor.lr=2e-4\n", encoding="utf-8-sig")
     assert read_assignments(work_dir / "my.conf") == ("actor.lr=2e-4",)
-
-
-def test_values_that_are_lists_may_have_commas(work_dir: Path) -> None:
-    assert type_in(f"{DRY_RUN} --set 'actor.betas=[0.9, 0.99]'").code == 0
 
 
 def test_every_synonym_names_a_setting() -> None:
@@ -171,8 +94,6 @@ def test_what_is_typed_comes_before_what_a_file_says(work_dir: Path) -> None:
         ("=3", "line 1: =3 is not key=value"),
         ("actor.lr=", "line 1: actor.lr= is not key=value"),
         ("actor.lr=1e-4\nactor.lr=1e-5", "sets `actor.lr` a second time (actor.lr=1e-4, actor.lr=1e-5): set it once."),
-        ("actor.learning_rate=1e-4", "Nearest: actor.lr."),
-        ("actor.lr=1e-4,3e-4", "To compare several, declare a study"),
     ],
 )
 def test_a_file_of_another_form_is_refused(work_dir: Path, text: str, message: str) -> None:
@@ -207,13 +128,6 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 # ---------------------------------------------------------------------- models
-
-
-def test_a_dry_run_with_a_model_of_which_nothing_is_known_is_refused(work_dir: Path) -> None:
-    answer = type_in(f"{DRY_RUN} --model nosuch")
-    assert answer.code == 2
-    assert "The model nosuch was not found" in answer.err
-    assert "`hf download nosuch`" in answer.err
 
 
 def test_a_dry_run_plans_a_known_model_and_says_how_to_get_it(work_dir: Path) -> None:
