@@ -12,7 +12,6 @@ from sandboxes.toys.settings import (
     RunnerConfig,
     ToyRunConfig,
     count_transformer_entries,
-    get_first_reason,
     reject_heads,
     reject_large_tensors,
 )
@@ -113,14 +112,14 @@ class DistillationConfig(ToyRunConfig):
         """Number of positions of the model: a prompt, the separator and an answer of the maximum length."""
         return 2 * max(self.seq_len, self.max_seq_len) + 1
 
-    def explain_rejection(self) -> str | None:
+    def list_rejections(self) -> dict[str, bool]:
         """See `ToyRunConfig`."""
         entries = max(
             count_transformer_entries(self),
             max(self.batch_size, EVAL_PROMPTS) * self.seq_len * self.num_actions,
             self.num_actions**2,
         )
-        reasons = {
+        return {
             **reject_heads(self),
             "task=format_answer adds the first two tokens of the prompt: set seq_len=2 or more": (
                 self.task == "format_answer" and self.seq_len < 2
@@ -148,7 +147,6 @@ class DistillationConfig(ToyRunConfig):
                 *("batch_size", "seq_len", "max_seq_len", "vocab_size", "d_model", "num_layers"),
             ),
         }
-        return get_first_reason(reasons)
 
 
 REMARKS: tuple[Remark, ...] = (

@@ -9,7 +9,6 @@ from sandboxes.toys.settings import (
     RunnerConfig,
     ToyRunConfig,
     count_transformer_entries,
-    get_first_reason,
     reject_heads,
     reject_large_tensors,
     reject_partial_groups,
@@ -88,13 +87,13 @@ class PedagogyConfig(ToyRunConfig):
         """Number of positions: the teacher's prompt (two inputs, separator, answer, separator) and a completion."""
         return 4 + self.answer_len + self.completion_len
 
-    def explain_rejection(self) -> str | None:
+    def list_rejections(self) -> dict[str, bool]:
         """See `ToyRunConfig`."""
         entries = max(
             count_transformer_entries(self),
             max(self.batch_size, EVAL_PROMPTS) * self.completion_len * self.num_actions,
         )
-        reasons = {
+        return {
             **reject_heads(self),
             **reject_partial_groups(self),
             f"answer_len={self.answer_len} does not fit into completion_len={self.completion_len}: set completion_len="
@@ -109,4 +108,3 @@ class PedagogyConfig(ToyRunConfig):
                 *("batch_size", "completion_len", "content_vocab_size", "d_model", "num_layers"),
             ),
         }
-        return get_first_reason(reasons)

@@ -55,21 +55,16 @@ class ToyRunConfig(BaseRunConfig):
         """Return the steps of the rows, one per evaluation, that a run has written after `step` training steps."""
         return range(0, step, self.trainer.test_freq)
 
-    def explain_rejection(self) -> str | None:
-        """Explain why this combination of settings cannot be run, and what to set instead; None if it is valid."""
-        return None
+    def list_rejections(self) -> dict[str, bool]:
+        """List reasons why combinations of settings cannot be run, with what to set, and whether each applies here."""
+        return {}
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        reason = self.explain_rejection()
-        if reason is not None:
-            raise ValueError(reason)
+        for reason, applies in self.list_rejections().items():
+            if applies:
+                raise ValueError(reason)
         return self
-
-
-def get_first_reason(reasons: Mapping[str, bool]) -> str | None:
-    """Return the first reason that applies, or None."""
-    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def reject_heads(config: Any) -> dict[str, bool]:

@@ -7,7 +7,6 @@ from pydantic import Field
 from sandboxes.toys.settings import (
     RunnerConfig,
     ToyRunConfig,
-    get_first_reason,
     reject_large_tensors,
     reject_partial_groups,
 )
@@ -68,7 +67,7 @@ class VectorRewardConfig(ToyRunConfig):
     )
     trainer: VectorRewardRunnerConfig = VectorRewardRunnerConfig()
 
-    def explain_rejection(self) -> str | None:
+    def list_rejections(self) -> dict[str, bool]:
         """See `ToyRunConfig`."""
         entries = max(
             self.batch_size * self.num_candidates * self.num_weight_samples,
@@ -77,7 +76,7 @@ class VectorRewardConfig(ToyRunConfig):
             2 * self.num_prompts * SIMPLEX_POINTS * self.eval_candidates * _MAX_ACTIONS,
             self.hidden * max(self.hidden, self.num_prompts, self.num_candidates),
         )
-        reasons = {
+        return {
             f"method={SCALAR} scores single candidates: set num_candidates=1": (
                 self.method == SCALAR and self.num_candidates != 1
             ),
@@ -92,4 +91,3 @@ class VectorRewardConfig(ToyRunConfig):
                 *("batch_size", "num_candidates", "num_weight_samples", "num_prompts", "eval_candidates", "hidden"),
             ),
         }
-        return get_first_reason(reasons)

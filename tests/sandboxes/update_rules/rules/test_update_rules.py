@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sandboxes.update_rules.config.conditions import TASKS
 from sandboxes.update_rules.config.rules import METHODS
-from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.config.settings import TASKS, UpdateRuleConfig
 from sandboxes.update_rules.records import RULE_COLUMNS
 from sandboxes.update_rules.rules.rule import RuleLoss
 from sandboxes.update_rules.training.make import UPDATE_RULES
