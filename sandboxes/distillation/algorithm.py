@@ -96,10 +96,7 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
         if self.direction is None:
             return UpdateResult(metrics, descend(self.optimizer, loss))
         gradient = self.optimizer.compute_gradient(loss)
-        metrics |= {
-            "gradient_projection": (gradient * self.direction).sum(1),
-            "gradient_norm": gradient.norm(dim=1),
-        }
+        metrics |= {"gradient_projection": (gradient * self.direction).sum(1), "gradient_norm": gradient.norm(dim=1)}
         is_finite = gradient.isfinite().all(dim=1).tolist()
         return UpdateResult(metrics, [[] if finite else ["gradient"] for finite in is_finite])
 

@@ -40,10 +40,7 @@ class PedagogyConfig(ToyRunConfig):
     conditions: ClassVar[tuple[ReadCondition, ...]] = (
         *derive_conditions(
             "method",
-            {
-                "PedagogicalRL": (*_TEACHER_SETTINGS, "gate_kappa", "gate_gamma"),
-                "TeacherRL": _TEACHER_SETTINGS,
-            },
+            {"PedagogicalRL": (*_TEACHER_SETTINGS, "gate_kappa", "gate_gamma"), "TeacherRL": _TEACHER_SETTINGS},
         ),
         CLIP_CONDITION,
     )
@@ -90,8 +87,7 @@ class PedagogyConfig(ToyRunConfig):
     def list_rejections(self) -> dict[str, bool]:
         """See `ToyRunConfig`."""
         entries = max(
-            count_transformer_entries(self),
-            max(self.batch_size, EVAL_PROMPTS) * self.completion_len * self.num_actions,
+            count_transformer_entries(self), max(self.batch_size, EVAL_PROMPTS) * self.completion_len * self.num_actions
         )
         return {
             **reject_heads(self),

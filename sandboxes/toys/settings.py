@@ -32,8 +32,7 @@ class RunnerConfig(BaseTrainerConfig):
     )
     resume_every: int = Field(100, ge=1, description="steps between rolling checkpoints")
     resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(
-        10.0,
-        description="write them earlier, so that at most N seconds of training are lost; null: by steps only",
+        10.0, description="write them earlier, so that at most N seconds of training are lost; null: by steps only"
     )
     save_freq: int = Field(-1, description="steps between saved checkpoints, in global_step_<N> folders; -1: none")
     disk_patience: Patience = Field(600.0, description="seconds to wait for space on a full disk")

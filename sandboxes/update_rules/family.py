@@ -3,12 +3,7 @@
 from functools import partial
 from types import MappingProxyType
 
-from sandboxes.toys.study import (
-    BYTES_PER_PARAMETER,
-    BYTES_PER_ROW,
-    make_toy_family,
-    make_toy_study,
-)
+from sandboxes.toys.study import BYTES_PER_PARAMETER, BYTES_PER_ROW, make_toy_family, make_toy_study
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
 from trainable.families import DisplayColumn, OutcomeColumn, Remark, Settings
@@ -118,14 +113,7 @@ UPDATE_RULES = make_toy_family(
         DisplayColumn("entropy", "entropy", ".3f"),
         DisplayColumn("loss", "loss", ".4f"),
     ),
-    log_formats={
-        "test_error": ".4f",
-        "test_error_unscored": ".4f",
-        "chain_reward": ".4f",
-        "entropy": ".4f",
-        "reward": ".4f",
-        "loss": ".5f",
-    },
+    log_columns=("test_error", "test_error_unscored", "chain_reward", "entropy", "reward", "loss"),
 )
 
 

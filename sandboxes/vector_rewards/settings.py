@@ -4,12 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from sandboxes.toys.settings import (
-    RunnerConfig,
-    ToyRunConfig,
-    reject_large_tensors,
-    reject_partial_groups,
-)
+from sandboxes.toys.settings import RunnerConfig, ToyRunConfig, reject_large_tensors, reject_partial_groups
 from trainable.config.base_config import ReadCondition
 from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
 from trainable.config.setting_types import Common, NonNegative, Positive

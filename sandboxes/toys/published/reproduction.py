@@ -100,28 +100,16 @@ def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
     if not reason:
         published_sample = SampleStats(cell.mean, cell.std or cell.min_std, cell.n)
         estimate = welch_t_test(sample._replace(std=sample.std or cell.min_std), published_sample)
+    fields = ("arm", "column", "section", "kind", "margin", "expected_verdict", "rationale")
     return {
         "study": study,
-        "arm": cell.arm,
-        "column": cell.column,
-        "section": cell.section,
-        "kind": cell.kind,
-        "published_mean": cell.mean,
-        "published_std": cell.std,
-        "published_n": cell.n,
-        "mean": sample.mean,
-        "std": sample.std,
-        "n": sample.n,
+        **{name: getattr(cell, name) for name in fields},
+        **{f"published_{name}": getattr(cell, name) for name in ("mean", "std", "n")},
+        **sample._asdict(),
         "difference": estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
-        "df": estimate.df,
-        "p": estimate.p,
-        "margin": cell.margin,
+        **{name: getattr(estimate, name) for name in ("low", "high", "df", "p")},
         "p_equal": compute_equivalence_p_value(estimate, cell.margin),
         "reason": reason,
-        "expected_verdict": cell.expected_verdict,
-        "rationale": cell.rationale,
         "notes": _format_notes(cell, trials),
     }
 
@@ -147,7 +135,7 @@ def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
         if our_values != [value]:
             our_text = ", ".join(map(str, our_values)) or "not recorded"
             return f"{name} is {value} in the published runs, {our_text} in ours"
-    if cell.column.startswith("first_step"):
+    if cell.is_step:
         reached_text = f"{len(values)} of our {len(runs)} runs"
         if cell.kind == NEVER_REACHED:
             return f"none of the {cell.n} published seeds reaches this step; {reached_text} do"
@@ -166,9 +154,8 @@ def _format_notes(cell: Cell, trials: pd.DataFrame) -> str:
     for status, rows in trials[trials["status"] != "completed"].groupby("status", sort=False):
         counting_text = "counted with the last row" if status in SCORED_STATUSES else "not counted"
         notes.append(f"{format_status(str(status))}, {counting_text}: {_format_seeds(rows)}")
-    if cell.column.startswith("first_step") and cell.column in trials:
-        scored_runs = trials[trials["status"].isin(SCORED_STATUSES)]
-        missing_runs = scored_runs[scored_runs[cell.column].isna()]
+    if cell.is_step and cell.column in trials:
+        missing_runs = trials[trials["status"].isin(SCORED_STATUSES) & trials[cell.column].isna()]
         notes += [f"never reached: {_format_seeds(missing_runs)}"] if len(missing_runs) else []
     return "; ".join(notes)
 

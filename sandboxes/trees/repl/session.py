@@ -54,11 +54,7 @@ class ReplSession:
     """
 
     def __init__(
-        self,
-        papers: Mapping[str, str],
-        limits: TreeLimits,
-        is_root: bool,
-        process_limits: ReplLimits | None = None,
+        self, papers: Mapping[str, str], limits: TreeLimits, is_root: bool, process_limits: ReplLimits | None = None
     ) -> None:
         self.limits, self.num_children = limits, 0
         self._process = ReplProcess(papers, may_query=is_root, limits=process_limits)

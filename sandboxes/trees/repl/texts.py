@@ -27,10 +27,7 @@ _QUERY_TOOLS = (
     "context, which is a text, texts by id, or None for all papers",
     "rlm_query_batched(prompts, context_list): the same for several questions at once",
 )
-_ANSWER_TOOLS = (
-    "FINAL(x): end with the answer x",
-    "FINAL_VAR(name): end with the value of the variable of this name",
-)
+_ANSWER_TOOLS = ("FINAL(x): end with the answer x", "FINAL_VAR(name): end with the value of the variable of this name")
 
 
 class ReplyContent(NamedTuple):

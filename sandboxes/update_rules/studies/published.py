@@ -103,11 +103,7 @@ DENSE_CORRECTION = make_sandbox_study(
     name="dense-correction",
     question="Does correcting a policy along its own prefixes solve a chain of rewards faster than imitating "
     "correct sequences?",
-    arms={
-        "CE": {"method": "CE"},
-        "SelfDistillDG": {"method": "SelfDistillDG"},
-        "SCOPELite": {"method": "SCOPELite"},
-    },
+    arms={"CE": {"method": "CE"}, "SelfDistillDG": {"method": "SelfDistillDG"}, "SCOPELite": {"method": "SCOPELite"}},
     baseline="CE",
     fixed_settings={
         **REVERSAL_SETTINGS,

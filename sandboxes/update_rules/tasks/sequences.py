@@ -3,13 +3,7 @@
 import torch
 from torch import Tensor
 
-from sandboxes.toys.decoding import (
-    Completions,
-    decode_greedily,
-    generate_completions,
-    sample_actions,
-    select_log_probs,
-)
+from sandboxes.toys.decoding import Completions, decode_greedily, generate_completions, sample_actions, select_log_probs
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
 from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble

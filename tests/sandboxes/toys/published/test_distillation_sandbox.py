@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sandboxes.distillation.records import TRIAL_COLUMNS
+from sandboxes.distillation.family import TRIAL_COLUMNS
 from sandboxes.distillation.settings import DistillationConfig
 from sandboxes.toys.published.cells import MEAN_ALONE, NO_EXPECTATION, NOT_DISTINGUISHABLE, PER_SEED
 from sandboxes.toys.published.distillation_sandbox import CELLS, STUDY_SETTINGS, make_conditions
