@@ -55,15 +55,9 @@ def truncated_reverse_kl_loss(student: Tensor, teacher: Tensor, mask: Tensor, no
 
     Without `normalize`, p and q are not normalized over S, as published. The sum is then not a divergence: moving the
     student's mass out of S, where nothing penalizes it, lowers the sum, and its minimum is negative. With `normalize`,
-    it is the KL of the two policies given S.
+    it is the KL of the two policies given S. If S contains all tokens, both equal `reverse_kl_loss`.
 
-    Args:
-        student: [E, B, T, A] log p, with gradients.
-        teacher: [E, B, T, A] log q.
-        mask: [E, B, T, A] bool, S. Where it is empty (an intersection), the term is 0.
-        normalize: whether to normalize p and q over S.
-
-    Degenerate: if S contains all tokens, both variants equal `reverse_kl_loss`.
+    student, teacher: [E, B, T, A] log p and log q. mask: [E, B, T, A] bool, S; where it is empty, the term is 0.
     """
     if normalize:
         # An empty support would normalize over nothing; the mask of the sum below makes its term 0.

@@ -84,10 +84,8 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
             policies["teacher_"] = (self.teacher, self.task.make_teacher_prompts(inputs))
         for prefix, (models, prompts) in policies.items():
             tokens, log_probs = decode_greedily(models, prompts, self.config.completion_len)
-            columns |= {
-                f"{prefix}test_error": 1 - self.task.grade(inputs, tokens).mean(1),
-                f"{prefix}entropy": entropy_from_logits(log_probs).mean((1, 2)),
-            }
+            columns[f"{prefix}test_error"] = 1 - self.task.grade(inputs, tokens).mean(1)
+            columns[f"{prefix}entropy"] = entropy_from_logits(log_probs).mean((1, 2))
         return columns
 
     def sample(self, step: int) -> LessonBatch:
@@ -147,18 +145,15 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         """Take one step of the teacher; the student only judges its completions."""
         config = self.config
         with torch.no_grad():
-            student_log_probs = self._compute_log_probs(
-                self.student, self.task.make_student_prompts(batch.inputs), batch.actions
-            )
+            student_prompts = self.task.make_student_prompts(batch.inputs)
+            student_log_probs = self._compute_log_probs(self.student, student_prompts, batch.actions)
             gaps = losses.compute_surprise_gaps(student_log_probs, batch.actions)
             surprisal = -select_log_probs(student_log_probs, batch.actions)
         penalty = losses.compute_spike_penalty(gaps, config.spike_beta)
         learnability = losses.compute_learnability(penalty, config.learnability_lambda)
-        rewards = (
-            batch.task_rewards * learnability
-            if config.method == "PedagogicalRL"
-            else batch.task_rewards - config.learnability_lambda * surprisal.mean(-1)
-        )
+        rewards = batch.task_rewards - config.learnability_lambda * surprisal.mean(-1)
+        if config.method == "PedagogicalRL":
+            rewards = batch.task_rewards * learnability
         prompts = self.task.make_teacher_prompts(batch.inputs)
         loss, advantages = self._compute_grpo_loss(self.teacher, prompts, batch, rewards)
         return descend(self.teacher_optimizer, loss), {
@@ -177,15 +172,12 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
     def _imitate(self, lessons: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
         """Take one step of the student on the teacher's completions, right or wrong."""
         config = self.config
-        log_probs = select_log_probs(
-            self._compute_log_probs(self.student, self.task.make_student_prompts(lessons.inputs), lessons.actions),
-            lessons.actions,
-        )
-        gate = (
-            losses.compute_gate(log_probs, config.gate_kappa, config.gate_gamma)
-            if config.method == "PedagogicalRL"
-            else torch.ones_like(log_probs)
-        )
+        prompts = self.task.make_student_prompts(lessons.inputs)
+        log_probs = self._compute_log_probs(self.student, prompts, lessons.actions)
+        log_probs = select_log_probs(log_probs, lessons.actions)
+        gate = torch.ones_like(log_probs)
+        if config.method == "PedagogicalRL":
+            gate = losses.compute_gate(log_probs, config.gate_kappa, config.gate_gamma)
         loss = losses.gated_imitation_loss(log_probs, gate)
         return descend(self.student_optimizer, loss), {
             "student_loss": loss.detach(),

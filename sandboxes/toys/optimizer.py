@@ -15,12 +15,10 @@ MAX_GRAD_NORM = 1.0
 class MemberAdam:
     """Adam, with torch's defaults, for E models whose weights are stacked along the first axis.
 
-    parameters: by name, [E, ...] each. Their values are kept as one matrix [E, P], with a member's P weights in the
-    order of `parameters`, so that a norm or an inner product of gradients is one operation; a step copies the matrix
-    into the parameters. Adam works element by element, so members do not affect each other.
+    parameters: by name, [E, ...] each. Their values are in one matrix [E, P] too, with a member's P weights in the
+    order of `parameters`, so that a norm of gradients is one operation; a step copies the matrix into the parameters.
 
-    Uses torch's functional Adam, because the class torch.optim.Adam first imports torch's compiler, which takes longer
-    than some conditions of the sandbox take to train.
+    Uses torch's functional Adam: the class first imports torch's compiler, which takes longer than some runs.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], lr: float) -> None:

@@ -47,13 +47,12 @@ class Block(NamedTuple):
 
 
 class FoldedWeights(NamedTuple):
-    """The models' weights in the form that a forward pass uses.
-
-    token_embeddings: [E, vocab, d], scaled by sqrt(d). position_embeddings: [E, positions, d].
-    """
+    """The models' weights in the form that a forward pass uses."""
 
     token_embeddings: Tensor
+    """[E, vocab, d], scaled by sqrt(d)."""
     position_embeddings: Tensor
+    """[E, positions, d]."""
     blocks: tuple[Block, ...]
     head: Linear
 
@@ -74,10 +73,7 @@ class TransformerEnsemble:
     def read_tokens(
         self, folded_weights: FoldedWeights, tokens: Tensor, num_last: int
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Compute hidden states [E, B, num_last, d] at the last positions of tokens [E, B, L], after all blocks.
-
-        Also returns the keys and values of each block.
-        """
+        """Compute hidden states [E, B, num_last, d] at the last positions of tokens [E, B, L], and keys and values."""
         hidden, keys_values = embed_tokens(folded_weights, tokens, start_position=0), []
         for layer, block in enumerate(folded_weights.blocks):
             # The last block is computed only at the positions whose output is used.
@@ -104,10 +100,7 @@ class TransformerEnsemble:
             name.removeprefix(prefix): weight for name, weight in self.weights.items() if name.startswith(prefix)
         }
         norm1, norm2 = ((block_weights[f"{norm}.weight"], block_weights[f"{norm}.bias"]) for norm in ("norm1", "norm2"))
-        in_proj_weight, in_proj_bias = (
-            block_weights["self_attn.in_proj_weight"],
-            block_weights["self_attn.in_proj_bias"],
-        )
+        in_proj_weight, in_proj_bias = (block_weights[f"self_attn.in_proj_{name}"] for name in ("weight", "bias"))
         # The scale of attention, 1 / sqrt(d / heads), is folded into the queries.
         scale = math.sqrt(self.shape.num_heads / width)
         return Block(
@@ -124,10 +117,7 @@ def _make_linear(weight: Tensor, bias: Tensor) -> Linear:
 
 
 def _fold_norm(norm_scale: Tensor, norm_shift: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
-    """Fold a normalization: the affine map from x to weight (norm_scale x + norm_shift) + bias.
-
-    norm_scale, norm_shift: [E, in]. weight: [E, out, in]. bias: [E, out]; None: 0.
-    """
+    """Fold a normalization [E, in] into an affine map [E, out, in]: x to weight (norm_scale x + norm_shift) + bias."""
     folded_bias = torch.bmm(norm_shift[:, None], weight.transpose(1, 2))
     return Linear(
         (weight * norm_scale[:, None]).transpose(1, 2), folded_bias if bias is None else folded_bias + bias[:, None]

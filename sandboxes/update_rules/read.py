@@ -53,11 +53,8 @@ def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None
     weighted_values = [
         (count, row[column]) for count, row in zip(counts, rows, strict=True) if row.get(column) is not None
     ]
-    return (
-        sum(count * value for count, value in weighted_values) / sum(count for count, _ in weighted_values)
-        if weighted_values
-        else None
-    )
+    total = sum(count for count, _ in weighted_values)
+    return sum(count * value for count, value in weighted_values) / total if weighted_values else None
 
 
 DESCRIPTION = Description(

@@ -1,7 +1,7 @@
 """The batch of rollouts that tasks sample, the replay buffer stores, and update rules train on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -54,31 +54,19 @@ class Rollouts:
     grouped batches."""
 
 
-_NESTED_FIELDS = ("candidates", "scalars")
-"""Fields of a batch that themselves contain named tensors."""
-
-
 def flatten_rollouts(rollouts: Rollouts) -> dict[str, Tensor]:
     """Flatten `rollouts` to named tensors, such as `actions` or `candidates/actions`; [E, ...] each."""
-    tensors: dict[str, Tensor] = {}
-    for entry in fields(rollouts):
-        value = getattr(rollouts, entry.name)
-        # Numbers (group_size) and None are skipped; `unflatten_rollouts` gets them in other ways.
-        if isinstance(value, Tensor):
-            tensors[entry.name] = value
+    tensors = {name: value for name, value in vars(rollouts).items() if isinstance(value, Tensor)}
     if rollouts.candidates is not None:
-        tensors |= {
-            f"candidates/{entry.name}": getattr(rollouts.candidates, entry.name) for entry in fields(Candidates)
-        }
+        tensors |= {f"candidates/{name}": value for name, value in vars(rollouts.candidates).items()}
     return tensors | {f"scalars/{name}": value for name, value in rollouts.scalars.items()}
 
 
 def unflatten_rollouts(tensors: Mapping[str, Tensor], group_size: int | None) -> Rollouts:
     """Rebuild rollouts from tensors: the inverse of `flatten_rollouts`."""
-    nested_fields: dict[str, dict[str, Tensor]] = {field: {} for field in _NESTED_FIELDS}
-    plain_fields: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Tensor]] = {"": {}, "candidates": {}, "scalars": {}}
     for name, tensor in tensors.items():
         prefix, _, key = name.rpartition("/")
-        (nested_fields[prefix] if prefix else plain_fields)[key] = tensor
-    candidates = Candidates(**nested_fields["candidates"]) if nested_fields["candidates"] else None
-    return Rollouts(**plain_fields, group_size=group_size, candidates=candidates, scalars=nested_fields["scalars"])
+        values[prefix][key] = tensor
+    candidates = Candidates(**values["candidates"]) if values["candidates"] else None
+    return Rollouts(**values[""], group_size=group_size, candidates=candidates, scalars=values["scalars"])

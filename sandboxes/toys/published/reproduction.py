@@ -51,13 +51,9 @@ COLUMNS = (
 def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> pd.DataFrame:
     """Compare our runs with each published cell whose study is in `frames`: a row per cell, with the columns `COLUMNS`.
 
-    * mean, std (ddof 1) and n are ours, over scored runs (completed, or stopped by a rule, which keep their last row).
-      For a pooled cell they are over logged rows.
-    * verdict: equal (within `margin`), differs, open, or cannot be tested; reason: why it cannot be tested.
-    * as_expected: whether the verdict on differing matches the expectation; None without an expectation or a test.
-    * notes: runs of the arm that were not counted, were stopped by a rule, or never reached the step.
-
-    A cell that two studies run is tested once, with the first of them that is in `frames`.
+    mean, std (ddof 1) and n are ours, over scored runs; for a pooled cell, over logged rows. reason: why a cell cannot
+    be tested. as_expected: whether the verdict on differing matches the expectation; None without an expectation or a
+    test. A cell that two studies run is tested once, with the first of them that is in `frames`.
     """
     study_names = {study.name for study in frames.studies}
     rows = [
@@ -165,8 +161,8 @@ def _format_seeds(rows: pd.DataFrame) -> str:
     return f"seed{'s' if len(rows) > 1 else ''} {seeds}"
 
 
-def format_sentence(row: Row) -> str:
-    """State the verdict on one cell in words. row: from `compare_to_published`."""
+def _format_sentence(row: Row) -> str:
+    """State the verdict on one cell in words."""
     name = f"{row['study']} {row['arm']} {row['column']}" + (f" ({row['section']})" if row["kind"] == POOLED else "")
     if row["verdict"] == NOT_TESTED:
         verdict_text = f"{NOT_TESTED}: {row['reason']}"
@@ -194,7 +190,7 @@ def _format_number(row: Row, prefix: str) -> str:
 
 def format_sentences(table: pd.DataFrame) -> list[str]:
     """Format a line per cell. table: from `compare_to_published`."""
-    return [format_sentence(row) for row in to_records(table)]
+    return [_format_sentence(row) for row in to_records(table)]
 
 
 def summarize_verdicts(table: pd.DataFrame) -> str:

@@ -23,10 +23,8 @@ _SHARED_SETTINGS: Mapping[str, object] = {
     "vocab_size": 2, "seq_len": 10, "score_len": 5, "d_model": 64, "nhead": 2, "num_layers": 2,
     "trainer.total_training_steps": 300, "trainer.test_freq": 20,
 }  # fmt: skip
-"""Settings of the published runs, unless a study or an arm changes them.
-
-They are the source's defaults, except for batch size, steps and evaluation interval, which its sweeps set.
-"""
+"""Settings of the published runs, unless a study or an arm changes them: the source's defaults, except for batch size,
+steps and evaluation interval, which its sweeps set."""
 STUDY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "influence": {"task": "token_reversal"},
     "reward-noise": {"task": "token_reversal", "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token"},
@@ -44,10 +42,11 @@ ARM_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "TEMPO": {"method": "TEMPO", "group_size": 8},
     "FilteredDG-0.2": {"method": "FilteredDG", "uncertainty_threshold": 0.2},
     "FilteredDG-0.3": {"method": "FilteredDG", "uncertainty_threshold": 0.3},
-    "ReplayDG-5": {"method": "ReplayDG", "replay_capacity": 5},
-    "FreshDG-5": {"method": "FreshDG", "replay_capacity": 5},
-    "ReplayDG-32": {"method": "ReplayDG", "replay_capacity": 32},
-    "FreshDG-32": {"method": "FreshDG", "replay_capacity": 32},
+    **{
+        f"{name}-{size}": {"method": name, "replay_capacity": size}
+        for name in ("ReplayDG", "FreshDG")
+        for size in (5, 32)
+    },
     "FreshDG-32-decay0.5": {"method": "FreshDG", "replay_capacity": 32, "replay_age_decay": 0.5},
 }
 

@@ -9,6 +9,7 @@ from analysis.sweep.verdicts import count_nouns, describe_stops, describe_unfini
 from sandboxes.toys.report import tables
 
 CHANCE_TOLERANCE = 0.02  # a mean error that is less than this below chance is noted too
+_SEPARATORS = "final_greedy_separator_rate"
 COLLAPSE_THRESHOLD = 0.5  # fraction of separators above which a run counts as collapsed; a correct reply has none
 _TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 
@@ -62,22 +63,20 @@ def make_notes(frames: StudyFrames) -> list[str]:
     lines = [*_make_seed_notes(frames), *findings.describe_looks(frames.studies[0]), *_make_ending_notes(frames)]
     chance_error = compute_chance_error(frames)
     for arm in list_arms(frames):
-        # Only scored runs: the last row of a failed run is no final number, and its notes would be about an early
-        # state.
+        # The last row of a failed run is no final number.
         runs = select_runs(frames, arm, scored_only=True)
-        # Only tasks of sequences have separators.
-        separator_rates = runs.reindex(columns=[tables.SEPARATOR_COLUMN])[tables.SEPARATOR_COLUMN]
+        separator_rates = runs.reindex(columns=[_SEPARATORS])[_SEPARATORS]  # only tasks of sequences have them
         collapsed_runs = runs[separator_rates > COLLAPSE_THRESHOLD]
         if len(collapsed_runs):
+            seeds = ", ".join(map(str, collapsed_runs["seed"]))
             lines.append(
-                f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed "
-                f"{', '.join(map(str, collapsed_runs['seed']))}) more than half of the greedily decoded tokens are "
-                "separators, which are never correct. The error of these runs is that of a collapse onto one token."
+                f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed {seeds}) more than half of the greedily "
+                "decoded tokens are separators, which are never correct: a collapse onto one token."
             )
         if chance_error is not None and (error := runs["final_test_error"].mean()) >= chance_error - CHANCE_TOLERANCE:
             lines.append(
                 f"{arm}: the mean test error of {error:.3f} is no better than that of random content tokens "
-                f"({chance_error:.2f}). On average, the policy has learned at most to avoid separators."
+                f"({chance_error:.2f}): at most, the policy has learned to avoid separators."
             )
         steps = frames.steps[frames.steps["run_id"].isin(runs["run_id"])]
         # Only update rules have a filter.
@@ -115,12 +114,3 @@ def _make_ending_notes(frames: StudyFrames) -> list[str]:
         lines += [f"{arm}: {stop_text}; a stopped run counts with its last row."] if stop_text else []
         lines += [f"{arm}, not counted: {unfinished_text}."] if unfinished_text else []
     return lines
-
-
-def sum_trial_seconds(frames: StudyFrames) -> float:
-    """Sum the run times of all trials. The runs of a trial share its time, so each counts as its longest run."""
-    if frames.steps.empty:
-        return float("nan")
-    run_seconds = frames.steps.groupby("run_id")["seconds_total"].max()
-    trial_ids = frames.trials.set_index("run_id")["trial_id"]
-    return float(run_seconds.groupby(trial_ids.reindex(run_seconds.index)).max().sum())

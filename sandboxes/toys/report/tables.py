@@ -36,7 +36,6 @@ from trainable.runs.study_record import OPEN_STATUSES
 
 COLUMN_ORDER = ("late_", "final_", "last_", "switch_", "error_", "first_step_", "mean_", "log10_")
 """How the names of the trial columns of a report begin, in the order in which it lists them."""
-SEPARATOR_COLUMN = "final_greedy_separator_rate"
 
 
 def get_description(frames: StudyFrames) -> Description:
@@ -84,9 +83,8 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     """One row per outcome and arm other than the baseline: arm minus baseline, with its interval.
 
     The noise is that of all arms of the study (`analysis.stats.noise`), and `basis` says what the interval is over.
-    p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over the arms and columns together
-    for all other columns. `verdict`: see `verdicts.name_verdict`. First steps are not compared, because runs that never
-    reach one have no number.
+    p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over arms and columns together for
+    the others. First steps are not compared, because runs that never reach one have no number.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
     baseline, arms = str(study.baseline), list_arms(frames)

@@ -45,14 +45,8 @@ def make_bandit_rollouts(
     As published, a bandit with action costs filters its groups by correct actions without noise, and knows its expected
     reward in grouped batches too. A bandit without costs filters by rewards, and knows it only in ungrouped batches.
 
-    Args:
-        config: settings of the run.
-        rngs: random numbers of the members.
-        step: index of the batch, from which random numbers are derived.
-        observations: [E, P, ...].
-            labels: [E, P] the correct actions, whose reward is 1.
-        log_probs: [E, P, A] of the sampling policy.
-            action_cost: [E, P, A] subtracted from the reward after noise; None: no costs.
+    observations: [E, P, ...]. labels: [E, P] the correct actions, whose reward is 1. log_probs: [E, P, A] of the
+    sampling policy. action_cost: [E, P, A], subtracted from the reward after noise; None: no costs.
     """
     is_grouped = config.rule.has_groups
     samples_per_prompt = config.samples_per_prompt

@@ -68,19 +68,16 @@ def _read_idx(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
             f"mnist_folder={folder} contains neither {name} nor {name}.gz. Put MNIST's four IDX files there, or set "
             "mnist_folder=null for synthetic images."
         )
+    path = existing_paths[0]
     try:
-        content = (
-            gzip.decompress(existing_paths[0].read_bytes())
-            if existing_paths[0].suffix == ".gz"
-            else existing_paths[0].read_bytes()
-        )
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{existing_paths[0]} cannot be unpacked ({error}). Download it again.") from None
+        raise ValueError(f"{path} cannot be unpacked ({error}). Download it again.") from None
     # The header shows type and shape. The length is compared too: a truncated file has a valid header.
     header = bytes((0, 0, 8, len(shape))) + np.array(shape, dtype=">u4").tobytes()
     if content[: len(header)] != header or len(content) != len(header) + int(np.prod(shape)):
         raise ValueError(
-            f"{existing_paths[0]} is not MNIST's: {len(content)} bytes, starting with {content[:4].hex(' ')}; expected "
+            f"{path} is not MNIST's: {len(content)} bytes, starting with {content[:4].hex(' ')}; expected "
             f"are {len(header) + int(np.prod(shape))} bytes, starting with {header[:4].hex(' ')}. Download it again."
         )
     # A copy, because frombuffer is read-only, which torch does not support.

@@ -46,14 +46,11 @@ class LanguageModelEnsemble:
     def compute_logits(self, contexts: Tensor) -> Tensor:
         """Compute logits [E, B, V] of the token after each of contexts [E, B, L], with gradients."""
         member_weights = {name: weight.unbind() for name, weight in self.weights.items()}
-        return torch.stack(
-            [
-                functional_call(
-                    self.initial_model, {name: weights[member] for name, weights in member_weights.items()}, (rows,)
-                )
-                for member, rows in enumerate(contexts)
-            ]
-        )
+        logits = []
+        for member, rows in enumerate(contexts):
+            weights = {name: tensors[member] for name, tensors in member_weights.items()}
+            logits.append(functional_call(self.initial_model, weights, (rows,)))
+        return torch.stack(logits)
 
     @torch.no_grad()
     def compute_initial_log_probs(self, contexts: Tensor) -> Tensor:
@@ -111,11 +108,8 @@ class LanguageModelBandit(BanditTask):
     def evaluate(self, models: LanguageModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Compute error of the likeliest token, perplexity and entropy, over up to MAX_WINDOWS evaluation windows."""
         num_members = len(rngs.seeds)
-        log_prob_chunks = [
-            models.compute_logits(rows.expand(num_members, -1, -1)).log_softmax(-1)
-            for rows in self.contexts.split(WINDOW_BATCH_SIZE)
-        ]
-        log_probs = torch.cat(log_prob_chunks, dim=1)
+        chunks = [rows.expand(num_members, -1, -1) for rows in self.contexts.split(WINDOW_BATCH_SIZE)]
+        log_probs = torch.cat([models.compute_logits(rows).log_softmax(-1) for rows in chunks], dim=1)
         is_wrong = (log_probs.argmax(-1) != self.targets).float()
         surprisal = -select_log_probs(log_probs, self.targets.expand(num_members, -1))
         named_thirds = zip(("easy", "medium", "hard"), self.difficulty_thirds, strict=True)

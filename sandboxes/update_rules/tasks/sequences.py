@@ -57,6 +57,8 @@ class SequenceTask:
         keep_mask, scalars = keep_all_rollouts(rewards)
         if config.rule.has_groups:
             keep_mask, scalars = filter_groups(find_varied_groups(rewards, samples_per_prompt), samples_per_prompt)
+        has_candidates = config.rule.has_candidates
+        candidates = self._sample_candidates(completions, prompts, rngs, step) if has_candidates else None
         return Rollouts(
             observations=torch.cat((self._append_separator(prompts), completions.tokens), dim=-1),
             actions=completions.tokens,
@@ -69,9 +71,7 @@ class SequenceTask:
             group_size=samples_per_prompt if config.rule.has_groups else None,
             score_mask=None if self.score_mask.all() else self.score_mask.expand(*rewards.shape, -1),
             expected_reward=self._compute_expected_reward(models, prompts),
-            candidates=self._sample_candidates(completions, prompts, rngs, step)
-            if config.rule.has_candidates
-            else None,
+            candidates=candidates,
             scalars=scalars,
         )
 
@@ -128,9 +128,8 @@ class SequenceTask:
         # A fractional reward also counts partly correct answers, and a grouped rule uses its group for comparison.
         if not is_noise_free or config.rule.has_groups:
             return None
-        return (
-            select_log_probs(self._compute_label_log_probs(models, prompts), self._make_labels(prompts)).sum(-1).exp()
-        )
+        log_probs = self._compute_label_log_probs(models, prompts)
+        return select_log_probs(log_probs, self._make_labels(prompts)).sum(-1).exp()
 
     def _sample_candidates(self, completions: Completions, prompts: Tensor, rngs: MemberRngs, step: int) -> Candidates:
         """Sample group_size next tokens at every prefix of the rollouts, with reward 1 if correct at a scored position.

@@ -39,14 +39,7 @@ _SAMPLER_COLUMNS = {
 
 
 class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
-    """Members that learn a task by one update rule.
-
-    Args:
-        config: the configuration.
-        seeds: one per member.
-        task: the task to learn.
-        objective: the function of the update rule that `config` names.
-    """
+    """Members that learn a task by one update rule. objective: the function of the rule that `config` names."""
 
     def __init__(self, config: UpdateRuleConfig, seeds: Sequence[int], task: Task, objective: UpdateRule) -> None:
         self.config, self.task, self.objective, self.seeds = config, task, objective, tuple(seeds)
@@ -119,18 +112,12 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         columns = {column: scalars[name] for name, column in _SAMPLER_COLUMNS.items() if name in scalars}
         if self.config.replay_capacity:
             size = torch.full_like(replay_draw.rollouts.age, len(self.buffer.batches))
-            columns |= {
-                "replay_age": replay_draw.rollouts.age,
-                "replay_size": size,
-                "replay_priority": replay_draw.priority,
-            }
+            columns |= {"replay_age": replay_draw.rollouts.age, "replay_size": size}
+            columns |= {"replay_priority": replay_draw.priority}
         return columns
 
     def _update(self, rollouts: Rollouts, is_measured: bool, has_cosine: bool) -> UpdateResult:
-        """Take one optimizer step per inner epoch; the gradient of each member is clipped by its norm.
-
-        is_measured: whether to measure metrics. has_cosine: whether to include the gradient's direction.
-        """
+        """Take one optimizer step per inner epoch. has_cosine: whether to measure the gradient's direction, too."""
         # Measuring costs forward passes, so only steps that write a row do it.
         collect_metrics = self._start_measuring(rollouts, has_cosine) if is_measured else None
         nonfinite_names: list[list[str]] = [[] for _ in rollouts.rewards]

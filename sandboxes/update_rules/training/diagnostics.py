@@ -42,14 +42,8 @@ def compute_entropy_statistics(logits_before: Tensor, logits_after: Tensor, roll
 
     The advantage is the reward minus the sampling policy's expected reward or baseline, whatever baseline the rule
     uses. Surprisal and probability are from the policy before the update. Thirds end at the quantiles 1/3 and 2/3 of a
-    member's kept tokens; a quantile itself belongs to the lower third.
-
-    Args:
-        logits_before, logits_after: [E, B, T, A] at the batch's positions, before and after the update.
-        rollouts: the batch.
-
-    Returns:
-        DIAGNOSTIC_COLUMNS of sandboxes.update_rules.records, [E] each; NaN for a mean over no tokens.
+    member's kept tokens; a quantile itself belongs to the lower third. Logits are [E, B, T, A]. Returns
+    `DIAGNOSTIC_COLUMNS`, [E] each; NaN for a mean over no tokens.
     """
     log_probs, actions = logits_before.log_softmax(-1), rollouts.actions.unsqueeze(-1)
     entropy_before, entropy_after = entropies(log_probs).flatten(1), entropies(logits_after.log_softmax(-1)).flatten(1)
@@ -157,10 +151,9 @@ def compute_fit_statistics(samples: SampleInfluence) -> dict[str, Tensor]:
 
     It is negative if the quantity is large for samples that help the oracle, and NaN if the quantity is constant.
     """
-    quantities = {name: getattr(samples, name) for name in ("delight", "advantage", "surprisal", "gate")}
     return {
-        f"oracle_fit_{name}_correlation": correlation(samples.projection, values, samples.keep_mask)
-        for name, values in quantities.items()
+        f"oracle_fit_{name}_correlation": correlation(samples.projection, getattr(samples, name), samples.keep_mask)
+        for name in ("delight", "advantage", "surprisal", "gate")
     }
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,17 +26,9 @@ if TYPE_CHECKING:
     from trainable.part_checks import PartTrial
 
 
-def load_formula(formula: str) -> UpdateRule:
-    """Load the function `<module>.<function>` of `sandboxes.update_rules.rules` that a record names.
-
-    Raises ModuleNotFoundError or AttributeError if the module or the function does not exist.
-    """
-    module, _, name = formula.rpartition(".")
-    function: UpdateRule = getattr(import_module(f"sandboxes.update_rules.rules.{module}"), name)
-    return function
-
-
-UPDATE_RULES: dict[str, UpdateRule] = {name: load_formula(rule.formula) for name, rule in RULES.items()}
+UPDATE_RULES: dict[str, UpdateRule] = {
+    name: resolve_name(f"sandboxes.update_rules.rules.{rule.formula}") for name, rule in RULES.items()
+}
 
 
 def make_task(config: UpdateRuleConfig) -> Task:
