@@ -90,9 +90,7 @@ DISTILLATION = make_toy_family(
         OutcomeColumn("late_test_error", 0.05, "it is the outcome that a student should improve", is_common=True),
         OutcomeColumn("final_test_error", 0.05),
         OutcomeColumn("final_entropy", 0.1, "it shows whether the student has committed itself", is_common=True),
-        OutcomeColumn(
-            "last_reverse_kl", 0.1, "it is the exact divergence that every loss here stands for", is_common=True
-        ),
+        OutcomeColumn("last_reverse_kl", 0.1, "it is the divergence that every loss stands for", is_common=True),
         OutcomeColumn("error_since_switch", 0.05, "it is positive if a run loses what its warm-up taught"),
     ),
     is_higher_better=False,
@@ -113,14 +111,8 @@ GRADIENT_VARIANCE = replace(
     name="gradient_variance",
     estimate_step_seconds=lambda config: 10e-3 * config.batch_size / 16,
     outcomes=(
-        OutcomeColumn(
-            "log10_gradient_variance", 0.1, "it is what an estimator adds to the gradient as noise", is_common=True
-        ),
-        OutcomeColumn(
-            "mean_gradient_norm",
-            contrast="it shows the scale of the gradient, which a normalization changes too",
-            is_common=True,
-        ),
+        OutcomeColumn("log10_gradient_variance", 0.1, "it is the noise of an estimator's gradient", is_common=True),
+        OutcomeColumn("mean_gradient_norm", contrast="it shows the scale of the gradient", is_common=True),
     ),
     description="sandboxes.distillation.read:GRADIENT_VARIANCE_DESCRIPTION",
     progress_columns=(
@@ -143,9 +135,12 @@ def make_top_k_settings(
 
     steps_after: number of steps with the top-k loss; by default the arm has `STEPS` steps in total, as published.
     """
-    length: Settings = {} if steps_after is None else {"trainer.total_training_steps": warmup + steps_after}
-    warmup_settings: Settings = {"warmup_steps": warmup} if warmup else {}
-    return {"method": "OPDTopKReverseKL", "top_k": k, **warmup_settings, **length, **others}
+    settings: dict[str, object] = {"method": "OPDTopKReverseKL", "top_k": k}
+    if warmup:
+        settings["warmup_steps"] = warmup
+    if steps_after is not None:
+        settings["trainer.total_training_steps"] = warmup + steps_after
+    return {**settings, **others}
 
 
 def scale_steps(settings: Settings, base: DistillationConfig) -> Settings:
@@ -155,12 +150,10 @@ def scale_steps(settings: Settings, base: DistillationConfig) -> Settings:
     rounded down to multiples of the evaluation interval, so that the switch is evaluated, unless they would become 0.
     """
     length, interval = base.trainer.total_training_steps, base.trainer.test_freq
-    if length == STEPS:
-        return settings
-    scaled_settings = {}
+    scaled_settings = dict(settings)
     for key in ("warmup_steps", "trainer.total_training_steps"):
         value = settings.get(key)
-        if isinstance(value, int):
+        if isinstance(value, int) and length != STEPS:
             steps = max(1, value * length // STEPS)
             scaled_settings[key] = steps // interval * interval or steps
-    return {**settings, **scaled_settings}
+    return scaled_settings

@@ -28,9 +28,7 @@ MAX_TENSOR_ENTRIES = 2**28
 class PedagogyRunnerConfig(RunnerConfig):
     """Length, evaluation, checkpoints and machine of a run."""
 
-    total_training_steps: Common[int] = Field(
-        300, ge=1, le=100_000, description="iterations of the updates of teacher and student; alias num_steps"
-    )
+    total_training_steps: Common[int] = Field(300, ge=1, le=100_000, description="iterations; alias num_steps")
 
 
 class PedagogyConfig(ToyRunConfig):
@@ -61,10 +59,10 @@ class PedagogyConfig(ToyRunConfig):
     teacher_steps: int = Field(1, ge=0, le=1_000, description="updates of the teacher per iteration")
     student_steps: int = Field(1, ge=1, le=1_000, description="updates of the student per iteration")
     spike_beta: Common[Positive] = Field(
-        5.0, description="PedagogicalRL: from the mean of the surprise gaps (towards 0) to their maximum (large)"
+        5.0, description="PedagogicalRL: 0: mean of surprise gaps, large: their maximum"
     )
     learnability_lambda: Common[NonNegative] = Field(
-        0.5, description="PedagogicalRL: decay of the learnability; TeacherRL: weight of the student's surprise"
+        0.5, description="decay of the learnability, or weight of the surprise"
     )
     gate_kappa: Positive = Field(4.0, description="PedagogicalRL: steepness of the gate of the student's imitation")
     gate_gamma: Finite = Field(-2.5, description="PedagogicalRL: log-probability at which the gate is half open")

@@ -24,12 +24,8 @@ CLIP_CONDITION = ReadCondition(
 class RunnerConfig(BaseTrainerConfig):
     """Length, evaluation, checkpoints and machine of a run."""
 
-    total_training_steps: Common[int] = Field(
-        1000, ge=1, le=100_000, description="training steps, one batch of rollouts each; alias num_steps"
-    )
-    test_freq: Common[int] = Field(
-        20, ge=1, description="steps between evaluations; the last step is evaluated too; alias eval_every"
-    )
+    total_training_steps: Common[int] = Field(1000, ge=1, le=100_000, description="training steps; alias num_steps")
+    test_freq: Common[int] = Field(20, ge=1, description="steps between evaluations; alias eval_every")
     resume_every: int = Field(100, ge=1, description="steps between rolling checkpoints")
     resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(
         10.0, description="write them earlier, so that at most N seconds of training are lost; null: by steps only"

@@ -21,9 +21,7 @@ MAX_TENSOR_ENTRIES = 2**28
 class VectorRewardRunnerConfig(RunnerConfig):
     """Length, evaluation, checkpoints and machine of a run."""
 
-    total_training_steps: Common[int] = Field(
-        500, ge=1, le=100_000, description="training steps, one batch of sets each; alias num_steps"
-    )
+    total_training_steps: Common[int] = Field(500, ge=1, le=100_000, description="training steps; alias num_steps")
 
 
 class VectorRewardConfig(ToyRunConfig):
@@ -45,7 +43,7 @@ class VectorRewardConfig(ToyRunConfig):
     )
     method: Common[Literal["ScalarGRPO", "MultiRLVR", "VPOGRPO"]] = Field(
         "VPOGRPO",
-        description="the score of a set: its only candidate, its best one, or the mean of the best over random weights",
+        description="score of a set: its only candidate, its best one, or the mean of the best over random weights",
     )
     batch_size: Common[int] = Field(128, ge=2, description="sets per step")
     group_size: Common[int] = Field(8, ge=2, description="sets per prompt")
@@ -57,9 +55,7 @@ class VectorRewardConfig(ToyRunConfig):
     num_weight_samples: Common[int] = Field(16, ge=1, description="VPOGRPO: random weights per group of sets")
     hidden: int = Field(32, ge=1, description="width of the policy")
     eval_sets: int = Field(12, ge=1, description="sets per prompt in an evaluation")
-    eval_candidates: int = Field(
-        3, ge=1, description="candidates of the sets whose score over all weights is computed; slots repeat in turn"
-    )
+    eval_candidates: int = Field(3, ge=1, description="candidates of a set in the score over all weights")
     trainer: VectorRewardRunnerConfig = VectorRewardRunnerConfig()
 
     def list_rejections(self) -> dict[str, bool]:

@@ -43,7 +43,7 @@ class ReplyContent(NamedTuple):
 
 
 def parse_reply(text: str) -> ReplyContent:
-    """Read a reply: exactly one block that begins with ```repl, or without a block a line FINAL(...) or FINAL_VAR(...)."""
+    """Read a reply: exactly one block that begins with ```repl, or none and a line FINAL(...) or FINAL_VAR(...)."""
     blocks = _list_blocks(text)
     if len(blocks) == 1:
         return ReplyContent(code=blocks[0])

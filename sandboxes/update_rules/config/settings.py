@@ -92,50 +92,35 @@ class UpdateRuleConfig(ToyRunConfig):
     batch_size: Common[int] = Field(100, ge=1, description="rollouts per step")
     lr: Common[Positive] = Field(1e-3, description="learning rate of Adam")
     inner_epochs: Common[int] = Field(1, ge=1, le=1_000, description="optimizer steps per batch")
-    group_size: Common[int] = Field(
-        4, ge=1, description="grouped rules: rollouts per prompt; rules with candidates: candidates per prefix"
-    )
+    group_size: Common[int] = Field(4, ge=1, description="rollouts per prompt, or candidates per prefix")
     baseline: Literal["expected", "zero", "constant"] = Field(
         "expected",
-        description="where the mean reward is not known: expected (sum of squared probabilities), zero, constant (0.5)",
+        description="if the mean reward is unknown: expected (sum of squared probabilities), zero, constant (0.5)",
     )
     std_normalization: Common[bool] = Field(
-        True, description="GRPO and DAPO: divide a group's advantages by the standard deviation of its rewards"
+        True, description="GRPO and DAPO: divide advantages by the group's deviation"
     )
     eta: Common[NonNegative] = Field(1.0, description="temperature of the delight gate; R2VPO: lambda; PMDMean: tau")
     tpo_eta: Common[NonNegative] = Field(1.0, description="temperature of TPO's target")
     grpo_beta: Common[NonNegative] = Field(0.04, description="coefficient of the KL to the sampling policy")
     iw_cap: Positive = Field(10.0, description="cap of the importance weights")
     clip_low: Common[NonNegative] = Field(0.2, description="lower clip bound of ratios: 1 - clip_low")
-    clip_high: Common[NonNegative] = Field(
-        0.28, description="upper clip bound of ratios, ASPO and DAPO: 1 + clip_high; other rules: 1 + clip_low"
-    )
+    clip_high: Common[NonNegative] = Field(0.28, description="ASPO and DAPO: upper clip bound of ratios: 1 + clip_high")
     kondo_keep: float = Field(0.5, gt=0, le=1, description="Kondo: fraction of rollouts to keep")
     guard_strength: Fraction = Field(0.5, description="DGEntropyGuard: largest reduction of a sample's weight")
     uncertainty_scale: NonNegative = Field(1.0, description="UncertaintyDG and RewardVarianceDG: kappa")
-    uncertainty_threshold: NonNegative = Field(
-        0.5, description="FilteredDG: leave out samples whose reward standard deviation is larger than this"
-    )
+    uncertainty_threshold: NonNegative = Field(0.5, description="FilteredDG: largest deviation of rewards to train on")
     distill_alpha: NonNegative = Field(0.5, description="SelfDistillDG and SCOPELite: weight of the loss on labels")
     replay_capacity: Common[int] = Field(0, ge=0, description="batches in the replay buffer; 0: no replay")
     replay_priority: Common[Literal[REPLAY_PRIORITIES]] = Field(  # type: ignore[valid-type]
         "fresh_delight", description="priority by which batches are drawn from the replay buffer"
     )
-    replay_age_decay: NonNegative = Field(
-        0.02, description="fresh_delight, freshness and FreshDG: decay rate per step of age"
-    )
+    replay_age_decay: NonNegative = Field(0.02, description="fresh_delight, freshness, FreshDG: decay per step")
     reward_noise: Common[Fraction] = Field(0.0, description="probability that noise may change a reward")
     reward_noise_mode: Common[Literal[NOISE_MODES]] = Field("none", description="how noise changes a reward")  # type: ignore[valid-type]
-    diagnostics: bool = Field(
-        False, description="measure the cosine between the gradients of rule and oracle, every 5th evaluation"
-    )
-    entropy_diagnostics: bool = Field(
-        False, description="measure the effect of an update on the entropy, at every evaluation"
-    )
-    oracle_fit: bool = Field(
-        False,
-        description="correlate the influence of samples on the oracle's loss with their weights, at every evaluation",
-    )
+    diagnostics: bool = Field(False, description="every 5th evaluation: cosine of the gradients of rule and oracle")
+    entropy_diagnostics: bool = Field(False, description="measure the effect of updates on the entropy")
+    oracle_fit: bool = Field(False, description="correlate the influence of samples on the oracle with weights")
     vocab_size: Common[int] = Field(2, ge=1, description="number of content tokens, without the separator")
     seq_len: Common[int] = Field(10, ge=1, description="tokens to produce")
     score_len: int = Field(5, ge=1, description="masked_reversal: number of last positions that count")
@@ -155,9 +140,7 @@ class UpdateRuleConfig(ToyRunConfig):
     )
     context_len: int = Field(128, ge=1, description="lm_bandit: tokens before the one to predict")
     kl_weight: NonNegative = Field(0.0, description="lm_bandit: reward penalty per nat of KL to the initial weights")
-    fallback_patience: int = Field(
-        10, ge=1, description="consecutive batches without a group of differing rewards that end a run"
-    )
+    fallback_patience: int = Field(10, ge=1, description="batches in a row without mixed groups that end a run")
     trainer: RunnerConfig = RunnerConfig()
 
     @property

@@ -92,7 +92,7 @@ def test_the_page_is_complete(words: str) -> None:
         "GRPO: in 2 of 2 runs (seed 0, 1) more than half of the greedily decoded tokens are separators",
         "GRPO: the mean test error of 0.680 is no better than that of random content tokens (0.50)",
         "DG and SameAsDG end with equal numbers in every seed: in this study they are the same algorithm.",
-        "Bands are one standard error of the mean to each side (not the standard deviation of runs)",
+        "bands are one standard error of the mean to each side",
         "3 published cells: 1 equal, 2 open; not as expected: 0. Our arms have at most 3 of 10 planned seeds.",
         "n never reached DG – – – 0 of 3 seed 0, 1, 2 TPO 180.0",
         "python -m tune_study run influence",
