@@ -1,8 +1,7 @@
-"""Tables of an update-rule study: statistics of arms, differences from the baseline, mean curves.
+"""Tables of a toy study: statistics of arms, differences from the baseline, mean curves.
 
-Every number of an arm is computed over its scored runs: those that completed and those that a rule stopped. A
-stopped run counts with its last row. The standard error is the standard deviation (ddof 1) divided by the root of n;
-tables have both, under their names.
+Every number of an arm is over its scored runs: those that completed, and those that a rule stopped, with their last
+row. The standard error is the standard deviation (ddof 1) divided by the root of n.
 """
 
 import math
@@ -11,7 +10,6 @@ from itertools import combinations, product
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from analysis.data.compare import (
@@ -64,9 +62,7 @@ def select_panels(frames: StudyFrames) -> tuple[Panel, ...]:
 def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
     """One row per measured trial column and arm, in their order: statistics over the arm's scored runs.
 
-    Columns: arm, column, mean, standard_error, standard_deviation, n, scored_runs, and missing_seeds: the seeds of
-    scored runs without a value, such as those that never reach a step. A single value has neither a standard error nor
-    a standard deviation.
+    missing_seeds: the seeds of scored runs without a value, such as those that never reach a step.
     """
     rows = []
     for name, arm in product(list_measured_columns(frames), list_arms(frames)):
@@ -106,20 +102,18 @@ def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
     The mean is over scored runs, at the steps at which all of them have a value. A run that a rule stopped keeps its
     last value to the end, because that is the value it is scored with.
     """
-    table = make_curves(frames, column)
-    arm_dtype = pd.CategoricalDtype(list_arms(frames))
-    scored_points = table[table["status"].isin(SCORED_STATUSES)].astype({"arm": arm_dtype})
-    # arm as a category keeps the order of the arms; pivot_table would sort names as text.
-    value_table = scored_points.pivot_table(index=["arm", "step"], columns="seed", values="value", observed=True)
-    stopped_runs = scored_points.loc[scored_points["status"] == "early_stopped", ["arm", "seed"]].drop_duplicates()
-    for arm, seed in stopped_runs.itertuples(index=False):
-        value_table.loc[arm, seed] = value_table.loc[arm, seed].ffill().to_numpy()
-    # The number of runs of the arm, in every row: runs that have a value at any step.
-    run_counts = value_table.notna().groupby(level="arm", observed=True).transform("any").sum(axis=1)
-    standard_error = value_table.std(axis=1, ddof=1) / np.sqrt(run_counts)
-    columns = {"value": value_table.mean(axis=1), "standard_error": standard_error, "runs": run_counts}
-    is_complete = value_table.count(axis=1) == run_counts
-    return pd.DataFrame(columns)[is_complete].reset_index().astype({"arm": table["arm"].dtype})
+    points = make_curves(frames, column)
+    tables = [pd.DataFrame(columns=["arm", "step", "value", "standard_error", "runs"])]
+    for arm in list_arms(frames):
+        rows = points[points["status"].isin(SCORED_STATUSES) & (points["arm"] == arm)]
+        values = rows.pivot_table(index="step", columns="seed", values="value")
+        stopped_seeds = rows.loc[rows["status"] == "early_stopped", "seed"].unique()
+        values[stopped_seeds] = values[stopped_seeds].ffill()
+        n_runs, values = values.shape[1], values.dropna()
+        error = values.std(axis=1, ddof=1) / math.sqrt(n_runs or 1)
+        columns = {"arm": arm, "value": values.mean(axis=1), "standard_error": error, "runs": n_runs}
+        tables.append(pd.DataFrame(columns).reset_index()[tables[0].columns])
+    return pd.concat([table for table in tables if len(table)] or tables, ignore_index=True)
 
 
 def count_statuses(frames: StudyFrames) -> list[Row]:
