@@ -11,9 +11,9 @@ import torch
 
 from sandboxes.update_rules.training import make
 from sandboxes.update_rules.trial import UpdateRules
+from tests.fakes.ensembles import drop_times
 from trainable.runs import run
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
-from trainable.runs.records import TOY_TIME_COLUMNS
 from trainable.runs.run_files import RunLockedError, read_rows
 
 Report = dict[str, Any]
@@ -76,11 +76,6 @@ def run_to_end(trial: UpdateRules) -> list[Report]:
     while not reports[-1]["done"]:
         reports.append(trial.step())
     return reports
-
-
-def drop_times(row: dict[str, Any]) -> dict[str, Any]:
-    times = {column.name for column in TOY_TIME_COLUMNS}
-    return {name: value for name, value in row.items() if name not in times}
 
 
 def read_written_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
