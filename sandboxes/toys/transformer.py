@@ -210,16 +210,11 @@ def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> Tran
         "linear2.weight": rngs.bounded_weights(8, (width, 4 * width), (4 * width) ** -0.5),
         "linear2.bias": rngs.bounded_weights(9, (width,), (4 * width) ** -0.5),
     }
-    num_members = len(rngs.seeds)
-    bias_sizes = {"self_attn.in_proj_bias": 3 * width, "self_attn.out_proj.bias": width}
-    block_weights |= {name: torch.zeros(num_members, size) for name, size in bias_sizes.items()}
-    block_weights |= _make_norm_weights("norm1", num_members, width) | _make_norm_weights("norm2", num_members, width)
-    initial_weights |= _make_norm_weights("norm", num_members, width)
+    ones, zeros = torch.ones(len(rngs.seeds), width), torch.zeros(len(rngs.seeds), width)
+    block_weights |= {"self_attn.in_proj_bias": zeros.repeat(1, 3), "self_attn.out_proj.bias": zeros.clone()}
+    for weights, name in ((block_weights, "norm1"), (block_weights, "norm2"), (initial_weights, "norm")):
+        weights |= {f"{name}.weight": ones.clone(), f"{name}.bias": zeros.clone()}
     initial_weights |= {
         f"blocks.{k}.{name}": first.clone() for k in range(shape.num_layers) for name, first in block_weights.items()
     }
     return TransformerEnsemble(shape, {name: first.float().requires_grad_() for name, first in initial_weights.items()})
-
-
-def _make_norm_weights(name: str, num_members: int, width: int) -> dict[str, Tensor]:
-    return {f"{name}.weight": torch.ones(num_members, width), f"{name}.bias": torch.zeros(num_members, width)}

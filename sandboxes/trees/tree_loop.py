@@ -132,12 +132,14 @@ def roll_out_trees(
 def _allow_open_files() -> int:
     """Raise this process's limit on open files to `MAX_OPEN_FILES` if allowed; return the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit, wanted = (
+        MAX_OPEN_FILES if value == resource.RLIM_INFINITY else min(value, MAX_OPEN_FILES) for value in (soft, hard)
+    )
+    if limit < wanted:
         with suppress(OSError, ValueError):  # on systems that do not allow it
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
+            limit = wanted
+    return limit
 
 
 def format_first_turn(prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits) -> str:

@@ -161,8 +161,12 @@ def _format_seeds(rows: pd.DataFrame) -> str:
     return f"seed{'s' if len(rows) > 1 else ''} {seeds}"
 
 
+def format_sentences(table: pd.DataFrame) -> list[str]:
+    """State the verdict on each cell in words. table: from `compare_to_published`."""
+    return [_format_sentence(row) for row in to_records(table)]
+
+
 def _format_sentence(row: Row) -> str:
-    """State the verdict on one cell in words."""
     name = f"{row['study']} {row['arm']} {row['column']}" + (f" ({row['section']})" if row["kind"] == POOLED else "")
     if row["verdict"] == NOT_TESTED:
         verdict_text = f"{NOT_TESTED}: {row['reason']}"
@@ -179,18 +183,13 @@ def _format_sentence(row: Row) -> str:
 
 
 def _format_number(row: Row, prefix: str) -> str:
-    """Format a number such as `0.3345 (SD 0.0043, n 3)`. prefix: "published_", or "" for ours."""
+    """Format a number such as `0.3345 (SD 0.0043, n 3)`. prefix: "published_", or empty for ours."""
     if row["kind"] == NEVER_REACHED and prefix:
         return f"never (n {row['published_n']})"
     if not row[f"{prefix}n"]:
         return "none"
     std_text = "" if math.isnan(row[f"{prefix}std"]) else f"SD {row[f'{prefix}std']:.3g}, "
     return f"{row[f'{prefix}mean']:.4g} ({std_text}{'rows' if row['kind'] == POOLED else 'n'} {row[f'{prefix}n']})"
-
-
-def format_sentences(table: pd.DataFrame) -> list[str]:
-    """Format a line per cell. table: from `compare_to_published`."""
-    return [_format_sentence(row) for row in to_records(table)]
 
 
 def summarize_verdicts(table: pd.DataFrame) -> str:

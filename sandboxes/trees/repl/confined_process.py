@@ -72,15 +72,9 @@ class FinalAnswer(BaseException):
 
 def limit_resources(memory_bytes: int, cpu_seconds: int) -> None:
     """Limit memory, CPU time and processes, and forbid writing to files."""
-    for name, value in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_CPU, cpu_seconds),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 3),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        resource.setrlimit(name, (value, value))
+    limits = {"AS": memory_bytes, "CPU": cpu_seconds, "FSIZE": 0, "CORE": 0, "NOFILE": 3, "NPROC": 0}
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
 def end_with_parent(parent_id: int) -> None:
@@ -234,8 +228,7 @@ class Tools:
         self._first_values = dict(self.namespace)
 
     def _number_object(self, value: object, /) -> int:
-        """Number each object, in place of `id`, whose addresses would differ between processes."""
-        # Keeping the objects prevents others from getting their address.
+        """Number each object, in place of `id`; that they are stored keeps others from getting their address."""
         return self._numbered_objects.setdefault(id(value), (len(self._numbered_objects) + 1, value))[0]
 
     def _compute_hash(self, value: object, /) -> int:
@@ -342,7 +335,10 @@ def execute(code: str, tools: Tools, message_bytes: int) -> dict[str, object]:
     tools.answers.clear()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
-            tree = parse(code)
+            try:
+                tree = ast.parse(code, "<repl>")
+            except IndentationError:  # a common indentation of all lines is ignored
+                tree = ast.parse(textwrap.dedent(code), "<repl>")
             last = tree.body[-1] if tree.body else None
             if isinstance(last, ast.Expr):
                 tree.body.pop()
@@ -359,14 +355,6 @@ def execute(code: str, tools: Tools, message_bytes: int) -> dict[str, object]:
     final = tools.answers[0] if tools.answers else None
     texts = {"stdout": output.getvalue(), "stderr": errors.getvalue(), "final": final}
     return {"kind": "result", **{name: text and _cut(text, message_bytes // 4) for name, text in texts.items()}}
-
-
-def parse(code: str) -> ast.Module:
-    """Parse code, ignoring a common indentation of all lines."""
-    try:
-        return ast.parse(code, "<repl>")
-    except IndentationError:
-        return ast.parse(textwrap.dedent(code), "<repl>")
 
 
 def _cut(text: str, num_bytes: int) -> str:

@@ -77,10 +77,8 @@ class Judge:
         """
         if obstacle := self.find_obstacle():
             raise JudgeError(obstacle)
-        messages = [
-            {"role": "system", "content": _INSTRUCTIONS},
-            {"role": "user", "content": _format_case(question, answer, evidence)},
-        ]
+        contents = {"system": _INSTRUCTIONS, "user": _format_case(question, answer, evidence)}
+        messages = [{"role": role, "content": content} for role, content in contents.items()]
         body = {"model": self.model, "temperature": 0, "messages": messages}
         problem = ""
         for attempt in range(1 + MAX_RETRIES):

@@ -88,7 +88,7 @@ class ReplProcess:
     def __init__(self, context: Mapping[str, str], may_query: bool = False, limits: ReplLimits | None = None) -> None:
         if obstacle := find_obstacle():
             raise ConfinementError(obstacle)
-        self._context = {str(name): str(text) for name, text in context.items()}
+        self._context = dict(context)
         self._may_query, self._limits = may_query, limits or ReplLimits()
         self._process: ConfinedChild | None = None
         self._token, self._open_prompts = "", 0
@@ -281,18 +281,18 @@ def _parse_message(content: bytes, token: str, kinds: Container[str]) -> dict[st
 def _is_valid(message: Mapping[str, Any]) -> bool:
     if message["kind"] == "ready":
         return message.keys() == {"kind"}
-    if message["kind"] == "query":
-        prompts, contexts = message.get("prompts"), message.get("contexts")
-        return (
-            message.keys() == {"kind", "prompts", "contexts"}
-            and isinstance(prompts, list)
-            and isinstance(contexts, list)
-            and 0 < len(prompts) == len(contexts) <= MAX_PROMPTS
-            and all(isinstance(prompt, str) for prompt in prompts)
-            and all(map(_is_context, contexts))
-        )
-    return message.keys() == {"kind", "stdout", "stderr", "final"} and all(
-        isinstance(message[name], kind) for name, kind in (("stdout", str), ("stderr", str), ("final", str | None))
+    if message["kind"] == "result":
+        kinds = {"stdout": str, "stderr": str, "final": str | None}
+        is_complete = message.keys() == {"kind", *kinds}
+        return is_complete and all(isinstance(message[name], kind) for name, kind in kinds.items())
+    prompts, contexts = message.get("prompts"), message.get("contexts")
+    return (
+        message.keys() == {"kind", "prompts", "contexts"}
+        and isinstance(prompts, list)
+        and isinstance(contexts, list)
+        and 0 < len(prompts) == len(contexts) <= MAX_PROMPTS
+        and all(isinstance(prompt, str) for prompt in prompts)
+        and all(map(_is_context, contexts))
     )
 
 

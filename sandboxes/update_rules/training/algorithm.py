@@ -30,12 +30,8 @@ UNIFORM_GROUPS = "uniform_groups"
 COSINE_EVERY = 5
 """Evaluations between measurements of the gradient's direction, which cost two more backward passes."""
 
-# Keys of `Rollouts.scalars`, and their columns.
-_SAMPLER_COLUMNS = {
-    "informative_group_rate": "mixed_group_rate",
-    "retained_group_rate": "retained_group_rate",
-    "used_group_fallback": "group_fallback",
-}
+_SAMPLER_COLUMNS = {"informative_group_rate": "mixed_group_rate", "used_group_fallback": "group_fallback"}
+"""Columns of `Rollouts.scalars` with a name of their own."""
 
 
 class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
@@ -63,16 +59,9 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
     def find_stops(self, batch: ReplayDraw, step: int) -> dict[int, Row]:
         """Make the stop columns of members with too many consecutive batches without a mixed group."""
         patience = self.config.fallback_patience
-        return {
-            seed: {
-                "stop_rule": UNIFORM_GROUPS,
-                "stop_value": float(count),
-                "stop_threshold": float(patience),
-                "stop_step": step,
-            }
-            for seed, count in zip(self.seeds, self._count_uniform_batches(batch).tolist(), strict=True)
-            if count >= patience
-        }
+        stop = {"stop_rule": UNIFORM_GROUPS, "stop_value": 0.0, "stop_threshold": float(patience), "stop_step": step}
+        counts = zip(self.seeds, self._count_uniform_batches(batch).tolist(), strict=True)
+        return {seed: {**stop, "stop_value": float(count)} for seed, count in counts if count >= patience}
 
     def train(self, batch: ReplayDraw, step: int, is_row: bool) -> UpdateResult:
         """Screen the batch and take the optimizer steps of the rule."""
@@ -108,8 +97,7 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
 
     def _make_sampler_columns(self, replay_draw: ReplayDraw) -> dict[str, Tensor]:
         """Make the columns of the sampler and the replay buffer for the batch that was trained on."""
-        scalars = replay_draw.rollouts.scalars
-        columns = {column: scalars[name] for name, column in _SAMPLER_COLUMNS.items() if name in scalars}
+        columns = {_SAMPLER_COLUMNS.get(name, name): value for name, value in replay_draw.rollouts.scalars.items()}
         if self.config.replay_capacity:
             size = torch.full_like(replay_draw.rollouts.age, len(self.buffer.batches))
             columns |= {"replay_age": replay_draw.rollouts.age, "replay_size": size}

@@ -330,19 +330,9 @@ def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("style", ["compact", "full"])
 def test_no_reply_ends_the_run(style: Any) -> None:
     pieces = [
-        "```",
-        "repl",
-        "\n",
-        "print(",
-        "FINAL(",
-        ")",
-        "rlm_query('x')",
-        "context",
-        "1/0",
-        "'",
-        "while True: 1",
+        "```", "repl", "\n", "print(", "FINAL(", ")", "rlm_query('x')", "context", "1/0", "'", "while True: 1",
         "\x00",
-    ]
+    ]  # fmt: skip
     rng = np.random.default_rng(0)
 
     def babble(history: str, draw: float) -> str:

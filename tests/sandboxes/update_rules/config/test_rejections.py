@@ -28,44 +28,15 @@ def make_cases(names: tuple[str, ...], settings: Mapping[str, object], words: st
     return [({**SEQUENCE, **REQUIRED_SETTINGS.get(name, {}), "method": name, **settings}, words) for name in names]
 
 
-BOUND_CASES: list[Case] = [
-    ({key: value}, f"{key}={value}: must be ")
-    for key, value in {
-        "task": "go",
-        "method": "PPO",
-        "delay": -1,
-        "batch_size": 0,
-        "lr": 0.0,
-        "hidden": 0,
-        "d_model": 0,
-        "nhead": 0,
-        "num_layers": 0,
-        "baseline": "mean",
-        "inner_epochs": 0,
-        "group_size": 0,
-        "replay_capacity": -1,
-        "replay_age_decay": -0.1,
-        "replay_priority": "age",
-        "seq_len": 0,
-        "score_len": 0,
-        "vocab_size": 0,
-        "context_len": 0,
-        "kl_weight": -0.1,
-        "reward_noise": 1.5,
-        "reward_noise_mode": "flip",
-        "kondo_keep": 0.0,
-        "clip_low": -0.1,
-        "clip_high": -0.1,
-        "iw_cap": 0.0,
-        "grpo_beta": -0.1,
-        "uncertainty_scale": -1.0,
-        "uncertainty_threshold": -1.0,
-        "distill_alpha": -1.0,
-        "eta": -1.0,
-        "tpo_eta": -1.0,
-        "guard_strength": 2.0,
-    }.items()
-]
+OUT_OF_BOUNDS: dict[str, object] = {
+    "task": "go", "method": "PPO", "delay": -1, "batch_size": 0, "lr": 0.0, "hidden": 0, "d_model": 0, "nhead": 0,
+    "num_layers": 0, "baseline": "mean", "inner_epochs": 0, "group_size": 0, "replay_capacity": -1,
+    "replay_age_decay": -0.1, "replay_priority": "age", "seq_len": 0, "score_len": 0, "vocab_size": 0,
+    "context_len": 0, "kl_weight": -0.1, "reward_noise": 1.5, "reward_noise_mode": "flip", "kondo_keep": 0.0,
+    "clip_low": -0.1, "clip_high": -0.1, "iw_cap": 0.0, "grpo_beta": -0.1, "uncertainty_scale": -1.0,
+    "uncertainty_threshold": -1.0, "distill_alpha": -1.0, "eta": -1.0, "tpo_eta": -1.0, "guard_strength": 2.0,
+}  # fmt: skip
+BOUND_CASES: list[Case] = [({key: value}, f"{key}={value}: must be ") for key, value in OUT_OF_BOUNDS.items()]
 NUMBER_CASES: list[Case] = [
     ({"kondo_keep": 1.5}, "kondo_keep=1.5"),
     ({"reward_noise": -0.1}, "reward_noise=-0.1"),

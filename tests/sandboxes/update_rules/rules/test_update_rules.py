@@ -26,14 +26,9 @@ from tests.strategies.update_rules import (
 )
 
 AXES = (
-    "influence",
-    "granularity",
-    "support",
-    "reward uncertainty",
-    "geometry",
-    "privileged acquisition",
+    "influence", "granularity", "support", "reward uncertainty", "geometry", "privileged acquisition",
     "search coverage",
-)
+)  # fmt: skip
 STEP = 1e-5
 
 

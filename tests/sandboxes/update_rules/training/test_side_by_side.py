@@ -18,15 +18,9 @@ from trainable.runs.run_files import RunLockedError, read_rows
 
 Report = dict[str, Any]
 SMALL = {
-    "task": "token_reversal",
-    "seq_len": 2,
-    "d_model": 8,
-    "num_layers": 1,
-    "batch_size": 8,
-    "trainer.total_training_steps": 7,
-    "trainer.test_freq": 3,
-    "trainer.resume_every": 2,
-}
+    "task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8,
+    "trainer.total_training_steps": 7, "trainer.test_freq": 3, "trainer.resume_every": 2,
+}  # fmt: skip
 STOPPING_SETTINGS = {"method": "GRPO", "group_size": 4, "binary_reward": True, "seq_len": 8, "fallback_patience": 2}
 """Eight tokens that all have to be right: no group has a spread of rewards, so every member stops at step 1."""
 StartTrial = Callable[..., UpdateRules]
