@@ -43,16 +43,8 @@ last row has none. Source: the published diagnostics, which have the prefix `dia
 TRIAL_COLUMNS: tuple[Column, ...] = (
     *make_summary_columns(
         STEP_COLUMNS,
-        "late_test_error",
-        "final_test_error",
-        "final_entropy",
-        "final_greedy_separator_rate",
-        "last_reverse_kl",
-        "last_top1_agreement",
-        "last_overlap_at_k",
-        "last_reward",
-        "last_student_topk_mass",
-        "last_teacher_topk_mass",
+        "late_test_error final_test_error final_entropy final_greedy_separator_rate last_reverse_kl "
+        "last_top1_agreement last_overlap_at_k last_reward last_student_topk_mass last_teacher_topk_mass",
     ),
     Column("switch_test_error", "fraction", "test_error at the switch from the warm-up to the top-k loss"),
     Column("error_since_switch", "fraction", "final_test_error - switch_test_error"),

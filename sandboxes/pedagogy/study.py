@@ -43,12 +43,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
 last row has none. A student that learns alone has no teacher columns. There is no column for the ratio of the clipped
 loss, which is always 1, since every batch is trained on once."""
 TRIAL_COLUMNS = make_summary_columns(
-    STEP_COLUMNS,
-    "late_test_error",
-    "late_teacher_test_error",
-    "final_entropy",
-    "last_mixed_group_rate",
-    "last_learnability",
+    STEP_COLUMNS, "late_test_error late_teacher_test_error final_entropy last_mixed_group_rate last_learnability"
 )
 
 PEDAGOGY = make_toy_family(

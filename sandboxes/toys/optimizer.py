@@ -1,6 +1,7 @@
 """Adam for an ensemble: each member is one row of weights, gradients and moments, with a separate norm and failures."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch.optim.adam import adam
 
 from trainable.runs.nonfinite import find_nonfinite_gradients, find_nonfinite_losses
 
+_adam = partial(adam, fused=True, amsgrad=False, maximize=False, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8)
 MAX_GRAD_NORM = 1.0
 """Each member's gradient is clipped to this norm."""
 
@@ -38,22 +40,8 @@ class MemberAdam:
     @torch.no_grad()
     def step(self, gradient: Tensor) -> None:
         """Take one step of Adam, against `gradient` [E, P]."""
-        adam(
-            [self.weights],
-            [gradient],
-            [self.exp_avg],
-            [self.exp_avg_sq],
-            [],  # running maxima, used only by amsgrad
-            [self.steps],
-            fused=True,
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
-            lr=self.lr,
-            weight_decay=0.0,
-            eps=1e-8,
-            maximize=False,
-        )
+        maxima: list[Tensor] = []  # only amsgrad has them
+        _adam([self.weights], [gradient], [self.exp_avg], [self.exp_avg_sq], maxima, [self.steps], lr=self.lr)
         self._copy_to_parameters()
 
     def _copy_to_parameters(self) -> None:
@@ -68,12 +56,8 @@ class MemberAdam:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights, exp_avg, exp_avg_sq [E, P], and steps [E], one per member to make members separable."""
-        return {
-            "weights": self.weights,
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
-            "steps": self.steps.expand(len(self.weights)).clone(),
-        }
+        moments = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {**moments, "steps": self.steps.expand(len(self.weights)).clone()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

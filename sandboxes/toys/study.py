@@ -62,10 +62,10 @@ _SUMMARIES = {
 }
 
 
-def make_summary_columns(step_columns: Iterable[Column], *names: str) -> tuple[Column, ...]:
-    """Make the trial columns `names`: late_, final_ or last_ and a step column; see `summarize_by_prefix`."""
+def make_summary_columns(step_columns: Iterable[Column], names: str) -> tuple[Column, ...]:
+    """Make the trial columns `names`, separated by spaces: late_, final_ or last_, and the name of a step column."""
     units = {column.name: column.unit for column in step_columns}
-    pairs = (name.split("_", 1) for name in names)
+    pairs = (name.split("_", 1) for name in names.split())
     return tuple(Column(f"{kind}_{name}", units[name], _SUMMARIES[kind].format(name)) for kind, name in pairs)
 
 

@@ -130,11 +130,7 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     ),
     *make_summary_columns(
         STEP_COLUMNS,
-        "final_test_error",
-        "final_entropy",
-        "final_test_error_unscored",
-        "final_chain_reward",
-        "final_perplexity",
+        "final_test_error final_entropy final_test_error_unscored final_chain_reward final_perplexity "
         "final_greedy_separator_rate",
     ),
     Column("first_step_entropy_low", "steps", "first evaluated step with an entropy of at most 0.1; missing: none"),

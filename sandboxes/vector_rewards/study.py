@@ -33,14 +33,8 @@ STEP_COLUMNS: tuple[Column, ...] = (
 row has none. Deployment scores are means over the task's deployment weights, of which the published front has one."""
 TRIAL_COLUMNS = make_summary_columns(
     STEP_COLUMNS,
-    "late_simplex_score",
-    "final_simplex_gap",
-    "late_best_at_1",
-    "late_best_at_3",
-    "late_best_at_9",
-    "late_mean_scalar_reward",
-    "late_pool_diversity_l1",
-    "final_entropy",
+    "late_simplex_score final_simplex_gap late_best_at_1 late_best_at_3 late_best_at_9 "
+    "late_mean_scalar_reward late_pool_diversity_l1 final_entropy",
 )
 
 
@@ -74,13 +68,7 @@ VECTOR_REWARDS = make_toy_family(
         DisplayColumn("entropy", "entropy", ".3f"),
     ),
     log_columns=(
-        "simplex_score",
-        "mean_scalar_reward",
-        "best_at_1",
-        "best_at_9",
-        "pool_diversity_l1",
-        "entropy",
-        "loss",
+        *("simplex_score", "mean_scalar_reward", "best_at_1", "best_at_9", "pool_diversity_l1", "entropy", "loss"),
     ),
 )
 

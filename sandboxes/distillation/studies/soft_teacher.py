@@ -47,6 +47,11 @@ def _make_arms(temperature: float) -> dict[str, Settings]:
     }
 
 
+def _pair(first: tuple[str, str], second: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Pair arms of two temperatures and ends of a name, for both supports of the teacher."""
+    return tuple((f"_{support}_".join(first), f"_{support}_".join(second)) for support in ("teacher", "intersection"))
+
+
 CONTRASTS: Contrasts = {
     # The question: one support against another, in arms that are otherwise equal.
     **{
@@ -68,19 +73,11 @@ CONTRASTS: Contrasts = {
         for temperature in TEMPERATURES
         for support in ("student", "teacher")
     ),
-    "temperature 0.5 against 1, separator outside the support": (
-        ("T0.5_teacher_separator_out", "T1.0_teacher_warm0"),
-        ("T0.5_intersection_separator_out", "T1.0_intersection_warm0"),
-    ),
-    "temperature 0.5 against 1, separator in the support": (
-        ("T0.5_teacher_warm0", "T1.0_teacher_separator_in"),
-        ("T0.5_intersection_warm0", "T1.0_intersection_separator_in"),
-    ),
+    "temperature 0.5 against 1, separator outside the support": _pair(("T0.5", "separator_out"), ("T1.0", "warm0")),
+    "temperature 0.5 against 1, separator in the support": _pair(("T0.5", "warm0"), ("T1.0", "separator_in")),
     "separator in the support against outside": (
-        ("T1.0_teacher_separator_in", "T1.0_teacher_warm0"),
-        ("T1.0_intersection_separator_in", "T1.0_intersection_warm0"),
-        ("T0.5_teacher_warm0", "T0.5_teacher_separator_out"),
-        ("T0.5_intersection_warm0", "T0.5_intersection_separator_out"),
+        *_pair(("T1.0", "separator_in"), ("T1.0", "warm0")),
+        *_pair(("T0.5", "warm0"), ("T0.5", "separator_out")),
     ),
     "normalized against not, teacher's support": tuple(
         (f"T{temperature}_teacher_normalized", f"T{temperature}_teacher_warm0") for temperature in TEMPERATURES

@@ -143,8 +143,8 @@ def _explain_numbers(results: ToyResults) -> str:
     return (
         "Numbers are over the scored runs of each arm: completed ones, and those that a rule stopped, with their last "
         "row. The standard error is the standard deviation / √n. Differences are paired by seed if two seeds or more "
-        f"are in common. Brackets are 95 % intervals, which {basis}. p-values of `{family.primary_column}`, the primary "
-        "outcome, are corrected with Holm's method over the arms, and those of all other columns together."
+        f"are in common. Brackets are 95 % intervals, which {basis}. p-values of `{family.primary_column}`, the "
+        "primary outcome, are corrected with Holm's method over the arms, and those of all other columns together."
     )
 
 

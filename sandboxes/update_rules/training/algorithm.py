@@ -116,11 +116,10 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
 
     def _compute_loss(self, rollouts: Rollouts) -> tuple[Tensor, RuleLoss]:
         """Compute the log-probabilities [E, B, T, A] that the rule learns from, and its loss."""
-        log_probs = (
-            self.task.compute_oracle_log_probs(self.models, rollouts)
-            if self.config.rule.is_teacher_forced
-            else self.task.compute_logits(self.models, rollouts).log_softmax(-1)
-        )
+        if self.config.rule.is_teacher_forced:
+            log_probs = self.task.compute_oracle_log_probs(self.models, rollouts)
+        else:
+            log_probs = self.task.compute_logits(self.models, rollouts).log_softmax(-1)
         return log_probs, self.objective(rollouts, log_probs, self.config)
 
     def _start_measuring(self, rollouts: Rollouts, has_cosine: bool) -> Callable[[Tensor, RuleLoss], dict[str, Tensor]]:
