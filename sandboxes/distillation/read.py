@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
 from sandboxes.distillation.family import TRIAL_COLUMNS
-from sandboxes.toys.report.descriptions import ERROR_PANEL, Description, Panel
+from sandboxes.toys.study import ERROR_PANEL, Description, Panel
 
 
 def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:

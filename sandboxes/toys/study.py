@@ -1,6 +1,7 @@
 """Make studies of toy tasks, whose arms are named conditions, and their families."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -133,3 +134,31 @@ def make_toy_study(
         smoke_settings=smoke_settings,
         contrasts=contrasts,
     )
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel of the learning curves: a step column, and the label of its axis."""
+
+    column: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the report says and shows of a family of toy studies, beside the tables that all have."""
+
+    label: str
+    """Name of the sandbox, above the title."""
+    outcome: str
+    """The primary outcome, in words."""
+    number: str
+    """Its short name, in the index of a suite."""
+    panels: tuple[Panel, ...]
+    run_columns: Mapping[str, str]
+    """Trial columns in the table of all runs, each with its heading."""
+    study_panels: Mapping[str, tuple[Panel, ...]] = field(default_factory=dict)
+    """Panels of single studies, by name."""
+
+
+ERROR_PANEL = Panel("test_error", "test error (fraction)")

@@ -7,7 +7,7 @@ from typing import Any
 from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
 from analysis.stats.estimates import area_under_curve
-from sandboxes.toys.report.descriptions import ENTROPY_PANEL, ERROR_PANEL, Description, Panel
+from sandboxes.toys.study import ERROR_PANEL, Description, Panel
 from sandboxes.update_rules.records import TRIAL_COLUMNS
 
 LOW_ENTROPY = 0.1
@@ -61,7 +61,7 @@ DESCRIPTION = Description(
     label="update-rule sandbox",
     outcome="test error at the end",
     number="test error",
-    panels=(ERROR_PANEL, ENTROPY_PANEL),
+    panels=(ERROR_PANEL, Panel("entropy", "entropy (nats)")),
     run_columns={"final_test_error": "test error", "final_entropy": "entropy"},
     study_panels={
         "replay": (ERROR_PANEL, Panel("replay_age", "age of the batch (updates)")),

@@ -3,7 +3,7 @@
 from functools import partial
 
 from analysis.data.summaries import summarize_by_prefix
-from sandboxes.toys.report.descriptions import Description, Panel
+from sandboxes.toys.study import Description, Panel
 from sandboxes.vector_rewards.study import TRIAL_COLUMNS
 
 summarize_run = partial(summarize_by_prefix, trial_columns=TRIAL_COLUMNS)

@@ -48,7 +48,7 @@ from analysis.sweep.verdicts import format_p_value, format_signed
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from sandboxes.toys.report import notes, tables
-from sandboxes.toys.report.descriptions import Panel
+from sandboxes.toys.study import Panel
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from analysis.data.schemas import Row
 from analysis.sweep.series import make_curves
 from analysis.sweep.verdicts import name_verdict
 from sandboxes.toys.published.reproduction import sample_std
-from sandboxes.toys.report.descriptions import Description, Panel
+from sandboxes.toys.study import Description, Panel
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES
 

@@ -19,7 +19,7 @@ from sandboxes.update_rules.tasks.rewards import (
 
 
 class BanditTask:
-    """The forward passes of a bandit (see `sandboxes.update_rules.tasks.task.Task`), with T = 1."""
+    """The forward passes of a bandit (see `sandboxes.update_rules.rollouts.Task`), with T = 1."""
 
     def compute_logits(self, models: Any, rollouts: Rollouts) -> Tensor:
         """Compute logits [E, B, 1, A], with gradients."""

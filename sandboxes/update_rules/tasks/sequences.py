@@ -21,7 +21,7 @@ EVAL_PROMPTS = 1000  # with an error of 0.5 per sequence, the standard error is 
 
 
 class SequenceTask:
-    """One of the five sequence tasks (see `update_rules.tasks.task.Task`). T is seq_len, tokens are actions."""
+    """One of the five sequence tasks (see `update_rules.rollouts.Task`). T is seq_len, tokens are actions."""
 
     def __init__(self, config: UpdateRuleConfig) -> None:
         self.config = config

@@ -10,11 +10,10 @@ from sandboxes.toys.ensemble import Algorithm, UpdateResult, add_prefix, select_
 from sandboxes.toys.optimizer import MemberAdam, descend, merge_names
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rollouts import Rollouts, flatten_rollouts, unflatten_rollouts
+from sandboxes.update_rules.rollouts import Rollouts, Task, flatten_rollouts, unflatten_rollouts
 from sandboxes.update_rules.rules.delight import screen_rollouts
 from sandboxes.update_rules.rules.rule import RuleLoss, UpdateRule
 from sandboxes.update_rules.rules.token_credit import cross_entropy
-from sandboxes.update_rules.tasks.task import Task
 from sandboxes.update_rules.training.diagnostics import (
     compute_entropy_statistics,
     compute_fit_statistics,

@@ -9,9 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sandboxes.toys.decoding import select_log_probs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.rollouts import ModelEnsemble, Rollouts, Task
 from sandboxes.update_rules.rules.rule import compute_advantages, compute_behavior_advantages
-from sandboxes.update_rules.tasks.task import ModelEnsemble, Task
 
 
 def compute_ratio_statistics(

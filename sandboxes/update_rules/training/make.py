@@ -11,12 +11,11 @@ from torch import Tensor
 from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.update_rules.config.rules import RULES
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.rollouts import Rollouts, Task
 from sandboxes.update_rules.rules.rule import RuleLoss, UpdateRule, make_rule_loss
 from sandboxes.update_rules.tasks.classification import ClassificationTask
 from sandboxes.update_rules.tasks.lm_bandit import LanguageModelBandit
 from sandboxes.update_rules.tasks.sequences import SequenceTask
-from sandboxes.update_rules.tasks.task import Task
 from sandboxes.update_rules.training.algorithm import UpdateRuleAlgorithm
 from trainable.config.own_parts import get_part
 from trainable.config.run_config import ConfigError, apply_overrides
