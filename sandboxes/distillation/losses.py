@@ -15,10 +15,7 @@ from trainable.algo.losses import full_kl
 
 
 class TopKSupport(NamedTuple):
-    """The tokens over which a truncated divergence sums.
-
-    mask: [..., A] bool. student_mass, teacher_mass: [...] the probability that each policy assigns to them.
-    """
+    """The tokens [..., A] over which a truncated divergence sums, and the probability [...] of them in each policy."""
 
     mask: Tensor
     student_mass: Tensor
@@ -26,19 +23,13 @@ class TopKSupport(NamedTuple):
 
 
 def reverse_kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Compute the mean [E] over B and T of the exact KL(p‖q) = Σ_a p (log p − log q), with all gradients through p.
-
-    student, teacher: [E, B, T, A] log-probabilities.
-    """
+    """Compute the mean [E] over B and T of the exact KL(p‖q) = Σ_a p (log p − log q), with all gradients through p."""
     return full_kl(student, teacher).mean((1, 2))
 
 
 @torch.no_grad()
 def select_support(student: Tensor, teacher: Tensor, k: int, support: Support) -> TopKSupport:
-    """Select the k most likely tokens of the student, of the teacher, or of both; k is capped at A.
-
-    student, teacher: [..., A] log-probabilities. The selection has no gradient.
-    """
+    """Select the k most likely tokens of the student, the teacher or both; arguments are log-probabilities [..., A]."""
     masks = {"student": _mark_top_k(student, k), "teacher": _mark_top_k(teacher, k)}
     mask = masks["student"] & masks["teacher"] if support == "intersection" else masks[support]
     student_mass, teacher_mass = ((log_probs.exp() * mask).sum(-1) for log_probs in (student, teacher))

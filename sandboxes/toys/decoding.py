@@ -67,10 +67,7 @@ def decode_greedily(models: TransformerEnsemble, prompts: Tensor, num_tokens: in
 
 
 def sample_actions(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample actions [...] from log_probs [..., A] by inverse CDF, with uniforms [...] in [0, 1).
-
-    An action of probability 0 is never drawn.
-    """
+    """Sample actions [...], never of probability 0, by inverse CDF: log_probs [..., A], and uniforms [...] in [0, 1)."""
     # In float64, because sums of float32 probabilities lose rare actions. Multiplying by the last sum corrects for
     # rounding; the last action needs no bound.
     cumulative_probs = log_probs.double().exp().cumsum(-1)
@@ -89,10 +86,7 @@ def _decode_step(
     caches: list[list[Tensor]],
     position: int,
 ) -> Tensor:
-    """Process tokens [E, B, 1] at `position`, filling the caches; returns hidden states [E, B, 1, d] after all blocks.
-
-    caches: keys and values of each block, [E, B, heads, slots, d / heads] each.
-    """
+    """Process tokens [E, B, 1] at `position`, filling the caches of all blocks; returns hidden states [E, B, 1, d]."""
     hidden = embed_tokens(folded_weights, tokens, position)
     for block, (keys, values) in zip(folded_weights.blocks, caches, strict=True):
         normed_hidden = layer_norm(hidden)

@@ -68,10 +68,7 @@ class Algorithm(Generic[Batch]):
         return {}
 
     def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the results of `get_tensors` and (one per member) `get_values`.
-
-        Raises KeyError, TypeError, RuntimeError or ValueError if they do not fit.
-        """
+        """Continue from the results of `get_tensors` and `get_values`. Errors if they do not fit: see `load_states`."""
         for prefix, optimizer in self.optimizers.items():
             optimizer.load_state_dict(select_prefix(tensors, prefix))
 

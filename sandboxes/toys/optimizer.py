@@ -76,18 +76,14 @@ class MemberAdam:
 
 
 def clip_gradient(gradient: Tensor, norm: Tensor, max_norm: float) -> Tensor:
-    """Scale each member's row of `gradient` [E, P] down to a norm of at most `max_norm`.
-
-    norm: [E] the norms of `gradient`. The 1e-6 comes from torch.nn.utils.clip_grad_norm_.
-    """
+    """Scale each row of `gradient` [E, P], with its norm [E], down to `max_norm`, as torch.nn.utils.clip_grad_norm_."""
     return gradient * (max_norm / (norm + 1e-6)).clamp(max=1.0).unsqueeze(1)
 
 
 def descend(optimizer: MemberAdam, loss: Tensor) -> list[list[str]]:
     """Take one step against the gradient of each member's loss [E], clipped to `MAX_GRAD_NORM`.
 
-    Returns the names of what was not finite for each member: its loss, gradients or weights. Such a member is updated
-    too, but cannot spoil the others, since members have separate rows of weights.
+    Returns the names of what was not finite for each member, which is updated too but cannot spoil the others.
     """
     gradient = optimizer.compute_gradient(loss)
     norm = gradient.norm(dim=1)

@@ -15,10 +15,7 @@ LOW_ENTROPY = 0.1
 
 
 def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
-    """Take values from the last evaluation, first steps at which a threshold is reached, and means.
-
-    Each row is an evaluation, so `steps_done` is the step of the last row, not the number of rows.
-    """
+    """Take values from the last evaluation, first steps at which a threshold is reached, and means."""
     last_step = rows[-1]["step"] if rows else 0
     entropies = [(row["step"], row["entropy"]) for row in rows if row.get("entropy") is not None]
     return {

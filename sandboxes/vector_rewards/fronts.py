@@ -68,10 +68,7 @@ def make_simplex_points(dimensions: int) -> Tensor:
 
 
 def find_best_set(rewards: Tensor, size: int) -> tuple[float, tuple[int, ...]] | None:
-    """Find, by enumeration, the set of `size` actions with the largest mean best score over the simplex, and that mean.
-
-    rewards: [A, D]. None if there are more than `MAX_SETS` sets.
-    """
+    """Find the set of `size` actions [A, D] with the largest mean best score over the simplex; None if too many."""
     size = min(size, len(rewards))
     if math.comb(len(rewards), size) > MAX_SETS:
         return None

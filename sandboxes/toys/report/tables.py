@@ -128,10 +128,7 @@ def count_statuses(frames: StudyFrames) -> list[Row]:
 
 
 def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
-    """Pairs of arms with two seeds or more whose scored runs have equal final numbers in every seed.
-
-    With a single seed, equal numbers may be a coincidence, such as an error of 0 in both arms.
-    """
+    """Pairs of arms whose scored runs have equal final numbers in all of two seeds or more; one seed may coincide."""
     names = [name for name in list_measured_columns(frames) if name.startswith(("final_", "log10_"))]
     values: dict[str, Any] = {
         arm: select_runs(frames, arm, scored_only=True).set_index("seed")[names].sort_index()
@@ -143,10 +140,7 @@ def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
 
 
 def add_published(table: pd.DataFrame, cells: Iterable[Row]) -> list[Row]:
-    """Rows of `compute_arm_statistics` with the published number of the same arm and column.
-
-    cells: rows of `compare_to_published`. Added keys: published_mean, published_std, published_n; None without a cell.
-    """
+    """Add the published numbers of cells, from `compare_to_published`, to arm statistics; None without a cell."""
     published_cells = {(cell["arm"], cell["column"]): cell for cell in cells if cell["kind"] == "per seed"}
     columns = ("published_mean", "published_std", "published_n")
     return [

@@ -94,10 +94,7 @@ class Launcher:
             )
 
     def start(self, numbers: Sequence[int]) -> ConfinedChild:
-        """Start a process. numbers: its limits, see `confined_process.main`.
-
-        LauncherError if the launcher has ended or does not answer this request, and OSError if it cannot start one now.
-        """
+        """Start a process with these limits (`confined_process.main`). OSError if this fails now, or LauncherError."""
         nonce = secrets.token_hex(16)
         request = json.dumps({"nonce": nonce, "numbers": numbers}).encode()
         inner_ends, outer_ends = _make_streams()

@@ -175,10 +175,7 @@ class UpdateRuleConfig(ToyRunConfig):
         return max(sizes.get(self.task, sequence_sizes))
 
     def get_row_steps(self, step: int) -> range:
-        """Return the steps of the rows (one per evaluation) that a run has written after `step` training steps.
-
-        Evaluations start at step `delay`, because batches of that age do not exist earlier.
-        """
+        """See `ToyRunConfig`. Evaluations start at step `delay`, because batches of that age do not exist earlier."""
         return range(self.delay, step, self.trainer.test_freq)
 
     def list_rejections(self) -> dict[str, bool]:

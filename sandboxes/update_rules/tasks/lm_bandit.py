@@ -30,10 +30,7 @@ class _NextTokenModel(nn.Module):
 
 
 class LanguageModelEnsemble:
-    """E language models. weights: [E, ...] each, named like the model's parameters; the policy keeps the initial ones.
-
-    Members run one after another, which costs little for models of this size.
-    """
+    """E language models, run one after another. weights: [E, ...] each; the policy keeps the initial ones."""
 
     def __init__(self, policy: Policy, num_members: int) -> None:
         # Members have separate tensors. The model keeps the policy's weights, for the KL to it.

@@ -81,10 +81,7 @@ def filter_groups(is_mixed: Tensor, group_size: int) -> tuple[Tensor, dict[str, 
 
 
 def find_varied_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Find groups of rewards [E, B] whose standard deviation (divisor K - 1) is above 1e-6, [E, P] bool.
-
-    In float32, rounding can give equal rewards a tiny standard deviation, which stays below 1e-6.
-    """
+    """Find groups of rewards [E, B] whose deviation (divisor K - 1) is above rounding errors, 1e-6; [E, P] bool."""
     groups = rewards.unflatten(-1, (-1, group_size))
     # A group of one has no standard deviation with divisor K - 1.
     return groups.std(-1) > 1e-6 if group_size > 1 else torch.zeros_like(groups[..., 0], dtype=torch.bool)

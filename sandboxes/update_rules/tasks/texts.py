@@ -33,10 +33,7 @@ class Tokens(NamedTuple):
 
 
 def read_tokens(text_file: str | None, tokenizer: Tokenizer, context_len: int) -> Tokens:
-    """Read the tokens of a text, or of the shipped text; passages are tokenized separately and joined by newlines.
-
-    Raises ValueError, with what to do, if the file is missing, is not a text, or is too short for a context.
-    """
+    """Read the tokens of a text, or of the shipped one. ValueError, with what to do, if it is missing or too short."""
     texts = read_passages(SHIPPED_TEXT if text_file is None else Path(text_file).expanduser())
     # Tokenized separately, so that no token spans two passages and the split below falls between tokens.
     encodings = [tokenizer.encode("\n" * (n > 0) + text, add_special_tokens=False) for n, text in enumerate(texts)]

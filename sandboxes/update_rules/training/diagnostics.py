@@ -126,10 +126,7 @@ class SampleInfluence(NamedTuple):
 def compute_sample_influence(
     task: Task, models: ModelEnsemble, rollouts: Rollouts, oracle_gradients: Sequence[Tensor], config: UpdateRuleConfig
 ) -> SampleInfluence:
-    """Compute every taken token's influence on the oracle's loss, and the quantities by which rules weight it.
-
-    oracle_gradients: gradients of the oracle's loss, in the order of the models' parameters, [E, ...] each.
-    """
+    """Compute every taken token's influence on the oracle's loss, and the quantities by which rules weight it."""
     # Only the math implementation of attention can be differentiated twice.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         log_probs = task.compute_logits(models, rollouts).log_softmax(-1)
@@ -146,10 +143,7 @@ def compute_sample_influence(
 
 
 def compute_fit_statistics(samples: SampleInfluence) -> dict[str, Tensor]:
-    """Compute the Pearson correlation over a member's samples between the projection and each quantity; [E] each.
-
-    It is negative if the quantity is large for samples that help the oracle, and NaN if the quantity is constant.
-    """
+    """Correlate the projection with each quantity [E]: below 0 if it is large for samples that help the oracle."""
     return {
         f"oracle_fit_{name}_correlation": correlation(samples.projection, getattr(samples, name), samples.keep_mask)
         for name in ("delight", "advantage", "surprisal", "gate")

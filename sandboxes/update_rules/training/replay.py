@@ -116,13 +116,11 @@ def _gather_batch(batches: Sequence[Rollouts], indices: Tensor) -> Rollouts:
 
 
 class AgeStatistics:
-    """Statistics of the ages of the batches trained on since the last row.
-
-    sums: [E, 5] sums over those batches of 1, age, age^2, freshness weight, and freshness weight x age.
-    """
+    """Statistics of the ages of the batches trained on since the last row."""
 
     def __init__(self, sums: Tensor) -> None:
         self.sums = sums
+        """[E, 5] sums over those batches of 1, age, age^2, freshness weight, and freshness weight x age."""
 
     def add(self, age: Tensor, weight: Tensor) -> None:
         """Add a batch. age: [E] in updates. weight: [E] freshness weight of the batch in the loss."""
