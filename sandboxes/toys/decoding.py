@@ -67,7 +67,7 @@ def decode_greedily(models: TransformerEnsemble, prompts: Tensor, num_tokens: in
 
 
 def sample_actions(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample actions [...], never of probability 0, by inverse CDF: log_probs [..., A], and uniforms [...] in [0, 1)."""
+    """Sample actions [...], never of probability 0, by inverse CDF: log_probs [..., A], uniforms [...] in [0, 1)."""
     # In float64, because sums of float32 probabilities lose rare actions. Multiplying by the last sum corrects for
     # rounding; the last action needs no bound.
     cumulative_probs = log_probs.double().exp().cumsum(-1)
