@@ -127,12 +127,9 @@ def make_top_k_settings(
 
     steps_after: number of steps with the top-k loss; by default the arm has `STEPS` steps in total, as published.
     """
-    settings: dict[str, object] = {"method": "OPDTopKReverseKL", "top_k": k}
-    if warmup:
-        settings["warmup_steps"] = warmup
-    if steps_after is not None:
-        settings["trainer.total_training_steps"] = warmup + steps_after
-    return {**settings, **others}
+    length: Settings = {} if steps_after is None else {"trainer.total_training_steps": warmup + steps_after}
+    warmup_settings: Settings = {"warmup_steps": warmup} if warmup else {}
+    return {"method": "OPDTopKReverseKL", "top_k": k, **warmup_settings, **length, **others}
 
 
 def scale_steps(settings: Settings, base: DistillationConfig) -> Settings:

@@ -14,7 +14,7 @@ from sandboxes.toys.study import (
     make_toy_family,
     make_toy_study,
 )
-from search_spaces.declaration.study import Contrasts, Study
+from search_spaces.declaration.study import Study
 from trainable.families import DisplayColumn, OutcomeColumn, Settings
 from trainable.runs.records import TOY_TIME_COLUMNS, Column
 
@@ -70,7 +70,6 @@ PEDAGOGY = make_toy_family(
 )
 
 ARMS: Mapping[str, Settings] = {method: {"method": method} for method in ("StudentGRPO", "PedagogicalRL", "TeacherRL")}
-CONTRASTS: Contrasts = {"PedagogicalRL against TeacherRL": (("PedagogicalRL", "TeacherRL"),)}
 
 
 def _make_study(name: str, question: str, settings: Settings) -> Study:
@@ -82,7 +81,7 @@ def _make_study(name: str, question: str, settings: Settings) -> Study:
         baseline="StudentGRPO",
         fixed_settings={"trainer.test_freq": 20, "trainer.resume_every": 100, **settings},
         setting="method",
-        contrasts=CONTRASTS,
+        contrasts={"PedagogicalRL against TeacherRL": (("PedagogicalRL", "TeacherRL"),)},
     )
 
 

@@ -40,8 +40,8 @@ class MemberAdam:
     @torch.no_grad()
     def step(self, gradient: Tensor) -> None:
         """Take one step of Adam, against `gradient` [E, P]."""
-        maxima: list[Tensor] = []  # only amsgrad has them
-        _adam([self.weights], [gradient], [self.exp_avg], [self.exp_avg_sq], maxima, [self.steps], lr=self.lr)
+        # The empty list is for running maxima, which only amsgrad has.
+        _adam([self.weights], [gradient], [self.exp_avg], [self.exp_avg_sq], [], [self.steps], lr=self.lr)
         self._copy_to_parameters()
 
     def _copy_to_parameters(self) -> None:

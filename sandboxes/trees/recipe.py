@@ -79,11 +79,10 @@ class PapersPolicy(PolicyRecipe):
             f"{CHATML.system_prefix}{format_instructions(role, MAX_TURNS, 'compact')}{END_OF_MESSAGE}"
             for role in ("root", "child")
         ]
-        first_user_prefix = CHATML.first_user_prefix.removeprefix(END_OF_MESSAGE)
-        reply_prefix = CHATML.reply_prefix.removeprefix(END_OF_MESSAGE)
         pieces = (
-            PAD, "<|im_start|>", END_OF_MESSAGE, UNKNOWN,
-            *instructions, first_user_prefix, CHATML.next_user_prefix, reply_prefix,
+            PAD, "<|im_start|>", END_OF_MESSAGE, UNKNOWN, *instructions,
+            CHATML.first_user_prefix.removeprefix(END_OF_MESSAGE), CHATML.next_user_prefix,
+            CHATML.reply_prefix.removeprefix(END_OF_MESSAGE),
             f"{' '.join(papers)}\n", "context\n", "Quote every sentence about the ", ".\n",
             *THINGS, "The ", " is ", " metres ", *(f"{name}." for name in PROPERTIES), " stands near the ",
             BLOCK_START, _BLOCK_END, "FINAL(", *code_pieces, "hits = ", "\nprint(hits)", "FINAL(hits)",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from sandboxes.toys.study import estimate_toy_bytes, make_summary_columns, make_toy_family, make_toy_study
 from sandboxes.vector_rewards.settings import VectorRewardConfig
-from search_spaces.declaration.study import Contrasts, Study
+from search_spaces.declaration.study import Study
 from trainable.families import DisplayColumn, OutcomeColumn, Settings
 from trainable.runs.records import TOY_TIME_COLUMNS, Column
 
@@ -77,7 +77,6 @@ ARMS: Mapping[str, Settings] = {
     "MultiRLVR": {"method": "MultiRLVR"},
     "VPOGRPO": {"method": "VPOGRPO"},
 }
-CONTRASTS: Contrasts = {"VPOGRPO against ScalarGRPO": (("VPOGRPO", "ScalarGRPO"),)}
 
 
 def _make_study(name: str, question: str, task: str) -> Study:
@@ -94,7 +93,7 @@ def _make_study(name: str, question: str, task: str) -> Study:
             "trainer.resume_every": 100,
         },
         setting="method",
-        contrasts=CONTRASTS,
+        contrasts={"VPOGRPO against ScalarGRPO": (("VPOGRPO", "ScalarGRPO"),)},
     )
 
 

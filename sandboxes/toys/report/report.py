@@ -47,7 +47,7 @@ from analysis.sweep import findings, series
 from analysis.sweep.verdicts import format_p_value, format_signed
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
-from sandboxes.toys.report import notes, tables
+from sandboxes.toys.report import tables
 from sandboxes.toys.study import Panel
 
 
@@ -90,7 +90,7 @@ class ToyResults(StudyResults):
 
 
 def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
-    rows = _add_differences(results, to_records(notes.select_primary(results.frames, results.statistics)))
+    rows = _add_differences(results, to_records(tables.select_primary(results.frames, results.statistics)))
     for row in rows:
         row["is_baseline"] = row["arm"] == results.study.baseline
         row["verdict"] = "baseline" if row["is_baseline"] else row["verdict"] or "–"
@@ -124,14 +124,14 @@ def _format_verdict(row: Row) -> str:
 VERDICTS: Section[ToyResults] = Section(
     "verdicts",
     "Verdict for each arm",
-    sentences=lambda results: [notes.format_headline(results.frames, results.differences)],
+    sentences=lambda results: [tables.format_headline(results.frames, results.differences)],
     tables=_make_verdict_table,
     explanation=lambda results: _explain_numbers(results),
     when=lambda results: not results.search,
     concludes=True,
 )
 NOTES: Section[ToyResults] = Section(
-    "notes", "Limits of these numbers", sentences=lambda results: notes.make_notes(results.frames), is_warning=True
+    "notes", "Limits of these numbers", sentences=lambda results: tables.make_notes(results.frames), is_warning=True
 )
 
 
@@ -152,7 +152,7 @@ def _explain_numbers(results: ToyResults) -> str:
 
 
 def _draw_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> alt.TopLevelMixin:
-    chance_error = notes.compute_chance_error(results.frames)
+    chance_error = tables.compute_chance_error(results.frames)
     panels: list[Any] = [
         draw_curves(
             runs,
@@ -170,7 +170,7 @@ def _draw_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], resu
 
 
 def _make_curves_caption(results: ToyResults) -> str:
-    chance_error = notes.compute_chance_error(results.frames)
+    chance_error = tables.compute_chance_error(results.frames)
     line = "" if chance_error is None else " A dashed line is the error of random content tokens."
     return (
         "Learning curves. Thick lines are means over the scored runs of an arm, thin lines are runs, and bands are one "
@@ -413,7 +413,7 @@ TOY_REPORT: Report[ToyResults] = Report(
         Section("runs", "All runs", tables=_make_run_tables),
         Section("reproduce", "Reproduce", sentences=list_command_sentences, tables=_make_reproduction_tables),
     ),
-    lambda results: notes.select_primary(results.frames, results.differences)[["arm", "verdict"]].rename(
+    lambda results: tables.select_primary(results.frames, results.differences)[["arm", "verdict"]].rename(
         columns={"verdict": "outcome"}
     ),
     (INDEX_PUBLISHED,),

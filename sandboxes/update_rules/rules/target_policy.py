@@ -49,9 +49,8 @@ def _compute_group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRul
     ids, keep_mask = make_group_ids(rollouts), unflatten_groups(rollouts.keep_mask, rollouts)
     sequence_log_probs = unflatten_groups(select_log_probs(log_probs, rollouts.actions).sum(-1), rollouts)
     skills = group_skills(rollouts.rewards.flatten(), ids).view_as(sequence_log_probs)
-    old_log_probs = torch.zeros_like(sequence_log_probs)
-    if anchored:
-        old_log_probs = unflatten_groups(rollouts.behavior_log_probs.sum(-1), rollouts)
+    behavior_log_probs = unflatten_groups(rollouts.behavior_log_probs.sum(-1), rollouts)
+    old_log_probs = behavior_log_probs if anchored else torch.zeros_like(sequence_log_probs)
     target_fit = fit_target(sequence_log_probs, old_log_probs, skills, ids, config.tpo_eta)
     group_mask = keep_mask.any(-1)  # groups that are trained on
     # A dropped rollout forms a separate group, with a target probability of 1.

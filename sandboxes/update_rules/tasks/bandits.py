@@ -65,9 +65,8 @@ def make_bandit_rollouts(
     rewards = rewards - select_log_probs(cost, actions)
     # `find_mixed_groups` needs scores of 0 and 1, unlike rewards minus costs.
     filter_scores = rewards if action_cost is None else is_solved
-    keep_mask, scalars = keep_all_rollouts(rewards)
-    if is_grouped:
-        keep_mask, scalars = filter_groups(find_mixed_groups(filter_scores, samples_per_prompt), samples_per_prompt)
+    is_mixed = find_mixed_groups(filter_scores, samples_per_prompt)
+    keep_mask, scalars = filter_groups(is_mixed, samples_per_prompt) if is_grouped else keep_all_rollouts(rewards)
     return Rollouts(
         observations=observations,
         actions=actions[..., None],

@@ -42,12 +42,11 @@ class LanguageModelEnsemble:
 
     def compute_logits(self, contexts: Tensor) -> Tensor:
         """Compute logits [E, B, V] of the token after each of contexts [E, B, L], with gradients."""
-        member_weights = {name: weight.unbind() for name, weight in self.weights.items()}
-        logits = []
-        for member, rows in enumerate(contexts):
-            weights = {name: tensors[member] for name, tensors in member_weights.items()}
-            logits.append(functional_call(self.initial_model, weights, (rows,)))
-        return torch.stack(logits)
+        members = zip(*(weight.unbind() for weight in self.weights.values()), strict=True)
+        weights = [dict(zip(self.weights, tensors, strict=True)) for tensors in members]
+        return torch.stack(
+            [functional_call(self.initial_model, weights[e], (rows,)) for e, rows in enumerate(contexts)]
+        )
 
     @torch.no_grad()
     def compute_initial_log_probs(self, contexts: Tensor) -> Tensor:

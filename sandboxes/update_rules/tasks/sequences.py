@@ -57,8 +57,7 @@ class SequenceTask:
         keep_mask, scalars = keep_all_rollouts(rewards)
         if config.rule.has_groups:
             keep_mask, scalars = filter_groups(find_varied_groups(rewards, samples_per_prompt), samples_per_prompt)
-        has_candidates = config.rule.has_candidates
-        candidates = self._sample_candidates(completions, prompts, rngs, step) if has_candidates else None
+        candidates = self._sample_candidates(completions, prompts, rngs, step) if config.rule.has_candidates else None
         return Rollouts(
             observations=torch.cat((self._append_separator(prompts), completions.tokens), dim=-1),
             actions=completions.tokens,

@@ -98,9 +98,9 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         """Make the columns of the sampler and the replay buffer for the batch that was trained on."""
         columns = {_SAMPLER_COLUMNS.get(name, name): value for name, value in replay_draw.rollouts.scalars.items()}
         if self.config.replay_capacity:
-            size = torch.full_like(replay_draw.rollouts.age, len(self.buffer.batches))
-            columns |= {"replay_age": replay_draw.rollouts.age, "replay_size": size}
-            columns |= {"replay_priority": replay_draw.priority}
+            age, size = replay_draw.rollouts.age, len(self.buffer.batches)
+            columns |= {"replay_age": age, "replay_size": torch.full_like(age, size)}
+            columns["replay_priority"] = replay_draw.priority
         return columns
 
     def _update(self, rollouts: Rollouts, is_measured: bool, has_cosine: bool) -> UpdateResult:
@@ -115,10 +115,11 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
 
     def _compute_loss(self, rollouts: Rollouts) -> tuple[Tensor, RuleLoss]:
         """Compute the log-probabilities [E, B, T, A] that the rule learns from, and its loss."""
-        if self.config.rule.is_teacher_forced:
-            log_probs = self.task.compute_oracle_log_probs(self.models, rollouts)
-        else:
-            log_probs = self.task.compute_logits(self.models, rollouts).log_softmax(-1)
+        log_probs = (
+            self.task.compute_oracle_log_probs(self.models, rollouts)
+            if self.config.rule.is_teacher_forced
+            else self.task.compute_logits(self.models, rollouts).log_softmax(-1)
+        )
         return log_probs, self.objective(rollouts, log_probs, self.config)
 
     def _start_measuring(self, rollouts: Rollouts, has_cosine: bool) -> Callable[[Tensor, RuleLoss], dict[str, Tensor]]:

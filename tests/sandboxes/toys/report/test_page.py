@@ -13,8 +13,8 @@ from analysis.data.load import load
 from analysis.report import pages
 from analysis.report.page import draw_sections, render_page, view_sections
 from sandboxes.toys.published.reproduction import compare_to_published, format_sentences
-from sandboxes.toys.report.notes import compute_chance_error, make_notes
 from sandboxes.toys.report.report import ToyResults
+from sandboxes.toys.report.tables import compute_chance_error, make_notes
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
