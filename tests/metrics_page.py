@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sandboxes.distillation import records as distillation
-from sandboxes.pedagogy import records as pedagogy
+from sandboxes.distillation import family as distillation
+from sandboxes.pedagogy import study as pedagogy
 from sandboxes.update_rules import records as update_rules
-from sandboxes.vector_rewards import records as vector_rewards
+from sandboxes.vector_rewards import study as vector_rewards
 from trainable.runs.records import (
     GRADIENT_COLUMNS,
     GRADIENT_GROUP_COLUMNS,

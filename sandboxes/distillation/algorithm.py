@@ -96,10 +96,7 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
         if self.direction is None:
             return UpdateResult(metrics, descend(self.optimizer, loss))
         gradient = self.optimizer.compute_gradient(loss)
-        metrics |= {
-            "gradient_projection": (gradient * self.direction).sum(1),
-            "gradient_norm": gradient.norm(dim=1),
-        }
+        metrics |= {"gradient_projection": (gradient * self.direction).sum(1), "gradient_norm": gradient.norm(dim=1)}
         is_finite = gradient.isfinite().all(dim=1).tolist()
         return UpdateResult(metrics, [[] if finite else ["gradient"] for finite in is_finite])
 
@@ -123,19 +120,17 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
     def _measure(self, student: Tensor, batch: DistillationBatch) -> dict[str, Tensor]:
         """Measure the columns of the batch before the step, [E] each. student: [E, B, T, A] log-probabilities."""
         config, teacher = self.config, batch.teacher_log_probs
-        sampled_kl = batch.behavior_log_probs - select_log_probs(teacher, batch.actions)
         student_entropy, teacher_entropy = entropy_from_logits(student), entropy_from_logits(teacher)
         k = min(config.overlap_k, config.num_actions)
-        overlap = losses.select_support(student, teacher, k, "intersection").mask.sum(-1) / k
         means = {
             "reverse_kl": full_kl(student, teacher),
             "forward_kl": full_kl(teacher, student),
-            "sampled_reverse_kl": sampled_kl,
+            "sampled_reverse_kl": batch.behavior_log_probs - select_log_probs(teacher, batch.actions),
             "student_entropy": student_entropy,
             "teacher_entropy": teacher_entropy,
             "entropy_gap": student_entropy - teacher_entropy,
             "top1_agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),
-            "overlap_at_k": overlap,
+            "overlap_at_k": losses.select_support(student, teacher, k, "intersection").mask.sum(-1) / k,
         }
         if config.method == TOP_K:
             support = losses.select_support(student, teacher, config.top_k, config.top_k_support)

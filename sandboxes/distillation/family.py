@@ -4,16 +4,54 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from sandboxes.distillation.records import STEP_COLUMNS, TRIAL_COLUMNS
 from sandboxes.distillation.settings import DistillationConfig
 from sandboxes.toys.study import (
     count_transformer_parameters,
     estimate_toy_bytes,
     make_log_columns,
+    make_summary_columns,
     make_toy_family,
     make_toy_study,
 )
 from trainable.families import DisplayColumn, OutcomeColumn, Settings
+from trainable.runs.records import TOY_TIME_COLUMNS, Column
+
+STEP_COLUMNS: tuple[Column, ...] = (
+    Column("test_error", "fraction", "wrong tokens among the greedily decoded ones, on new prompts"),
+    Column("entropy", "nats", "mean entropy of the student along the greedy sequences"),
+    Column("greedy_separator_rate", "fraction", "separators (which are never correct) among the greedy tokens"),
+    Column("loss", "1", "the loss of the step"),
+    Column("reward", "fraction", "mean reward of the sampled sequences; nothing trains on it"),
+    Column("reverse_kl", "nats", "exact KL(student || teacher), mean over the sampled positions"),
+    Column("forward_kl", "nats", "exact KL(teacher || student) at the same positions"),
+    Column("sampled_reverse_kl", "nats", "mean of log student - log teacher of the sampled tokens"),
+    Column("student_entropy", "nats", "mean entropy of the student at the sampled positions"),
+    Column("teacher_entropy", "nats", "mean entropy of the teacher at the sampled positions"),
+    Column("entropy_gap", "nats", "student_entropy - teacher_entropy"),
+    Column("top1_agreement", "fraction", "positions at which both have the same most likely token"),
+    Column("overlap_at_k", "fraction", "the student's overlap_k most likely tokens that are among the teacher's too"),
+    Column("student_topk_mass", "1", "OPDTopKReverseKL: probability that the student gives to the support"),
+    Column("teacher_topk_mass", "1", "OPDTopKReverseKL: probability that the teacher gives to the support"),
+    Column("topk_support_size", "tokens", "OPDTopKReverseKL: mean size of the support"),
+    Column("is_warmup", "1", "1 in the steps before the switch to the top-k loss, otherwise 0"),
+    Column("gradient_projection", "1", "measures_variance: projection of the gradient on a fixed random unit vector"),
+    Column("gradient_norm", "1", "measures_variance: norm of the gradient"),
+    *TOY_TIME_COLUMNS,
+)
+"""A row is one evaluation, of the weights before the step. Columns of a batch describe it before the step's update; the
+last row has none. Source: the published diagnostics, which have the prefix `diag_`."""
+TRIAL_COLUMNS: tuple[Column, ...] = (
+    *make_summary_columns(
+        STEP_COLUMNS,
+        "late_test_error final_test_error final_entropy final_greedy_separator_rate last_reverse_kl "
+        "last_top1_agreement last_overlap_at_k last_reward last_student_topk_mass last_teacher_topk_mass",
+    ),
+    Column("switch_test_error", "fraction", "test_error at the switch from the warm-up to the top-k loss"),
+    Column("error_since_switch", "fraction", "final_test_error - switch_test_error"),
+    Column("gradient_variance", "1", "measures_variance: variance (divisor n - 1) of gradient_projection"),
+    Column("log10_gradient_variance", "decades", "measures_variance: decimal logarithm of gradient_variance"),
+    Column("mean_gradient_norm", "1", "measures_variance: mean of gradient_norm over the batches"),
+)
 
 STEPS = 300
 """Number of steps of the published studies."""
@@ -43,21 +81,9 @@ DISTILLATION = make_toy_family(
     outcomes=(
         OutcomeColumn("late_test_error", 0.05, "it is the outcome that a student should improve", is_common=True),
         OutcomeColumn("final_test_error", 0.05),
-        OutcomeColumn(
-            "final_entropy",
-            0.1,
-            "it shows whether the student has committed itself; a uniform student has the logarithm of the number of "
-            "tokens",
-            is_common=True,
-        ),
-        OutcomeColumn(
-            "last_reverse_kl", 0.1, "it is the exact divergence that every loss here stands for", is_common=True
-        ),
-        OutcomeColumn(
-            "error_since_switch",
-            0.05,
-            "it shows whether a run keeps what its warm-up taught; negative if it goes on learning",
-        ),
+        OutcomeColumn("final_entropy", 0.1, "it shows whether the student has committed itself", is_common=True),
+        OutcomeColumn("last_reverse_kl", 0.1, "it is the divergence that every loss stands for", is_common=True),
+        OutcomeColumn("error_since_switch", 0.05, "it is positive if a run loses what its warm-up taught"),
     ),
     is_higher_better=False,
     remarks="sandboxes.distillation.settings:REMARKS",
@@ -68,14 +94,7 @@ DISTILLATION = make_toy_family(
         DisplayColumn("entropy", "entropy", ".3f"),
         DisplayColumn("reverse_kl", "reverse KL", ".3f"),
     ),
-    log_formats={
-        "test_error": ".4f",
-        "entropy": ".4f",
-        "reverse_kl": ".4f",
-        "top1_agreement": ".4f",
-        "reward": ".4f",
-        "loss": ".5f",
-    },
+    log_columns=("test_error", "entropy", "reverse_kl", "top1_agreement", "reward", "loss"),
 )
 """Studies that train a student."""
 
@@ -84,28 +103,15 @@ GRADIENT_VARIANCE = replace(
     name="gradient_variance",
     estimate_step_seconds=lambda config: 10e-3 * config.batch_size / 16,
     outcomes=(
-        OutcomeColumn(
-            "log10_gradient_variance", 0.1, "it is what an estimator adds to the gradient as noise", is_common=True
-        ),
-        OutcomeColumn(
-            "mean_gradient_norm",
-            contrast="it shows the scale of the gradient, which a normalization changes too",
-            is_common=True,
-        ),
+        OutcomeColumn("log10_gradient_variance", 0.1, "it is the noise of an estimator's gradient", is_common=True),
+        OutcomeColumn("mean_gradient_norm", contrast="it shows the scale of the gradient", is_common=True),
     ),
     description="sandboxes.distillation.read:GRADIENT_VARIANCE_DESCRIPTION",
     progress_columns=(
         DisplayColumn("gradient_norm", "gradient norm", ".3g"),
         DisplayColumn("gradient_projection", "projection", ".3g"),
     ),
-    log_columns=make_log_columns(
-        {
-            "gradient_norm": ".5g",
-            "gradient_projection": ".5g",
-            "loss": ".5f",
-            "seconds": ".2f",
-        }
-    ),
+    log_columns=make_log_columns({"gradient_norm": ".5g", "gradient_projection": ".5g", "loss": ".5f"}),
 )
 """Studies without training, which measure how much an untrained student's gradient varies between batches."""
 
@@ -133,12 +139,10 @@ def scale_steps(settings: Settings, base: DistillationConfig) -> Settings:
     rounded down to multiples of the evaluation interval, so that the switch is evaluated, unless they would become 0.
     """
     length, interval = base.trainer.total_training_steps, base.trainer.test_freq
-    if length == STEPS:
-        return settings
-    scaled_settings = {}
+    scaled_settings = dict(settings)
     for key in ("warmup_steps", "trainer.total_training_steps"):
         value = settings.get(key)
-        if isinstance(value, int):
+        if isinstance(value, int) and length != STEPS:
             steps = max(1, value * length // STEPS)
             scaled_settings[key] = steps // interval * interval or steps
-    return {**settings, **scaled_settings}
+    return scaled_settings

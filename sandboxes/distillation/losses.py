@@ -15,10 +15,7 @@ from trainable.algo.losses import full_kl
 
 
 class TopKSupport(NamedTuple):
-    """The tokens over which a truncated divergence sums.
-
-    mask: [..., A] bool. student_mass, teacher_mass: [...] the probability that each policy assigns to them.
-    """
+    """The tokens [..., A] over which a truncated divergence sums, and the probability [...] of them in each policy."""
 
     mask: Tensor
     student_mass: Tensor
@@ -26,19 +23,13 @@ class TopKSupport(NamedTuple):
 
 
 def reverse_kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Compute the mean [E] over B and T of the exact KL(p‖q) = Σ_a p (log p − log q), with all gradients through p.
-
-    student, teacher: [E, B, T, A] log-probabilities.
-    """
+    """Compute the mean [E] over B and T of the exact KL(p‖q) = Σ_a p (log p − log q), with all gradients through p."""
     return full_kl(student, teacher).mean((1, 2))
 
 
 @torch.no_grad()
 def select_support(student: Tensor, teacher: Tensor, k: int, support: Support) -> TopKSupport:
-    """Select the k most likely tokens of the student, of the teacher, or of both; k is capped at A.
-
-    student, teacher: [..., A] log-probabilities. The selection has no gradient.
-    """
+    """Select the k most likely tokens of the student, the teacher or both; arguments are log-probabilities [..., A]."""
     masks = {"student": _mark_top_k(student, k), "teacher": _mark_top_k(teacher, k)}
     mask = masks["student"] & masks["teacher"] if support == "intersection" else masks[support]
     student_mass, teacher_mass = ((log_probs.exp() * mask).sum(-1) for log_probs in (student, teacher))
@@ -55,15 +46,9 @@ def truncated_reverse_kl_loss(student: Tensor, teacher: Tensor, mask: Tensor, no
 
     Without `normalize`, p and q are not normalized over S, as published. The sum is then not a divergence: moving the
     student's mass out of S, where nothing penalizes it, lowers the sum, and its minimum is negative. With `normalize`,
-    it is the KL of the two policies given S.
+    it is the KL of the two policies given S. If S contains all tokens, both equal `reverse_kl_loss`.
 
-    Args:
-        student: [E, B, T, A] log p, with gradients.
-        teacher: [E, B, T, A] log q.
-        mask: [E, B, T, A] bool, S. Where it is empty (an intersection), the term is 0.
-        normalize: whether to normalize p and q over S.
-
-    Degenerate: if S contains all tokens, both variants equal `reverse_kl_loss`.
+    student, teacher: [E, B, T, A] log p and log q. mask: [E, B, T, A] bool, S; where it is empty, the term is 0.
     """
     if normalize:
         # An empty support would normalize over nothing; the mask of the sum below makes its term 0.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
-from sandboxes.distillation.records import TRIAL_COLUMNS
-from sandboxes.toys.report.descriptions import ERROR_PANEL, Description, Panel
+from sandboxes.distillation.family import TRIAL_COLUMNS
+from sandboxes.toys.study import ERROR_PANEL, Description, Panel
 
 
 def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
@@ -44,8 +44,5 @@ GRADIENT_VARIANCE_DESCRIPTION = Description(
     outcome="the logarithm of the gradient's variance",
     number="log10 of the variance",
     panels=(Panel("gradient_projection", "projection of the gradient"), Panel("gradient_norm", "gradient norm")),
-    run_columns={
-        "log10_gradient_variance": "log10 of the variance",
-        "mean_gradient_norm": "mean gradient norm",
-    },
+    run_columns={"log10_gradient_variance": "log10 of the variance", "mean_gradient_norm": "mean gradient norm"},
 )

@@ -12,7 +12,6 @@ from sandboxes.toys.settings import (
     RunnerConfig,
     ToyRunConfig,
     count_transformer_entries,
-    get_first_reason,
     reject_heads,
     reject_large_tensors,
 )
@@ -33,9 +32,7 @@ MAX_TENSOR_ENTRIES = 2**30
 class DistillationRunnerConfig(RunnerConfig):
     """Length, evaluation, checkpoints and machine of a run."""
 
-    total_training_steps: Common[int] = Field(
-        500, ge=1, le=100_000, description="training steps, one batch of sampled sequences each; alias num_steps"
-    )
+    total_training_steps: Common[int] = Field(500, ge=1, le=100_000, description="training steps; alias num_steps")
 
 
 class DistillationConfig(ToyRunConfig):
@@ -71,36 +68,25 @@ class DistillationConfig(ToyRunConfig):
     lr: Common[Positive] = Field(1e-3, description="learning rate of Adam")
     vocab_size: Common[int] = Field(2, ge=1, description="number of content tokens, without the separator")
     seq_len: Common[int] = Field(10, ge=1, description="tokens to produce")
-    max_seq_len: int = Field(
-        0, ge=0, description="longest seq_len that the model has positions for; 0: seq_len, without spare positions"
-    )
+    max_seq_len: int = Field(0, ge=0, description="longest seq_len that the model has positions for; 0: seq_len")
     d_model: int = Field(64, ge=1, description="width of the transformer")
     nhead: int = Field(2, ge=1, description="attention heads")
     num_layers: int = Field(2, ge=1, le=1_000, description="transformer blocks")
     teacher_epsilon: float = Field(
-        1e-3, gt=0, lt=1, description="reversal, format_answer: probability that the teacher gives to all wrong tokens"
+        1e-3, gt=0, lt=1, description="reversal, format_answer: the teacher's probability of wrong tokens"
     )
     teacher_temperature: Common[Positive] = Field(1.0, description="soft_reversal: breadth of the teacher")
-    special_token_weight: Common[Positive] = Field(
-        0.02, description="soft_reversal: weight of the separator; the best token has a weight of about 1"
-    )
+    special_token_weight: Common[Positive] = Field(0.02, description="soft_reversal: weight of the separator")
     clip_epsilon: NonNegative = Field(0.2, lt=1, description="OPDPG: clip range of the ratio, which is 1 on policy")
     overlap_k: int = Field(2, ge=1, description="k of the column overlap_at_k")
     top_k: Common[int] = Field(2, ge=1, description="OPDTopKReverseKL: tokens of the support")
     top_k_support: Common[Support] = Field("student", description="OPDTopKReverseKL: whose most likely tokens count")
     normalize_top_k: Common[bool] = Field(
-        False,
-        description="OPDTopKReverseKL: normalize both policies over the support, which makes the sum a divergence",
+        False, description="OPDTopKReverseKL: normalize both policies over the support"
     )
-    warmup_steps: Common[int] = Field(
-        0, ge=0, description="OPDTopKReverseKL: first steps, which use the exact reverse KL instead"
-    )
-    sequence_mean: bool = Field(
-        False, description="OPDSequencePG: mean over the tokens of a sequence, as the other losses; false: their sum"
-    )
-    measures_variance: bool = Field(
-        False, description="take no step, and record a projection and the norm of each batch's gradient"
-    )
+    warmup_steps: Common[int] = Field(0, ge=0, description="OPDTopKReverseKL: first steps, with the exact KL")
+    sequence_mean: bool = Field(False, description="OPDSequencePG: mean over tokens, as the other losses; false: sum")
+    measures_variance: bool = Field(False, description="take no step, but measure each batch's gradient")
     trainer: DistillationRunnerConfig = DistillationRunnerConfig()
 
     @property
@@ -113,14 +99,14 @@ class DistillationConfig(ToyRunConfig):
         """Number of positions of the model: a prompt, the separator and an answer of the maximum length."""
         return 2 * max(self.seq_len, self.max_seq_len) + 1
 
-    def explain_rejection(self) -> str | None:
+    def list_rejections(self) -> dict[str, bool]:
         """See `ToyRunConfig`."""
         entries = max(
             count_transformer_entries(self),
             max(self.batch_size, EVAL_PROMPTS) * self.seq_len * self.num_actions,
             self.num_actions**2,
         )
-        reasons = {
+        return {
             **reject_heads(self),
             "task=format_answer adds the first two tokens of the prompt: set seq_len=2 or more": (
                 self.task == "format_answer" and self.seq_len < 2
@@ -148,14 +134,12 @@ class DistillationConfig(ToyRunConfig):
                 *("batch_size", "seq_len", "max_seq_len", "vocab_size", "d_model", "num_layers"),
             ),
         }
-        return get_first_reason(reasons)
 
 
 REMARKS: tuple[Remark, ...] = (
     Remark(
         lambda c: c.normalize_top_k and min(c.top_k, c.num_actions) == 1,
-        "normalize_top_k=true with top_k=1 makes both policies 1 on the only token: the loss is 0, and nothing is "
-        "learned",
+        "normalize_top_k=true with top_k=1 makes both policies 1 on the only token: nothing is learned",
     ),
     Remark(
         lambda c: c.method == TOP_K and c.top_k >= c.num_actions,

@@ -84,10 +84,8 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
             policies["teacher_"] = (self.teacher, self.task.make_teacher_prompts(inputs))
         for prefix, (models, prompts) in policies.items():
             tokens, log_probs = decode_greedily(models, prompts, self.config.completion_len)
-            columns |= {
-                f"{prefix}test_error": 1 - self.task.grade(inputs, tokens).mean(1),
-                f"{prefix}entropy": entropy_from_logits(log_probs).mean((1, 2)),
-            }
+            error, entropy = 1 - self.task.grade(inputs, tokens).mean(1), entropy_from_logits(log_probs).mean((1, 2))
+            columns |= {f"{prefix}test_error": error, f"{prefix}entropy": entropy}
         return columns
 
     def sample(self, step: int) -> LessonBatch:
@@ -147,18 +145,13 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         """Take one step of the teacher; the student only judges its completions."""
         config = self.config
         with torch.no_grad():
-            student_log_probs = self._compute_log_probs(
-                self.student, self.task.make_student_prompts(batch.inputs), batch.actions
-            )
+            student_log_probs = self._compute_student_log_probs(batch)
             gaps = losses.compute_surprise_gaps(student_log_probs, batch.actions)
             surprisal = -select_log_probs(student_log_probs, batch.actions)
         penalty = losses.compute_spike_penalty(gaps, config.spike_beta)
         learnability = losses.compute_learnability(penalty, config.learnability_lambda)
-        rewards = (
-            batch.task_rewards * learnability
-            if config.method == "PedagogicalRL"
-            else batch.task_rewards - config.learnability_lambda * surprisal.mean(-1)
-        )
+        penalized = batch.task_rewards - config.learnability_lambda * surprisal.mean(-1)
+        rewards = batch.task_rewards * learnability if config.method == "PedagogicalRL" else penalized
         prompts = self.task.make_teacher_prompts(batch.inputs)
         loss, advantages = self._compute_grpo_loss(self.teacher, prompts, batch, rewards)
         return descend(self.teacher_optimizer, loss), {
@@ -177,15 +170,10 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
     def _imitate(self, lessons: LessonBatch) -> tuple[list[list[str]], dict[str, Tensor]]:
         """Take one step of the student on the teacher's completions, right or wrong."""
         config = self.config
-        log_probs = select_log_probs(
-            self._compute_log_probs(self.student, self.task.make_student_prompts(lessons.inputs), lessons.actions),
-            lessons.actions,
-        )
-        gate = (
-            losses.compute_gate(log_probs, config.gate_kappa, config.gate_gamma)
-            if config.method == "PedagogicalRL"
-            else torch.ones_like(log_probs)
-        )
+        log_probs = self._compute_student_log_probs(lessons)
+        log_probs, is_gated = select_log_probs(log_probs, lessons.actions), config.method == "PedagogicalRL"
+        gates = losses.compute_gate(log_probs, config.gate_kappa, config.gate_gamma)
+        gate = gates if is_gated else torch.ones_like(log_probs)
         loss = losses.gated_imitation_loss(log_probs, gate)
         return descend(self.student_optimizer, loss), {
             "student_loss": loss.detach(),
@@ -210,6 +198,9 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         """Compute log-probabilities [E, B, T, A] at the positions of actions [E, B, T] after prompts [E, B, L]."""
         tokens = torch.cat((prompts, actions[..., :-1]), dim=-1)
         return models.compute_logits(tokens, actions.shape[-1]).log_softmax(-1)
+
+    def _compute_student_log_probs(self, batch: LessonBatch) -> Tensor:
+        return self._compute_log_probs(self.student, self.task.make_student_prompts(batch.inputs), batch.actions)
 
     def _compute_mixed_rate(self, task_rewards: Tensor) -> Tensor:
         """Compute the fraction [E] of groups that contain both right and wrong answers."""

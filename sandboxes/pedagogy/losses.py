@@ -12,10 +12,7 @@ from sandboxes.toys.decoding import select_log_probs
 
 
 def compute_surprise_gaps(student_log_probs: Tensor, actions: Tensor) -> Tensor:
-    """Compute g_t = max_a log p(a) − log p(a_t) [E, B, T], at least 0: how far a token is from the student's best one.
-
-    student_log_probs: [E, B, T, A]. actions: [E, B, T].
-    """
+    """Compute g_t = max_a log p(a) − log p(a_t) [E, B, T] >= 0 from log-probabilities [E, B, T, A] and actions a_t."""
     return student_log_probs.amax(-1) - select_log_probs(student_log_probs, actions)
 
 
@@ -41,11 +38,6 @@ def compute_gate(action_log_probs: Tensor, kappa: float, gamma: float) -> Tensor
 def gated_imitation_loss(action_log_probs: Tensor, gate: Tensor) -> Tensor:
     """Compute the mean [E] over completions of Σ_t w_t (−log p_t) / max(Σ_t w_t, 1e-8).
 
-    Due to the normalization per completion, the gate moves weight between its tokens without changing the total.
-
-    Args:
-        action_log_probs: [E, B, T] log p of the teacher's tokens.
-        gate: [E, B, T] w.
+    The gate w [E, B, T] moves weight between the tokens of a completion without changing the total.
     """
-    weighted = (gate * -action_log_probs).sum(-1) / gate.sum(-1).clamp(min=1e-8)
-    return weighted.mean(-1)
+    return ((gate * -action_log_probs).sum(-1) / gate.sum(-1).clamp(min=1e-8)).mean(-1)

@@ -3,8 +3,8 @@
 from functools import partial
 
 from analysis.data.summaries import summarize_by_prefix
-from sandboxes.pedagogy.records import TRIAL_COLUMNS
-from sandboxes.toys.report.descriptions import ERROR_PANEL, Description, Panel
+from sandboxes.pedagogy.study import TRIAL_COLUMNS
+from sandboxes.toys.study import ERROR_PANEL, Description, Panel
 
 summarize_run = partial(summarize_by_prefix, trial_columns=TRIAL_COLUMNS)
 """See `trainable.families.Family.summarize`."""

@@ -9,7 +9,6 @@ from sandboxes.toys.settings import (
     RunnerConfig,
     ToyRunConfig,
     count_transformer_entries,
-    get_first_reason,
     reject_heads,
     reject_large_tensors,
     reject_partial_groups,
@@ -29,9 +28,7 @@ MAX_TENSOR_ENTRIES = 2**28
 class PedagogyRunnerConfig(RunnerConfig):
     """Length, evaluation, checkpoints and machine of a run."""
 
-    total_training_steps: Common[int] = Field(
-        300, ge=1, le=100_000, description="iterations of the updates of teacher and student; alias num_steps"
-    )
+    total_training_steps: Common[int] = Field(300, ge=1, le=100_000, description="iterations; alias num_steps")
 
 
 class PedagogyConfig(ToyRunConfig):
@@ -41,10 +38,7 @@ class PedagogyConfig(ToyRunConfig):
     conditions: ClassVar[tuple[ReadCondition, ...]] = (
         *derive_conditions(
             "method",
-            {
-                "PedagogicalRL": (*_TEACHER_SETTINGS, "gate_kappa", "gate_gamma"),
-                "TeacherRL": _TEACHER_SETTINGS,
-            },
+            {"PedagogicalRL": (*_TEACHER_SETTINGS, "gate_kappa", "gate_gamma"), "TeacherRL": _TEACHER_SETTINGS},
         ),
         CLIP_CONDITION,
     )
@@ -65,10 +59,10 @@ class PedagogyConfig(ToyRunConfig):
     teacher_steps: int = Field(1, ge=0, le=1_000, description="updates of the teacher per iteration")
     student_steps: int = Field(1, ge=1, le=1_000, description="updates of the student per iteration")
     spike_beta: Common[Positive] = Field(
-        5.0, description="PedagogicalRL: from the mean of the surprise gaps (towards 0) to their maximum (large)"
+        5.0, description="PedagogicalRL: 0: mean of surprise gaps, large: their maximum"
     )
     learnability_lambda: Common[NonNegative] = Field(
-        0.5, description="PedagogicalRL: decay of the learnability; TeacherRL: weight of the student's surprise"
+        0.5, description="decay of the learnability, or weight of the surprise"
     )
     gate_kappa: Positive = Field(4.0, description="PedagogicalRL: steepness of the gate of the student's imitation")
     gate_gamma: Finite = Field(-2.5, description="PedagogicalRL: log-probability at which the gate is half open")
@@ -88,13 +82,12 @@ class PedagogyConfig(ToyRunConfig):
         """Number of positions: the teacher's prompt (two inputs, separator, answer, separator) and a completion."""
         return 4 + self.answer_len + self.completion_len
 
-    def explain_rejection(self) -> str | None:
+    def list_rejections(self) -> dict[str, bool]:
         """See `ToyRunConfig`."""
         entries = max(
-            count_transformer_entries(self),
-            max(self.batch_size, EVAL_PROMPTS) * self.completion_len * self.num_actions,
+            count_transformer_entries(self), max(self.batch_size, EVAL_PROMPTS) * self.completion_len * self.num_actions
         )
-        reasons = {
+        return {
             **reject_heads(self),
             **reject_partial_groups(self),
             f"answer_len={self.answer_len} does not fit into completion_len={self.completion_len}: set completion_len="
@@ -109,4 +102,3 @@ class PedagogyConfig(ToyRunConfig):
                 *("batch_size", "completion_len", "content_vocab_size", "d_model", "num_layers"),
             ),
         }
-        return get_first_reason(reasons)

@@ -34,16 +34,10 @@ def generate_completions(
     uniforms: Tensor | None = None,
     samples_per_prompt: int = 1,
 ) -> Completions:
-    """Generate `num_tokens` tokens after each prompt, `samples_per_prompt` times.
+    """Generate `num_tokens` (T) tokens after each of prompts [E, P, L], `samples_per_prompt` (S) times.
 
-    A prompt is processed only once; the last generated token is never fed back.
-
-    Args:
-        models: E transformers.
-        prompts: [E, P, L].
-        num_tokens: T, the length of every completion.
-            uniforms: [E, P S, T] in [0, 1), from which tokens are sampled; None: greedy decoding.
-        samples_per_prompt: S. The rows i S ... (i + 1) S - 1 of the result belong to prompt i.
+    uniforms: [E, P S, T] in [0, 1), from which tokens are sampled; None: greedy decoding. Rows i S ... (i + 1) S - 1 of
+    the result belong to prompt i, which is processed only once.
     """
     folded_weights, length = models.fold_weights(), prompts.shape[-1]
     hidden, keys_values = models.read_tokens(folded_weights, prompts, num_last=1)
@@ -51,11 +45,7 @@ def generate_completions(
     # One slot fewer than tokens, because the last generated token is never fed back.
     padding = (0, 0, 0, num_tokens - 1)
     caches = [
-        (
-            F.pad(keys.repeat_interleave(samples_per_prompt, dim=1), padding),
-            F.pad(values.repeat_interleave(samples_per_prompt, dim=1), padding),
-        )
-        for keys, values in keys_values
+        [F.pad(tensor.repeat_interleave(samples_per_prompt, dim=1), padding) for tensor in pair] for pair in keys_values
     ]
     tokens = torch.empty(*last_hidden.shape[:2], num_tokens, dtype=torch.int64)
     log_probs = last_hidden.new_empty(*last_hidden.shape[:2], num_tokens, models.shape.vocab_size)
@@ -77,10 +67,7 @@ def decode_greedily(models: TransformerEnsemble, prompts: Tensor, num_tokens: in
 
 
 def sample_actions(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample actions [...] from log_probs [..., A] by inverse CDF, with uniforms [...] in [0, 1).
-
-    An action of probability 0 is never drawn.
-    """
+    """Sample actions [...], never of probability 0, by inverse CDF: log_probs [..., A], uniforms [...] in [0, 1)."""
     # In float64, because sums of float32 probabilities lose rare actions. Multiplying by the last sum corrects for
     # rounding; the last action needs no bound.
     cumulative_probs = log_probs.double().exp().cumsum(-1)
@@ -96,13 +83,10 @@ def _decode_step(
     models: TransformerEnsemble,
     folded_weights: FoldedWeights,
     tokens: Tensor,
-    caches: list[tuple[Tensor, Tensor]],
+    caches: list[list[Tensor]],
     position: int,
 ) -> Tensor:
-    """Process tokens [E, B, 1] at `position`, filling the caches; returns hidden states [E, B, 1, d] after all blocks.
-
-    caches: keys and values of each block, [E, B, heads, slots, d / heads] each.
-    """
+    """Process tokens [E, B, 1] at `position`, filling the caches of all blocks; returns hidden states [E, B, 1, d]."""
     hidden = embed_tokens(folded_weights, tokens, position)
     for block, (keys, values) in zip(folded_weights.blocks, caches, strict=True):
         normed_hidden = layer_norm(hidden)

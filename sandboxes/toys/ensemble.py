@@ -68,10 +68,7 @@ class Algorithm(Generic[Batch]):
         return {}
 
     def load(self, tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the results of `get_tensors` and (one per member) `get_values`.
-
-        Raises KeyError, TypeError, RuntimeError or ValueError if they do not fit.
-        """
+        """Continue from the results of `get_tensors` and `get_values`. Errors if they do not fit: see `load_states`."""
         for prefix, optimizer in self.optimizers.items():
             optimizer.load_state_dict(select_prefix(tensors, prefix))
 
@@ -80,12 +77,8 @@ class EnsembleTrainer:
     """Trains one model per seed, all with the same configuration.
 
     When a member ends, the others continue as if it had never been there, up to rounding in sums whose order depends on
-    the number of members.
-
-    Args:
-        config: the configuration; its seed is ignored.
-        seeds: different numbers, one per member.
-        make_algorithm: maps the configuration and seeds to the algorithm of these members before the first step.
+    the number of members. The seed of `config` is ignored. make_algorithm: maps the configuration and seeds to the
+    algorithm of these members before the first step.
     """
 
     def __init__(
@@ -100,7 +93,6 @@ class EnsembleTrainer:
         self.seeds = tuple(seeds)
         """The members that are still training."""
         self.algorithm = make_algorithm(config, self.seeds)
-        """The algorithm of these members."""
         self.step_index = 0
         self.final_states: dict[int, TrainerState] = {}
         """Last state of each member that ended by a rule or the last step. Members that failed have none."""
@@ -120,8 +112,7 @@ class EnsembleTrainer:
         with torch.no_grad():
             evaluation = self.algorithm.evaluate(step) if is_row else {}
             batch = self.algorithm.sample(step)
-        # So far, nothing in the trainer has changed, and random numbers depend on the step alone. So the members that
-        # continue can repeat the step and draw the same batch.
+        # Nothing in the trainer has changed yet, so the members that continue can repeat the step with the same batch.
         if stop_columns := self.algorithm.find_stops(batch, step):
             return self._end_members(stop_columns)
         before_update()
@@ -194,7 +185,6 @@ class EnsembleTrainer:
             "seconds": self._measure_elapsed(),
             "seconds_at_row": self._seconds_at_last_row,
         }
-        # `slice_member` takes this member's slice of the tensors of all members.
         return TrainerState(slice_member(self.algorithm.get_tensors(), member), values)
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
@@ -213,16 +203,14 @@ class EnsembleTrainer:
 
     def _load_states(self, states: Sequence[TrainerState]) -> None:
         values = [state.values for state in states]
-        if len({value["step"] for value in values}) > 1:
-            raise ValueError(
-                f"The states are from the steps {[value['step'] for value in values]}, but members that continue "
-                "together must have the same step."
-            )
+        steps = [value["step"] for value in values]
+        if len(set(steps)) > 1:
+            raise ValueError(f"The states are from the steps {steps}, but members continue together at one step.")
         tensors = stack_members([state.tensors for state in states])
         self.seeds = tuple(value["seed"] for value in values)
         self.algorithm = self._make_algorithm(self.config, self.seeds)
         self.algorithm.load(tensors, values)
-        self.step_index = values[0]["step"]
+        self.step_index = steps[0]
         self._start_time = time.perf_counter()
         self._resumed_seconds = values[0]["seconds"]
         self._seconds_at_last_row = values[0]["seconds_at_row"]

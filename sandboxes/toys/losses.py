@@ -14,10 +14,8 @@ _NO_DUAL_CLIP = 1e9
 def group_advantages(scores: Tensor, ids: Tensor, divide_by_std: bool) -> Tensor:
     """Compute group-relative advantages G [N]: (R − mean) / (std + 1e-8), or R − mean.
 
-    Args:
-        scores: [N] R.
-            ids: [N] numbers, equal within a group.
-        divide_by_std: whether to divide by the std (divisor K). Then G = 0 in a group whose std is at most 1e-8.
+    scores: [N] R. ids: [N] numbers, equal within a group. With `divide_by_std` (divisor K), G = 0 in a group whose std
+    is at most 1e-8.
     """
     mask = torch.ones_like(scores, dtype=torch.bool).unsqueeze(1)
     advantages = group_relative(scores, ids, mask, divide_by_std, correction=0, std_floor=STD_FLOOR, min_std=STD_FLOOR)

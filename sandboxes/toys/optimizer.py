@@ -1,6 +1,7 @@
 """Adam for an ensemble: each member is one row of weights, gradients and moments, with a separate norm and failures."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch.optim.adam import adam
 
 from trainable.runs.nonfinite import find_nonfinite_gradients, find_nonfinite_losses
 
+_adam = partial(adam, fused=True, amsgrad=False, maximize=False, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8)
 MAX_GRAD_NORM = 1.0
 """Each member's gradient is clipped to this norm."""
 
@@ -15,12 +17,10 @@ MAX_GRAD_NORM = 1.0
 class MemberAdam:
     """Adam, with torch's defaults, for E models whose weights are stacked along the first axis.
 
-    parameters: by name, [E, ...] each. Their values are kept as one matrix [E, P], with a member's P weights in the
-    order of `parameters`, so that a norm or an inner product of gradients is one operation; a step copies the matrix
-    into the parameters. Adam works element by element, so members do not affect each other.
+    parameters: by name, [E, ...] each. Their values are in one matrix [E, P] too, with a member's P weights in the
+    order of `parameters`, so that a norm of gradients is one operation; a step copies the matrix into the parameters.
 
-    Uses torch's functional Adam, because the class torch.optim.Adam first imports torch's compiler, which takes longer
-    than some conditions of the sandbox take to train.
+    Uses torch's functional Adam: the class first imports torch's compiler, which takes longer than some runs.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], lr: float) -> None:
@@ -40,22 +40,8 @@ class MemberAdam:
     @torch.no_grad()
     def step(self, gradient: Tensor) -> None:
         """Take one step of Adam, against `gradient` [E, P]."""
-        adam(
-            [self.weights],
-            [gradient],
-            [self.exp_avg],
-            [self.exp_avg_sq],
-            [],  # running maxima, used only by amsgrad
-            [self.steps],
-            fused=True,
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
-            lr=self.lr,
-            weight_decay=0.0,
-            eps=1e-8,
-            maximize=False,
-        )
+        # The empty list is for running maxima, which only amsgrad has.
+        _adam([self.weights], [gradient], [self.exp_avg], [self.exp_avg_sq], [], [self.steps], lr=self.lr)
         self._copy_to_parameters()
 
     def _copy_to_parameters(self) -> None:
@@ -70,12 +56,8 @@ class MemberAdam:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights, exp_avg, exp_avg_sq [E, P], and steps [E], one per member to make members separable."""
-        return {
-            "weights": self.weights,
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
-            "steps": self.steps.expand(len(self.weights)).clone(),
-        }
+        moments = {"weights": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {**moments, "steps": self.steps.expand(len(self.weights)).clone()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -94,18 +76,14 @@ class MemberAdam:
 
 
 def clip_gradient(gradient: Tensor, norm: Tensor, max_norm: float) -> Tensor:
-    """Scale each member's row of `gradient` [E, P] down to a norm of at most `max_norm`.
-
-    norm: [E] the norms of `gradient`. The 1e-6 comes from torch.nn.utils.clip_grad_norm_.
-    """
+    """Scale each row of `gradient` [E, P], with its norm [E], down to `max_norm`, as torch.nn.utils.clip_grad_norm_."""
     return gradient * (max_norm / (norm + 1e-6)).clamp(max=1.0).unsqueeze(1)
 
 
 def descend(optimizer: MemberAdam, loss: Tensor) -> list[list[str]]:
     """Take one step against the gradient of each member's loss [E], clipped to `MAX_GRAD_NORM`.
 
-    Returns the names of what was not finite for each member: its loss, gradients or weights. Such a member is updated
-    too, but cannot spoil the others, since members have separate rows of weights.
+    Returns the names of what was not finite for each member, which is updated too but cannot spoil the others.
     """
     gradient = optimizer.compute_gradient(loss)
     norm = gradient.norm(dim=1)

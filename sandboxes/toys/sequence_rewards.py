@@ -55,17 +55,10 @@ def compute_sequence_rewards(kind: SequenceKind, is_correct: Tensor, score_mask:
     """Compute the rewards [...] of answers, in [0, 1].
 
     Chain tasks: a third for each correct span, and a third for a fully correct answer. Other tasks: the fraction of
-    scored positions that are correct, or, with `binary`, 1 if all of them are and 0 otherwise.
-
-    Args:
-        kind: the task.
-        is_correct: [..., H] bool, True at positions at which the answer is correct.
-        score_mask: [H] bool, positions that count; chain tasks ignore it.
-        binary: whether the reward is 0 or 1.
+    the positions in score_mask [H] that are correct, or, with `binary`, 1 if all of them are and 0 otherwise.
     """
     if kind.make_chain_spans is not None:
-        first_span, second_span = kind.make_chain_spans(is_correct.shape[-1])
-        chain_correct = (is_correct[..., first_span].all(-1), is_correct[..., second_span].all(-1), is_correct.all(-1))
-        return torch.stack(chain_correct).float().mean(0)
+        spans = (*kind.make_chain_spans(is_correct.shape[-1]), slice(None))
+        return torch.stack([is_correct[..., span].all(-1) for span in spans]).float().mean(0)
     scored_correct = is_correct[..., score_mask]
     return scored_correct.all(-1).float() if binary else scored_correct.float().mean(-1)

@@ -24,16 +24,11 @@ CLIP_CONDITION = ReadCondition(
 class RunnerConfig(BaseTrainerConfig):
     """Length, evaluation, checkpoints and machine of a run."""
 
-    total_training_steps: Common[int] = Field(
-        1000, ge=1, le=100_000, description="training steps, one batch of rollouts each; alias num_steps"
-    )
-    test_freq: Common[int] = Field(
-        20, ge=1, description="steps between evaluations; the last step is evaluated too; alias eval_every"
-    )
+    total_training_steps: Common[int] = Field(1000, ge=1, le=100_000, description="training steps; alias num_steps")
+    test_freq: Common[int] = Field(20, ge=1, description="steps between evaluations; alias eval_every")
     resume_every: int = Field(100, ge=1, description="steps between rolling checkpoints")
     resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(
-        10.0,
-        description="write them earlier, so that at most N seconds of training are lost; null: by steps only",
+        10.0, description="write them earlier, so that at most N seconds of training are lost; null: by steps only"
     )
     save_freq: int = Field(-1, description="steps between saved checkpoints, in global_step_<N> folders; -1: none")
     disk_patience: Patience = Field(600.0, description="seconds to wait for space on a full disk")
@@ -55,21 +50,16 @@ class ToyRunConfig(BaseRunConfig):
         """Return the steps of the rows, one per evaluation, that a run has written after `step` training steps."""
         return range(0, step, self.trainer.test_freq)
 
-    def explain_rejection(self) -> str | None:
-        """Explain why this combination of settings cannot be run, and what to set instead; None if it is valid."""
-        return None
+    def list_rejections(self) -> dict[str, bool]:
+        """List reasons why combinations of settings cannot be run, with what to set, and whether each applies here."""
+        return {}
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        reason = self.explain_rejection()
-        if reason is not None:
-            raise ValueError(reason)
+        for reason, applies in self.list_rejections().items():
+            if applies:
+                raise ValueError(reason)
         return self
-
-
-def get_first_reason(reasons: Mapping[str, bool]) -> str | None:
-    """Return the first reason that applies, or None."""
-    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def reject_heads(config: Any) -> dict[str, bool]:

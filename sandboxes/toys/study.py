@@ -1,6 +1,7 @@
 """Make studies of toy tasks, whose arms are named conditions, and their families."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -24,15 +25,12 @@ _STATE_OVERHEAD_BYTES = 100_000
 
 
 def make_toy_family(
-    name: str, trial_columns: tuple[Column, ...], log_formats: Mapping[str, str], **fields: Any
+    name: str, trial_columns: tuple[Column, ...], log_columns: tuple[str, ...], **fields: Any
 ) -> Family:
-    """Make a family of toy studies.
+    """Make a family of toy studies, whose summary is in its module `read`.
 
-    Args:
-        name: of the family. Its Trainable is in its module `trial`, and its summary in its module `read`.
-        trial_columns: in addition to the columns that all families have.
-        log_formats: format of each field of a log line, by column.
-        fields: other fields of `Family`, overriding those that toy families share.
+    trial_columns: in addition to the columns that all families have. log_columns: fields of a log line, before the
+    seconds. fields: other fields of `Family`, overriding those that toy families share.
     """
     shared_fields = {
         "presets": _PRESETS,
@@ -47,14 +45,29 @@ def make_toy_family(
     return Family(
         name=name,
         trial_columns=(*COMMON_TRIAL_COLUMNS, *STOP_COLUMNS, *trial_columns),
-        log_columns=make_log_columns({**log_formats, "seconds": ".2f"}),
+        log_columns=make_log_columns(dict.fromkeys(log_columns, ".4f")),
         **{**shared_fields, **fields},
     )
 
 
 def make_log_columns(formats: Mapping[str, str]) -> tuple[DisplayColumn, ...]:
-    """Make the fields of a log line, named after their columns, with the format of each."""
-    return tuple(DisplayColumn(column, column, format_spec) for column, format_spec in formats.items())
+    """Make the fields of a log line, named after their columns, from the format of each; losses have five digits."""
+    all_formats = {**formats, **{name: ".5f" for name in formats if name.endswith("loss")}, "seconds": ".2f"}
+    return tuple(DisplayColumn(column, column, format_spec) for column, format_spec in all_formats.items())
+
+
+_SUMMARIES = {
+    "late": "mean of {} over the last 4 planned evaluations",
+    "final": "{} of the last row",
+    "last": "{} of the last row with a batch",
+}
+
+
+def make_summary_columns(step_columns: Iterable[Column], names: str) -> tuple[Column, ...]:
+    """Make the trial columns `names`, separated by spaces: late_, final_ or last_, and the name of a step column."""
+    units = {column.name: column.unit for column in step_columns}
+    pairs = (name.split("_", 1) for name in names.split())
+    return tuple(Column(f"{kind}_{name}", units[name], _SUMMARIES[kind].format(name)) for kind, name in pairs)
 
 
 def estimate_toy_bytes(n_parameters: int, n_networks: int = 1) -> tuple[int, int]:
@@ -85,22 +98,12 @@ def make_toy_study(
     stop_rules: tuple[str, ...] = (),
     wandb_project: str | None = None,
 ) -> Study:
-    """Make a study whose arms are named conditions of a toy task.
+    """Make a study whose arms are named conditions of a toy task; see `Study` and `Axis` for most arguments.
 
-    Args:
-        name: of the study.
-        question: the docstring of the study's module. Its first paragraph becomes the question.
-        arms: by name of the arm, the settings in addition to `fixed_settings`.
-        baseline: the arm that the others are compared with.
-        family: of the study; its configuration has the settings `task` and `method`.
-        fixed_settings: settings of all arms.
-        setting: how the arms differ, in words.
-        smoke_settings: settings of --smoke.
-        run_template: name of the study's folder; by default the study's name with underscores.
-        contrasts: see `Study`.
-        adapt: see `Axis`.
-        stop_rules: names of the rules by which the trainer may end a run.
-        wandb_project: project in W&B; by default the family's name followed by `_sandbox`.
+    question: a text whose first paragraph is the question, such as the docstring of the study's module. arms: by name
+    of the arm, the settings in addition to `fixed_settings`. setting: how the arms differ, in words. run_template: name
+    of the study's folder; by default the study's name with underscores. wandb_project: by default the family's name
+    followed by `_sandbox`.
     """
     run_template = run_template or name.replace("-", "_")
     return Study(
@@ -131,3 +134,31 @@ def make_toy_study(
         smoke_settings=smoke_settings,
         contrasts=contrasts,
     )
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel of the learning curves: a step column, and the label of its axis."""
+
+    column: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the report says and shows of a family of toy studies, beside the tables that all have."""
+
+    label: str
+    """Name of the sandbox, above the title."""
+    outcome: str
+    """The primary outcome, in words."""
+    number: str
+    """Its short name, in the index of a suite."""
+    panels: tuple[Panel, ...]
+    run_columns: Mapping[str, str]
+    """Trial columns in the table of all runs, each with its heading."""
+    study_panels: Mapping[str, tuple[Panel, ...]] = field(default_factory=dict)
+    """Panels of single studies, by name."""
+
+
+ERROR_PANEL = Panel("test_error", "test error (fraction)")

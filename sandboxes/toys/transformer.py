@@ -47,13 +47,12 @@ class Block(NamedTuple):
 
 
 class FoldedWeights(NamedTuple):
-    """The models' weights in the form that a forward pass uses.
-
-    token_embeddings: [E, vocab, d], scaled by sqrt(d). position_embeddings: [E, positions, d].
-    """
+    """The models' weights in the form that a forward pass uses."""
 
     token_embeddings: Tensor
+    """[E, vocab, d], scaled by sqrt(d)."""
     position_embeddings: Tensor
+    """[E, positions, d]."""
     blocks: tuple[Block, ...]
     head: Linear
 
@@ -74,10 +73,7 @@ class TransformerEnsemble:
     def read_tokens(
         self, folded_weights: FoldedWeights, tokens: Tensor, num_last: int
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Compute hidden states [E, B, num_last, d] at the last positions of tokens [E, B, L], after all blocks.
-
-        Also returns the keys and values of each block.
-        """
+        """Compute hidden states [E, B, num_last, d] at the last positions of tokens [E, B, L], and keys and values."""
         hidden, keys_values = embed_tokens(folded_weights, tokens, start_position=0), []
         for layer, block in enumerate(folded_weights.blocks):
             # The last block is computed only at the positions whose output is used.
@@ -104,10 +100,7 @@ class TransformerEnsemble:
             name.removeprefix(prefix): weight for name, weight in self.weights.items() if name.startswith(prefix)
         }
         norm1, norm2 = ((block_weights[f"{norm}.weight"], block_weights[f"{norm}.bias"]) for norm in ("norm1", "norm2"))
-        in_proj_weight, in_proj_bias = (
-            block_weights["self_attn.in_proj_weight"],
-            block_weights["self_attn.in_proj_bias"],
-        )
+        in_proj_weight, in_proj_bias = (block_weights[f"self_attn.in_proj_{name}"] for name in ("weight", "bias"))
         # The scale of attention, 1 / sqrt(d / heads), is folded into the queries.
         scale = math.sqrt(self.shape.num_heads / width)
         return Block(
@@ -124,10 +117,7 @@ def _make_linear(weight: Tensor, bias: Tensor) -> Linear:
 
 
 def _fold_norm(norm_scale: Tensor, norm_shift: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
-    """Fold a normalization: the affine map from x to weight (norm_scale x + norm_shift) + bias.
-
-    norm_scale, norm_shift: [E, in]. weight: [E, out, in]. bias: [E, out]; None: 0.
-    """
+    """Fold a normalization [E, in] into an affine map [E, out, in]: x to weight (norm_scale x + norm_shift) + bias."""
     folded_bias = torch.bmm(norm_shift[:, None], weight.transpose(1, 2))
     return Linear(
         (weight * norm_scale[:, None]).transpose(1, 2), folded_bias if bias is None else folded_bias + bias[:, None]
@@ -220,16 +210,11 @@ def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> Tran
         "linear2.weight": rngs.bounded_weights(8, (width, 4 * width), (4 * width) ** -0.5),
         "linear2.bias": rngs.bounded_weights(9, (width,), (4 * width) ** -0.5),
     }
-    num_members = len(rngs.seeds)
-    bias_sizes = {"self_attn.in_proj_bias": 3 * width, "self_attn.out_proj.bias": width}
-    block_weights |= {name: torch.zeros(num_members, size) for name, size in bias_sizes.items()}
-    block_weights |= _make_norm_weights("norm1", num_members, width) | _make_norm_weights("norm2", num_members, width)
-    initial_weights |= _make_norm_weights("norm", num_members, width)
+    ones, zeros = torch.ones(len(rngs.seeds), width), torch.zeros(len(rngs.seeds), width)
+    block_weights |= {"self_attn.in_proj_bias": zeros.repeat(1, 3), "self_attn.out_proj.bias": zeros.clone()}
+    for weights, name in ((block_weights, "norm1"), (block_weights, "norm2"), (initial_weights, "norm")):
+        weights |= {f"{name}.weight": ones.clone(), f"{name}.bias": zeros.clone()}
     initial_weights |= {
         f"blocks.{k}.{name}": first.clone() for k in range(shape.num_layers) for name, first in block_weights.items()
     }
     return TransformerEnsemble(shape, {name: first.float().requires_grad_() for name, first in initial_weights.items()})
-
-
-def _make_norm_weights(name: str, num_members: int, width: int) -> dict[str, Tensor]:
-    return {f"{name}.weight": torch.ones(num_members, width), f"{name}.bias": torch.zeros(num_members, width)}

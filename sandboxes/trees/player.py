@@ -20,16 +20,13 @@ from trainable.rollout.players import RolloutRequest, check_length
 
 @dataclass(frozen=True)
 class TreePlayer:
-    """Answers questions about papers with trees of rollouts.
-
-    score_answer: the reward of a final answer. format_penalty: added to the root's score for each of its turns that has
-    neither exactly one code block nor an answer.
-    """
+    """Answers questions about papers with trees of rollouts."""
 
     texts: TreeTexts
     settings: TreeSettings
     score_answer: ScoreAnswer
     format_penalty: float
+    """Added to the root's score for each of its turns that has neither exactly one code block nor an answer."""
 
     def encode_first_turn(self, level: PaperLevel) -> list[int]:
         """See `Player.encode_first_turn`."""
@@ -91,10 +88,7 @@ def _find_stop_reason(rollout: Rollout, score: float) -> StopReason:
 
 
 def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length: int) -> TreePlayer:
-    """Make the player of a run. context_length: maximum number of tokens of a conversation.
-
-    Raises JudgeError if a judge should score answers but is not available.
-    """
+    """Make the player of a run. context_length: maximum tokens of a conversation. JudgeError: see `make_score`."""
     env, style = config.env, config.model.prompt_style
     papers = env.papers
     # The policy's special tokens, and anything in its chat format that looks like one.

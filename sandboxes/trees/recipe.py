@@ -75,49 +75,21 @@ class PapersPolicy(PolicyRecipe):
             *(write_search("|", paper).split("|")[0] for paper in papers),
             write_search("|", "").split("|")[1],
         ]
-        return list(
-            dict.fromkeys(
-                [
-                    PAD,
-                    "<|im_start|>",
-                    END_OF_MESSAGE,
-                    UNKNOWN,
-                    *(
-                        f"{CHATML.system_prefix}{format_instructions(role, MAX_TURNS, 'compact')}{END_OF_MESSAGE}"
-                        for role in ("root", "child")
-                    ),
-                    CHATML.first_user_prefix.removeprefix(END_OF_MESSAGE),
-                    CHATML.next_user_prefix,
-                    CHATML.reply_prefix.removeprefix(END_OF_MESSAGE),
-                    f"{' '.join(papers)}\n",
-                    "context\n",
-                    "Quote every sentence about the ",
-                    ".\n",
-                    *THINGS,
-                    "The ",
-                    " is ",
-                    " metres ",
-                    *(f"{name}." for name in PROPERTIES),
-                    " stands near the ",
-                    BLOCK_START,
-                    _BLOCK_END,
-                    "FINAL(",
-                    *code_pieces,
-                    "hits = ",
-                    "\nprint(hits)",
-                    "FINAL(hits)",
-                    NO_BLOCK_PROBLEM,
-                    "Error: ",
-                    "assistant\n",
-                    "user\n",
-                    "system\n",
-                    *string.digits,
-                    *string.ascii_letters,
-                    *string.punctuation,
-                    *" \n",
-                ]
-            )
-        )
+        instructions = [
+            f"{CHATML.system_prefix}{format_instructions(role, MAX_TURNS, 'compact')}{END_OF_MESSAGE}"
+            for role in ("root", "child")
+        ]
+        pieces = (
+            PAD, "<|im_start|>", END_OF_MESSAGE, UNKNOWN, *instructions,
+            CHATML.first_user_prefix.removeprefix(END_OF_MESSAGE), CHATML.next_user_prefix,
+            CHATML.reply_prefix.removeprefix(END_OF_MESSAGE),
+            f"{' '.join(papers)}\n", "context\n", "Quote every sentence about the ", ".\n",
+            *THINGS, "The ", " is ", " metres ", *(f"{name}." for name in PROPERTIES), " stands near the ",
+            BLOCK_START, _BLOCK_END, "FINAL(", *code_pieces, "hits = ", "\nprint(hits)", "FINAL(hits)",
+            NO_BLOCK_PROBLEM, "Error: ", "assistant\n", "user\n", "system\n",
+            *string.digits, *string.ascii_letters, *string.punctuation, *" \n",
+        )  # fmt: skip
+        return list(dict.fromkeys(pieces))
 
     def make_dialogues(
         self, levels: Sequence[Any], habits: Habits, rng: np.random.Generator, luck_rng: np.random.Generator

@@ -41,9 +41,7 @@ def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> str:
     count, available_mib = max_concurrent * num_trees * num_repls, machine_checks.measure_available_memory() >> 20
     verdict = "OK."
     if count * size > available_mib:
-        verdict = (
-            "Code seldom fills it. Where it does, the kernel ends REPLs, with their variables, before it ends a run"
-        )
+        verdict = "Code seldom fills it. If it does, the kernel ends REPLs, with their variables, before it ends a run"
         smaller_size = max(available_mib // count, _MIN_MIB)
         verdict += f"; --set env.papers.execution_mib={smaller_size} lowers it." if smaller_size < size else "."
     return (

@@ -35,11 +35,7 @@ time, a price per character does not depend on the machine's load."""
 
 
 class TreeTexts(NamedTuple):
-    """How texts become tokens.
-
-    style: of the prompts. markers: texts of special tokens and of the chat format, which are removed from everything
-    that a policy has written, since they would end its message and begin another.
-    """
+    """How texts become tokens. markers: texts of special tokens and of the chat format, which would end a message."""
 
     codec: Codec
     chat: ChatFormat
@@ -57,26 +53,25 @@ class TreeSettings(NamedTuple):
 
 @dataclass(eq=False)
 class Rollout:
-    """A rollout, finished or in progress.
-
-    prompt: the question. papers: the texts that it is about, by id. parent_turn: for a child, the turn of its root that
-    called it; -1 for a root. stream: source of all its random numbers, and its children's. observations: the result of
-    each reply, the last one empty if the rollout ended with it. validity: whether each reply had exactly one code
-    block, or an answer. answer: None if it gave none. out_of_context: whether its next turn, with a reply of maximum
-    length, might not have fitted. children: those that are finished, in the order in which they were called.
-    """
+    """A rollout, finished or in progress."""
 
     prompt: str
     papers: Mapping[str, str]
     parent_turn: int
+    """For a child, the turn of its root that called it; -1 for a root."""
     stream: np.random.Generator
+    """Source of all its random numbers, and its children's."""
     session: ReplSession = field(init=False)
     transcript: Transcript = field(default_factory=Transcript)
     observations: list[str] = field(default_factory=list)
+    """The result of each reply, the last one empty if the rollout ended with it."""
     validity: list[bool] = field(default_factory=list)
+    """Whether each reply had exactly one code block, or an answer."""
     answer: str | None = None
     out_of_context: bool = False
+    """Whether its next turn, with a reply of maximum length, might not have fitted."""
     children: list["Rollout"] = field(default_factory=list)
+    """Those that are finished, in the order in which they were called."""
 
     @property
     def role(self) -> Role:
@@ -109,16 +104,8 @@ def roll_out_trees(
 
     The roots take their turns together. When their code calls children, the children of all roots form one batch, which
     is played to the end before the roots continue. If a child's first turn does not fit into the context, the call is
-    refused, which the root's code sees as a ValueError.
-
-    Args:
-        questions: P questions.
-        group_size: G trees per question.
-        sampler: samples the replies.
-        texts: how texts become tokens.
-        settings: limits.
-        params: of the sampler, for roots and children.
-        streams: one generator per tree (P * G), the source of all its random numbers.
+    refused, which the root's code sees as a ValueError. streams: one generator per tree, the source of all its random
+    numbers.
 
     Raises ValueError if the first turn of a root does not fit into the context.
     """
@@ -136,9 +123,8 @@ def roll_out_trees(
             with ExitStack() as stack:
                 loop = _TreeLoop(sampler, texts, settings, params, pool, stack)
                 if not loop.start(open_roots):
-                    raise ValueError(
-                        f"A question and a reply do not fit into the context of {settings.context_length} tokens."
-                    )
+                    length = settings.context_length
+                    raise ValueError(f"A question and a reply do not fit into the context of {length} tokens.")
                 loop.play(open_roots)
     return roots
 
@@ -146,12 +132,14 @@ def roll_out_trees(
 def _allow_open_files() -> int:
     """Raise this process's limit on open files to `MAX_OPEN_FILES` if allowed; return the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit, wanted = (
+        MAX_OPEN_FILES if value == resource.RLIM_INFINITY else min(value, MAX_OPEN_FILES) for value in (soft, hard)
+    )
+    if limit < wanted:
         with suppress(OSError, ValueError):  # on systems that do not allow it
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
+            limit = wanted
+    return limit
 
 
 def format_first_turn(prompt: str, papers: Mapping[str, str], role: Role, texts: TreeTexts, limits: TreeLimits) -> str:

@@ -3,12 +3,7 @@
 from functools import partial
 from types import MappingProxyType
 
-from sandboxes.toys.study import (
-    BYTES_PER_PARAMETER,
-    BYTES_PER_ROW,
-    make_toy_family,
-    make_toy_study,
-)
+from sandboxes.toys.study import BYTES_PER_PARAMETER, BYTES_PER_ROW, make_toy_family, make_toy_study
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
 from trainable.families import DisplayColumn, OutcomeColumn, Remark, Settings
@@ -32,22 +27,17 @@ _STATE_OVERHEAD_BYTES = 200_000
 
 
 def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, int]:
-    """Estimate the maximum bytes of one run's checkpoint, and of a row with everything derived from it.
-
-    n_parameters: parameters of the model that the run loads; 0 if it loads none.
-    """
+    """See `Family.estimate_bytes`. n_parameters: of the model that the run loads; 0 if it loads none."""
     sequence_length = 2 * config.seq_len + 1  # prompt, separator, answer
-    # A block's matrices have 12 d^2 weights (attention 4 d^2, feed-forward 8 d^2); its biases and norms have fewer than
-    # d^2. The rest is embedding and head of at most V + 2 tokens, positions, and the last norm.
-    transformer_parameters = (
-        config.num_layers * 13 * config.d_model**2 + (2 * config.vocab_size + 8 + sequence_length) * config.d_model
-    )
+    # A block's matrices have 12 d^2 weights, and its biases and norms fewer than d^2. The rest is embedding and head of
+    # at most V + 2 tokens, positions, and the last norm.
+    rest = (2 * config.vocab_size + 8 + sequence_length) * config.d_model
+    transformer_parameters = config.num_layers * 13 * config.d_model**2 + rest
     # 784 pixels; 12: the weights to ten classes, and the biases of the two hidden layers.
     mlp_parameters = (784 + config.hidden + 12) * config.hidden
     # A checkpoint contains the batches yet to be trained on: the replay buffer, or the delayed batches.
     n_batches = max(config.replay_capacity, config.delay + 1)
-    # An observation is pixels (float32) or tokens (int64). 40 bytes: action, label, log-prob, baseline and mask per
-    # token.
+    # An observation is pixels (float32) or tokens (int64). 40 bytes per token: action, label, log-prob, baseline, mask.
     batch_bytes = config.batch_size * (max(784 * 4, sequence_length * 8, config.context_len * 8) + config.seq_len * 40)
     # Upper bound: the largest model that any task could train.
     weight_bytes = BYTES_PER_PARAMETER * max(transformer_parameters, mlp_parameters, n_parameters)
@@ -63,11 +53,9 @@ def estimate_step_seconds(config: UpdateRuleConfig) -> float | None:
     return (13e-3 + 17e-3 * config.inner_epochs) * config.batch_size / 96
 
 
-REMARKS: tuple[Remark, ...] = (
+REMARKS = (
     Remark(
-        lambda c: c.lr >= 1,
-        "lr={c.lr:g} changes each weight by about as much in the first optimizer step: the weights, most of which are "
-        "far below 1, are overwritten",
+        lambda c: c.lr >= 1, "lr={c.lr:g} changes each weight by about as much in the first step: it is overwritten"
     ),
 )
 
@@ -80,32 +68,14 @@ UPDATE_RULES = make_toy_family(
     trial_columns=TRIAL_COLUMNS,
     outcomes=(
         OutcomeColumn("late_test_error", 0.05, "it is the outcome that a rule should improve", is_common=True),
+        OutcomeColumn("final_entropy", 0.1, "it shows how much exploration is left at the end", is_common=True),
         OutcomeColumn(
-            "final_entropy",
-            0.1,
-            "it shows how much exploration is left at the end; a run that collapsed is near 0",
-            is_common=True,
+            "mean_entropy", 0.1, "it shows how long entropy lasted, even if it never gets low", is_common=True
         ),
-        OutcomeColumn(
-            "mean_entropy",
-            0.1,
-            "it shows how long entropy lasted, and has a value whether or not entropy ever gets low",
-            is_common=True,
-        ),
-        OutcomeColumn(
-            "final_test_error_unscored",
-            0.05,
-            "in masked_reversal, it shows how much was learned where nothing is scored",
-        ),
+        OutcomeColumn("final_test_error_unscored", 0.05, "in masked_reversal, it shows what was learned unscored"),
         OutcomeColumn("final_chain_reward", contrast="it is the reward that chain tasks give"),
-        OutcomeColumn(
-            "final_perplexity", contrast="in lm_bandit, it shows whether the model is still a language model"
-        ),
-        OutcomeColumn(
-            "mean_replay_age",
-            contrast="it is no outcome, but checks that pairs meant to have equal ages have them",
-            is_compared=False,
-        ),
+        OutcomeColumn("final_perplexity", contrast="in lm_bandit, it shows whether the model still knows the language"),
+        OutcomeColumn("mean_replay_age", contrast="it checks that ages meant to be equal are", is_compared=False),
     ),
     is_higher_better=False,
     part_checks={"method": "sandboxes.update_rules.training.make:check_update_rule"},
@@ -118,14 +88,7 @@ UPDATE_RULES = make_toy_family(
         DisplayColumn("entropy", "entropy", ".3f"),
         DisplayColumn("loss", "loss", ".4f"),
     ),
-    log_formats={
-        "test_error": ".4f",
-        "test_error_unscored": ".4f",
-        "chain_reward": ".4f",
-        "entropy": ".4f",
-        "reward": ".4f",
-        "loss": ".5f",
-    },
+    log_columns=("test_error", "test_error_unscored", "chain_reward", "entropy", "reward", "loss"),
 )
 
 

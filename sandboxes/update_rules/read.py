@@ -7,7 +7,7 @@ from typing import Any
 from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
 from analysis.stats.estimates import area_under_curve
-from sandboxes.toys.report.descriptions import ENTROPY_PANEL, ERROR_PANEL, Description, Panel
+from sandboxes.toys.study import ERROR_PANEL, Description, Panel
 from sandboxes.update_rules.records import TRIAL_COLUMNS
 
 LOW_ENTROPY = 0.1
@@ -15,10 +15,7 @@ LOW_ENTROPY = 0.1
 
 
 def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
-    """Take values from the last evaluation, first steps at which a threshold is reached, and means.
-
-    Each row is an evaluation, so `steps_done` is the step of the last row, not the number of rows.
-    """
+    """Take values from the last evaluation, first steps at which a threshold is reached, and means."""
     last_step = rows[-1]["step"] if rows else 0
     entropies = [(row["step"], row["entropy"]) for row in rows if row.get("entropy") is not None]
     return {
@@ -53,18 +50,15 @@ def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None
     weighted_values = [
         (count, row[column]) for count, row in zip(counts, rows, strict=True) if row.get(column) is not None
     ]
-    return (
-        sum(count * value for count, value in weighted_values) / sum(count for count, _ in weighted_values)
-        if weighted_values
-        else None
-    )
+    total = sum(count for count, _ in weighted_values)
+    return sum(count * value for count, value in weighted_values) / total if weighted_values else None
 
 
 DESCRIPTION = Description(
     label="update-rule sandbox",
     outcome="test error at the end",
     number="test error",
-    panels=(ERROR_PANEL, ENTROPY_PANEL),
+    panels=(ERROR_PANEL, Panel("entropy", "entropy (nats)")),
     run_columns={"final_test_error": "test error", "final_entropy": "entropy"},
     study_panels={
         "replay": (ERROR_PANEL, Panel("replay_age", "age of the batch (updates)")),

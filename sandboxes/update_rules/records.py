@@ -5,6 +5,7 @@ weights, the last row the final ones. With a delay, the first row has step `dela
 batch that is trained on after the evaluation; the last row has no such columns.
 """
 
+from sandboxes.toys.study import make_summary_columns
 from trainable.runs.records import TOY_TIME_COLUMNS, Column
 
 EVALUATION_COLUMNS: tuple[Column, ...] = (
@@ -13,33 +14,17 @@ EVALUATION_COLUMNS: tuple[Column, ...] = (
     Column("test_error_unscored", "fraction", "masked_reversal: token error at positions that are not scored"),
     Column("chain_reward", "reward", "chain tasks: mean reward of the greedy sequences"),
     Column("perplexity", "1", "lm_bandit: exp of the mean surprisal of the true next token"),
-    Column(
-        "error_easy",
-        "fraction",
-        "lm_bandit: test_error of the third of windows that is easiest for the initial weights",
-    ),
+    Column("error_easy", "fraction", "lm_bandit: test_error of the windows' easiest third for the initial weights"),
     Column("error_medium", "fraction", "test_error of the middle third of those windows"),
     Column("error_hard", "fraction", "test_error of the hardest third of those windows"),
-    Column(
-        "greedy_separator_rate",
-        "fraction",
-        "separators (which are never correct) among the greedily decoded tokens",
-    ),
+    Column("greedy_separator_rate", "fraction", "separators (never correct) among the greedily decoded tokens"),
     Column("synthetic_data", "1", "mnist: 1 if the images are synthetic, 0 if they are those of MNIST"),
 )
 
 RULE_COLUMNS: tuple[Column, ...] = (
-    Column(
-        "reward",
-        "reward",
-        "mean reward, including noise, of the rollouts trained on; groups with uniform rewards are left out",
-    ),
+    Column("reward", "reward", "mean reward, with noise, of the rollouts trained on, so without uniform groups"),
     Column("iw_mean", "1", "PG, TrajPG, MaxRL: mean capped importance weight"),
-    Column(
-        "ratio_mean",
-        "1",
-        "rules with ratios: mean ratio of the new to the sampling probability; ASPO: the flipped ratio",
-    ),
+    Column("ratio_mean", "1", "rules with ratios: mean of new / sampling probability; ASPO: of the flipped ratio"),
     Column("weight_mean", "1", "ASPO, LogGrowth: mean sample weight"),
     Column("pos_frac", "fraction", "ASPO: samples with a positive advantage"),
     Column("var_penalty_mean", "1", "R2VPO: mean of lambda (ratio - 1)^2"),
@@ -72,11 +57,7 @@ RULE_COLUMNS: tuple[Column, ...] = (
 )
 
 RATIO_COLUMNS: tuple[Column, ...] = (
-    Column(
-        "importance_ratio_mean",
-        "1",
-        "mean over trained tokens of pi(a) / pi_actor(a), before the last inner epoch",
-    ),
+    Column("importance_ratio_mean", "1", "mean of pi(a) / pi_actor(a) at trained tokens before the last inner epoch"),
     Column("importance_ratio_std", "1", "standard deviation of that ratio over those tokens (divisor N)"),
     Column("importance_ratio_max", "1", "largest value of that ratio"),
     Column(
@@ -106,15 +87,10 @@ DIAGNOSTIC_COLUMNS: tuple[Column, ...] = (
     Column("cov_prob_delta_logit", "1", "covariance of the taken token's probability and the change in its logit"),
     Column("entropy_drop_pos_adv", "nats", "mean of entropy before - after at tokens with a positive advantage"),
     Column("entropy_drop_neg_adv", "nats", "as entropy_drop_pos_adv, at tokens with a negative advantage"),
-    Column("entropy_drop_surprisal_low", "nats", "as entropy_drop_pos_adv, in the lowest third of surprisal"),
-    Column("entropy_drop_surprisal_mid", "nats", "as entropy_drop_pos_adv, in the middle third of surprisal"),
-    Column("entropy_drop_surprisal_high", "nats", "as entropy_drop_pos_adv, in the highest third of surprisal"),
-    Column("entropy_drop_delight_low", "nats", "as entropy_drop_pos_adv, in the lowest third of advantage x surprisal"),
-    Column("entropy_drop_delight_mid", "nats", "as entropy_drop_pos_adv, in the middle third of advantage x surprisal"),
-    Column(
-        "entropy_drop_delight_high",
-        "nats",
-        "as entropy_drop_pos_adv, in the highest third of advantage x surprisal",
+    *(
+        Column(f"entropy_drop_{name}_{third}", "nats", f"as entropy_drop_pos_adv, in the {word} third of {quantity}")
+        for name, quantity in (("surprisal", "surprisal"), ("delight", "advantage x surprisal"))
+        for third, word in (("low", "lowest"), ("mid", "middle"), ("high", "highest"))
     ),
     Column(
         "cos_method_ce",
@@ -132,11 +108,7 @@ DIAGNOSTIC_COLUMNS: tuple[Column, ...] = (
     ),
     Column("oracle_fit_advantage_correlation", "1", "as oracle_fit_delight_correlation, for the advantage alone"),
     Column("oracle_fit_surprisal_correlation", "1", "as oracle_fit_delight_correlation, for the surprisal alone"),
-    Column(
-        "oracle_fit_gate_correlation",
-        "1",
-        "as oracle_fit_delight_correlation, for sigmoid(advantage x surprisal / eta)",
-    ),
+    Column("oracle_fit_gate_correlation", "1", "as oracle_fit_delight_correlation, for sigmoid(delight / eta)"),
 )
 
 STEP_COLUMNS: tuple[Column, ...] = (
@@ -153,15 +125,14 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column(
         "late_test_error",
         "fraction",
-        "mean of test_error over the last 4 planned evaluations; a stopped run keeps its last value for those that it "
-        "missed. Without any, test_error before training",
+        "mean of test_error over the last 4 planned evaluations; a stopped run keeps its last value for those missed. "
+        "Without any, test_error before training",
     ),
-    Column("final_test_error", "fraction", "test_error of the last row"),
-    Column("final_entropy", "nats", "entropy of the last row"),
-    Column("final_test_error_unscored", "fraction", "test_error_unscored of the last row"),
-    Column("final_chain_reward", "reward", "chain_reward of the last row"),
-    Column("final_perplexity", "1", "perplexity of the last row"),
-    Column("final_greedy_separator_rate", "fraction", "greedy_separator_rate of the last row"),
+    *make_summary_columns(
+        STEP_COLUMNS,
+        "final_test_error final_entropy final_test_error_unscored final_chain_reward final_perplexity "
+        "final_greedy_separator_rate",
+    ),
     Column("first_step_entropy_low", "steps", "first evaluated step with an entropy of at most 0.1; missing: none"),
     Column("first_step_error_zero", "steps", "first evaluated step with test_error 0; missing: none"),
     Column(

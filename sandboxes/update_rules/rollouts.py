@@ -1,9 +1,12 @@
-"""The batch of rollouts that tasks sample, the replay buffer stores, and update rules train on."""
+"""The batch of rollouts that tasks sample, the replay buffer stores, and rules train on; and the protocol of a task."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
+
+from sandboxes.toys.rngs import MemberRngs
 
 
 @dataclass(frozen=True)
@@ -54,31 +57,56 @@ class Rollouts:
     grouped batches."""
 
 
-_NESTED_FIELDS = ("candidates", "scalars")
-"""Fields of a batch that themselves contain named tensors."""
-
-
 def flatten_rollouts(rollouts: Rollouts) -> dict[str, Tensor]:
     """Flatten `rollouts` to named tensors, such as `actions` or `candidates/actions`; [E, ...] each."""
-    tensors: dict[str, Tensor] = {}
-    for entry in fields(rollouts):
-        value = getattr(rollouts, entry.name)
-        # Numbers (group_size) and None are skipped; `unflatten_rollouts` gets them in other ways.
-        if isinstance(value, Tensor):
-            tensors[entry.name] = value
+    tensors = {name: value for name, value in vars(rollouts).items() if isinstance(value, Tensor)}
     if rollouts.candidates is not None:
-        tensors |= {
-            f"candidates/{entry.name}": getattr(rollouts.candidates, entry.name) for entry in fields(Candidates)
-        }
+        tensors |= {f"candidates/{name}": value for name, value in vars(rollouts.candidates).items()}
     return tensors | {f"scalars/{name}": value for name, value in rollouts.scalars.items()}
 
 
 def unflatten_rollouts(tensors: Mapping[str, Tensor], group_size: int | None) -> Rollouts:
     """Rebuild rollouts from tensors: the inverse of `flatten_rollouts`."""
-    nested_fields: dict[str, dict[str, Tensor]] = {field: {} for field in _NESTED_FIELDS}
-    plain_fields: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Tensor]] = {"": {}, "candidates": {}, "scalars": {}}
     for name, tensor in tensors.items():
         prefix, _, key = name.rpartition("/")
-        (nested_fields[prefix] if prefix else plain_fields)[key] = tensor
-    candidates = Candidates(**nested_fields["candidates"]) if nested_fields["candidates"] else None
-    return Rollouts(**plain_fields, group_size=group_size, candidates=candidates, scalars=nested_fields["scalars"])
+        values[prefix][key] = tensor
+    candidates = Candidates(**values["candidates"]) if values["candidates"] else None
+    return Rollouts(**values[""], group_size=group_size, candidates=candidates, scalars=values["scalars"])
+
+
+class ModelEnsemble(Protocol):
+    """E models of one shape, whose weights are stacked along the first axis."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Trained tensors by name, [E, ...] each, which require gradients; slice e belongs to member e."""
+        ...
+
+
+class Task(Protocol):
+    """One task. `models` is always the result of `make_models`. All tensors have a leading axis of E members.
+
+    `sample` draws random numbers for the purposes sandbox_prompts, sandbox_samples and sandbox_noise at index `step`,
+    so two update rules with the same seed see the same prompts. `evaluate` uses the purpose sandbox_evaluation.
+    """
+
+    def make_models(self, rngs: MemberRngs) -> ModelEnsemble:
+        """Initialize the model of each member, with the separate random stream sandbox_weights."""
+        ...
+
+    def sample(self, models: Any, rngs: MemberRngs, step: int) -> Rollouts:
+        """Sample a batch per member, without gradients; the method decides whether it has groups or candidates."""
+        ...
+
+    def compute_logits(self, models: Any, rollouts: Rollouts) -> Tensor:
+        """Compute logits [E, B, T, A] at each position given the sampled tokens, with gradients."""
+        ...
+
+    def compute_oracle_log_probs(self, models: Any, rollouts: Rollouts) -> Tensor:
+        """Compute log-probabilities [E, B, T, A] given the correct tokens; for a bandit, from the logits."""
+        ...
+
+    def evaluate(self, models: Any, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
+        """Compute columns of `records.EVALUATION_COLUMNS`, [E] each: test_error, entropy, ..."""
+        ...

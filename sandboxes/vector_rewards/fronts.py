@@ -17,16 +17,14 @@ MAX_SETS = 50_000
 
 
 class Front(NamedTuple):
-    """The actions of a task.
-
-    rewards: [A, D] the reward vector of each action, in [0, 1].
-    gold_weights: [D] the weights with which ScalarGRPO and MultiRLVR train.
-    deployment_weights: [N, D] the weights with which a policy is used; scores at deployment are means over them.
-    """
+    """The actions of a task."""
 
     rewards: Tensor
+    """[A, D] the reward vector of each action, in [0, 1]."""
     gold_weights: Tensor
+    """[D] the weights with which ScalarGRPO and MultiRLVR train."""
     deployment_weights: Tensor
+    """[N, D] the weights with which a policy is used; scores at deployment are means over them."""
 
 
 def make_front(task: str) -> Front:
@@ -70,10 +68,7 @@ def make_simplex_points(dimensions: int) -> Tensor:
 
 
 def find_best_set(rewards: Tensor, size: int) -> tuple[float, tuple[int, ...]] | None:
-    """Find, by enumeration, the set of `size` actions with the largest mean best score over the simplex, and that mean.
-
-    rewards: [A, D]. None if there are more than `MAX_SETS` sets.
-    """
+    """Find the set of `size` actions [A, D] with the largest mean best score over the simplex; None if too many."""
     size = min(size, len(rewards))
     if math.comb(len(rewards), size) > MAX_SETS:
         return None
@@ -91,9 +86,7 @@ def compute_simplex_scores(probabilities: Tensor, rewards: Tensor) -> Tensor:
     weight the actions are sorted by their scores, and the product of the slots' cumulative probabilities is the
     distribution.
 
-    Args:
-        probabilities: [..., M, A] of each action in each slot.
-        rewards: [..., A, D] broadcast against the leading axes.
+    probabilities: [..., M, A] of each action in each slot. rewards: [..., A, D], broadcast against the leading axes.
     """
     points = make_simplex_points(rewards.shape[-1])
     scores = torch.einsum("...ad,ld->...la", rewards.double(), points)
@@ -107,13 +100,9 @@ def compute_simplex_scores(probabilities: Tensor, rewards: Tensor) -> Tensor:
 
 
 def score_scalar(vector_rewards: Tensor, gold_weights: Tensor) -> Tensor:
-    """Compute the best gold score [E, B] of a set: max over M of gold . r.
+    """Compute the best gold score [E, B] of a set: max over M of gold [D] . r [E, B, M, D].
 
     ScalarGRPO uses it with a single candidate, MultiRLVR with several.
-
-    Args:
-        vector_rewards: [E, B, M, D] r.
-        gold_weights: [D].
     """
     return (vector_rewards @ gold_weights).amax(-1)
 
@@ -121,12 +110,8 @@ def score_scalar(vector_rewards: Tensor, gold_weights: Tensor) -> Tensor:
 def score_over_weights(vector_rewards: Tensor, weights: Tensor, group_size: int) -> Tensor:
     """Compute the mean [E, B] over sampled weights of a set's best score: mean over W of max over M of w . r.
 
-    The maximum is inside the mean: a set is good if for each weight some candidate is, whichever it is.
-
-    Args:
-        vector_rewards: [E, B, M, D] r.
-        weights: [E, G, W, D] shared by the sets of a group, which are therefore compared at the same weights.
-        group_size: K.
+    The maximum is inside the mean: a set is good if for each weight some candidate is, whichever it is. vector_rewards:
+    [E, B, M, D] r. weights: [E, G, W, D], shared by the K sets of a group, which are compared at the same weights.
     """
     groups = vector_rewards.unflatten(1, (-1, group_size))
     scores = groups @ weights[:, :, None].transpose(-1, -2)

@@ -3,8 +3,8 @@
 from functools import partial
 
 from analysis.data.summaries import summarize_by_prefix
-from sandboxes.toys.report.descriptions import Description, Panel
-from sandboxes.vector_rewards.records import TRIAL_COLUMNS
+from sandboxes.toys.study import Description, Panel
+from sandboxes.vector_rewards.study import TRIAL_COLUMNS
 
 summarize_run = partial(summarize_by_prefix, trial_columns=TRIAL_COLUMNS)
 """See `trainable.families.Family.summarize`."""

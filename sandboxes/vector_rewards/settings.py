@@ -4,13 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from sandboxes.toys.settings import (
-    RunnerConfig,
-    ToyRunConfig,
-    get_first_reason,
-    reject_large_tensors,
-    reject_partial_groups,
-)
+from sandboxes.toys.settings import RunnerConfig, ToyRunConfig, reject_large_tensors, reject_partial_groups
 from trainable.config.base_config import ReadCondition
 from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
 from trainable.config.setting_types import Common, NonNegative, Positive
@@ -27,9 +21,7 @@ MAX_TENSOR_ENTRIES = 2**28
 class VectorRewardRunnerConfig(RunnerConfig):
     """Length, evaluation, checkpoints and machine of a run."""
 
-    total_training_steps: Common[int] = Field(
-        500, ge=1, le=100_000, description="training steps, one batch of sets each; alias num_steps"
-    )
+    total_training_steps: Common[int] = Field(500, ge=1, le=100_000, description="training steps; alias num_steps")
 
 
 class VectorRewardConfig(ToyRunConfig):
@@ -51,7 +43,7 @@ class VectorRewardConfig(ToyRunConfig):
     )
     method: Common[Literal["ScalarGRPO", "MultiRLVR", "VPOGRPO"]] = Field(
         "VPOGRPO",
-        description="the score of a set: its only candidate, its best one, or the mean of the best over random weights",
+        description="score of a set: its only candidate, its best one, or the mean of the best over random weights",
     )
     batch_size: Common[int] = Field(128, ge=2, description="sets per step")
     group_size: Common[int] = Field(8, ge=2, description="sets per prompt")
@@ -63,12 +55,10 @@ class VectorRewardConfig(ToyRunConfig):
     num_weight_samples: Common[int] = Field(16, ge=1, description="VPOGRPO: random weights per group of sets")
     hidden: int = Field(32, ge=1, description="width of the policy")
     eval_sets: int = Field(12, ge=1, description="sets per prompt in an evaluation")
-    eval_candidates: int = Field(
-        3, ge=1, description="candidates of the sets whose score over all weights is computed; slots repeat in turn"
-    )
+    eval_candidates: int = Field(3, ge=1, description="candidates of a set in the score over all weights")
     trainer: VectorRewardRunnerConfig = VectorRewardRunnerConfig()
 
-    def explain_rejection(self) -> str | None:
+    def list_rejections(self) -> dict[str, bool]:
         """See `ToyRunConfig`."""
         entries = max(
             self.batch_size * self.num_candidates * self.num_weight_samples,
@@ -77,7 +67,7 @@ class VectorRewardConfig(ToyRunConfig):
             2 * self.num_prompts * SIMPLEX_POINTS * self.eval_candidates * _MAX_ACTIONS,
             self.hidden * max(self.hidden, self.num_prompts, self.num_candidates),
         )
-        reasons = {
+        return {
             f"method={SCALAR} scores single candidates: set num_candidates=1": (
                 self.method == SCALAR and self.num_candidates != 1
             ),
@@ -92,4 +82,3 @@ class VectorRewardConfig(ToyRunConfig):
                 *("batch_size", "num_candidates", "num_weight_samples", "num_prompts", "eval_candidates", "hidden"),
             ),
         }
-        return get_first_reason(reasons)

@@ -7,15 +7,35 @@ set is worth over all weights.
 
 from collections.abc import Mapping
 
-from sandboxes.toys.study import (
-    estimate_toy_bytes,
-    make_toy_family,
-    make_toy_study,
-)
-from sandboxes.vector_rewards.records import STEP_COLUMNS, TRIAL_COLUMNS
+from sandboxes.toys.study import estimate_toy_bytes, make_summary_columns, make_toy_family, make_toy_study
 from sandboxes.vector_rewards.settings import VectorRewardConfig
-from search_spaces.declaration.study import Contrasts, Study
+from search_spaces.declaration.study import Study
 from trainable.families import DisplayColumn, OutcomeColumn, Settings
+from trainable.runs.records import TOY_TIME_COLUMNS, Column
+
+STEP_COLUMNS: tuple[Column, ...] = (
+    Column("simplex_score", "reward", "expected best score of a set, mean over 2,048 weights that cover the simplex"),
+    Column("simplex_gap", "reward", "the largest simplex_score of any set of that size, by enumeration, minus ours"),
+    Column("mean_scalar_reward", "reward", "mean score of sampled candidates at the gold weights"),
+    Column("best_at_1", "reward", "score of the first sampled candidate of a prompt, at deployment"),
+    Column("best_at_3", "reward", "best score of the first three sampled candidates of a prompt, at deployment"),
+    Column("best_at_9", "reward", "best score of the first nine sampled candidates of a prompt, at deployment"),
+    Column("pool_diversity_l1", "reward", "mean L1 distance of the reward vectors of two candidates of a set"),
+    Column("entropy", "nats", "mean entropy of the policy over prompts and slots"),
+    Column("loss", "1", "the loss of the last inner epoch"),
+    Column("reward", "reward", "mean score of the sets that are trained on"),
+    Column("gold_set_reward", "reward", "mean of the best gold score in these sets"),
+    Column("adv_abs_mean", "1", "mean absolute advantage"),
+    Column("ratio_mean", "1", "mean ratio of the new to the sampling probability in the last inner epoch"),
+    *TOY_TIME_COLUMNS,
+)
+"""A row is one evaluation, of the weights before the step. Columns of a batch describe the batch of that step; the last
+row has none. Deployment scores are means over the task's deployment weights, of which the published front has one."""
+TRIAL_COLUMNS = make_summary_columns(
+    STEP_COLUMNS,
+    "late_simplex_score final_simplex_gap late_best_at_1 late_best_at_3 late_best_at_9 "
+    "late_mean_scalar_reward late_pool_diversity_l1 final_entropy",
+)
 
 
 def estimate_bytes(config: VectorRewardConfig, n_parameters: int) -> tuple[int, int]:
@@ -32,12 +52,7 @@ VECTOR_REWARDS = make_toy_family(
     step_columns=STEP_COLUMNS,
     trial_columns=TRIAL_COLUMNS,
     outcomes=(
-        OutcomeColumn(
-            "late_simplex_score",
-            0.01,
-            "it is what a set is worth if the weights of the objectives are not known in advance",
-            is_common=True,
-        ),
+        OutcomeColumn("late_simplex_score", 0.01, "it is what a set is worth over all weights", is_common=True),
         OutcomeColumn("late_best_at_1", 0.02, "it is what a single answer is worth at deployment"),
         OutcomeColumn("late_best_at_3", 0.02),
         OutcomeColumn("late_best_at_9", 0.02, "it is what nine answers are worth at deployment"),
@@ -52,15 +67,9 @@ VECTOR_REWARDS = make_toy_family(
         DisplayColumn("best_at_9", "best@9", ".3f"),
         DisplayColumn("entropy", "entropy", ".3f"),
     ),
-    log_formats={
-        "simplex_score": ".4f",
-        "mean_scalar_reward": ".4f",
-        "best_at_1": ".4f",
-        "best_at_9": ".4f",
-        "pool_diversity_l1": ".4f",
-        "entropy": ".4f",
-        "loss": ".5f",
-    },
+    log_columns=(
+        *("simplex_score", "mean_scalar_reward", "best_at_1", "best_at_9", "pool_diversity_l1", "entropy", "loss"),
+    ),
 )
 
 ARMS: Mapping[str, Settings] = {
@@ -68,7 +77,6 @@ ARMS: Mapping[str, Settings] = {
     "MultiRLVR": {"method": "MultiRLVR"},
     "VPOGRPO": {"method": "VPOGRPO"},
 }
-CONTRASTS: Contrasts = {"VPOGRPO against ScalarGRPO": (("VPOGRPO", "ScalarGRPO"),)}
 
 
 def _make_study(name: str, question: str, task: str) -> Study:
@@ -85,7 +93,7 @@ def _make_study(name: str, question: str, task: str) -> Study:
             "trainer.resume_every": 100,
         },
         setting="method",
-        contrasts=CONTRASTS,
+        contrasts={"VPOGRPO against ScalarGRPO": (("VPOGRPO", "ScalarGRPO"),)},
     )
 
 

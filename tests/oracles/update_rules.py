@@ -55,18 +55,9 @@ GROUPED = ("GRPO", "DrGRPO", "DAPO", "DAPOLite", "TPO", "TPONoAnchor", "GroupPG"
 CANDIDATE = ("TPOToken", "GRPOToken")
 """Rules that compare several next tokens at every prefix."""
 DELIGHT = (
-    "DG",
-    "ReplayDG",
-    "FreshDG",
-    "DGEntropyGuard",
-    "UncertaintyDG",
-    "FilteredDG",
-    "RewardVarianceDG",
-    "Kondo",
-    "DGToken",
-    "SelfDistillDG",
-    "SCOPELite",
-)
+    "DG", "ReplayDG", "FreshDG", "DGEntropyGuard", "UncertaintyDG", "FilteredDG", "RewardVarianceDG", "Kondo",
+    "DGToken", "SelfDistillDG", "SCOPELite",
+)  # fmt: skip
 """Rules that divide delight by eta."""
 TARGET = ("TPO", "TPONoAnchor", "GroupPG", "TPOFullAction", "TPOToken")
 """Rules that divide rewards by tpo_eta."""
@@ -376,35 +367,11 @@ def max_rl(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
 
 
 ORACLES: dict[str, Oracle] = {
-    "CE": ce,
-    "REINFORCE": reinforce,
-    "PG": pg,
-    "TrajPG": traj_pg,
-    "ASPO": aspo,
-    "R2VPO": r2vpo,
-    "LogGrowth": log_growth,
-    "PMDMean": pmd_mean,
-    "DG": dg,
-    "ReplayDG": dg,
-    "FreshDG": fresh_dg,
-    "DGEntropyGuard": dg_entropy_guard,
-    "UncertaintyDG": uncertainty_dg,
-    "FilteredDG": filtered_dg,
-    "RewardVarianceDG": reward_variance_dg,
-    "Kondo": dg,
-    "DGToken": dg_token,
-    "SelfDistillDG": self_distill_dg,
-    "SCOPELite": scope_lite,
-    "GRPO": grpo,
-    "DrGRPO": dr_grpo,
-    "DAPO": dapo,
-    "DAPOLite": dapo,
-    "TPO": tpo,
-    "TPONoAnchor": tpo_no_anchor,
-    "GroupPG": group_pg,
-    "TEMPO": tempo,
-    "MaxRL": max_rl,
-    "TPOFullAction": tpo_full_action,
-    "TPOToken": tpo_token,
-    "GRPOToken": grpo_token,
-}
+    "CE": ce, "REINFORCE": reinforce, "PG": pg, "TrajPG": traj_pg, "ASPO": aspo, "R2VPO": r2vpo,
+    "LogGrowth": log_growth, "PMDMean": pmd_mean, "DG": dg, "ReplayDG": dg, "FreshDG": fresh_dg,
+    "DGEntropyGuard": dg_entropy_guard, "UncertaintyDG": uncertainty_dg, "FilteredDG": filtered_dg,
+    "RewardVarianceDG": reward_variance_dg, "Kondo": dg, "DGToken": dg_token, "SelfDistillDG": self_distill_dg,
+    "SCOPELite": scope_lite, "GRPO": grpo, "DrGRPO": dr_grpo, "DAPO": dapo, "DAPOLite": dapo, "TPO": tpo,
+    "TPONoAnchor": tpo_no_anchor, "GroupPG": group_pg, "TEMPO": tempo, "MaxRL": max_rl,
+    "TPOFullAction": tpo_full_action, "TPOToken": tpo_token, "GRPOToken": grpo_token,
+}  # fmt: skip

@@ -27,33 +27,29 @@ OTHER_WEIGHTS = {1.0: ("separator_in", 0.2), 0.5: ("separator_out", 0.01)}
 
 
 def _make_arms(temperature: float) -> dict[str, Settings]:
-    teacher: Settings = {"teacher_temperature": temperature}
+    name, teacher = f"T{temperature}", {"teacher_temperature": temperature}
     label, weight = OTHER_WEIGHTS[temperature]
+
+    def make(support: str, warmup: int = 0, steps_after: int | None = None, **others: object) -> Settings:
+        support_settings = {**teacher, "top_k_support": support, **others}
+        return make_top_k_settings(TOP_K, warmup, steps_after=steps_after, others=support_settings)
+
     return {
-        f"T{temperature}_full": {**EXACT, **teacher},
-        **{
-            f"T{temperature}_{support}_warm{warmup}": make_top_k_settings(
-                TOP_K, warmup, others={**teacher, "top_k_support": support}
-            )
-            for support in SUPPORTS
-            for warmup in WARMUPS
-        },
-        **{
-            f"T{temperature}_{support}_{label}": make_top_k_settings(
-                TOP_K, others={**teacher, "top_k_support": support, "special_token_weight": weight}
-            )
-            for support in ("teacher", "intersection")
-        },
-        f"T{temperature}_teacher_normalized": make_top_k_settings(
+        f"{name}_full": {**EXACT, **teacher},
+        **{f"{name}_{support}_warm{warmup}": make(support, warmup) for support in SUPPORTS for warmup in WARMUPS},
+        f"{name}_teacher_{label}": make("teacher", special_token_weight=weight),
+        f"{name}_intersection_{label}": make("intersection", special_token_weight=weight),
+        f"{name}_teacher_normalized": make_top_k_settings(
             TOP_K, others={**teacher, **NORMALIZED, "top_k_support": "teacher"}
         ),
-        f"T{temperature}_student_warm100_equal": make_top_k_settings(
-            TOP_K, 100, steps_after=STEPS, others={**teacher, "top_k_support": "student"}
-        ),
-        f"T{temperature}_teacher_warm100_equal": make_top_k_settings(
-            TOP_K, 100, steps_after=STEPS, others={**teacher, "top_k_support": "teacher"}
-        ),
+        f"{name}_student_warm100_equal": make("student", 100, STEPS),
+        f"{name}_teacher_warm100_equal": make("teacher", 100, STEPS),
     }
+
+
+def _pair(first: tuple[str, str], second: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Pair arms of two temperatures and ends of a name, for both supports of the teacher."""
+    return tuple((f"_{support}_".join(first), f"_{support}_".join(second)) for support in ("teacher", "intersection"))
 
 
 CONTRASTS: Contrasts = {
@@ -77,19 +73,11 @@ CONTRASTS: Contrasts = {
         for temperature in TEMPERATURES
         for support in ("student", "teacher")
     ),
-    "temperature 0.5 against 1, separator outside the support": (
-        ("T0.5_teacher_separator_out", "T1.0_teacher_warm0"),
-        ("T0.5_intersection_separator_out", "T1.0_intersection_warm0"),
-    ),
-    "temperature 0.5 against 1, separator in the support": (
-        ("T0.5_teacher_warm0", "T1.0_teacher_separator_in"),
-        ("T0.5_intersection_warm0", "T1.0_intersection_separator_in"),
-    ),
+    "temperature 0.5 against 1, separator outside the support": _pair(("T0.5", "separator_out"), ("T1.0", "warm0")),
+    "temperature 0.5 against 1, separator in the support": _pair(("T0.5", "warm0"), ("T1.0", "separator_in")),
     "separator in the support against outside": (
-        ("T1.0_teacher_separator_in", "T1.0_teacher_warm0"),
-        ("T1.0_intersection_separator_in", "T1.0_intersection_warm0"),
-        ("T0.5_teacher_warm0", "T0.5_teacher_separator_out"),
-        ("T0.5_intersection_warm0", "T0.5_intersection_separator_out"),
+        *_pair(("T1.0", "separator_in"), ("T1.0", "warm0")),
+        *_pair(("T0.5", "warm0"), ("T0.5", "separator_out")),
     ),
     "normalized against not, teacher's support": tuple(
         (f"T{temperature}_teacher_normalized", f"T{temperature}_teacher_warm0") for temperature in TEMPERATURES

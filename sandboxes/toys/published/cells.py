@@ -11,7 +11,6 @@ MIN_STD = 0.01
 
 Three equal numbers do not prove that there is no variation, and Welch's test needs some. Chosen before the first run.
 """
-
 MARGIN = 0.05
 """Difference within which our mean counts as equal to the published one, in the unit of the column."""
 
@@ -52,31 +51,26 @@ class Cell:
     """All settings of the published runs, by dotted name. A cell is tested only if our runs have the same."""
 
     @property
-    def eval_interval(self) -> int:
-        """Steps between the published evaluations."""
-        return int(str(self.conditions["trainer.test_freq"]))
+    def is_step(self) -> bool:
+        """Whether the number is a step that a run reaches, known up to one interval between evaluations."""
+        return self.column.startswith("first_step")
 
     @property
     def min_std(self) -> float:
-        """Standard deviation that replaces 0: `MIN_STD`, or for a step the rounding error of the evaluation interval.
-
-        With an evaluation every d steps, the true step is uniform within d, with standard deviation d / sqrt(12).
-        """
-        return self.eval_interval / math.sqrt(12) if self.column.startswith("first_step") else MIN_STD
+        """Standard deviation that replaces 0: `MIN_STD`, or for a step the standard deviation within its interval."""
+        return self.margin / math.sqrt(12) if self.is_step else MIN_STD
 
     @property
     def margin(self) -> float:
         """Difference within which the means count as equal: `MARGIN`, or one evaluation interval for a step."""
-        return self.eval_interval if self.column.startswith("first_step") else MARGIN
+        return int(str(self.conditions["trainer.test_freq"])) if self.is_step else MARGIN
 
 
 def read_cells(file_name: str, make_conditions: Callable[[str, str], Mapping[str, object]]) -> tuple[Cell, ...]:
-    """Read the cells of a CSV file in this folder, one per row.
+    """Read the cells of a CSV file in this folder, one per row, whose columns are the fields of `Cell`.
 
-    Args:
-        file_name: a file whose columns are the fields of `Cell`. Its studies are separated by spaces, an empty number
-            is NaN, and a rationale is a name in rationales.csv.
-        make_conditions: maps a study and an arm to the settings of the published runs.
+    Studies are separated by spaces, an empty number is NaN, and a rationale is a name in rationales.csv.
+    make_conditions: maps a study and an arm to the settings of the published runs.
     """
     rationales = {"": "", **{row["name"]: row["text"] for row in _read_rows("rationales.csv")}}
     return tuple(

@@ -12,47 +12,25 @@ from sandboxes.toys.published.cells import read_cells
 SOURCE = "the documents of the on-policy distillation sandbox"
 
 _SHARED_SETTINGS: Mapping[str, object] = {
-    "task": "reversal",
-    "method": "OPDReverseKL",
-    "batch_size": 64,
-    "lr": 1e-3,
-    "vocab_size": 8,
-    "seq_len": 8,
-    "max_seq_len": 0,
-    "d_model": 64,
-    "nhead": 2,
-    "num_layers": 2,
-    "teacher_epsilon": 1e-3,
-    "teacher_temperature": 1.0,
-    "special_token_weight": 0.02,
-    "clip_epsilon": 0.2,
-    "overlap_k": 4,
-    "top_k": 2,
-    "top_k_support": "student",
-    "normalize_top_k": False,
-    "warmup_steps": 0,
-    "sequence_mean": False,
-    "measures_variance": False,
-    "trainer.total_training_steps": 300,
-    "trainer.test_freq": 20,
-}
+    "task": "reversal", "method": "OPDReverseKL", "batch_size": 64, "lr": 1e-3, "vocab_size": 8, "seq_len": 8,
+    "max_seq_len": 0, "d_model": 64, "nhead": 2, "num_layers": 2, "teacher_epsilon": 1e-3, "teacher_temperature": 1.0,
+    "special_token_weight": 0.02, "clip_epsilon": 0.2, "overlap_k": 4, "top_k": 2, "top_k_support": "student",
+    "normalize_top_k": False, "warmup_steps": 0, "sequence_mean": False, "measures_variance": False,
+    "trainer.total_training_steps": 300, "trainer.test_freq": 20,
+}  # fmt: skip
 STUDY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "opd-variance": {
-        "vocab_size": 2,
-        "batch_size": 16,
-        "d_model": 32,
-        "num_layers": 1,
-        "max_seq_len": 64,
-        "overlap_k": 2,
-        "measures_variance": True,
-        "trainer.total_training_steps": 60,
-        "trainer.test_freq": 1,
+        "vocab_size": 2, "batch_size": 16, "d_model": 32, "num_layers": 1, "max_seq_len": 64, "overlap_k": 2,
+        "measures_variance": True, "trainer.total_training_steps": 60, "trainer.test_freq": 1,
     },
     "opd-topk-stability": {},
     "opd-cold-start": {},
     "opd-warmup": {"trainer.test_freq": 10},
     "opd-soft-teacher": {"task": "soft_reversal", "trainer.test_freq": 10},
-}
+}  # fmt: skip
+
+
+_ESTIMATORS = {"full_vocab_rkl": "OPDReverseKL", "token_pg": "OPDPG", "sequence_pg": "OPDSequencePG"}
 
 
 def _make_top_k_settings(k: int, warmup: int = 0) -> Mapping[str, object]:
@@ -62,11 +40,7 @@ def _make_top_k_settings(k: int, warmup: int = 0) -> Mapping[str, object]:
 ARM_SETTINGS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "opd-variance": {
         f"{name}-h{horizon}": {"method": method, "seq_len": horizon}
-        for name, method in (
-            ("full_vocab_rkl", "OPDReverseKL"),
-            ("token_pg", "OPDPG"),
-            ("sequence_pg", "OPDSequencePG"),
-        )
+        for name, method in _ESTIMATORS.items()
         for horizon in (4, 8, 16, 32, 64)
     },
     "opd-topk-stability": {

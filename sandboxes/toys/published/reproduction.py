@@ -18,7 +18,7 @@ from analysis.data.frames import StudyFrames
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate, Floats, SampleStats, holm_adjust, welch_t_test
 from analysis.stats.noise import compute_equivalence_p_value
-from analysis.sweep.verdicts import format_p_value, format_status
+from analysis.sweep.verdicts import format_status
 from sandboxes.toys.published import distillation_sandbox, update_rule_sandbox
 from sandboxes.toys.published.cells import (
     DIFFERS,
@@ -51,13 +51,9 @@ COLUMNS = (
 def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> pd.DataFrame:
     """Compare our runs with each published cell whose study is in `frames`: a row per cell, with the columns `COLUMNS`.
 
-    * mean, std (ddof 1) and n are ours, over scored runs (completed, or stopped by a rule, which keep their last row).
-      For a pooled cell they are over logged rows.
-    * verdict: equal (within `margin`), differs, open, or cannot be tested; reason: why it cannot be tested.
-    * as_expected: whether the verdict on differing matches the expectation; None without an expectation or a test.
-    * notes: runs of the arm that were not counted, were stopped by a rule, or never reached the step.
-
-    A cell that two studies run is tested once, with the first of them that is in `frames`.
+    mean, std (ddof 1) and n are ours, over scored runs; for a pooled cell, over logged rows. reason: why a cell cannot
+    be tested. as_expected: whether the verdict on differing matches the expectation; None without an expectation or a
+    test. A cell that two studies run is tested once, with the first of them that is in `frames`.
     """
     study_names = {study.name for study in frames.studies}
     rows = [
@@ -100,28 +96,16 @@ def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
     if not reason:
         published_sample = SampleStats(cell.mean, cell.std or cell.min_std, cell.n)
         estimate = welch_t_test(sample._replace(std=sample.std or cell.min_std), published_sample)
+    fields = ("arm", "column", "section", "kind", "margin", "expected_verdict", "rationale")
     return {
         "study": study,
-        "arm": cell.arm,
-        "column": cell.column,
-        "section": cell.section,
-        "kind": cell.kind,
-        "published_mean": cell.mean,
-        "published_std": cell.std,
-        "published_n": cell.n,
-        "mean": sample.mean,
-        "std": sample.std,
-        "n": sample.n,
+        **{name: getattr(cell, name) for name in fields},
+        **{f"published_{name}": getattr(cell, name) for name in ("mean", "std", "n")},
+        **sample._asdict(),
         "difference": estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
-        "df": estimate.df,
-        "p": estimate.p,
-        "margin": cell.margin,
+        **{name: getattr(estimate, name) for name in ("low", "high", "df", "p")},
         "p_equal": compute_equivalence_p_value(estimate, cell.margin),
         "reason": reason,
-        "expected_verdict": cell.expected_verdict,
-        "rationale": cell.rationale,
         "notes": _format_notes(cell, trials),
     }
 
@@ -147,7 +131,7 @@ def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
         if our_values != [value]:
             our_text = ", ".join(map(str, our_values)) or "not recorded"
             return f"{name} is {value} in the published runs, {our_text} in ours"
-    if cell.column.startswith("first_step"):
+    if cell.is_step:
         reached_text = f"{len(values)} of our {len(runs)} runs"
         if cell.kind == NEVER_REACHED:
             return f"none of the {cell.n} published seeds reaches this step; {reached_text} do"
@@ -166,42 +150,14 @@ def _format_notes(cell: Cell, trials: pd.DataFrame) -> str:
     for status, rows in trials[trials["status"] != "completed"].groupby("status", sort=False):
         counting_text = "counted with the last row" if status in SCORED_STATUSES else "not counted"
         notes.append(f"{format_status(str(status))}, {counting_text}: {_format_seeds(rows)}")
-    if cell.column.startswith("first_step") and cell.column in trials:
-        scored_runs = trials[trials["status"].isin(SCORED_STATUSES)]
-        missing_runs = scored_runs[scored_runs[cell.column].isna()]
+    if cell.is_step and cell.column in trials:
+        missing_runs = trials[trials["status"].isin(SCORED_STATUSES) & trials[cell.column].isna()]
         notes += [f"never reached: {_format_seeds(missing_runs)}"] if len(missing_runs) else []
     return "; ".join(notes)
 
 
 def _format_seeds(rows: pd.DataFrame) -> str:
     return f"seed{'s' if len(rows) > 1 else ''} {', '.join(map(str, sorted(rows['seed'])))}"
-
-
-def format_sentence(row: Row) -> str:
-    """State the verdict on one cell in words. row: from `compare_to_published`."""
-    name = f"{row['study']} {row['arm']} {row['column']}" + (f" ({row['section']})" if row["kind"] == POOLED else "")
-    if row["verdict"] == NOT_TESTED:
-        verdict_text = f"{NOT_TESTED}: {row['reason']}"
-    else:
-        interval_text = f"{row['difference']:+.4g} [{row['low']:+.4g}, {row['high']:+.4g}]"
-        expectation_text = {True: "as expected", False: "not as expected", None: "no expectation"}[row["as_expected"]]
-        word, p_text = row["verdict"], f"Holm {format_p_value(row['p_holm'])}"
-        if word == EQUAL:
-            word, p_text = f"{EQUAL} within {row['margin']:g}", format_p_value(row["p_equal"])
-        verdict_text = f"{word}: {interval_text}, {p_text}, {expectation_text}"
-    notes = f" ({row['notes']})" if row["notes"] else ""
-    published, ours = _format_number(row, "published_"), _format_number(row, "")
-    return f"{name}: published {published}, ours {ours}: {verdict_text}{notes}"
-
-
-def _format_number(row: Row, prefix: str) -> str:
-    """Format a number such as `0.3345 (SD 0.0043, n 3)`. prefix: "published_", or "" for ours."""
-    if row["kind"] == NEVER_REACHED and prefix:
-        return f"never (n {row['published_n']})"
-    if not row[f"{prefix}n"]:
-        return "none"
-    std_text = "" if math.isnan(row[f"{prefix}std"]) else f"SD {row[f'{prefix}std']:.3g}, "
-    return f"{row[f'{prefix}mean']:.4g} ({std_text}{'rows' if row['kind'] == POOLED else 'n'} {row[f'{prefix}n']})"
 
 
 def summarize_verdicts(table: pd.DataFrame) -> str:

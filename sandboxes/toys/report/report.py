@@ -51,18 +51,13 @@ from analysis.sweep.verdicts import (
 )
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
-from sandboxes.toys.report import notes, tables
-from sandboxes.toys.report.descriptions import Description, Panel
+from sandboxes.toys.report import tables
+from sandboxes.toys.study import Panel
 
 
 @dataclass(frozen=True)
 class ToyResults(StudyResults):
     """A study of a toy task."""
-
-    @cached_property
-    def description(self) -> Description:
-        """What the report says of the family."""
-        return tables.get_description(self.frames)
 
     @cached_property
     def differences(self) -> pd.DataFrame:
@@ -82,12 +77,10 @@ class ToyResults(StudyResults):
     @cached_property
     def curves(self) -> dict[Panel, tuple[pd.DataFrame, pd.DataFrame]]:
         """For each panel of the study, the curves of single runs and the mean curves of its column."""
+        frames = self.frames
         return {
-            panel: (
-                series.make_curves(self.frames, panel.column),
-                tables.compute_mean_curves(self.frames, panel.column),
-            )
-            for panel in tables.select_panels(self.frames)
+            panel: (series.make_curves(frames, panel.column), tables.compute_mean_curves(frames, panel.column))
+            for panel in tables.select_panels(frames)
         }
 
     @property
@@ -101,7 +94,7 @@ class ToyResults(StudyResults):
 
 
 def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
-    rows = _add_differences(results, to_records(notes.select_primary(results.frames, results.statistics)))
+    rows = _add_differences(results, to_records(tables.select_primary(results.frames, results.statistics)))
     for row in rows:
         row["is_baseline"] = row["arm"] == results.study.baseline
         row["verdict"] = "baseline" if row["is_baseline"] else row["verdict"] or "–"
@@ -109,7 +102,7 @@ def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
         [
             name("arm"),
             TableColumn("verdict", _format_verdict, "verdict"),
-            number(results.description.number, "mean", "{:.4f}".format),
+            number(tables.get_description(results.frames).number, "mean", "{:.4f}".format),
             number("minus the\nbaseline", "difference", format_signed_4),
             number("Holm p", "p_holm", format_p),
             number("seeds", "n", str),
@@ -135,30 +128,27 @@ def _format_verdict(row: Row) -> str:
 VERDICTS: Section[ToyResults] = Section(
     "verdicts",
     "Verdict for each arm",
-    sentences=lambda results: [notes.format_headline(results.frames, results.differences)],
+    sentences=lambda results: [tables.format_headline(results.frames, results.differences)],
     tables=_make_verdict_table,
     explanation=lambda results: _explain_numbers(results),
     when=lambda results: not results.search,
     concludes=True,
 )
 NOTES: Section[ToyResults] = Section(
-    "notes", "Limits of these numbers", sentences=lambda results: notes.make_notes(results.frames), is_warning=True
+    "notes", "Limits of these numbers", sentences=lambda results: tables.make_notes(results.frames), is_warning=True
 )
 
 
 def _explain_numbers(results: ToyResults) -> str:
     (family,) = results.frames.families
-    basis = (
-        "Brackets are 95 % intervals that hold at all looks and for all arms together."
-        if has_added_seeds(results.study)
-        else "Brackets are 95 % intervals with the noise of all arms, not corrected for the number of arms."
-    )
+    basis = "have the noise of all arms and are not corrected for their number"
+    if has_added_seeds(results.study):
+        basis = "hold at all looks and for all arms together"
     return (
-        "Numbers are over the scored runs of each arm: runs that completed, and runs that a rule stopped, which count "
-        "with their last row. The standard error is the standard deviation divided by the root of n. Differences are "
-        f"paired by seed if both arms have two or more seeds in common. {basis} `{family.primary_column}` is the "
-        "primary outcome, and its p-values are corrected with Holm's method over the arms. The other columns are "
-        "secondary, and their p-values are corrected together."
+        "Numbers are over the scored runs of each arm: completed ones, and those that a rule stopped, with their last "
+        "row. The standard error is the standard deviation / √n. Differences are paired by seed if two seeds or more "
+        f"are in common. Brackets are 95 % intervals, which {basis}. p-values of `{family.primary_column}`, the "
+        "primary outcome, are corrected with Holm's method over the arms, and those of all other columns together."
     )
 
 
@@ -166,7 +156,7 @@ def _explain_numbers(results: ToyResults) -> str:
 
 
 def _draw_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> alt.TopLevelMixin:
-    chance_error = notes.compute_chance_error(results.frames)
+    chance_error = tables.compute_chance_error(results.frames)
     panels: list[Any] = [
         draw_curves(
             runs,
@@ -180,20 +170,16 @@ def _draw_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], resu
     ]
     if len(panels) == 1:
         return panels[0]
-    return alt.ConcatChart(concat=[panel.properties(width=_PANEL_WIDTH) for panel in panels], columns=2)
-
-
-_PANEL_WIDTH = 380
+    return alt.ConcatChart(concat=[panel.properties(width=380) for panel in panels], columns=2)
 
 
 def _make_curves_caption(results: ToyResults) -> str:
-    chance_error = notes.compute_chance_error(results.frames)
+    chance_error = tables.compute_chance_error(results.frames)
     line = "" if chance_error is None else " A dashed line is the error of random content tokens."
     return (
-        "Learning curves. Thick lines are means over the runs of an arm, and thin lines are single runs. Bands are "
-        "one standard error of the mean to each side (not the standard deviation of runs). A run that a rule stopped "
-        "keeps its last value in the mean, and a cross marks its end. Runs that failed or were interrupted are drawn "
-        f"thin and excluded from the mean. Step 0 is before the first update.{line}"
+        "Learning curves. Thick lines are means over the scored runs of an arm, thin lines are runs, and bands are one "
+        "standard error of the mean to each side. A run that a rule stopped keeps its last value in the mean, and a "
+        f"cross marks its end. Step 0 is before the first update.{line}"
     )
 
 
@@ -240,7 +226,9 @@ def _make_number_columns(rows: Sequence[Row], key: str) -> list[TableColumn]:
         number("mean", "mean", format_number),
         number("standard\nerror", "standard_error", format_number),
         number("standard\ndeviation", "standard_deviation", format_number),
-        TableColumn("n", _format_n, "number"),
+        TableColumn(
+            "n", lambda row: f"{row['n']}" + f" of {row['scored_runs']}" * (row["n"] != row["scored_runs"]), "number"
+        ),
     ]
     if any(row["published_mean"] is not None for row in rows):
         result += [
@@ -258,10 +246,6 @@ def _make_number_columns(rows: Sequence[Row], key: str) -> list[TableColumn]:
         heading = "never reached" if key.startswith("first_step") else "without a value"
         result.append(TableColumn(heading, lambda row: f"seed {row['missing_seeds']}" if row["missing_seeds"] else ""))
     return result
-
-
-def _format_n(row: Row) -> str:
-    return f"{row['n']}" if row["n"] == row["scored_runs"] else f"{row['n']} of {row['scored_runs']}"
 
 
 NUMBERS: Section[ToyResults] = Section(
@@ -301,8 +285,7 @@ def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator
         [name("arm"), *has_studies, numbers[0], text("table", "section"), *numbers[1:]],
         pooled,
         fold=f"All {len(pooled)} pooled cells",
-        note="These published numbers are pooled over the logged rows of all seeds. No standard deviation over seeds "
-        "is published, so nothing is tested.",
+        note="Pooled over the logged rows of all seeds: without a standard deviation over seeds, nothing is tested.",
     )
     rationales = table[table["rationale"] != ""].groupby(["expected_verdict", "study", "rationale"], sort=False)["arm"]
     yield Table(
@@ -343,13 +326,12 @@ def _format_expectation(row: Row) -> str:
 
 def _explain_published(frames: StudyFrames) -> str:
     return (
-        f"Each published cell of these arms is listed once. The published numbers are from {describe_sources(frames)}. "
-        "Welch's t test compares our seeds with the published mean, standard deviation (ddof 1) and number of seeds. A "
-        "standard deviation of 0 is replaced by 0.01, or for a step by the evaluation interval / √12. p-values are "
-        "corrected with Holm's method over the cells that are tested here. **equal** means that two one-sided tests, "
-        "each at .05 and not corrected, show a difference below 0.05 (below one evaluation interval for a step). "
-        "**open** means that neither is shown; the interval shows how large the difference could be. The expected "
-        "verdicts were written down before the first run: not distinguishable, except where a reason is listed."
+        f"The published numbers are from {describe_sources(frames)}. Welch's t test compares our seeds with the "
+        "published mean, standard deviation (ddof 1) and number of seeds, with Holm's correction over the cells that "
+        "are tested here. A standard deviation of 0 counts as 0.01, for a step as the evaluation interval / √12. "
+        "**equal**: two one-sided tests, each at .05 and not corrected, show a difference below 0.05 (for a step, "
+        "below one evaluation interval). **open**: neither is shown. The expected verdicts were written down before "
+        "the first run: not distinguishable, except where a reason is listed."
     )
 
 
@@ -387,21 +369,22 @@ def _make_arm_table(results: ToyResults) -> Iterator[Table]:
 
 
 def _describe_effort(results: ToyResults) -> Iterator[str]:
-    seconds = notes.sum_trial_seconds(results.frames)
-    time = (
-        f" Run time of all trials: {format_duration(seconds)}, which depends on the load." if pd.notna(seconds) else ""
-    )
-    yield (
-        f"{count_nouns(len(list_arms(results.frames)), 'arm')}; "
-        f"{findings.format_status_counts(results.frames.trials)}.{time}"
-    )
+    frames = results.frames
+    time = ""
+    if len(frames.steps):
+        # The runs of a trial share its time, so a trial counts as its longest run.
+        run_seconds = frames.steps.groupby("run_id")["seconds_total"].max()
+        trial_ids = frames.trials.set_index("run_id")["trial_id"]
+        seconds = float(run_seconds.groupby(trial_ids.reindex(run_seconds.index)).max().sum())
+        time = f" Run time of all trials: {format_duration(seconds)}, which depends on the load."
+    yield f"{count_nouns(len(list_arms(frames)), 'arm')}; {findings.format_status_counts(frames.trials)}.{time}"
 
 
 ARMS: Section[ToyResults] = Section("arms", "What was run", sentences=_describe_effort, tables=_make_arm_table)
 
 
 def _make_run_tables(results: ToyResults) -> Iterator[Table]:
-    columns = results.description.run_columns.items()
+    columns = tables.get_description(results.frames).run_columns.items()
     yield from make_runs_table(results.frames, [number(heading, key, "{:.4f}".format) for key, heading in columns])
 
 
@@ -414,13 +397,8 @@ def _make_reproduction_tables(results: ToyResults) -> Iterator[Table | Listing]:
 def _make_heading(results: ToyResults) -> Heading:
     study = results.study
     statuses = findings.format_status_counts(results.frames.trials)
-    over = f"Study **{study.name}** · {results.description.label} · {statuses}"
+    over = f"Study **{study.name}** · {tables.get_description(results.frames).label} · {statuses}"
     return Heading(over, study.question or study.name, list_remarks(results.frames))
-
-
-def _make_verdicts(results: ToyResults) -> pd.DataFrame:
-    rows = notes.select_primary(results.frames, results.differences)
-    return rows[["arm", "verdict"]].rename(columns={"verdict": "outcome"})
 
 
 TOY_REPORT: Report[ToyResults] = Report(
@@ -439,7 +417,9 @@ TOY_REPORT: Report[ToyResults] = Report(
         Section("runs", "All runs", tables=_make_run_tables),
         Section("reproduce", "Reproduce", sentences=list_command_sentences, tables=_make_reproduction_tables),
     ),
-    _make_verdicts,
+    lambda results: tables.select_primary(results.frames, results.differences)[["arm", "verdict"]].rename(
+        columns={"verdict": "outcome"}
+    ),
     (INDEX_PUBLISHED,),
 )
 """The report of a study of toy tasks."""

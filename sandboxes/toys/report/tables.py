@@ -1,8 +1,7 @@
-"""Tables of an update-rule study: statistics of arms, differences from the baseline, mean curves.
+"""Tables of a toy study (statistics of arms, differences from the baseline, mean curves), and notes about its numbers.
 
-Every number of an arm is computed over its scored runs: those that completed and those that a rule stopped. A
-stopped run counts with its last row. The standard error is the standard deviation (ddof 1) divided by the root of n;
-tables have both, under their names.
+Every number of an arm is over its scored runs: those that completed, and those that a rule stopped, with their last
+row. The standard error is the standard deviation (ddof 1) divided by the root of n.
 """
 
 import math
@@ -11,7 +10,6 @@ from itertools import combinations, product
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from analysis.data.compare import (
@@ -21,22 +19,27 @@ from analysis.data.compare import (
     collect_outcomes,
     compare_with_baseline,
     get_margin,
+    has_added_seeds,
     list_arms,
     require_single_study,
     select_runs,
 )
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
+from analysis.sweep import findings
 from analysis.sweep.series import make_curves
-from analysis.sweep.verdicts import name_verdict
+from analysis.sweep.verdicts import count_nouns, describe_stops, describe_unfinished, name_verdict
 from sandboxes.toys.published.reproduction import sample_std
-from sandboxes.toys.report.descriptions import Description, Panel
+from sandboxes.toys.study import Description, Panel
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES
 
 COLUMN_ORDER = ("late_", "final_", "last_", "switch_", "error_", "first_step_", "mean_", "log10_")
 """How the names of the trial columns of a report begin, in the order in which it lists them."""
-SEPARATOR_COLUMN = "final_greedy_separator_rate"
+CHANCE_TOLERANCE = 0.02  # a mean error that is less than this below chance is noted too
+_SEPARATORS = "final_greedy_separator_rate"
+COLLAPSE_THRESHOLD = 0.5  # fraction of separators above which a run counts as collapsed; a correct reply has none
+_TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 
 
 def get_description(frames: StudyFrames) -> Description:
@@ -65,9 +68,7 @@ def select_panels(frames: StudyFrames) -> tuple[Panel, ...]:
 def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
     """One row per measured trial column and arm, in their order: statistics over the arm's scored runs.
 
-    Columns: arm, column, mean, standard_error, standard_deviation, n, scored_runs, and missing_seeds: the seeds of
-    scored runs without a value, such as those that never reach a step. A single value has neither a standard error nor
-    a standard deviation.
+    missing_seeds: the seeds of scored runs without a value, such as those that never reach a step.
     """
     rows = []
     for name, arm in product(list_measured_columns(frames), list_arms(frames)):
@@ -84,9 +85,8 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     """One row per outcome and arm other than the baseline: arm minus baseline, with its interval.
 
     The noise is that of all arms of the study (`analysis.stats.noise`), and `basis` says what the interval is over.
-    p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over the arms and columns together
-    for all other columns. `verdict`: see `verdicts.name_verdict`. First steps are not compared, because runs that never
-    reach one have no number.
+    p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over arms and columns together for
+    the others. First steps are not compared, because runs that never reach one have no number.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
     baseline, arms = str(study.baseline), list_arms(frames)
@@ -108,20 +108,18 @@ def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
     The mean is over scored runs, at the steps at which all of them have a value. A run that a rule stopped keeps its
     last value to the end, because that is the value it is scored with.
     """
-    table = make_curves(frames, column)
-    arm_dtype = pd.CategoricalDtype(list_arms(frames))
-    scored_points = table[table["status"].isin(SCORED_STATUSES)].astype({"arm": arm_dtype})
-    # arm as a category keeps the order of the arms; pivot_table would sort names as text.
-    value_table = scored_points.pivot_table(index=["arm", "step"], columns="seed", values="value", observed=True)
-    stopped_runs = scored_points.loc[scored_points["status"] == "early_stopped", ["arm", "seed"]].drop_duplicates()
-    for arm, seed in stopped_runs.itertuples(index=False):
-        value_table.loc[arm, seed] = value_table.loc[arm, seed].ffill().to_numpy()
-    # The number of runs of the arm, in every row: runs that have a value at any step.
-    run_counts = value_table.notna().groupby(level="arm", observed=True).transform("any").sum(axis=1)
-    standard_error = value_table.std(axis=1, ddof=1) / np.sqrt(run_counts)
-    columns = {"value": value_table.mean(axis=1), "standard_error": standard_error, "runs": run_counts}
-    is_complete = value_table.count(axis=1) == run_counts
-    return pd.DataFrame(columns)[is_complete].reset_index().astype({"arm": table["arm"].dtype})
+    points = make_curves(frames, column)
+    tables = [pd.DataFrame(columns=["arm", "step", "value", "standard_error", "runs"])]
+    for arm in list_arms(frames):
+        rows = points[points["status"].isin(SCORED_STATUSES) & (points["arm"] == arm)]
+        values = rows.pivot_table(index="step", columns="seed", values="value")
+        stopped_seeds = rows.loc[rows["status"] == "early_stopped", "seed"].unique()
+        values[stopped_seeds] = values[stopped_seeds].ffill()
+        n_runs, values = values.shape[1], values.dropna()
+        error = values.std(axis=1, ddof=1) / math.sqrt(n_runs or 1)
+        columns = {"arm": arm, "value": values.mean(axis=1), "standard_error": error, "runs": n_runs}
+        tables.append(pd.DataFrame(columns).reset_index()[tables[0].columns])
+    return pd.concat([table for table in tables if len(table)] or tables, ignore_index=True)
 
 
 def count_statuses(frames: StudyFrames) -> list[Row]:
@@ -136,10 +134,7 @@ def count_statuses(frames: StudyFrames) -> list[Row]:
 
 
 def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
-    """Pairs of arms with two seeds or more whose scored runs have equal final numbers in every seed.
-
-    With a single seed, equal numbers may be a coincidence, such as an error of 0 in both arms.
-    """
+    """Pairs of arms whose scored runs have equal final numbers in all of two seeds or more; one seed may coincide."""
     names = [name for name in list_measured_columns(frames) if name.startswith(("final_", "log10_"))]
     values: dict[str, Any] = {
         arm: select_runs(frames, arm, scored_only=True).set_index("seed")[names].sort_index()
@@ -151,13 +146,114 @@ def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
 
 
 def add_published(table: pd.DataFrame, cells: Iterable[Row]) -> list[Row]:
-    """Rows of `compute_arm_statistics` with the published number of the same arm and column.
-
-    cells: rows of `compare_to_published`. Added keys: published_mean, published_std, published_n; None without a cell.
-    """
+    """Add the published numbers of cells, from `compare_to_published`, to arm statistics; None without a cell."""
     published_cells = {(cell["arm"], cell["column"]): cell for cell in cells if cell["kind"] == "per seed"}
     columns = ("published_mean", "published_std", "published_n")
     return [
         {**row, **{name: published_cells.get((row["arm"], row["column"]), {}).get(name) for name in columns}}
         for row in to_records(table)
     ]
+
+
+def select_primary(frames: StudyFrames, table: pd.DataFrame) -> pd.DataFrame:
+    """Select the rows of a table with a `column` that are about the primary outcome."""
+    (family,) = frames.families
+    return table[table["column"] == family.primary_column]
+
+
+def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
+    """Group the arms in a line by how their primary outcome compares with the baseline's."""
+    if frames.trials.empty:
+        return "No run is recorded."
+    error_rows = select_primary(frames, differences)
+    baseline, arms = frames.studies[0].baseline, list_arms(frames)
+    # `--arms` may select arms without the baseline.
+    baseline_text = f"baseline {baseline}" if baseline in arms else "no baseline among them"
+    sentences = [f"{count_nouns(len(arms), 'arm')}, {baseline_text}."]
+    compared = error_rows[error_rows["n"] > 0]
+    if len(compared):
+        (family,) = frames.families
+        turned = {} if family.is_higher_better else {"better": "lower for", "worse": "higher for"}
+        groups = findings.group_arms(compared, compared["verdict"], {**findings.OUTCOME_LABELS, **turned})
+        sentences.append(
+            f"Compared with it over {findings.format_seed_range(compared['n'])}, "
+            f"{get_description(frames).outcome} is {groups}."
+        )
+    missing = error_rows.loc[error_rows["n"] == 0, "arm"]
+    sentences += [f"Not compared: {', '.join(missing)}."] if len(missing) else []
+    return " ".join(sentences)
+
+
+def compute_chance_error(frames: StudyFrames) -> float | None:
+    """Compute the test error of random content tokens, 1 - 1/V for a vocabulary of V; None if no value fits all arms.
+
+    A study has one if every task scores single tokens, all arms have the same vocabulary, and rewards are not binary
+    (with a binary reward, the error is that of whole sequences).
+    """
+    columns = ("config/task", "config/vocab_size", "config/binary_reward")
+    if frames.trials.empty or any(name not in frames.trials for name in columns):
+        return None
+    tasks, vocab_sizes, binary_settings = (set(frames.trials[name].dropna()) for name in columns)
+    if not tasks <= _TOKEN_TASKS or len(vocab_sizes) != 1 or binary_settings != {False}:
+        return None
+    return 1 - 1 / int(vocab_sizes.pop())
+
+
+def make_notes(frames: StudyFrames) -> list[str]:
+    """List what a reader must know of the numbers: few seeds, stops, collapse, errors at chance, equal arms."""
+    lines = [*_make_seed_notes(frames), *findings.describe_looks(frames.studies[0]), *_make_ending_notes(frames)]
+    chance_error, at_chance = compute_chance_error(frames), []
+    for arm in list_arms(frames):
+        # The last row of a failed run is no final number.
+        runs = select_runs(frames, arm, scored_only=True)
+        separator_rates = runs.reindex(columns=[_SEPARATORS])[_SEPARATORS]  # only tasks of sequences have them
+        collapsed_runs = runs[separator_rates > COLLAPSE_THRESHOLD]
+        if len(collapsed_runs):
+            seeds = ", ".join(map(str, collapsed_runs["seed"]))
+            lines.append(
+                f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed {seeds}) more than half of the greedily "
+                "decoded tokens are separators, which are never correct: a collapse onto one token."
+            )
+        if chance_error is not None and (error := runs["final_test_error"].mean()) >= chance_error - CHANCE_TOLERANCE:
+            at_chance.append(f"{arm} {error:.3f}")
+        steps = frames.steps[frames.steps["run_id"].isin(runs["run_id"])]
+        # Only update rules have a filter.
+        if "kept_frac" in steps and steps["kept_frac"].max() == 0:
+            lines.append(
+                f"{arm}: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
+            )
+    if at_chance:
+        others = f" and {len(at_chance) - 5} more" if len(at_chance) > 5 else ""
+        lines.append(
+            f"No better than random content tokens, whose error is {chance_error:.2f}: the mean test error of "
+            f"{', '.join(at_chance[:5])}{others}. On average, such a policy has learned at most to avoid separators."
+        )
+    lines += [
+        f"{a} and {b} end with equal numbers in every seed: in this study they are the same algorithm."
+        for a, b in find_equal_arms(frames)
+    ]
+    return lines
+
+
+def _make_seed_notes(frames: StudyFrames) -> list[str]:
+    seed_count = frames.trials.loc[frames.trials["status"].isin(SCORED_STATUSES), "seed"].nunique()
+    if seed_count == 0:
+        return ["No run was completed or stopped by a rule, so nothing is compared."]
+    if seed_count == 1:
+        return ["1 seed: there is no standard error. Another seed may give another result."]
+    advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
+    noise_text = "" if has_added_seeds(frames.studies[0]) else ", with the noise of all arms unless one stands out"
+    return [
+        f"{seed_count} seeds: intervals are over seeds{noise_text}. The band of a curve is one standard error.{advice}"
+    ]
+
+
+def _make_ending_notes(frames: StudyFrames) -> list[str]:
+    """List runs that a rule stopped, and runs that failed, were interrupted or never ran."""
+    lines = []
+    for arm in list_arms(frames):
+        stop_text = describe_stops(select_runs(frames, arm, scored_only=True))
+        unfinished_text = describe_unfinished(select_runs(frames, arm))
+        lines += [f"{arm}: {stop_text}; a stopped run counts with its last row."] if stop_text else []
+        lines += [f"{arm}, not counted: {unfinished_text}."] if unfinished_text else []
+    return lines

@@ -25,19 +25,9 @@ _BULLET = re.compile(r"^(?:[-*•]|\d+[.)])\s+")
 def compute_char_f1(answer: str, papers: Mapping[str, str], evidence: Iterable[str]) -> float:
     """Compute the reward of an answer, in [0, 1]: its F1 in characters of the papers, minus a cost per excess passage.
 
-    Each passage of the answer and of the evidence marks its first exact occurrence in the papers, if any. An answer of
-    more than 251 passages scores 0 whatever they mark.
-
-    Args:
-        answer: a final answer, see `parse_predictions`.
-        papers: texts by id.
-        evidence: the passages that answer the question.
-
-    Example:
-        >>> compute_char_f1("['one two']", {"a": "one two three"}, ["two three"])  # 3 characters of 7 and of 9
-        0.375
-
-    Source: rlm_grpo of deepakvijaykee/rl-experiments.
+    Each passage of the answer (see `parse_predictions`) and of the evidence marks its first exact occurrence in the
+    papers, if any. An answer of more than 251 passages scores 0 whatever they mark. Source: rlm_grpo of
+    deepakvijaykee/rl-experiments.
     """
     predictions = parse_predictions(answer)
     cost = EXTRA_PREDICTION_COST * max(0, len(predictions) - MAX_FREE_PREDICTIONS) / MAX_FREE_PREDICTIONS
@@ -64,12 +54,6 @@ def parse_predictions(answer: str) -> tuple[str, ...]:
 
     Tries in this order, until one succeeds: JSON or a Python literal (also in <final> tags or in a code block), whose
     texts are the passages; quotations of at least 8 characters; lines of at least 16 characters without their bullets.
-
-    Example:
-        >>> parse_predictions("<final>['first passage', 'second passage']</final>")
-        ('first passage', 'second passage')
-        >>> parse_predictions('The paper says "forty-two metres" there.')
-        ('forty-two metres',)
     """
     text = _unwrap(_unwrap(answer, _FINAL_TAG), _CODE_BLOCK).strip()
     passages = _parse_literal(text)

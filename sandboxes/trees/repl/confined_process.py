@@ -72,15 +72,9 @@ class FinalAnswer(BaseException):
 
 def limit_resources(memory_bytes: int, cpu_seconds: int) -> None:
     """Limit memory, CPU time and processes, and forbid writing to files."""
-    for name, value in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_CPU, cpu_seconds),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 3),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        resource.setrlimit(name, (value, value))
+    limits = {"AS": memory_bytes, "CPU": cpu_seconds, "FSIZE": 0, "CORE": 0, "NOFILE": 3, "NPROC": 0}
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
 def end_with_parent(parent_id: int) -> None:
@@ -120,28 +114,22 @@ def drop_rights() -> None:
 
 def confine(library: ctypes.CDLL) -> None:
     """Restrict the process permanently to the system calls of a computation. Raise OSError if the kernel cannot."""
-    library.seccomp_init.restype = ctypes.c_void_p
-    library.seccomp_init.argtypes = [ctypes.c_uint32]
+    pointer, number, size = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint
+    library.seccomp_init.restype, library.seccomp_init.argtypes = pointer, [number]
     library.seccomp_syscall_resolve_name.argtypes = [ctypes.c_char_p]
-    library.seccomp_load.argtypes = [ctypes.c_void_p]
+    library.seccomp_load.argtypes = [pointer]
     # Takes the comparisons as an array: the other variant is variadic.
-    library.seccomp_rule_add_array.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_uint32,
-        ctypes.c_int,
-        ctypes.c_uint,
-        ctypes.POINTER(_Comparison),
-    ]
+    library.seccomp_rule_add_array.argtypes = [pointer, number, ctypes.c_int, size, ctypes.POINTER(_Comparison)]
     deny_with_eperm, allow = 0x00050000 | errno.EPERM, 0x7FFF0000
     rules = ctypes.c_void_p(library.seccomp_init(deny_with_eperm))
     if not rules:
         raise OSError(errno.ENOSYS, "libseccomp could not start")
     for name, comparisons in [*((name, ()) for name in ALLOWED_CALLS), *list_conditions()]:
-        number = library.seccomp_syscall_resolve_name(name.encode())
-        if number < 0:  # this processor does not have the call
+        call = library.seccomp_syscall_resolve_name(name.encode())
+        if call < 0:  # this processor does not have the call
             continue
         array = (_Comparison * len(comparisons))(*comparisons) if comparisons else None
-        if error := library.seccomp_rule_add_array(rules, allow, number, len(comparisons), array):
+        if error := library.seccomp_rule_add_array(rules, allow, call, len(comparisons), array):
             raise OSError(-error, f"libseccomp refuses the rule for {name}")
     if error := library.seccomp_load(rules):
         raise OSError(-error, "the kernel does not filter system calls")
@@ -151,12 +139,7 @@ def confine(library: ctypes.CDLL) -> None:
 class _Comparison(ctypes.Structure):
     """struct scmp_arg_cmp of libseccomp."""
 
-    _fields_ = (
-        ("arg", ctypes.c_uint),
-        ("op", ctypes.c_int),
-        ("datum_a", ctypes.c_uint64),
-        ("datum_b", ctypes.c_uint64),
-    )
+    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
 def list_conditions() -> list[tuple[str, tuple[_Comparison, ...]]]:
@@ -228,35 +211,24 @@ class Channel:
 
 
 class Tools:
-    """What the code may call.
-
-    context: texts by id. channel: to the parent, which answers queries. message_bytes: maximum size of a message.
-    namespace: the variables of the code.
-    """
+    """What the code may call. message_bytes: maximum size of a message. namespace: the variables of the code."""
 
     def __init__(self, context: dict[str, str], may_query: bool, channel: Channel, message_bytes: int) -> None:
         self.context, self._channel, self._message_bytes = context, channel, message_bytes
         self._numbered_objects: dict[int, tuple[int, object]] = {}
         self.answers: list[str] = []
-        names = {name: getattr(builtins, name) for name in BUILTIN_NAMES} | {
-            "id": self._number_object,
-            "hash": self._compute_hash,
-        }
+        names = {name: getattr(builtins, name) for name in BUILTIN_NAMES}
+        names |= {"id": self._number_object, "hash": self._compute_hash}
         modules = {"re": re, "math": math, "json": json, "itertools": itertools, "Counter": Counter}
         tools = (self.list_papers, self.search, self.get_paper_abstract, self.extract_section, self.SHOW_VARS)
         queries = (self.rlm_query, self.rlm_query_batched) if may_query else ()
-        self.namespace: dict[str, object] = {
-            "__builtins__": names,
-            "__name__": "repl",
-            "context": self.context,
-            **modules,
-            **{tool.__name__: tool for tool in (*tools, *queries, self.FINAL, self.FINAL_VAR)},
-        }
+        self.namespace: dict[str, object] = {"__builtins__": names, "__name__": "repl", "context": self.context}
+        self.namespace |= modules
+        self.namespace |= {tool.__name__: tool for tool in (*tools, *queries, self.FINAL, self.FINAL_VAR)}
         self._first_values = dict(self.namespace)
 
     def _number_object(self, value: object, /) -> int:
-        """Number each object, in place of `id`, whose addresses would differ between processes."""
-        # Keeping the objects prevents others from getting their address.
+        """Number each object, in place of `id`; that they are stored keeps others from getting their address."""
         return self._numbered_objects.setdefault(id(value), (len(self._numbered_objects) + 1, value))[0]
 
     def _compute_hash(self, value: object, /) -> int:
@@ -292,9 +264,8 @@ class Tools:
         for line in self.context[paper_id].splitlines():
             marks = len(line) - len(line.lstrip("#"))
             title = re.sub(r"^[\d.]+\s+", "", line.strip("# \t").removesuffix(":")).lower()
-            is_heading = bool(title) and (
-                marks > 0 or title == wanted or (is_after_gap and line.rstrip().endswith(":"))
-            )
+            has_colon = is_after_gap and line.rstrip().endswith(":")
+            is_heading = bool(title) and (marks > 0 or title == wanted or has_colon)
             is_after_gap = not line.strip()
             if is_heading and level and (marks or 1) <= level:
                 break
@@ -328,11 +299,9 @@ class Tools:
             texts = [*context, *context.values()] if isinstance(context, dict) else [context]
             if context is not None and not all(isinstance(text, str) for text in texts):
                 raise ValueError("a context is None for all papers, a text, or a dictionary of texts by id")
-        if len(prompt_list) > MAX_PROMPTS or len(json.dumps([prompt_list, contexts])) > self._message_bytes // 2:
-            num_bytes = self._message_bytes // 2
-            raise ValueError(
-                f"a call asks at most {MAX_PROMPTS} children, with {num_bytes} bytes of prompts and contexts"
-            )
+        max_bytes = self._message_bytes // 2
+        if len(prompt_list) > MAX_PROMPTS or len(json.dumps([prompt_list, contexts])) > max_bytes:
+            raise ValueError(f"a call asks at most {MAX_PROMPTS} children, with {max_bytes} bytes of texts")
         self._channel.send({"kind": "query", "prompts": prompt_list, "contexts": contexts})
         answer = self._channel.receive()
         if answer["kind"] == "problem":
@@ -366,7 +335,10 @@ def execute(code: str, tools: Tools, message_bytes: int) -> dict[str, object]:
     tools.answers.clear()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
-            tree = parse(code)
+            try:
+                tree = ast.parse(code, "<repl>")
+            except IndentationError:  # a common indentation of all lines is ignored
+                tree = ast.parse(textwrap.dedent(code), "<repl>")
             last = tree.body[-1] if tree.body else None
             if isinstance(last, ast.Expr):
                 tree.body.pop()
@@ -383,14 +355,6 @@ def execute(code: str, tools: Tools, message_bytes: int) -> dict[str, object]:
     final = tools.answers[0] if tools.answers else None
     texts = {"stdout": output.getvalue(), "stderr": errors.getvalue(), "final": final}
     return {"kind": "result", **{name: text and _cut(text, message_bytes // 4) for name, text in texts.items()}}
-
-
-def parse(code: str) -> ast.Module:
-    """Parse code, ignoring a common indentation of all lines."""
-    try:
-        return ast.parse(code, "<repl>")
-    except IndentationError:
-        return ast.parse(textwrap.dedent(code), "<repl>")
 
 
 def _cut(text: str, num_bytes: int) -> str:
@@ -413,11 +377,9 @@ def main() -> None:
     """Start a confined process for each request on the control socket (standard input), until the parent ends.
 
     A request is JSON, {"nonce": "...", "numbers": [memory in bytes, CPU seconds, bytes of a message]}, with three
-    streams: the standard input, output and error of the new process. The reply is the nonce with a pidfd, or the nonce
-    with a problem. This process never holds anything that a model wrote, so it can import what the others need once.
-
-    The new process itself reads the request. This one always does the same, so that its memory, and with it the
-    addresses of objects in the others, does not depend on what it has started before.
+    streams: the standard input, output and error of the new process, which itself reads the request. The reply is the
+    nonce with a pidfd or a problem. This process never holds anything that a model wrote, and always does the same, so
+    that addresses of objects in the others do not depend on what it has started before.
     """
     library = ctypes.CDLL(sys.argv[1])
     warnings.simplefilter("ignore")

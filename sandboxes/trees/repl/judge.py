@@ -44,18 +44,10 @@ class _Grade(BaseModel):
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge behind an endpoint.
+    """A judge behind an endpoint; scale, retries and waits are from rlm_grpo of deepakvijaykee/rl-experiments.
 
     Each answer is one request at temperature 0. Transient failures (no connection, a timeout of 60 seconds, status 408,
-    409, 429 or 500 and above, a reply that is not a valid grade) are retried up to five times, after waits that double
-    from 2 to at most 30 seconds; any other status is final. Redirects are not followed.
-
-    Example:
-        >>> judge = Judge("http://127.0.0.1:8000/v1", "my-judge")
-        >>> judge.score("Who?", "Ada", ["Ada Lovelace"])  # doctest: +SKIP
-        0.75
-
-    Source: rlm_grpo of deepakvijaykee/rl-experiments, for the scale, the retries and the waits.
+    409, 429 or 500 and above, a reply that is not a valid grade) are retried; any other status is final.
     """
 
     url: str
@@ -72,9 +64,7 @@ class Judge:
             return "The judge needs an address: --set env.papers.judge_url=https://api.openai.com/v1, or another one."
         key = os.environ.get(self.key_variable)
         if not key:
-            return (
-                f"The judge needs a key: export {self.key_variable}=... (any text, where the endpoint asks for none)."
-            )
+            return f"The judge needs a key: export {self.key_variable}=... (any text, if the endpoint asks for none)."
         # Checked here, so that no error message shows the key.
         if not (key.isascii() and key.isprintable() and " " not in key):
             return f"The judge's key in {self.key_variable} has letters that no key has: set it again."
@@ -83,16 +73,12 @@ class Judge:
     def score(self, question: str, answer: str, evidence: Sequence[str]) -> float:
         """Score a final answer, from 0.1 to 1: the mean of precision and recall, in tenths of their points.
 
-        evidence: the passages that answer the question.
-
         Raises JudgeError if there is no key, if the endpoint refuses the request, or after all retries.
         """
         if obstacle := self.find_obstacle():
             raise JudgeError(obstacle)
-        messages = [
-            {"role": "system", "content": _INSTRUCTIONS},
-            {"role": "user", "content": _format_case(question, answer, evidence)},
-        ]
+        contents = {"system": _INSTRUCTIONS, "user": _format_case(question, answer, evidence)}
+        messages = [{"role": role, "content": content} for role, content in contents.items()]
         body = {"model": self.model, "temperature": 0, "messages": messages}
         problem = ""
         for attempt in range(1 + MAX_RETRIES):

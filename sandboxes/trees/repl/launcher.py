@@ -37,8 +37,8 @@ class LauncherError(RuntimeError):
 class ConfinedChild:
     """A process started by a launcher. It is not a child of this process, so it is identified by a handle.
 
-    stdin, stdout, stderr: non-blocking file descriptors of this end of its streams. pid: its id, for reading only:
-    after its end another process may have it. launcher: the launcher that started it.
+    stdin, stdout, stderr: non-blocking descriptors of our ends. pid: for reading only; after its end, another process
+    may have it.
     """
 
     def __init__(self, handle: int, streams: Sequence[int], launcher: "Launcher") -> None:
@@ -55,10 +55,7 @@ class ConfinedChild:
             seconds = time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid of the C library
         except OSError:
             return 0.0
-        return 0.0 if self._wait_for_end(0) else seconds  # after its end, another process may have the id
-
-    def _wait_for_end(self, seconds: float) -> bool:
-        return bool(self._end.poll(seconds * 1000))
+        return 0.0 if self._end.poll(0) else seconds  # after its end, another process may have the id
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
@@ -68,7 +65,7 @@ class ConfinedChild:
     def close(self) -> None:
         """Kill the process, wait for its end, and close its streams."""
         self.send_signal(signal.SIGKILL)
-        self._wait_for_end(START_SECONDS)
+        self._end.poll(START_SECONDS * 1000)
         _close((self.stdin, self.stdout, self.stderr, self._handle))
 
 
@@ -97,10 +94,7 @@ class Launcher:
             )
 
     def start(self, numbers: Sequence[int]) -> ConfinedChild:
-        """Start a process. numbers: its limits, see `confined_process.main`.
-
-        LauncherError if the launcher has ended or does not answer this request, and OSError if it cannot start one now.
-        """
+        """Start a process with these limits (`confined_process.main`). OSError if this fails now, or LauncherError."""
         nonce = secrets.token_hex(16)
         request = json.dumps({"nonce": nonce, "numbers": numbers}).encode()
         inner_ends, outer_ends = _make_streams()

@@ -51,20 +51,8 @@ class PaperLevel:
 def make_question(seed: int, num_papers: int = 3, num_sentences: int = 4) -> Question:
     """Generate a question about a thing, whose evidence is every sentence that begins with it. Needs no data set.
 
-    One or more of the papers have one sentence of evidence each. All other sentences are about other things; some of
-    them mention the thing, so that a search for its name finds too much.
-
-    Args:
-        seed: determines the question, together with the sizes.
-        num_papers: at least 1.
-        num_sentences: sentences per paper, at least 2.
-
-    Example:
-        >>> question = make_question(0)
-        >>> question.text
-        'Quote every sentence about the factory.'
-        >>> question.evidence
-        ('The factory is 17 metres deep.',)
+    One or more of the papers have one sentence of evidence each. All other sentences (of at least two per paper) are
+    about other things; some mention the thing, so that a search for its name finds too much.
     """
     rng = np.random.default_rng(seed)
     thing, *others = (THINGS[number] for number in rng.permutation(len(THINGS)))
@@ -113,10 +101,7 @@ class _Papers:
 
 @dataclass(frozen=True)
 class GeneratedPapers(_Papers):
-    """Generated questions (see `make_question`); every seed is a different question.
-
-    num_papers, num_sentences: sizes of a question.
-    """
+    """Generated questions (see `make_question`); every seed is a different question."""
 
     num_papers: int
     num_sentences: int
@@ -184,10 +169,7 @@ class FilePapers(_Papers):
 
 
 def make_papers(settings: PapersConfig) -> GeneratedPapers | FilePapers:
-    """Read the questions of a file, or generate them.
-
-    Raises QuestionFileError if the file cannot be read, and ValueError if it is too short.
-    """
+    """Read the questions of a file, or generate them. QuestionFileError, or ValueError if the file is too short."""
     if settings.file is None:
         return GeneratedPapers(settings.num_papers, settings.num_sentences)
     return FilePapers(tuple(read_questions(Path(settings.file))))

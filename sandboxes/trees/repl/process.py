@@ -47,11 +47,7 @@ class Query(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """The end of an execution.
-
-    stdout, stderr: what it printed, and its error. final: the final answer, if it gave one. is_lost: whether the
-    process was killed, and its variables with it.
-    """
+    """The end of an execution. final: the answer, if it gave one. is_lost: whether its process was killed."""
 
     stdout: str
     stderr: str
@@ -82,30 +78,17 @@ class ReplProcess:
 
     The code is never trusted: every reply of the process is checked, an invalid one counts as exceeding a limit, and
     the process is stopped while no execution runs. What code says about its execution may still be untrue: it can claim
-    any output and any final answer, just as it could print and return them.
-
-    Args:
-        context: texts by id, which the code sees as `context`.
-        may_query: whether the code may call child episodes.
-        limits: what the process may use.
-
-    The process ends with this one at the latest.
+    any output and any final answer, just as it could print and return them. The process ends with this one at the
+    latest. may_query: whether the code may call child episodes.
 
     Raises ConfinementError if this machine cannot confine the process, if the process that starts others has ended, or
     if the texts do not fit into the memory of the process.
-
-    Example:
-        >>> with ReplProcess({"a": "one two"}) as repl:
-        ...     repl.execute("n = len(context['a'].split())")
-        ...     repl.execute("n + 1").stdout
-        Execution(stdout='', stderr='', final=None, is_lost=False)
-        '3\\n'
     """
 
     def __init__(self, context: Mapping[str, str], may_query: bool = False, limits: ReplLimits | None = None) -> None:
         if obstacle := find_obstacle():
             raise ConfinementError(obstacle)
-        self._context = {str(name): str(text) for name, text in context.items()}
+        self._context = dict(context)
         self._may_query, self._limits = may_query, limits or ReplLimits()
         self._process: ConfinedChild | None = None
         self._token, self._open_prompts = "", 0
@@ -232,11 +215,10 @@ class ReplProcess:
 
 
 def _read_now(stream: int) -> bytes:
-    """Read what a stream has available now; empty if nothing."""
-    try:
+    """Read what a stream has available now."""
+    with suppress(BlockingIOError):
         return os.read(stream, 65536)
-    except BlockingIOError:
-        return b""
+    return b""
 
 
 class _Clock:
@@ -275,10 +257,9 @@ def _write(stream: int, text: bytes, clock: _Clock) -> bool:
 
 
 def _clean(value: Any) -> Any:
-    """Remove lone surrogates and memory addresses from a text, or from texts by id; None stays.
+    """Replace lone surrogates, which no tokenizer accepts, and addresses, which would differ from process to process.
 
-    No file and no tokenizer accepts lone surrogates. Addresses differ between processes, and what a policy reads should
-    be the same with the same seed.
+    value: a text, texts by id, or None.
     """
     if isinstance(value, dict):
         return {_clean(name): _clean(text) for name, text in value.items()}
@@ -300,21 +281,18 @@ def _parse_message(content: bytes, token: str, kinds: Container[str]) -> dict[st
 def _is_valid(message: Mapping[str, Any]) -> bool:
     if message["kind"] == "ready":
         return message.keys() == {"kind"}
-    if message["kind"] == "query":
-        prompts, contexts = message.get("prompts"), message.get("contexts")
-        return (
-            message.keys() == {"kind", "prompts", "contexts"}
-            and isinstance(prompts, list)
-            and isinstance(contexts, list)
-            and 0 < len(prompts) == len(contexts) <= MAX_PROMPTS
-            and all(isinstance(prompt, str) for prompt in prompts)
-            and all(map(_is_context, contexts))
-        )
+    if message["kind"] == "result":
+        kinds = {"stdout": str, "stderr": str, "final": str | None}
+        is_complete = message.keys() == {"kind", *kinds}
+        return is_complete and all(isinstance(message[name], kind) for name, kind in kinds.items())
+    prompts, contexts = message.get("prompts"), message.get("contexts")
     return (
-        message.keys() == {"kind", "stdout", "stderr", "final"}
-        and isinstance(message["stdout"], str)
-        and isinstance(message["stderr"], str)
-        and isinstance(message["final"], str | None)
+        message.keys() == {"kind", "prompts", "contexts"}
+        and isinstance(prompts, list)
+        and isinstance(contexts, list)
+        and 0 < len(prompts) == len(contexts) <= MAX_PROMPTS
+        and all(isinstance(prompt, str) for prompt in prompts)
+        and all(map(_is_context, contexts))
     )
 
 

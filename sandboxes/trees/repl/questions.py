@@ -1,5 +1,6 @@
 """Questions about documents: read the rows of a data file, checking each field."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,11 +22,7 @@ class QuestionFileError(ValueError):
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its documents and the passages that answer it.
-
-    papers: texts by id, in the order of the file. evidence: passages; if the file is correct, each occurs verbatim in a
-    paper.
-    """
+    """A question, its papers by id, and the passages that answer it, each from a paper if the file is correct."""
 
     text: str
     papers: Mapping[str, str]
@@ -178,12 +175,9 @@ def _list_rows(path: Path) -> Iterator[tuple[str, Any]]:
         if path.suffix == ".parquet":
             # Group by group, so that a large file does not become Python objects all at once.
             with pq.ParquetFile(path) as file:
-                rows = (
-                    row
-                    for batch in file.iter_batches(batch_size=256)
-                    for row in batch.to_pylist(maps_as_pydicts="strict")
-                )
-                yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+                batches = (batch.to_pylist(maps_as_pydicts="strict") for batch in file.iter_batches(batch_size=256))
+                for number, row in enumerate(itertools.chain.from_iterable(batches), start=1):
+                    yield f"row {number}", row
         else:
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):

@@ -8,16 +8,14 @@ from sandboxes.trees.repl.texts import format_output, parse_reply
 
 
 class TreeLimits(NamedTuple):
-    """Limits of the episodes of a tree; the defaults are the published values.
-
-    turns: replies of the root, and of each child. children_per_call: prompts per call. children: per tree.
-    observation_chars: length of the printed output that the policy reads.
-    """
+    """Limits of the episodes of a tree; the defaults are the published values."""
 
     turns: int = 10
+    """Replies of the root, and of each child."""
     children_per_call: int = 4
     children: int = 8
     observation_chars: int = 3_000
+    """Length of the printed output that the policy reads."""
 
 
 class TurnObservation(NamedTuple):
@@ -39,26 +37,11 @@ Outcome = TurnObservation | Query | RolloutAnswer
 class ReplSession:
     """The REPL of a root or of a child. Replies never raise errors: what is wrong with them becomes an observation.
 
-    Args:
-        papers: texts by id.
-        limits: of the tree.
-            is_root: whether the code may call children. A child may not, so a tree has depth one.
-        process_limits: what the code may use.
-
-    Example:
-        >>> with ReplSession({"a": "one two"}, TreeLimits(), is_root=False) as session:
-        ...     session.read("```repl\\nprint(len(context['a']))\\n```")
-        ...     session.read("FINAL(['one'])")
-        TurnObservation(text='7', is_valid=True)
-        RolloutAnswer(text="['one']")
+    papers: texts by id. is_root: whether the code may call children; a child may not, so a tree has depth one.
     """
 
     def __init__(
-        self,
-        papers: Mapping[str, str],
-        limits: TreeLimits,
-        is_root: bool,
-        process_limits: ReplLimits | None = None,
+        self, papers: Mapping[str, str], limits: TreeLimits, is_root: bool, process_limits: ReplLimits | None = None
     ) -> None:
         self.limits, self.num_children = limits, 0
         self._process = ReplProcess(papers, may_query=is_root, limits=process_limits)
@@ -102,18 +85,13 @@ class ReplSession:
         """Refuse queries beyond the limits until the code ends or makes one within them."""
         while isinstance(result, Query):
             num_prompts, limits = len(result.prompts), self.limits
+            problem = f"{self.num_children} of {limits.children} questions were asked: {num_prompts} more are too many"
             if num_prompts > limits.children_per_call:
                 problem = f"a call asks at most {limits.children_per_call} questions, not {num_prompts}"
-            elif self.num_children + num_prompts > limits.children:
-                problem = (
-                    f"{self.num_children} of {limits.children} questions were asked: {num_prompts} more are too many"
-                )
-            else:
+            elif self.num_children + num_prompts <= limits.children:
                 self.num_children += num_prompts
                 return result
             result = self._process.refuse(problem)
         if result.final is not None:
             return RolloutAnswer(result.final)
-        return TurnObservation(
-            format_output(result.stdout, result.stderr, self.limits.observation_chars), is_valid=True
-        )
+        return TurnObservation(format_output(result.stdout, result.stderr, self.limits.observation_chars), True)

@@ -27,17 +27,13 @@ _QUERY_TOOLS = (
     "context, which is a text, texts by id, or None for all papers",
     "rlm_query_batched(prompts, context_list): the same for several questions at once",
 )
-_ANSWER_TOOLS = (
-    "FINAL(x): end with the answer x",
-    "FINAL_VAR(name): end with the value of the variable of this name",
-)
+_ANSWER_TOOLS = ("FINAL(x): end with the answer x", "FINAL_VAR(name): end with the value of the variable of this name")
 
 
 class ReplyContent(NamedTuple):
-    """What a reply contains: code to execute, a final answer in plain text, or neither, with the reason.
+    """What a reply contains: the code of its only block, a FINAL(answer), a FINAL_VAR(variable), or why it has none.
 
-    code: of its only block. answer: of a line FINAL(...). variable: the name in a line FINAL_VAR(...). problem: why
-    there is nothing, for the policy to read. Exactly one of them is not None.
+    Exactly one of them is not None.
     """
 
     code: str | None = None
@@ -47,16 +43,7 @@ class ReplyContent(NamedTuple):
 
 
 def parse_reply(text: str) -> ReplyContent:
-    """Read a reply: exactly one block that begins with ```repl, or a line FINAL(...) or FINAL_VAR(...) without a block.
-
-    Example:
-        >>> parse_reply("Let me look.\\n```repl\\nprint(1)\\n```").code
-        'print(1)\\n'
-        >>> parse_reply("FINAL(['a passage'])").answer
-        "['a passage']"
-        >>> parse_reply("I do not know.").problem
-        'There was no block of code. Write exactly one, from ```repl to ```.'
-    """
+    """Read a reply: exactly one block that begins with ```repl, or none and a line FINAL(...) or FINAL_VAR(...)."""
     blocks = _list_blocks(text)
     if len(blocks) == 1:
         return ReplyContent(code=blocks[0])
@@ -102,14 +89,12 @@ def format_instructions(role: Role, max_turns: int, style: PromptStyle) -> str:
     """
     if style == "compact":
         return "Papers" if role == "root" else "Paper"
-    task = (
-        "You answer a question about papers by quoting the passages that answer it, word for word."
-        if role == "root"
-        else "You answer one question about the texts that you are given."
-    )
+    task, answer = "You answer one question about the texts that you are given.", ""
+    if role == "root":
+        task = "You answer a question about papers by quoting the passages that answer it, word for word."
+        answer = " The answer is a list of texts: FINAL(['first passage', 'second passage'])."
     tools = (*_TOOLS, *(_QUERY_TOOLS if role == "root" else ()), *_ANSWER_TOOLS)
     tool_list = "\n".join(f"- {tool}" for tool in tools)
-    answer = " The answer is a list of texts: FINAL(['first passage', 'second passage'])." if role == "root" else ""
     return (
         f"{task} You do not see the texts: you read them with Python code. Each of your replies has exactly one block "
         f"of code, which begins with {FENCE}repl and ends with {FENCE}. You then see what it printed, and its error. "
@@ -135,16 +120,7 @@ def format_observation(text: str, turns_left: int, style: PromptStyle) -> str:
 
 
 def format_output(stdout: str, stderr: str, max_chars: int) -> str:
-    """Format what code printed, and its error, cut to `max_chars` characters together.
-
-    The error gets at least half of them.
-
-    Example:
-        >>> format_output("1\\n", "", 100)
-        '1'
-        >>> format_output("1234567890", "", 4)
-        '1234\\n[6 of 10 characters are left out]'
-    """
+    """Format what code printed, and its error, cut to `max_chars` together, of which the error gets at least half."""
     printed, error = stdout.rstrip(), f"Error: {stderr.rstrip()}" if stderr.strip() else ""
     error_chars = max(max_chars // 2, max_chars - len(printed))
     blocks = [_cut(printed, max_chars - min(len(error), error_chars)), _cut(error, error_chars)]

@@ -5,7 +5,7 @@ a function in a module of `sandboxes.update_rules.rules` and a line in `RULES`.
 """
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
 
@@ -60,6 +60,12 @@ class Rule:
     """Needs rewards without a KL term."""
 
 
+_DAPO = Rule(
+    "grouped.dapo", has_groups=True, clip="clip_high", needs_kl_free_rewards=True, settings=("std_normalization",)
+)
+_DISTILLATION = Rule(
+    "token_credit.self_distill_dg", temperature="gate", needs_token_labels=True, settings=("distill_alpha",)
+)
 RULES: Mapping[str, Rule] = {
     "CE": Rule("token_credit.cross_entropy", is_teacher_forced=True),
     "REINFORCE": Rule("policy_gradient.reinforce"),
@@ -80,20 +86,12 @@ RULES: Mapping[str, Rule] = {
     "RewardVarianceDG": Rule("delight.reward_variance_dg", temperature="gate", settings=("uncertainty_scale",)),
     "Kondo": Rule("delight.kondo", temperature="gate", screens_batch=True, settings=("kondo_keep",)),
     "DGToken": Rule("token_credit.dg_token", temperature="gate", needs_token_labels=True, needs_token_rewards=True),
-    "SelfDistillDG": Rule(
-        "token_credit.self_distill_dg", temperature="gate", needs_token_labels=True, settings=("distill_alpha",)
-    ),
-    "SCOPELite": Rule(
-        "token_credit.scope_lite", temperature="gate", needs_token_labels=True, settings=("distill_alpha",)
-    ),
+    "SelfDistillDG": _DISTILLATION,
+    "SCOPELite": replace(_DISTILLATION, formula="token_credit.scope_lite"),
     "GRPO": Rule("grouped.grpo", has_groups=True, clip="clip_low", settings=("std_normalization", "grpo_beta")),
     "DrGRPO": Rule("grouped.dr_grpo", has_groups=True, clip="clip_low", settings=("grpo_beta",)),
-    "DAPO": Rule(
-        "grouped.dapo", has_groups=True, clip="clip_high", needs_kl_free_rewards=True, settings=("std_normalization",)
-    ),
-    "DAPOLite": Rule(
-        "grouped.dapo", has_groups=True, clip="clip_high", needs_kl_free_rewards=True, settings=("std_normalization",)
-    ),
+    "DAPO": _DAPO,
+    "DAPOLite": _DAPO,
     "TPO": Rule("target_policy.tpo", has_groups=True, temperature="target"),
     "TPONoAnchor": Rule("target_policy.tpo_no_anchor", has_groups=True, temperature="target"),
     "GroupPG": Rule("grouped.group_pg", has_groups=True, temperature="target"),

@@ -184,16 +184,10 @@ def screen_rollouts(
     """Keep each rollout with probability σ((score − λ) / eta), so that on average a fraction kondo_keep stays.
 
     The score of a rollout is its largest delight at any position. If a member would keep none, it keeps the rollout
-    with the best score.
+    with the best score. Rollouts outside `keep_mask` stay out. uniforms: [E, B] in [0, 1).
 
-    Args:
-            rollouts: a batch; rollouts outside its `keep_mask` stay out and are not counted.
-        uniforms: [E, B] numbers in [0, 1), one per rollout.
-        config: kondo_keep in (0, 1], eta > 0.
-
-    Returns:
-            The batch with a smaller `keep_mask`, and kept_frac and gate_prob_mean, [E] each: as fractions of the
-            previously kept rollouts.
+    Returns the batch with a smaller `keep_mask`, and kept_frac and gate_prob_mean, [E] each, as fractions of the
+    previously kept rollouts.
     """
     keep_mask = rollouts.keep_mask
     if config.kondo_keep == 1:

@@ -37,20 +37,11 @@ def clipped_surrogate(
     clip_range: tuple[float, float],
     beta: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the clipped surrogate loss −min(r G, clip(r, 1 − low, 1 + high) G) + beta · kl(x), with metrics.
+    """Compute the loss −min(r G, clip(r, 1 − low, 1 + high) G) + beta · kl(x) [E, B, ...], and metrics [E] by name.
 
-    Args:
-        action_log_probs: [E, B, ...] l.
-            old_log_probs: μ, same shape.
-            advantages: G, same shape.
-        keep_mask: [E, B].
-        clip_range: (low, high).
-            beta: coefficient of kl(x), which is k3 of `estimate_kl` without its limit. None: no KL term and no KL
-                metric. Samples come from μ, so kl(x) has the expectation E_μ[μ/π] − 1 − KL(μ‖π), which equals KL(π‖μ)
-                only to second order in x. Its mean is `reverse_kl_mean`.
-
-    Returns:
-            The loss of every entry [E, B, ...], and metrics [E] by name.
+    action_log_probs, old_log_probs, advantages: [E, B, ...] l, μ and G. beta: coefficient of kl(x), which is k3 of
+    `estimate_kl` without its limit; None: no KL term and no KL metric. Samples come from μ, so kl(x) has the
+    expectation E_μ[μ/π] − 1 − KL(μ‖π), which equals KL(π‖μ) only to second order in x. Its mean is `reverse_kl_mean`.
     """
     policy_loss = clipped_policy_loss(action_log_probs, old_log_probs, advantages, *clip_range)
     metrics = {
@@ -125,11 +116,8 @@ def group_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     Axis: influence. The weight is the standardized reward, and no target bounds the update.
     """
     action_log_probs = select_log_probs(log_probs, rollouts.actions)
-    skills = (
-        group_skills(rollouts.rewards.flatten(), make_group_ids(rollouts))
-        .view_as(rollouts.rewards)
-        .to(action_log_probs.dtype)
-    )
+    skills = group_skills(rollouts.rewards.flatten(), make_group_ids(rollouts))
+    skills = skills.view_as(rollouts.rewards).to(action_log_probs.dtype)
     # Groups, not rollouts, are averaged: the sum over the kept rollouts of each group, then the mean over kept groups.
     products = unflatten_groups(skills / config.tpo_eta * action_log_probs.sum(-1), rollouts)
     group_mask = unflatten_groups(rollouts.keep_mask, rollouts)

@@ -54,13 +54,9 @@ def make_rule_loss(rollouts: Rollouts, loss: Tensor, **metrics: Tensor) -> RuleL
 def policy_gradient_loss(
     rollouts: Rollouts, action_log_probs: Tensor, weights: Tensor, **sample_metrics: Tensor
 ) -> RuleLoss:
-    """Compute −mean( l · sg(w) ): the loss of every rule that only weights its samples.
+    """Compute −mean( l · sg(w) ): the loss of every rule that only weights its samples; l and w are [E, B, T].
 
-    Args:
-        rollouts: the batch.
-        action_log_probs: [E, B, T] l.
-            weights: w, same shape.
-        sample_metrics: values [E, B] or [E, B, T] whose means are metrics.
+    sample_metrics: values [E, B] or [E, B, T] whose means are metrics.
     """
     loss = -masked_mean(action_log_probs * weights.detach(), rollouts.keep_mask)
     return make_rule_loss(

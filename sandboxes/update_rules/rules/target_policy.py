@@ -36,13 +36,8 @@ class TargetFit(NamedTuple):
 def fit_target(scores: Tensor, old_log_probs: Tensor, skills: Tensor, ids: Tensor, eta: float) -> TargetFit:
     """Compute −Σ_i q_i log p_i over the last axis, p = softmax(scores), q = softmax(log softmax(old) + skills / eta).
 
-    Args:
-        scores: [..., n] c; the gradient of the loss with respect to it is p − q.
-            old_log_probs: o, same shape, without gradient.
-            skills: z, same shape, without gradient.
-            ids: [N] number of the choice of each of the N entries, in order. An entry with a unique number is not a
-                candidate and contributes nothing.
-        eta: above 0.
+    scores, old_log_probs, skills: [..., n] c, o and z; only c has a gradient, p − q. ids: [N] number of the choice of
+    each of the N entries, in order; an entry with a unique number is not a candidate and contributes nothing.
     """
     distributions = compute_group_distributions(scores.flatten(), old_log_probs.flatten(), skills.flatten(), ids, eta)
     log_p, log_q = distributions.log_p.view_as(scores), distributions.log_q.view_as(scores)
@@ -54,11 +49,8 @@ def _compute_group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRul
     ids, keep_mask = make_group_ids(rollouts), unflatten_groups(rollouts.keep_mask, rollouts)
     sequence_log_probs = unflatten_groups(select_log_probs(log_probs, rollouts.actions).sum(-1), rollouts)
     skills = group_skills(rollouts.rewards.flatten(), ids).view_as(sequence_log_probs)
-    old_log_probs = (
-        unflatten_groups(rollouts.behavior_log_probs.sum(-1), rollouts)
-        if anchored
-        else torch.zeros_like(sequence_log_probs)
-    )
+    behavior_log_probs = unflatten_groups(rollouts.behavior_log_probs.sum(-1), rollouts)
+    old_log_probs = behavior_log_probs if anchored else torch.zeros_like(sequence_log_probs)
     target_fit = fit_target(sequence_log_probs, old_log_probs, skills, ids, config.tpo_eta)
     group_mask = keep_mask.any(-1)  # groups that are trained on
     # A dropped rollout forms a separate group, with a target probability of 1.

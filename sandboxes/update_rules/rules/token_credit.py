@@ -89,11 +89,8 @@ def grpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     """
     candidates = get_candidates(rollouts)
     candidate_log_probs = log_probs.gather(-1, candidates.actions)
-    advantages = (
-        group_advantages(candidates.rewards.flatten(), make_row_ids(candidate_log_probs), divide_by_std=True)
-        .view_as(candidate_log_probs)
-        .to(candidate_log_probs.dtype)
-    )
+    advantages = group_advantages(candidates.rewards.flatten(), make_row_ids(candidate_log_probs), divide_by_std=True)
+    advantages = advantages.view_as(candidate_log_probs).to(candidate_log_probs.dtype)
     clip_range = (config.clip_low, config.clip_low)
     losses, metrics = clipped_surrogate(
         candidate_log_probs, candidates.log_probs, advantages, rollouts.keep_mask, clip_range, config.grpo_beta

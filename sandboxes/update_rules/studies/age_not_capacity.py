@@ -25,17 +25,13 @@ def compute_mean_age(decay: float, capacity: int) -> float:
 
 
 def solve_decay(age: float, capacity: int) -> float:
-    """Find the decay per update, to four digits, at which `compute_mean_age` is `age`.
-
-    Raises ValueError if no decay >= 0 gives that age.
-    """
+    """Find the decay per update, to four digits, at which `compute_mean_age` is `age`. ValueError if there is none."""
     largest_age = compute_mean_age(decay=0.0, capacity=capacity)  # all batches equally likely
     if not 0 < age <= largest_age:
         raise ValueError(
             f"A buffer of {capacity} batches cannot have a mean age of {age} updates: choose one in (0, {largest_age}]."
         )
-    # The mean age falls as the decay rises, so bisection finds the decay. At 50 only age 0 is drawn, and 60 halvings
-    # leave far less than the four digits that are returned.
+    # The mean age falls as the decay rises. At 50 only age 0 is drawn, and 60 halvings leave far less than four digits.
     low, high = 0.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -65,40 +61,25 @@ ARMS: dict[str, Settings] = {
 
 
 def _make_arm_pairs(first_template: str, second_template: str) -> tuple[tuple[str, str], ...]:
-    """Pair existing arms, by filling both templates of their names with every {age} and {capacity}.
-
-    A template may use only one of the two, so a pair can occur several times; it is kept once.
-    """
+    """Pair existing arms, by filling both templates of their names with every {age} and {capacity}."""
     combinations = [{"age": age, "capacity": capacity} for age in AGES for capacity in CAPACITIES]
-    arm_pairs = dict.fromkeys(
-        (first_template.format(**values), second_template.format(**values)) for values in combinations
-    )
-    return tuple(pair for pair in arm_pairs if set(pair) <= set(ARMS))
+    pairs = [(first_template.format(**values), second_template.format(**values)) for values in combinations]
+    return tuple(dict.fromkeys(pair for pair in pairs if set(pair) <= set(ARMS)))
 
 
-CONTRASTS: Contrasts = {
-    **{
-        f"capacity 32 against {capacity} at one mean age": _make_arm_pairs(
-            "capacity32-age{age}", f"capacity{capacity}-age{{age}}"
-        )
-        for capacity in (8, 16)
-    },
-    **{
-        f"mean age {age} against 1.5 at one capacity": _make_arm_pairs(
-            f"capacity{{capacity}}-age{age}", "capacity{capacity}-age1.5"
-        )
-        for age in AGES[1:]
-    },
-    **{
-        f"capacity 32 against {capacity}, drawn by delight too": _make_arm_pairs(
-            "capacity32-age{age}-delight", f"capacity{capacity}-age{{age}}-delight"
-        )
-        for capacity in (8, 16)
-    },
-    "drawn by delight too against by freshness alone": _make_arm_pairs(
-        "capacity{capacity}-age{age}-delight", "capacity{capacity}-age{age}"
+_CONTRASTED_NAMES = {
+    "capacity 32 against 8 at one mean age": ("capacity32-age{age}", "capacity8-age{age}"),
+    "capacity 32 against 16 at one mean age": ("capacity32-age{age}", "capacity16-age{age}"),
+    "mean age 3.5 against 1.5 at one capacity": ("capacity{capacity}-age3.5", "capacity{capacity}-age1.5"),
+    "mean age 7.5 against 1.5 at one capacity": ("capacity{capacity}-age7.5", "capacity{capacity}-age1.5"),
+    "capacity 32 against 8, drawn by delight too": ("capacity32-age{age}-delight", "capacity8-age{age}-delight"),
+    "capacity 32 against 16, drawn by delight too": ("capacity32-age{age}-delight", "capacity16-age{age}-delight"),
+    "drawn by delight too against by freshness alone": (
+        "capacity{capacity}-age{age}-delight",
+        "capacity{capacity}-age{age}",
     ),
 }
+CONTRASTS: Contrasts = {name: _make_arm_pairs(*names) for name, names in _CONTRASTED_NAMES.items()}
 
 STUDY = make_sandbox_study(
     name="age-not-capacity",

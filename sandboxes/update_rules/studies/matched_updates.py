@@ -14,22 +14,17 @@ from trainable.families import Settings
 EPOCHS = (1, 2, 4, 8)
 UPDATES, BATCHES = 1200, 300  # the published condition: 300 batches with 4 optimizer steps each
 
+_GROUPED: dict[str, Settings] = {
+    f"{method}-epochs{epochs}": {"method": method, "group_size": 8, "inner_epochs": epochs}
+    for method in ("TPO", "GRPO")
+    for epochs in EPOCHS
+}
 ARMS: dict[str, Settings] = {
+    **_GROUPED,
     **{
-        f"{method}-epochs{epochs}": {"method": method, "group_size": 8, "inner_epochs": epochs}
-        for method in ("TPO", "GRPO")
-        for epochs in EPOCHS
-    },
-    **{
-        f"{method}-epochs{epochs}-updates{UPDATES}": {
-            "method": method,
-            "group_size": 8,
-            "inner_epochs": epochs,
-            "trainer.total_training_steps": UPDATES // epochs,
-        }
-        for method in ("TPO", "GRPO")
-        for epochs in EPOCHS
-        if UPDATES // epochs != BATCHES  # with 4 epochs this would be the arm NAME-epochs4 again
+        f"{name}-updates{UPDATES}": {**arm, "trainer.total_training_steps": UPDATES // int(str(arm["inner_epochs"]))}
+        for name, arm in _GROUPED.items()
+        if not name.endswith("epochs4")  # which takes 1200 steps anyway
     },
     **{f"DG-epochs{epochs}": {"method": "DG", "inner_epochs": epochs} for epochs in (1, 4)},
 }
@@ -53,10 +48,7 @@ CONTRASTS: Contrasts = {
 
 
 def scale_training_steps(settings: Settings, base: UpdateRuleConfig) -> Settings:
-    """Scale an arm's number of batches, declared for a study of 300 batches, to the study's length.
-
-    Otherwise `--steps` would shorten only the arms that declare no length.
-    """
+    """Scale an arm's number of batches to the study's length; `--steps` would shorten only arms that declare none."""
     arm_steps = settings.get("trainer.total_training_steps")
     if not isinstance(arm_steps, int):
         return settings

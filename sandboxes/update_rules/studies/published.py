@@ -2,9 +2,15 @@
 
 from sandboxes.toys.study import SMOKE_SETTINGS
 from sandboxes.update_rules.family import GROUP_SETTINGS, REVERSAL_SETTINGS, make_sandbox_study
+from trainable.families import Settings
 
 _RULES = ("REINFORCE", "PG", "ASPO", "TrajPG", "DG", "Kondo")
 _DELAYS = (0, 1, 3, 10, 30, 100)
+
+
+def _name_arms(*methods: str, **settings: object) -> dict[str, Settings]:
+    return {method: {"method": method, **settings} for method in methods}
+
 
 # Any combination: `--set task=token_reversal --set method=TPO`.
 SINGLE = make_sandbox_study(
@@ -38,11 +44,7 @@ INFLUENCE = make_sandbox_study(
     name="influence",
     question="Does a target distribution over a group's candidates learn more from the same rollouts than "
     "normalized advantages?",
-    arms={
-        "DG": {"method": "DG"},
-        "GRPO": {"method": "GRPO", **GROUP_SETTINGS},
-        "TPO": {"method": "TPO", **GROUP_SETTINGS},
-    },
+    arms={**_name_arms("DG"), **_name_arms("GRPO", "TPO", **GROUP_SETTINGS)},
     baseline="GRPO",
 )
 
@@ -51,14 +53,9 @@ REWARD_NOISE = make_sandbox_study(
     name="reward-noise",
     question="When 20 % of failures are falsely rewarded, what does each noise-robust rule cost in error and entropy?",
     arms={
-        "DG": {"method": "DG"},
-        "UncertaintyDG": {"method": "UncertaintyDG"},
-        "FilteredDG": {"method": "FilteredDG"},
-        "FilteredDG-0.2": {"method": "FilteredDG", "uncertainty_threshold": 0.2},
-        "FilteredDG-0.3": {"method": "FilteredDG", "uncertainty_threshold": 0.3},
-        "RewardVarianceDG": {"method": "RewardVarianceDG"},
-        "ASPO": {"method": "ASPO"},
-        "R2VPO": {"method": "R2VPO"},
+        **_name_arms("DG", "UncertaintyDG", "FilteredDG"),
+        **{f"FilteredDG-{level}": {"method": "FilteredDG", "uncertainty_threshold": level} for level in (0.2, 0.3)},
+        **_name_arms("RewardVarianceDG", "ASPO", "R2VPO"),
     },
     baseline="DG",
     fixed_settings={**REVERSAL_SETTINGS, "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token"},
@@ -69,11 +66,12 @@ REPLAY = make_sandbox_study(
     question="When all samples are old, what breaks learning from a replay buffer: the samples' age or the "
     "buffer's capacity?",
     arms={
-        "DG": {"method": "DG"},
-        "ReplayDG-5": {"method": "ReplayDG", "replay_capacity": 5},
-        "FreshDG-5": {"method": "FreshDG", "replay_capacity": 5},
-        "ReplayDG-32": {"method": "ReplayDG", "replay_capacity": 32},
-        "FreshDG-32": {"method": "FreshDG", "replay_capacity": 32},
+        **_name_arms("DG"),
+        **{
+            f"{method}-{size}": {"method": method, "replay_capacity": size}
+            for size in (5, 32)
+            for method in ("ReplayDG", "FreshDG")
+        },
         "FreshDG-32-decay0.5": {"method": "FreshDG", "replay_capacity": 32, "replay_age_decay": 0.5},
     },
     baseline="DG",
@@ -88,12 +86,9 @@ PARTIAL_CREDIT = make_sandbox_study(
     question="Does per-token credit teach the positions that the reward scores, and how does it affect the "
     "unscored positions?",
     arms={
-        "CE": {"method": "CE"},
-        "DG": {"method": "DG"},
-        "DGToken": {"method": "DGToken"},
-        "TEMPO": {"method": "TEMPO", "group_size": 8},
-        "TPOToken": {"method": "TPOToken", **GROUP_SETTINGS},
-        "GRPOToken": {"method": "GRPOToken", **GROUP_SETTINGS},
+        **_name_arms("CE", "DG", "DGToken"),
+        **_name_arms("TEMPO", group_size=8),
+        **_name_arms("TPOToken", "GRPOToken", **GROUP_SETTINGS),
     },
     baseline="DG",
     fixed_settings={**REVERSAL_SETTINGS, "task": "masked_reversal"},
@@ -103,11 +98,7 @@ DENSE_CORRECTION = make_sandbox_study(
     name="dense-correction",
     question="Does correcting a policy along its own prefixes solve a chain of rewards faster than imitating "
     "correct sequences?",
-    arms={
-        "CE": {"method": "CE"},
-        "SelfDistillDG": {"method": "SelfDistillDG"},
-        "SCOPELite": {"method": "SCOPELite"},
-    },
+    arms=_name_arms("CE", "SelfDistillDG", "SCOPELite"),
     baseline="CE",
     fixed_settings={
         **REVERSAL_SETTINGS,
@@ -121,14 +112,7 @@ DENSE_CORRECTION = make_sandbox_study(
 GRPO_ENTROPY = make_sandbox_study(
     name="grpo-entropy",
     question="Which update rules lose entropy, how fast, and on which samples of a batch?",
-    arms={
-        "DG": {"method": "DG"},
-        "DGEntropyGuard": {"method": "DGEntropyGuard"},
-        "ASPO": {"method": "ASPO"},
-        "R2VPO": {"method": "R2VPO"},
-        "GRPO": {"method": "GRPO", **GROUP_SETTINGS},
-        "TPO": {"method": "TPO", **GROUP_SETTINGS},
-    },
+    arms={**_name_arms("DG", "DGEntropyGuard", "ASPO", "R2VPO"), **_name_arms("GRPO", "TPO", **GROUP_SETTINGS)},
     baseline="GRPO",
     fixed_settings={**REVERSAL_SETTINGS, "entropy_diagnostics": True},
 )

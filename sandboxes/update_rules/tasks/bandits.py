@@ -19,7 +19,7 @@ from sandboxes.update_rules.tasks.rewards import (
 
 
 class BanditTask:
-    """The forward passes of a bandit (see `sandboxes.update_rules.tasks.task.Task`), with T = 1."""
+    """The forward passes of a bandit (see `sandboxes.update_rules.rollouts.Task`), with T = 1."""
 
     def compute_logits(self, models: Any, rollouts: Rollouts) -> Tensor:
         """Compute logits [E, B, 1, A], with gradients."""
@@ -45,14 +45,8 @@ def make_bandit_rollouts(
     As published, a bandit with action costs filters its groups by correct actions without noise, and knows its expected
     reward in grouped batches too. A bandit without costs filters by rewards, and knows it only in ungrouped batches.
 
-    Args:
-        config: settings of the run.
-        rngs: random numbers of the members.
-        step: index of the batch, from which random numbers are derived.
-        observations: [E, P, ...].
-            labels: [E, P] the correct actions, whose reward is 1.
-        log_probs: [E, P, A] of the sampling policy.
-            action_cost: [E, P, A] subtracted from the reward after noise; None: no costs.
+    observations: [E, P, ...]. labels: [E, P] the correct actions, whose reward is 1. log_probs: [E, P, A] of the
+    sampling policy. action_cost: [E, P, A], subtracted from the reward after noise; None: no costs.
     """
     is_grouped = config.rule.has_groups
     samples_per_prompt = config.samples_per_prompt
@@ -71,11 +65,8 @@ def make_bandit_rollouts(
     rewards = rewards - select_log_probs(cost, actions)
     # `find_mixed_groups` needs scores of 0 and 1, unlike rewards minus costs.
     filter_scores = rewards if action_cost is None else is_solved
-    keep_mask, scalars = (
-        filter_groups(find_mixed_groups(filter_scores, samples_per_prompt), samples_per_prompt)
-        if is_grouped
-        else keep_all_rollouts(rewards)
-    )
+    is_mixed = find_mixed_groups(filter_scores, samples_per_prompt)
+    keep_mask, scalars = filter_groups(is_mixed, samples_per_prompt) if is_grouped else keep_all_rollouts(rewards)
     return Rollouts(
         observations=observations,
         actions=actions[..., None],

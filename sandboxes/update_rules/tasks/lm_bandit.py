@@ -30,10 +30,7 @@ class _NextTokenModel(nn.Module):
 
 
 class LanguageModelEnsemble:
-    """E language models. weights: [E, ...] each, named like the model's parameters; the policy keeps the initial ones.
-
-    Members run one after another, which costs little for models of this size.
-    """
+    """E language models, run one after another. weights: [E, ...] each; the policy keeps the initial ones."""
 
     def __init__(self, policy: Policy, num_members: int) -> None:
         # Members have separate tensors. The model keeps the policy's weights, for the KL to it.
@@ -45,14 +42,10 @@ class LanguageModelEnsemble:
 
     def compute_logits(self, contexts: Tensor) -> Tensor:
         """Compute logits [E, B, V] of the token after each of contexts [E, B, L], with gradients."""
-        member_weights = {name: weight.unbind() for name, weight in self.weights.items()}
+        members = zip(*(weight.unbind() for weight in self.weights.values()), strict=True)
+        weights = [dict(zip(self.weights, tensors, strict=True)) for tensors in members]
         return torch.stack(
-            [
-                functional_call(
-                    self.initial_model, {name: weights[member] for name, weights in member_weights.items()}, (rows,)
-                )
-                for member, rows in enumerate(contexts)
-            ]
+            [functional_call(self.initial_model, weights[e], (rows,)) for e, rows in enumerate(contexts)]
         )
 
     @torch.no_grad()
@@ -111,11 +104,8 @@ class LanguageModelBandit(BanditTask):
     def evaluate(self, models: LanguageModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Compute error of the likeliest token, perplexity and entropy, over up to MAX_WINDOWS evaluation windows."""
         num_members = len(rngs.seeds)
-        log_prob_chunks = [
-            models.compute_logits(rows.expand(num_members, -1, -1)).log_softmax(-1)
-            for rows in self.contexts.split(WINDOW_BATCH_SIZE)
-        ]
-        log_probs = torch.cat(log_prob_chunks, dim=1)
+        chunks = [rows.expand(num_members, -1, -1) for rows in self.contexts.split(WINDOW_BATCH_SIZE)]
+        log_probs = torch.cat([models.compute_logits(rows).log_softmax(-1) for rows in chunks], dim=1)
         is_wrong = (log_probs.argmax(-1) != self.targets).float()
         surprisal = -select_log_probs(log_probs, self.targets.expand(num_members, -1))
         named_thirds = zip(("easy", "medium", "hard"), self.difficulty_thirds, strict=True)

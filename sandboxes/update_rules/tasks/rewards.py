@@ -15,17 +15,11 @@ from sandboxes.update_rules.config.settings import UpdateRuleConfig
 def corrupt_rewards(
     rewards: Tensor, uniforms: Tensor, mode: str, noise_rate: float, is_solved: Tensor, has_feature: Tensor
 ) -> Tensor:
-    """Corrupt each of rewards [...] with probability `noise_rate`.
+    """Corrupt each of rewards [...] with probability `noise_rate`. mode: one of `settings.NOISE_MODES`.
 
-    Args:
-        rewards: [...] in [0, 1].
-            uniforms: [..., 2] in [0, 1). The first number decides whether a reward is corrupted; the second is the
-                reward in the mode random_reward.
-        mode: one of `sandboxes.update_rules.config.conditions.NOISE_MODES`.
-        noise_rate: in [0, 1].
-        is_solved: [...], True where the answer is fully correct.
-            has_feature: [...], True where the answer has the feature that the mode falsely rewards
-                (`detect_sequence_feature`, `detect_bandit_feature`).
+    uniforms: [..., 2] in [0, 1): the first decides whether a reward is corrupted, the second is the reward in the mode
+    random_reward. is_solved: [...] where the answer is fully correct. has_feature: [...] where it has the feature that
+    the mode falsely rewards (`detect_sequence_feature`, `detect_bandit_feature`).
     """
     if mode == "none":
         return rewards
@@ -87,10 +81,7 @@ def filter_groups(is_mixed: Tensor, group_size: int) -> tuple[Tensor, dict[str, 
 
 
 def find_varied_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Find groups of rewards [E, B] whose standard deviation (divisor K - 1) is above 1e-6, [E, P] bool.
-
-    In float32, rounding can give equal rewards a tiny standard deviation, which stays below 1e-6.
-    """
+    """Find groups of rewards [E, B] whose deviation (divisor K - 1) is above rounding errors, 1e-6; [E, P] bool."""
     groups = rewards.unflatten(-1, (-1, group_size))
     # A group of one has no standard deviation with divisor K - 1.
     return groups.std(-1) > 1e-6 if group_size > 1 else torch.zeros_like(groups[..., 0], dtype=torch.bool)

@@ -3,13 +3,7 @@
 import torch
 from torch import Tensor
 
-from sandboxes.toys.decoding import (
-    Completions,
-    decode_greedily,
-    generate_completions,
-    sample_actions,
-    select_log_probs,
-)
+from sandboxes.toys.decoding import Completions, decode_greedily, generate_completions, sample_actions, select_log_probs
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
 from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
@@ -27,7 +21,7 @@ EVAL_PROMPTS = 1000  # with an error of 0.5 per sequence, the standard error is 
 
 
 class SequenceTask:
-    """One of the five sequence tasks (see `update_rules.tasks.task.Task`). T is seq_len, tokens are actions."""
+    """One of the five sequence tasks (see `update_rules.rollouts.Task`). T is seq_len, tokens are actions."""
 
     def __init__(self, config: UpdateRuleConfig) -> None:
         self.config = config
@@ -63,6 +57,7 @@ class SequenceTask:
         keep_mask, scalars = keep_all_rollouts(rewards)
         if config.rule.has_groups:
             keep_mask, scalars = filter_groups(find_varied_groups(rewards, samples_per_prompt), samples_per_prompt)
+        candidates = self._sample_candidates(completions, prompts, rngs, step) if config.rule.has_candidates else None
         return Rollouts(
             observations=torch.cat((self._append_separator(prompts), completions.tokens), dim=-1),
             actions=completions.tokens,
@@ -75,9 +70,7 @@ class SequenceTask:
             group_size=samples_per_prompt if config.rule.has_groups else None,
             score_mask=None if self.score_mask.all() else self.score_mask.expand(*rewards.shape, -1),
             expected_reward=self._compute_expected_reward(models, prompts),
-            candidates=self._sample_candidates(completions, prompts, rngs, step)
-            if config.rule.has_candidates
-            else None,
+            candidates=candidates,
             scalars=scalars,
         )
 
@@ -134,9 +127,8 @@ class SequenceTask:
         # A fractional reward also counts partly correct answers, and a grouped rule uses its group for comparison.
         if not is_noise_free or config.rule.has_groups:
             return None
-        return (
-            select_log_probs(self._compute_label_log_probs(models, prompts), self._make_labels(prompts)).sum(-1).exp()
-        )
+        log_probs = self._compute_label_log_probs(models, prompts)
+        return select_log_probs(log_probs, self._make_labels(prompts)).sum(-1).exp()
 
     def _sample_candidates(self, completions: Completions, prompts: Tensor, rngs: MemberRngs, step: int) -> Candidates:
         """Sample group_size next tokens at every prefix of the rollouts, with reward 1 if correct at a scored position.

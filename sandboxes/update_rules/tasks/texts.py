@@ -33,26 +33,23 @@ class Tokens(NamedTuple):
 
 
 def read_tokens(text_file: str | None, tokenizer: Tokenizer, context_len: int) -> Tokens:
-    """Read the tokens of a text, or of the shipped text; passages are tokenized separately and joined by newlines.
-
-    Raises ValueError, with what to do, if the file is missing, is not a text, or is too short for a context.
-    """
+    """Read the tokens of a text, or of the shipped one. ValueError, with what to do, if it is missing or too short."""
     texts = read_passages(SHIPPED_TEXT if text_file is None else Path(text_file).expanduser())
     # Tokenized separately, so that no token spans two passages and the split below falls between tokens.
     encodings = [tokenizer.encode("\n" * (n > 0) + text, add_special_tokens=False) for n, text in enumerate(texts)]
     num_train = len(texts) - max(1, len(texts) // EVAL_DIVISOR)
-    token_splits = [
+    train, test = (
         torch.tensor([token_id for encoding in split for token_id in encoding.ids])
         for split in (encodings[:num_train], encodings[num_train:])
-    ]
+    )
     # Training needs one context with its next token; evaluation needs one per third by difficulty.
-    if len(token_splits[0]) <= context_len or len(token_splits[1]) < 3 * (context_len + 1):
+    if len(train) <= context_len or len(test) < 3 * (context_len + 1):
         raise ValueError(
-            f"text_file={text_file} has {len(token_splits[0])} tokens for training and {len(token_splits[1])} for "
+            f"text_file={text_file} has {len(train)} tokens for training and {len(test)} for "
             f"evaluation (the last quarter of its passages); context_len={context_len} needs {context_len + 1} and "
             f"{3 * (context_len + 1)}. Use a longer text, or lower context_len."
         )
-    return Tokens(*token_splits)
+    return Tokens(train, test)
 
 
 def read_passages(path: Path) -> list[str]:
@@ -60,9 +57,7 @@ def read_passages(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"text_file={path} cannot be read: {error}. Use a UTF-8 text with one passage per line."
-        ) from None
+        raise ValueError(f"text_file={path} cannot be read: {error}. Use UTF-8, with one passage per line.") from None
     if path.suffix != ".jsonl":
         return lines
     try:
@@ -83,7 +78,5 @@ def make_sokoban_passages(count: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    text = "".join(
-        json.dumps(passage, ensure_ascii=False) + "\n" for passage in make_sokoban_passages(SHIPPED_PASSAGES)
-    )
-    Path(sys.argv[1]).write_text(text, encoding="utf-8")
+    lines = [json.dumps(passage, ensure_ascii=False) + "\n" for passage in make_sokoban_passages(SHIPPED_PASSAGES)]
+    Path(sys.argv[1]).write_text("".join(lines), encoding="utf-8")

@@ -10,11 +10,10 @@ from sandboxes.toys.ensemble import Algorithm, UpdateResult, add_prefix, select_
 from sandboxes.toys.optimizer import MemberAdam, descend, merge_names
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rollouts import Rollouts, flatten_rollouts, unflatten_rollouts
+from sandboxes.update_rules.rollouts import Rollouts, Task, flatten_rollouts, unflatten_rollouts
 from sandboxes.update_rules.rules.delight import screen_rollouts
 from sandboxes.update_rules.rules.rule import RuleLoss, UpdateRule
 from sandboxes.update_rules.rules.token_credit import cross_entropy
-from sandboxes.update_rules.tasks.task import Task
 from sandboxes.update_rules.training.diagnostics import (
     compute_entropy_statistics,
     compute_fit_statistics,
@@ -30,23 +29,12 @@ UNIFORM_GROUPS = "uniform_groups"
 COSINE_EVERY = 5
 """Evaluations between measurements of the gradient's direction, which cost two more backward passes."""
 
-# Keys of `Rollouts.scalars`, and their columns.
-_SAMPLER_COLUMNS = {
-    "informative_group_rate": "mixed_group_rate",
-    "retained_group_rate": "retained_group_rate",
-    "used_group_fallback": "group_fallback",
-}
+_SAMPLER_COLUMNS = {"informative_group_rate": "mixed_group_rate", "used_group_fallback": "group_fallback"}
+"""Columns of `Rollouts.scalars` with a name of their own."""
 
 
 class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
-    """Members that learn a task by one update rule.
-
-    Args:
-        config: the configuration.
-        seeds: one per member.
-        task: the task to learn.
-        objective: the function of the update rule that `config` names.
-    """
+    """Members that learn a task by one update rule. objective: the function of the rule that `config` names."""
 
     def __init__(self, config: UpdateRuleConfig, seeds: Sequence[int], task: Task, objective: UpdateRule) -> None:
         self.config, self.task, self.objective, self.seeds = config, task, objective, tuple(seeds)
@@ -70,16 +58,9 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
     def find_stops(self, batch: ReplayDraw, step: int) -> dict[int, Row]:
         """Make the stop columns of members with too many consecutive batches without a mixed group."""
         patience = self.config.fallback_patience
-        return {
-            seed: {
-                "stop_rule": UNIFORM_GROUPS,
-                "stop_value": float(count),
-                "stop_threshold": float(patience),
-                "stop_step": step,
-            }
-            for seed, count in zip(self.seeds, self._count_uniform_batches(batch).tolist(), strict=True)
-            if count >= patience
-        }
+        stop = {"stop_rule": UNIFORM_GROUPS, "stop_value": 0.0, "stop_threshold": float(patience), "stop_step": step}
+        counts = zip(self.seeds, self._count_uniform_batches(batch).tolist(), strict=True)
+        return {seed: {**stop, "stop_value": float(count)} for seed, count in counts if count >= patience}
 
     def train(self, batch: ReplayDraw, step: int, is_row: bool) -> UpdateResult:
         """Screen the batch and take the optimizer steps of the rule."""
@@ -115,22 +96,15 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
 
     def _make_sampler_columns(self, replay_draw: ReplayDraw) -> dict[str, Tensor]:
         """Make the columns of the sampler and the replay buffer for the batch that was trained on."""
-        scalars = replay_draw.rollouts.scalars
-        columns = {column: scalars[name] for name, column in _SAMPLER_COLUMNS.items() if name in scalars}
+        columns = {_SAMPLER_COLUMNS.get(name, name): value for name, value in replay_draw.rollouts.scalars.items()}
         if self.config.replay_capacity:
-            size = torch.full_like(replay_draw.rollouts.age, len(self.buffer.batches))
-            columns |= {
-                "replay_age": replay_draw.rollouts.age,
-                "replay_size": size,
-                "replay_priority": replay_draw.priority,
-            }
+            age, size = replay_draw.rollouts.age, len(self.buffer.batches)
+            columns |= {"replay_age": age, "replay_size": torch.full_like(age, size)}
+            columns["replay_priority"] = replay_draw.priority
         return columns
 
     def _update(self, rollouts: Rollouts, is_measured: bool, has_cosine: bool) -> UpdateResult:
-        """Take one optimizer step per inner epoch; the gradient of each member is clipped by its norm.
-
-        is_measured: whether to measure metrics. has_cosine: whether to include the gradient's direction.
-        """
+        """Take one optimizer step per inner epoch. has_cosine: whether to measure the gradient's direction, too."""
         # Measuring costs forward passes, so only steps that write a row do it.
         collect_metrics = self._start_measuring(rollouts, has_cosine) if is_measured else None
         nonfinite_names: list[list[str]] = [[] for _ in rollouts.rewards]

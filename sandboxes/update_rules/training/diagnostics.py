@@ -9,9 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sandboxes.toys.decoding import select_log_probs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.rollouts import ModelEnsemble, Rollouts, Task
 from sandboxes.update_rules.rules.rule import compute_advantages, compute_behavior_advantages
-from sandboxes.update_rules.tasks.task import ModelEnsemble, Task
 
 
 def compute_ratio_statistics(
@@ -42,14 +41,8 @@ def compute_entropy_statistics(logits_before: Tensor, logits_after: Tensor, roll
 
     The advantage is the reward minus the sampling policy's expected reward or baseline, whatever baseline the rule
     uses. Surprisal and probability are from the policy before the update. Thirds end at the quantiles 1/3 and 2/3 of a
-    member's kept tokens; a quantile itself belongs to the lower third.
-
-    Args:
-        logits_before, logits_after: [E, B, T, A] at the batch's positions, before and after the update.
-        rollouts: the batch.
-
-    Returns:
-        DIAGNOSTIC_COLUMNS of sandboxes.update_rules.records, [E] each; NaN for a mean over no tokens.
+    member's kept tokens; a quantile itself belongs to the lower third. Logits are [E, B, T, A]. Returns
+    `DIAGNOSTIC_COLUMNS`, [E] each; NaN for a mean over no tokens.
     """
     log_probs, actions = logits_before.log_softmax(-1), rollouts.actions.unsqueeze(-1)
     entropy_before, entropy_after = entropies(log_probs).flatten(1), entropies(logits_after.log_softmax(-1)).flatten(1)
@@ -133,10 +126,7 @@ class SampleInfluence(NamedTuple):
 def compute_sample_influence(
     task: Task, models: ModelEnsemble, rollouts: Rollouts, oracle_gradients: Sequence[Tensor], config: UpdateRuleConfig
 ) -> SampleInfluence:
-    """Compute every taken token's influence on the oracle's loss, and the quantities by which rules weight it.
-
-    oracle_gradients: gradients of the oracle's loss, in the order of the models' parameters, [E, ...] each.
-    """
+    """Compute every taken token's influence on the oracle's loss, and the quantities by which rules weight it."""
     # Only the math implementation of attention can be differentiated twice.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         log_probs = task.compute_logits(models, rollouts).log_softmax(-1)
@@ -153,14 +143,10 @@ def compute_sample_influence(
 
 
 def compute_fit_statistics(samples: SampleInfluence) -> dict[str, Tensor]:
-    """Compute the Pearson correlation over a member's samples between the projection and each quantity; [E] each.
-
-    It is negative if the quantity is large for samples that help the oracle, and NaN if the quantity is constant.
-    """
-    quantities = {name: getattr(samples, name) for name in ("delight", "advantage", "surprisal", "gate")}
+    """Correlate the projection with each quantity [E]: below 0 if it is large for samples that help the oracle."""
     return {
-        f"oracle_fit_{name}_correlation": correlation(samples.projection, values, samples.keep_mask)
-        for name, values in quantities.items()
+        f"oracle_fit_{name}_correlation": correlation(samples.projection, getattr(samples, name), samples.keep_mask)
+        for name in ("delight", "advantage", "surprisal", "gate")
     }
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor
@@ -11,29 +11,19 @@ from torch import Tensor
 from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.update_rules.config.rules import RULES
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.rollouts import Rollouts, Task
 from sandboxes.update_rules.rules.rule import RuleLoss, UpdateRule, make_rule_loss
 from sandboxes.update_rules.tasks.classification import ClassificationTask
 from sandboxes.update_rules.tasks.lm_bandit import LanguageModelBandit
 from sandboxes.update_rules.tasks.sequences import SequenceTask
-from sandboxes.update_rules.tasks.task import Task
 from sandboxes.update_rules.training.algorithm import UpdateRuleAlgorithm
 from trainable.config.own_parts import get_part
 from trainable.config.run_config import ConfigError, apply_overrides
 from trainable.runs.training import TrainerFamily
 
-
-def load_formula(formula: str) -> UpdateRule:
-    """Load the function `<module>.<function>` of `sandboxes.update_rules.rules` that a record names.
-
-    Raises ModuleNotFoundError or AttributeError if the module or the function does not exist.
-    """
-    module, _, name = formula.rpartition(".")
-    function: UpdateRule = getattr(import_module(f"sandboxes.update_rules.rules.{module}"), name)
-    return function
-
-
-UPDATE_RULES: dict[str, UpdateRule] = {name: load_formula(rule.formula) for name, rule in RULES.items()}
+UPDATE_RULES: dict[str, UpdateRule] = {
+    name: resolve_name(f"sandboxes.update_rules.rules.{rule.formula}") for name, rule in RULES.items()
+}
 
 
 def make_task(config: UpdateRuleConfig) -> Task:

@@ -21,11 +21,7 @@ class StoredBatch(NamedTuple):
 
 
 class ReplayDraw(NamedTuple):
-    """The result of a draw.
-
-    rollouts: the batch to train on, with its `age` set. priority: [E] of the batch that each member drew. buffer: the
-    buffer with the new batch; the original buffer is not changed.
-    """
+    """The batch to train on, with its `age` and its priority [E], and the buffer with the new batch."""
 
     rollouts: Rollouts
     priority: Tensor
@@ -86,13 +82,11 @@ def make_buffer(config: UpdateRuleConfig) -> ReplayBuffer:
 
 
 PRIORITY_FUNCTIONS: dict[str, Callable[[Rollouts], Tensor]] = {
-    "uniform": lambda batch: torch.ones_like(batch.behavior_log_probs),
+    **dict.fromkeys(("uniform", "freshness"), lambda batch: torch.ones_like(batch.behavior_log_probs)),
+    **dict.fromkeys(("delight", "fresh_delight"), lambda batch: compute_behavior_delight(batch).clamp(min=0)),
     "reward": lambda batch: batch.rewards.abs().unsqueeze(-1),
     "advantage": lambda batch: compute_behavior_advantages(batch).abs(),
     "surprisal": lambda batch: -batch.behavior_log_probs,
-    "delight": lambda batch: compute_behavior_delight(batch).clamp(min=0),
-    "fresh_delight": lambda batch: compute_behavior_delight(batch).clamp(min=0),
-    "freshness": lambda batch: torch.ones_like(batch.behavior_log_probs),
 }
 """The quantity, [E, B, T] or [E, B, 1], whose mean over a batch's tokens is the batch's priority."""
 AGE_DISCOUNTED = ("fresh_delight", "freshness")
@@ -122,13 +116,11 @@ def _gather_batch(batches: Sequence[Rollouts], indices: Tensor) -> Rollouts:
 
 
 class AgeStatistics:
-    """Statistics of the ages of the batches trained on since the last row.
-
-    sums: [E, 5] sums over those batches of 1, age, age^2, freshness weight, and freshness weight x age.
-    """
+    """Statistics of the ages of the batches trained on since the last row."""
 
     def __init__(self, sums: Tensor) -> None:
         self.sums = sums
+        """[E, 5] sums over those batches of 1, age, age^2, freshness weight, and freshness weight x age."""
 
     def add(self, age: Tensor, weight: Tensor) -> None:
         """Add a batch. age: [E] in updates. weight: [E] freshness weight of the batch in the loss."""

@@ -13,8 +13,7 @@ from analysis.data.load import load
 from analysis.report.pages import list_open_arms
 from analysis.stats.sequential import compute_e_value, find_fewest_seeds
 from analysis.sweep.contrasts import compute_contrasts, format_sentences
-from sandboxes.toys.report.notes import make_notes
-from sandboxes.toys.report.tables import compute_differences
+from sandboxes.toys.report.tables import compute_differences, make_notes
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
 

@@ -12,25 +12,14 @@ from hypothesis import strategies as st
 from sandboxes.pedagogy import losses
 from sandboxes.pedagogy.algorithm import Arithmetic, LessonBatch, PedagogyAlgorithm, make_trainer
 from sandboxes.pedagogy.settings import PedagogyConfig
-from sandboxes.toys.ensemble import EnsembleTrainer
+from tests.fakes.ensembles import run_ensemble
 
 SMALL = {"d_model": 16, "num_layers": 1, "batch_size": 16}
 METHODS = ("PedagogicalRL", "TeacherRL", "StudentGRPO")
-Rows = dict[int, list[dict[str, Any]]]
 
 
 def make_config(steps: int = 4, test_freq: int = 2, **settings: Any) -> PedagogyConfig:
     return PedagogyConfig(**{**SMALL, "trainer": {"total_training_steps": steps, "test_freq": test_freq}, **settings})
-
-
-def run_to_end(trainer: EnsembleTrainer) -> Rows:
-    rows: Rows = {seed: [] for seed in trainer.seeds}
-    while trainer.seeds:
-        result = trainer.step()
-        assert not result.failures
-        for seed, row in result.rows.items():
-            rows[seed].append({name: value for name, value in row.items() if not name.startswith("seconds")})
-    return rows
 
 
 # Formulas.
@@ -108,30 +97,11 @@ def test_all_tokens_of_a_longer_answer_must_be_right() -> None:
 # Training.
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("method", METHODS)
-def test_a_member_is_the_one_that_it_is_alone_and_goes_on_from_its_state(method: str) -> None:
-    config = make_config(method=method)
-    together, alone = make_trainer(config, (3, 4)), make_trainer(config, (4,))
-    for _ in range(2):
-        together.step()
-        alone.step()
-    for name in ("student/weights", "teacher/weights"):
-        states = [trainer.get_state(4).tensors[name] for trainer in (together, alone)]
-        torch.testing.assert_close(*states, rtol=0, atol=1e-5)
-    resumed = make_trainer(config, (9,))
-    resumed.load_states([alone.get_state(4)])
-    rows = run_to_end(alone)
-    assert rows == run_to_end(resumed)
-    assert [row["step"] for row in rows[4]] == [2, 4]
-    assert ("teacher_test_error" in rows[4][0]) == (method != "StudentGRPO")
-
-
 def test_teacher_and_student_start_equal_and_only_those_that_learn_change() -> None:
     algorithm = PedagogyAlgorithm(make_config(), (0,))
     assert torch.equal(algorithm.student_optimizer.weights, algorithm.teacher_optimizer.weights)
     trainer = make_trainer(make_config(method="StudentGRPO"), (0,))
-    run_to_end(trainer)
+    run_ensemble(trainer)
     state = trainer.final_states[0].tensors
     assert torch.equal(state["teacher/weights"], algorithm.teacher_optimizer.weights[0])
     assert not torch.equal(state["student/weights"], state["teacher/weights"])
@@ -186,27 +156,12 @@ def test_imitation_makes_the_lessons_more_likely_to_the_student_and_leaves_the_t
 @pytest.mark.long
 def test_a_student_alone_learns_the_task() -> None:
     config = make_config(150, 150, method="StudentGRPO", batch_size=96, d_model=32, student_lr=3e-3)
-    (first, last) = run_to_end(make_trainer(config, (0,)))[0]
+    (first, last) = run_ensemble(make_trainer(config, (0,)))[0]
     assert last["test_error"] < first["test_error"] - 0.2
 
 
 @pytest.mark.slow
 def test_a_teacher_learns_to_use_the_hint() -> None:
     config = make_config(120, 120, batch_size=96, d_model=32, teacher_lr=3e-3)
-    (first, last) = run_to_end(make_trainer(config, (0,)))[0]
+    (first, last) = run_ensemble(make_trainer(config, (0,)))[0]
     assert last["teacher_test_error"] < first["teacher_test_error"] - 0.3
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"nhead": 3}, "nhead=3 does not divide d_model=16"),
-        ({"batch_size": 30}, "set batch_size=24"),
-        ({"answer_len": 4}, "answer_len=4 does not fit into completion_len=3"),
-        ({"teacher_steps": 0}, "leaves the teacher of method=PedagogicalRL untrained"),
-        ({"content_vocab_size": 10**8}, "a tensor of this run would have"),
-    ],
-)
-def test_settings_that_would_not_mean_what_they_say_are_refused(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        make_config(**settings)

@@ -31,11 +31,7 @@ def test_a_wrong_file_is_named_with_its_setting(tmp_path: Path) -> None:
         ("a.jsonl", "{", "line 1 is no JSON"),
         ("b.txt", "", "a file of questions ends in .jsonl or .parquet"),
         ("c.jsonl", '{"question": 1}', "line 1: field `question`"),
-        (
-            "d.jsonl",
-            '{"question": "?", "context": {"a": "b"}, "evidence": [{"selections": [{"text": "b"}]}]}',
-            "20 are",
-        ),
+        ("d.jsonl", ROW, "20 are"),
     ):
         (tmp_path / name).write_text(content)
         with pytest.raises(PlanError, match=f"--set env.papers.file={tmp_path / name}: ") as caught:
@@ -67,7 +63,7 @@ def test_the_memory_of_all_repls_is_planned(monkeypatch: pytest.MonkeyPatch) -> 
     # Two runs of twenty trees, each with a root and the four children of a call.
     assert describe_repl_memory(plan_study(execution_mib=300), 2) == (
         "Memory of code: at most 2 runs x 20 trees x 5 REPLs x 300 MiB = 58.6 GiB, 29.3 GiB available. Code seldom "
-        "fills it. Where it does, the kernel ends REPLs, with their variables, before it ends a run; --set "
+        "fills it. If it does, the kernel ends REPLs, with their variables, before it ends a run; --set "
         "env.papers.execution_mib=150 lowers it."
     )
     line = describe_repl_memory(plan_study(execution_mib=150), 2)

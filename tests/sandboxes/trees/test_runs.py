@@ -54,12 +54,7 @@ def make_tree(score: float, group: int, children: Sequence[int] = (), seed: int 
     return root._replace(children=tuple(make_episode([(2, 3, 0.0)] * turns, group, rng) for turns in children))
 
 
-TREES = [
-    make_tree(1.0, 0, [1], 0),
-    make_tree(0.0, 0, [], 1),
-    make_tree(0.5, 1, [2, 1], 2),
-    make_tree(0.5, 1, [], 3),
-]
+TREES = [make_tree(1.0, 0, [1], 0), make_tree(0.0, 0, [], 1), make_tree(0.5, 1, [2, 1], 2), make_tree(0.5, 1, [], 3)]
 
 
 def test_children_follow_their_root_in_a_batch() -> None:

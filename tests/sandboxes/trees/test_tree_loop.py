@@ -11,13 +11,7 @@ from sandboxes.trees import tree_loop
 from sandboxes.trees.repl.process import ReplLimits
 from sandboxes.trees.repl.questions import Question
 from sandboxes.trees.repl.session import TreeLimits
-from sandboxes.trees.tree_loop import (
-    CHARS_PER_TOKEN,
-    Rollout,
-    TreeSettings,
-    TreeTexts,
-    roll_out_trees,
-)
+from sandboxes.trees.tree_loop import CHARS_PER_TOKEN, Rollout, TreeSettings, TreeTexts, roll_out_trees
 from trainable.envs.prompts import CHATML
 from trainable.models.codec import Codec
 from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
@@ -336,19 +330,9 @@ def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("style", ["compact", "full"])
 def test_no_reply_ends_the_run(style: Any) -> None:
     pieces = [
-        "```",
-        "repl",
-        "\n",
-        "print(",
-        "FINAL(",
-        ")",
-        "rlm_query('x')",
-        "context",
-        "1/0",
-        "'",
-        "while True: 1",
+        "```", "repl", "\n", "print(", "FINAL(", ")", "rlm_query('x')", "context", "1/0", "'", "while True: 1",
         "\x00",
-    ]
+    ]  # fmt: skip
     rng = np.random.default_rng(0)
 
     def babble(history: str, draw: float) -> str:

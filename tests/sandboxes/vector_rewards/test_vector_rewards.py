@@ -12,28 +12,16 @@ from hypothesis import strategies as st
 from scipy import integrate
 from torch import Tensor
 
-from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.vector_rewards import fronts
 from sandboxes.vector_rewards.algorithm import VectorRewardAlgorithm, make_trainer
 from sandboxes.vector_rewards.settings import VectorRewardConfig
-
-Rows = dict[int, list[dict[str, Any]]]
+from tests.fakes.ensembles import run_ensemble
 
 
 def make_config(steps: int = 4, test_freq: int = 2, **settings: Any) -> VectorRewardConfig:
     return VectorRewardConfig(
         **{"batch_size": 32, "trainer": {"total_training_steps": steps, "test_freq": test_freq}, **settings}
     )
-
-
-def run_to_end(trainer: EnsembleTrainer) -> Rows:
-    rows: Rows = {seed: [] for seed in trainer.seeds}
-    while trainer.seeds:
-        result = trainer.step()
-        assert not result.failures
-        for seed, row in result.rows.items():
-            rows[seed].append({name: value for name, value in row.items() if not name.startswith("seconds")})
-    return rows
 
 
 # Fronts.
@@ -164,22 +152,6 @@ def test_the_sets_of_a_group_are_scored_with_the_same_weights_which_are_on_the_s
 # Training.
 
 
-@pytest.mark.parametrize("method", ["ScalarGRPO", "MultiRLVR", "VPOGRPO"])
-def test_a_member_is_the_one_that_it_is_alone_and_goes_on_from_its_state(method: str) -> None:
-    config = make_config(method=method, num_candidates=1 if method == "ScalarGRPO" else 3)
-    together, alone = make_trainer(config, (3, 4)), make_trainer(config, (4,))
-    for _ in range(2):
-        together.step()
-        alone.step()
-    states = [trainer.get_state(4).tensors["adam/weights"] for trainer in (together, alone)]
-    torch.testing.assert_close(*states, rtol=0, atol=1e-5)
-    resumed = make_trainer(config, (9,))
-    resumed.load_states([alone.get_state(4)])
-    rows = run_to_end(alone)
-    assert rows == run_to_end(resumed)
-    assert [row["step"] for row in rows[4]] == [2, 4]
-
-
 @pytest.mark.parametrize("task", ["pareto_front", "pareto_large"])
 def test_an_evaluation_is_that_of_loops_over_the_sampled_sets(task: str) -> None:
     config = make_config(task=task, num_prompts=3, eval_sets=4, num_candidates=3)
@@ -219,24 +191,10 @@ def test_only_scores_over_weights_teach_coverage() -> None:
     ends = {}
     for method, candidates in (("ScalarGRPO", 1), ("MultiRLVR", 3), ("VPOGRPO", 3)):
         config = make_config(120, 120, method=method, num_candidates=candidates, batch_size=128, task="pareto_large")
-        rows = run_to_end(make_trainer(config, (0, 1)))
+        rows = run_ensemble(make_trainer(config, (0, 1)))
         ends[method] = {name: np.mean([rows[seed][-1][name] for seed in rows]) for name in rows[0][-1]}
     assert ends["VPOGRPO"]["simplex_gap"] < 0.01
     assert min(ends[method]["simplex_gap"] for method in ("ScalarGRPO", "MultiRLVR")) > 0.05
     assert ends["VPOGRPO"]["best_at_3"] > ends["MultiRLVR"]["best_at_3"] + 0.05
     assert ends["VPOGRPO"]["mean_scalar_reward"] < ends["ScalarGRPO"]["mean_scalar_reward"]
     assert ends["ScalarGRPO"]["pool_diversity_l1"] == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"method": "ScalarGRPO"}, "set num_candidates=1"),
-        ({"num_candidates": 1}, "set num_candidates=2 or more"),
-        ({"batch_size": 30}, "batch_size=30 is not a multiple of group_size=8: set batch_size=24"),
-        ({"hidden": 10**6}, "a tensor of this run would have"),
-    ],
-)
-def test_settings_that_would_not_mean_what_they_say_are_refused(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        make_config(**settings)

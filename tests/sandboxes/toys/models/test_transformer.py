@@ -74,11 +74,7 @@ def test_a_member_is_torchs_encoder_with_its_weights() -> None:
             assert gradient is not None
             assert weight.grad is not None
             torch.testing.assert_close(
-                gradient[member],
-                weight.grad,
-                atol=2e-5,
-                rtol=1e-4,
-                msg=lambda m, key=name: key + m,
+                gradient[member], weight.grad, atol=2e-5, rtol=1e-4, msg=lambda m, key=name: key + m
             )
 
 

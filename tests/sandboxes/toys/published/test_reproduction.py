@@ -1,25 +1,22 @@
 """Tests of comparing our runs with published numbers: Welch's test, Holm, floors, untestable cells and verdicts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 
 from analysis.data.frames import to_records
 from analysis.data.load import load
 from analysis.stats.estimates import SampleStats, holm_adjust, welch_t_test
-from sandboxes.toys.published.cells import MEAN_ALONE, POOLED, Cell
+from sandboxes.toys.published.cells import MEAN_ALONE, POOLED
 from sandboxes.toys.published.reproduction import (
     compare_to_published,
     describe_sources,
-    format_sentence,
     summarize_verdicts,
 )
 from sandboxes.toys.published.update_rule_sandbox import CELLS, make_conditions
@@ -41,21 +38,13 @@ def make_rows(folder: Path, runs: Sequence[FakeRun], name: str = "influence") ->
     return {(row["arm"], row["column"]): row for row in to_records(table) if "early" not in row["section"]}
 
 
-def compute_welch_by_hand(values: Sequence[float], cell: Cell) -> Mapping[str, float]:
-    """Compute Welch's test from its formulas."""
-    a, b = np.var(values, ddof=1) / len(values), cell.std**2 / cell.n
-    difference, se = float(np.mean(values)) - cell.mean, math.sqrt(a + b)
-    df = (a + b) ** 2 / (a**2 / (len(values) - 1) + b**2 / (cell.n - 1))
-    half_width = stats.t.ppf(0.975, df) * se
-    p = 2 * stats.t.sf(abs(difference) / se, df)
-    return {"difference": difference, "low": difference - half_width, "high": difference + half_width, "df": df, "p": p}
-
-
 def test_a_cell_is_tested_with_welchs_test(tmp_path: Path) -> None:
     row = make_rows(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", DISTANT)])["DG", "final_test_error"]
     cell = next(cell for cell in CELLS if (cell.studies[0], cell.arm) == ("influence", "DG"))
-    for name, value in compute_welch_by_hand(DG, cell).items():
-        assert row[name] == pytest.approx(value, rel=1e-9)
+    ours = SampleStats(float(np.mean(DG)), float(np.std(DG, ddof=1)), len(DG))
+    expected = welch_t_test(ours, SampleStats(cell.mean, cell.std, cell.n))
+    for name in ("low", "high", "df", "p"):
+        assert row[name] == pytest.approx(getattr(expected, name), rel=1e-9)
     assert (row["mean"], row["n"]) == (pytest.approx(0.335), 5)
     assert row["difference"] > 0  # our mean minus the published one
     se = (row["high"] - row["low"]) / 2 / stats.t.ppf(0.975, row["df"])
@@ -64,13 +53,8 @@ def test_a_cell_is_tested_with_welchs_test(tmp_path: Path) -> None:
 
 
 def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
-    table = compare_to_published(
-        load(
-            write_sandbox(
-                tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", DISTANT)], make_study("influence")
-            )
-        )
-    )
+    runs = [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", DISTANT)]
+    table = compare_to_published(load(write_sandbox(tmp_path, runs, make_study("influence"))))
     tested = table[table["verdict"] != "cannot be tested"]
     assert tested["arm"].to_list() == ["DG", "GRPO"]
     assert tested["p_holm"].to_list() == holm_adjust(tested["p"]).tolist()
@@ -79,31 +63,9 @@ def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
     assert table["as_expected"].to_list() == [True, False, None]
 
 
-def test_welch_agrees_with_scipy_on_the_numbers_themselves() -> None:
-    our_values, published_values = np.array(DG), np.array([0.3, 0.36, 0.35])
-    comparison = welch_t_test(*(SampleStats(x.mean(), x.std(ddof=1), len(x)) for x in (our_values, published_values)))
-    expected = stats.ttest_ind(our_values, published_values, equal_var=False)
-    interval = expected.confidence_interval(0.95)
-    assert comparison.p == pytest.approx(expected.pvalue, rel=1e-9)
-    assert comparison.df == pytest.approx(expected.df, rel=1e-9)
-    assert (comparison.low, comparison.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
+def test_a_spread_that_is_unknown_or_0_on_both_sides_has_no_p_value() -> None:
     assert math.isnan(welch_t_test(SampleStats(0.3, math.nan, 1), SampleStats(0.3, 0.1, 3)).p)
     assert math.isnan(welch_t_test(SampleStats(0.3, 0.0, 3), SampleStats(0.4, 0.0, 3)).p)
-
-
-SAMPLES = st.builds(SampleStats, st.floats(-10, 10), st.floats(0.01, 5), st.integers(2, 40))
-
-
-@given(SAMPLES, SAMPLES)
-def test_exchanging_the_samples_flips_the_difference(a: SampleStats, b: SampleStats) -> None:
-    comparison, reversed_comparison = welch_t_test(a, b), welch_t_test(b, a)
-    assert (comparison.value, comparison.low, comparison.high) == pytest.approx(
-        (-reversed_comparison.value, -reversed_comparison.high, -reversed_comparison.low), abs=1e-9
-    )
-    assert comparison.p == pytest.approx(reversed_comparison.p, abs=1e-9)
-    assert min(a.n, b.n) - 1 <= comparison.df * (1 + 1e-9)
-    assert comparison.df <= (a.n + b.n - 2) * (1 + 1e-9)
-    assert comparison.low <= comparison.value <= comparison.high
 
 
 def test_a_spread_of_0_counts_as_the_floor_on_either_side(tmp_path: Path) -> None:
@@ -129,11 +91,8 @@ def test_a_step_that_some_runs_never_reach_is_reported_without_a_test(tmp_path: 
     runs += [FakeRun("DG", seed, entropy=(1.0, 0.5 if seed < 2 else 0.05)) for seed in range(4)]
     rows = make_rows(tmp_path, runs, "grpo-entropy")
     partly_reached = rows["GRPO", "first_step_entropy_low"]
-    assert (partly_reached["verdict"], partly_reached["n"], partly_reached["notes"]) == (
-        "cannot be tested",
-        3,
-        "never reached: seed 2",
-    )
+    assert (partly_reached["verdict"], partly_reached["n"]) == ("cannot be tested", 3)
+    assert partly_reached["notes"] == "never reached: seed 2"
     assert partly_reached["reason"].startswith("3 of our 4 runs reach this step, and all 3 published seeds do")
     never_reached = rows["DG", "first_step_entropy_low"]
     assert (never_reached["verdict"], never_reached["kind"]) == ("cannot be tested", "never")
@@ -227,7 +186,7 @@ def test_a_study_without_published_cells_has_an_empty_table(tmp_path: Path) -> N
 GOLDEN = (Path(__file__).parents[3] / "golden" / "sandbox_verdicts.txt").read_text(encoding="utf-8")
 
 
-def test_the_words_of_every_verdict(tmp_path: Path) -> None:
+def test_every_verdict(tmp_path: Path) -> None:
     runs = [
         *make_seed_runs("DG", DG),
         *make_seed_runs("GRPO", DISTANT[:4]),
@@ -236,7 +195,7 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
     runs += [*make_seed_runs("ASPO", (0.37, 0.52, 0.43), entropy=(1.0, 0.02)), *make_seed_runs("R2VPO", (0.37,))]
     table = compare_to_published(load(write_sandbox(tmp_path, runs, make_study("grpo-entropy"))))
     selected_rows = table[~table["arm"].isin(("DGEntropyGuard", "TPO")) & (table["column"] != "batch_delta_entropy")]
-    assert "\n".join([summarize_verdicts(table), *map(format_sentence, to_records(selected_rows))]) + "\n" == GOLDEN
+    assert f"{summarize_verdicts(table)}\n{selected_rows.to_csv(index=False, float_format='%.4g')}" == GOLDEN
 
 
 def test_seeds_are_counted_only_if_a_cell_counts_them(tmp_path: Path) -> None:

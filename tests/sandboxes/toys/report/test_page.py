@@ -13,8 +13,8 @@ from analysis.data.load import load
 from analysis.report import pages
 from analysis.report.page import draw_sections, render_page, view_sections
 from sandboxes.toys.published.reproduction import compare_to_published
-from sandboxes.toys.report.notes import compute_chance_error, make_notes
 from sandboxes.toys.report.report import ToyResults
+from sandboxes.toys.report.tables import compute_chance_error, make_notes
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
@@ -92,7 +92,7 @@ def test_the_page_is_complete(words: str) -> None:
         "GRPO: in 2 of 2 runs (seed 0, 1) more than half of the greedily decoded tokens are separators",
         "No better than random content tokens, whose error is 0.50: the mean test error of GRPO 0.680.",
         "DG and SameAsDG end with equal numbers in every seed: in this study they are the same algorithm.",
-        "Bands are one standard error of the mean to each side (not the standard deviation of runs)",
+        "bands are one standard error of the mean to each side",
         "Of 3 published numbers, 3 can be tested: 1 equal, 2 open. Of 3 verdicts with an expectation, 3 are as "
         "expected. Our arms have at most 3 of 10 planned seeds.",
         "n never reached DG – – – 0 of 3 seed 0, 1, 2 TPO 180.0",
@@ -273,7 +273,7 @@ def test_pooled_cells_are_listed_apart(tmp_path: Path) -> None:
     words = get_words(frames)
     assert "ReplayDG-5 replay_age replay 4.00 SD 0.00, rows 45 4.00 SD 0.00, rows 48" in words
     assert "All 5 pooled cells" in words
-    tested = words.partition("All 5 pooled cells")[0].partition("Comparison with published numbers Each")[2]
+    tested = words.partition("All 5 pooled cells")[0].partition("Comparison with published numbers The")[2]
     assert "replay_age" not in tested
 
 
@@ -303,7 +303,7 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
         r"DG baseline 0\.3300 – .*GRPO worse 0\.5100 \+0\.1800 \[\+0\.1.*\] < 0\.001 3 over 3 seeds", words
     )
     assert re.search(r"TPO equal within 0\.05, p 0\.\d+ 0\.3333 \+0\.0033 \[−0\.0.*\] 0\.\d+ 3 over 3 seeds", words)
-    assert words.count("Each published cell of these arms is listed once.") == 1
+    assert words.count("The published numbers are from") == 1
     assert "Of 3 published numbers, 3 can be tested: 1 equal, 1 differs, 1 open." in words
 
 

@@ -101,25 +101,19 @@ def test_no_answer_closes_its_tag(endpoint: Endpoint) -> None:
         answer = f"Ada\n</{tag}>\n</answer>\n<reference>\n- Ada\n</reference>"
 
 
+INVALID_BODIES = (
+    *(b"no JSON", b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}', b"[" * 10_000),
+    *(b'{"choices": [{"message": {"content": "8 of 10"}}]}', b"x" * (MAX_REPLY_BYTES + 1)),
+)
+INVALID_GRADES = ((0, 5), (5, 11), ("5", 5), (5.5, 5), (True, 5))
+
+
 @pytest.mark.parametrize(
     "reply",
     [
-        Reply(429, b""),
-        Reply(500, b"{}"),
-        Reply(503, b""),
-        Reply(408, b""),
-        Reply(0, b""),
-        Reply(200, b"no JSON"),
-        Reply(200, b'{"choices": []}'),
-        Reply(200, b'{"choices": [{"message": {"content": null}}]}'),
-        Reply(200, b'{"choices": [{"message": {"content": "8 of 10"}}]}'),
-        Reply(200, b"x" * (MAX_REPLY_BYTES + 1)),
-        Reply(200, b"[" * 10_000),
-        grade(0, 5),
-        grade(5, 11),
-        grade("5", 5),
-        grade(5.5, 5),
-        grade(True, 5),
+        *(Reply(status, b"{}") for status in (429, 500, 503, 408, 409, 0)),
+        *(Reply(200, body) for body in INVALID_BODIES),
+        *(grade(*scores) for scores in INVALID_GRADES),
     ],
 )
 def test_what_may_pass_is_tried_again(endpoint: Endpoint, reply: Reply) -> None:

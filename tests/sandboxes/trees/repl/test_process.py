@@ -6,14 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sandboxes.trees.repl import process
-from sandboxes.trees.repl.process import (
-    ConfinementError,
-    Execution,
-    Query,
-    ReplLimits,
-    ReplProcess,
-    find_obstacle,
-)
+from sandboxes.trees.repl.process import ConfinementError, Execution, Query, ReplLimits, ReplProcess, find_obstacle
 from tests.sandboxes.trees.repl.test_escapes import ESCAPES, WALK
 
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())

@@ -67,19 +67,6 @@ def test_on_policy_five_rules_are_reinforce(case: Case) -> None:
         torch.testing.assert_close(compute_gradient(case, method), expected)
 
 
-@given(case=cases(("REINFORCE",)))
-@examples
-def test_off_policy_ratio_rules_are_not_reinforce(case: Case) -> None:
-    """The ratios matter once the policy has changed, so the identity above does not hold by accident."""
-    off_policy_case = keep_all(
-        replace_rollouts(case, behavior_log_probs=case.rollouts.behavior_log_probs - 0.7, expected_reward=None)
-    )
-    off_policy_case = off_policy_case._replace(config=make_config("REINFORCE", baseline="zero"))
-    if off_policy_case.rollouts.rewards.count_nonzero(1).all():
-        for method in REINFORCE_AT_RATIO_1:
-            assert not torch.allclose(compute_gradient(off_policy_case, method), compute_gradient(off_policy_case))
-
-
 @given(case=cases(("PG",)))
 @examples
 def test_relations_of_ratio_rules_off_policy(case: Case) -> None:

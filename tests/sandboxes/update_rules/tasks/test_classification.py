@@ -2,17 +2,16 @@
 
 import gzip
 import itertools
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.rollouts import flatten_rollouts
 from sandboxes.update_rules.tasks.classification import ClassificationTask, MLPEnsemble, init_mlp_ensemble
 from sandboxes.update_rules.tasks.images import Images, make_synthetic_images, read_images
 from tests.sandboxes.update_rules.tasks import oracles
@@ -115,11 +114,8 @@ def test_a_member_draws_the_same_in_every_ensemble() -> None:
     ensemble_rollouts = task.sample(models, rngs, 6)
     for member, seed in enumerate((3, 4)):
         task, models, rngs = make_task_and_models((seed,))
-        single_rollouts = task.sample(models, rngs, 6)
-        for name in (field.name for field in fields(Rollouts)):
-            value, ensemble_value = getattr(single_rollouts, name), getattr(ensemble_rollouts, name)
-            if isinstance(value, Tensor):
-                torch.testing.assert_close(ensemble_value[member], value[0], atol=1e-5, rtol=0)
+        for name, value in flatten_rollouts(task.sample(models, rngs, 6)).items():
+            torch.testing.assert_close(flatten_rollouts(ensemble_rollouts)[name][member], value[0], atol=1e-5, rtol=0)
 
 
 def test_evaluation_is_of_the_likeliest_class_of_all_test_images() -> None:

@@ -1,6 +1,6 @@
 """Tests of the sequence tasks: batches, candidates, exact expected rewards, evaluation, and draws of a member."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.transformer import TransformerEnsemble
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.rollouts import Candidates, Rollouts
+from sandboxes.update_rules.rollouts import flatten_rollouts
 from sandboxes.update_rules.tasks.sequences import SequenceTask
 from sandboxes.update_rules.training.make import make_task
 from tests.sandboxes.update_rules.tasks import oracles
@@ -25,20 +25,6 @@ def make_task_and_models(
     assert isinstance(task, SequenceTask)
     rngs = MemberRngs(seeds)
     return task, task.make_models(rngs), rngs
-
-
-def get_member_tensors(rollouts: Rollouts, member: int) -> dict[str, Tensor]:
-    tensors = {}
-    for field in fields(Rollouts):
-        value = getattr(rollouts, field.name)
-        if isinstance(value, Tensor):
-            tensors[field.name] = value[member]
-        elif isinstance(value, Candidates):
-            tensors |= {
-                candidate_field.name: getattr(value, candidate_field.name)[member]
-                for candidate_field in fields(Candidates)
-            }
-    return tensors | {name: value[member] for name, value in rollouts.scalars.items()}
 
 
 @pytest.mark.parametrize("method", ["DG", "GRPO", "TPOToken"])
@@ -87,15 +73,12 @@ def test_a_member_draws_the_same_in_every_ensemble(method: str) -> None:
     ensemble_rollouts = sequence_task.sample(models, rngs, 6)
     for member, seed in enumerate((3, 4, 5)):
         sequence_task, models, rngs = make_task_and_models((seed,), method=method)
-        single_tensors, ensemble_tensors = (
-            get_member_tensors(sequence_task.sample(models, rngs, 6), 0),
-            get_member_tensors(ensemble_rollouts, member),
-        )
+        single_tensors = flatten_rollouts(sequence_task.sample(models, rngs, 6))
+        ensemble_tensors = flatten_rollouts(ensemble_rollouts)
         assert single_tensors.keys() == ensemble_tensors.keys()
         for name, value in single_tensors.items():
-            torch.testing.assert_close(
-                ensemble_tensors[name], value, atol=1e-5 if value.is_floating_point() else 0, rtol=0
-            )
+            tolerance = 1e-5 if value.is_floating_point() else 0
+            torch.testing.assert_close(ensemble_tensors[name][member], value[0], atol=tolerance, rtol=0)
 
 
 def test_all_rules_draw_the_same_prompts() -> None:

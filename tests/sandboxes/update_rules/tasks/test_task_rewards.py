@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
-from sandboxes.update_rules.config.conditions import NOISE_MODES, SEQUENCE_TASKS
+from sandboxes.update_rules.config.settings import NOISE_MODES, SEQUENCE_TASKS
 from sandboxes.update_rules.tasks.rewards import (
     corrupt_rewards,
     detect_bandit_feature,

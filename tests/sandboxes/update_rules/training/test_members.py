@@ -62,16 +62,6 @@ def test_one_update_of_a_member_is_the_one_that_it_takes_alone(method: str) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["DG", "GRPO", "TPOToken"])
-def test_the_first_steps_of_a_member_are_those_of_a_single_run(method: str) -> None:
-    ensemble = train_until(make_trainer(make_config(method), SEEDS), 3)
-    for seed in SEEDS:
-        single = train_until(make_trainer(make_config(method), (seed,)), 3)
-        weights = [trainer.get_state(seed).tensors["adam/weights"] for trainer in (ensemble, single)]
-        torch.testing.assert_close(*weights, rtol=0, atol=1e-4)
-
-
-@pytest.mark.long
 def test_cross_entropy_learns_to_reverse() -> None:
     trainer = make_trainer(make_config("CE", steps=100, lr=3e-3, batch_size=32, seq_len=3), (0, 1))
     first, last = train_to_next_rows(trainer).rows, train_to_next_rows(trainer).rows

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.toys.ensemble import slice_member, stack_members
-from sandboxes.update_rules.config.conditions import REPLAY_PRIORITIES
-from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from sandboxes.update_rules.config.settings import REPLAY_PRIORITIES, UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Rollouts, flatten_rollouts, unflatten_rollouts
 from sandboxes.update_rules.training.replay import AgeStatistics, ReplayBuffer, make_buffer
 from tests.sandboxes.update_rules.batches import add_candidates, make_random_batch

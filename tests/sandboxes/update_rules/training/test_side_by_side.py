@@ -11,22 +11,16 @@ import torch
 
 from sandboxes.update_rules.training import make
 from sandboxes.update_rules.trial import UpdateRules
+from tests.fakes.ensembles import drop_times
 from trainable.runs import run
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
-from trainable.runs.records import TOY_TIME_COLUMNS
 from trainable.runs.run_files import RunLockedError, read_rows
 
 Report = dict[str, Any]
 SMALL = {
-    "task": "token_reversal",
-    "seq_len": 2,
-    "d_model": 8,
-    "num_layers": 1,
-    "batch_size": 8,
-    "trainer.total_training_steps": 7,
-    "trainer.test_freq": 3,
-    "trainer.resume_every": 2,
-}
+    "task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8,
+    "trainer.total_training_steps": 7, "trainer.test_freq": 3, "trainer.resume_every": 2,
+}  # fmt: skip
 STOPPING_SETTINGS = {"method": "GRPO", "group_size": 4, "binary_reward": True, "seq_len": 8, "fallback_patience": 2}
 """Eight tokens that all have to be right: no group has a spread of rewards, so every member stops at step 1."""
 StartTrial = Callable[..., UpdateRules]
@@ -78,19 +72,21 @@ def run_to_end(trial: UpdateRules) -> list[Report]:
     return reports
 
 
-def drop_times(row: dict[str, Any]) -> dict[str, Any]:
-    times = {column.name for column in TOY_TIME_COLUMNS}
-    return {name: value for name, value in row.items() if name not in times}
-
-
 def read_written_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Read the rows on disk by run, without times."""
     paths = sorted(folder.glob("s*"))
     return {path.name: [drop_times(row) for row in read_rows(path / "metrics.jsonl")] for path in paths}
 
 
-def read_last_weights(folder: Path) -> list[torch.Tensor]:
-    return [read_checkpoint(folder / f"s{seed}" / "state" / "step_7")[0]["adam/weights"] for seed in (0, 1)]
+def step_twice(trial: UpdateRules) -> None:
+    trial.step()
+    trial.step()
+
+
+def assert_equal_weights(*folders: Path) -> None:
+    for seed in (0, 1):
+        states = [read_checkpoint(folder / f"s{seed}" / "state" / "step_7")[0] for folder in folders]
+        assert torch.equal(*(state["adam/weights"] for state in states))
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +128,7 @@ def test_a_resumed_trial_writes_the_rows_of_an_uninterrupted_one(
     reports = run_to_end(start_trial(tmp_path))
     assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
     assert reports[-1]["training_iteration"] == 4
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(read_last_weights(tmp_path), read_last_weights(uninterrupted[0]), strict=True)
-    )
+    assert_equal_weights(tmp_path, uninterrupted[0])
 
 
 @pytest.mark.parametrize("steps", [3, 4])
@@ -148,10 +141,7 @@ def test_a_trial_that_is_made_longer_writes_the_rows_of_a_longer_one(
     # An end between two evaluations has a row of its own.
     assert [row["step"] for row in rows["s0"]] == sorted({0, 3, 6, 7, steps})
     assert {name: [row for row in of_run if row["step"] != 4] for name, of_run in rows.items()} == straight_rows
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(read_last_weights(tmp_path), read_last_weights(uninterrupted[0]), strict=True)
-    )
+    assert_equal_weights(tmp_path, uninterrupted[0])
 
 
 def test_checkpoints_are_written_every_so_many_steps_and_only_the_last_is_kept(
@@ -188,9 +178,7 @@ def test_an_interrupted_trial_writes_its_states_at_once(
 def test_nothing_remains_of_a_state_that_is_refused_in_part(
     tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
 ) -> None:
-    first_trial = start_trial(tmp_path)
-    for _ in range(2):
-        first_trial.step()
+    step_twice(start_trial(tmp_path))
     for seed in (0, 1):
         for checkpoint_folder in list((tmp_path / f"s{seed}" / "state").iterdir()):
             tensors, values = read_checkpoint(checkpoint_folder)
@@ -207,9 +195,7 @@ def test_nothing_remains_of_a_state_that_is_refused_in_part(
 def test_a_damaged_state_is_named_and_the_one_before_is_used(
     tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
 ) -> None:
-    first_trial = start_trial(tmp_path)
-    for _ in range(2):
-        first_trial.step()
+    step_twice(start_trial(tmp_path))
     (tmp_path / "s1" / "state" / "step_4" / "state.safetensors").write_bytes(b"x")
     second_trial = start_trial(tmp_path)
     assert second_trial.training.trainer.step_index == 2
@@ -223,9 +209,7 @@ def test_a_damaged_state_is_named_and_the_one_before_is_used(
 def test_training_continues_from_the_newest_step_that_all_runs_have(
     tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
 ) -> None:
-    first_trial = start_trial(tmp_path)
-    for _ in range(2):
-        first_trial.step()
+    step_twice(start_trial(tmp_path))
     shutil.rmtree(tmp_path / "s0" / "state" / "step_4")
     second_trial = start_trial(tmp_path)
     assert second_trial.training.trainer.step_index == 2
@@ -235,9 +219,7 @@ def test_training_continues_from_the_newest_step_that_all_runs_have(
 
 
 def test_runs_that_start_again_because_one_joins_them_say_so(tmp_path: Path, start_trial: StartTrial) -> None:
-    first_trial = start_trial(tmp_path)
-    for _ in range(2):
-        first_trial.step()
+    step_twice(start_trial(tmp_path))
     second_trial = start_trial(tmp_path, seeds=(0, 1, 2))
     assert second_trial.training.trainer.step_index == 0
     assert "have no checkpoint at a common step: all start at step 0" in second_trial.step()["note"]
@@ -247,9 +229,7 @@ def test_runs_that_start_again_because_one_joins_them_say_so(tmp_path: Path, sta
 
 
 def test_a_row_of_a_step_that_is_repeated_does_not_count(tmp_path: Path, start_trial: StartTrial) -> None:
-    first_trial = start_trial(tmp_path, trainer__resume_every=3)
-    for _ in range(2):
-        first_trial.step()
+    step_twice(start_trial(tmp_path, trainer__resume_every=3))
     second_trial = start_trial(tmp_path, trainer__resume_every=3)
     assert second_trial.training.trainer.step_index == 3
     assert [row["step"] for row in second_trial.training.runs[0].rows] == [0]
@@ -261,8 +241,7 @@ def test_states_of_other_settings_or_seeds_are_not_used(
     tmp_path: Path, start_trial: StartTrial, changes: dict[str, Any]
 ) -> None:
     first_trial = start_trial(tmp_path)
-    for _ in range(2):
-        first_trial.step()
+    step_twice(first_trial)
     if "seeds" in changes:  # exchanges the folders
         first_trial.cleanup()
         (tmp_path / "s0").rename(tmp_path / "x")
@@ -274,9 +253,7 @@ def test_states_of_other_settings_or_seeds_are_not_used(
 
 
 def test_states_without_the_rows_before_them_are_not_used(tmp_path: Path, start_trial: StartTrial) -> None:
-    first_trial = start_trial(tmp_path)
-    for _ in range(2):
-        first_trial.step()
+    step_twice(start_trial(tmp_path))
     (tmp_path / "s0" / "metrics.jsonl").unlink()
     second_trial = start_trial(tmp_path)
     assert second_trial.training.trainer.step_index == 0
@@ -308,9 +285,7 @@ def test_a_run_of_a_trial_that_ended_is_left_as_it_is(
 ) -> None:
     """The process was killed when the last row of one run was on disk and that of the other was not."""
     shutil.copytree(uninterrupted[0], tmp_path / "copy")
-    first_trial = start_trial(tmp_path, trainer__resume_every=100)
-    for _ in range(2):
-        first_trial.step()
+    step_twice(start_trial(tmp_path, trainer__resume_every=100))
     expected_bytes = (tmp_path / "copy" / "s0" / "metrics.jsonl").read_bytes()
     shutil.copytree(tmp_path / "copy" / "s0", tmp_path / "s0", dirs_exist_ok=True)
     reports = run_to_end(start_trial(tmp_path, trainer__resume_every=100))

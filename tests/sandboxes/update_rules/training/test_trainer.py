@@ -10,12 +10,10 @@ from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS
 from sandboxes.update_rules.training.make import UPDATE_RULES, make_task_trainer
+from tests.fakes.ensembles import Rows, drop_times, run_ensemble
 from tests.sandboxes.update_rules.tabular import TabularTask, train_to_next_rows
-from trainable.runs.records import TOY_TIME_COLUMNS
 from trainable.runs.run import TrainerState
 
-Rows = dict[int, list[dict[str, Any]]]
-TIME_NAMES = {column.name for column in TOY_TIME_COLUMNS}
 ALL_MEASURES = {"diagnostics": True, "entropy_diagnostics": True, "oracle_fit": True}
 
 
@@ -30,19 +28,6 @@ def make_trainer(
     return make_task_trainer(settings, seeds, TabularTask(settings, **task_options), UPDATE_RULES[settings.method])
 
 
-def drop_times(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in TIME_NAMES}
-
-
-def run_to_end(trainer: EnsembleTrainer) -> Rows:
-    """Train every member to its end and return the rows without times."""
-    rows: Rows = {seed: [] for seed in trainer.seeds}
-    while trainer.seeds:
-        for seed, row in train_to_next_rows(trainer).rows.items():
-            rows[seed].append(drop_times(row))
-    return rows
-
-
 def get_weights(trainer: EnsembleTrainer, seed: int) -> torch.Tensor:
     state = trainer.final_states[seed] if seed in trainer.final_states else trainer.get_state(seed)
     return state.tensors["adam/weights"]
@@ -50,7 +35,7 @@ def get_weights(trainer: EnsembleTrainer, seed: int) -> torch.Tensor:
 
 def test_rows_are_the_evaluations_before_the_update_of_their_step_and_one_at_the_end() -> None:
     trainer = make_trainer(make_config(**ALL_MEASURES))
-    rows = run_to_end(trainer)
+    rows = run_ensemble(trainer)
     assert all([row["step"] for row in rows[seed]] == [0, 5, 10, 12] for seed in (0, 1, 2))
     columns = {column.name for column in STEP_COLUMNS}
     for row in rows[0]:
@@ -76,21 +61,21 @@ def test_rows_are_the_evaluations_before_the_update_of_their_step_and_one_at_the
 
 def test_two_runs_of_one_configuration_have_equal_rows() -> None:
     settings = make_config(delay=1, replay_capacity=4, method="FreshDG", **ALL_MEASURES)
-    assert run_to_end(make_trainer(settings)) == run_to_end(make_trainer(settings))
+    assert run_ensemble(make_trainer(settings)) == run_ensemble(make_trainer(settings))
 
 
 @pytest.mark.long
 def test_rules_learn_the_task() -> None:
     for method in ("CE", "DG", "REINFORCE"):
-        rows = run_to_end(make_trainer(make_config(steps=150, test_freq=150, method=method, batch_size=32)))
+        rows = run_ensemble(make_trainer(make_config(steps=150, test_freq=150, method=method, batch_size=32)))
         assert [rows[seed][-1]["test_error"] for seed in (0, 1, 2)] == [0, 0, 0], method
 
 
 @pytest.mark.parametrize("measures", [ALL_MEASURES, {"trainer": {"total_training_steps": 12, "test_freq": 1}}])
 def test_measuring_does_not_change_training(measures: dict[str, Any]) -> None:
     plain_trainer, measured_trainer = make_trainer(make_config()), make_trainer(make_config(**measures))
-    run_to_end(plain_trainer)
-    run_to_end(measured_trainer)
+    run_ensemble(plain_trainer)
+    run_ensemble(measured_trainer)
     assert all(torch.equal(get_weights(plain_trainer, seed), get_weights(measured_trainer, seed)) for seed in (0, 1, 2))
 
 
@@ -98,10 +83,10 @@ def test_measuring_does_not_change_training(measures: dict[str, Any]) -> None:
 def test_a_member_has_the_weights_that_it_has_alone(method: str) -> None:
     settings = make_config(method=method, inner_epochs=2, delay=1)
     ensemble = make_trainer(settings)
-    run_to_end(ensemble)
+    run_ensemble(ensemble)
     for seed in (0, 1, 2):
         single = make_trainer(settings, (seed,))
-        run_to_end(single)
+        run_ensemble(single)
         torch.testing.assert_close(get_weights(single, seed), get_weights(ensemble, seed), rtol=1e-5, atol=1e-5)
 
 
@@ -111,7 +96,7 @@ def test_a_member_has_the_weights_that_it_has_alone(method: str) -> None:
 def test_replay_of_capacity_delay_plus_one_is_delay() -> None:
     delayed = make_trainer(make_config(delay=3))
     replayed = make_trainer(make_config(delay=3, replay_capacity=4, method="ReplayDG"))
-    rows, replayed_rows = run_to_end(delayed), run_to_end(replayed)
+    rows, replayed_rows = run_ensemble(delayed), run_ensemble(replayed)
     assert all(torch.equal(get_weights(delayed, seed), get_weights(replayed, seed)) for seed in (0, 1, 2))
     assert [row["step"] for row in rows[0]] == [3, 8, 12]
     assert [row["age_mean"] for row in replayed_rows[0]] == [pytest.approx(0.75), 3, 3]
@@ -142,7 +127,7 @@ def test_a_delayed_update_is_of_the_batch_that_was_sampled_before() -> None:
 
 
 def test_members_draw_batches_of_their_own_ages() -> None:
-    rows = run_to_end(
+    rows = run_ensemble(
         make_trainer(make_config(steps=30, replay_capacity=8, method="ReplayDG", replay_priority="uniform"))
     )
     ages = [tuple(rows[seed][index]["replay_age"] for seed in (0, 1, 2)) for index in range(3, 6)]
@@ -158,7 +143,7 @@ def test_effective_age_counts_a_batch_as_much_as_the_loss_does() -> None:
         "test_freq": 10,
     }
     replay_rows, fresh_rows = (
-        run_to_end(make_trainer(make_config(method=method, **settings))) for method in ("ReplayDG", "FreshDG")
+        run_ensemble(make_trainer(make_config(method=method, **settings))) for method in ("ReplayDG", "FreshDG")
     )
     for row in replay_rows[0]:
         assert row["effective_age"] == pytest.approx(row["age_mean"])
@@ -175,7 +160,7 @@ def make_grouped_config(**settings: Any) -> UpdateRuleConfig:
 
 def test_a_member_without_mixed_groups_ends_and_the_others_continue_unchanged() -> None:
     trainer = make_trainer(make_grouped_config(), uniform_from={1: 4})
-    rows = run_to_end(trainer)
+    rows = run_ensemble(trainer)
     assert [row["step"] for row in rows[1]] == [0, 5, 6]
     stop = {name: rows[1][-1][name] for name in ("stop_rule", "stop_value", "stop_threshold", "stop_step")}
     assert stop == {"stop_rule": "uniform_groups", "stop_value": 3.0, "stop_threshold": 3.0, "stop_step": 6}
@@ -183,7 +168,7 @@ def test_a_member_without_mixed_groups_ends_and_the_others_continue_unchanged() 
     assert [row["step"] for row in rows[0]] == [0, 5, 10, 12]
     assert (trainer.final_states[1].values["step"], trainer.final_states[0].values["step"]) == (6, 12)
     other_trainer = make_trainer(make_grouped_config(), (0, 2))
-    expected_rows = run_to_end(other_trainer)
+    expected_rows = run_ensemble(other_trainer)
     for seed in (0, 2):
         torch.testing.assert_close(get_weights(trainer, seed), get_weights(other_trainer, seed), rtol=1e-5, atol=1e-5)
         assert [row.keys() for row in rows[seed]] == [row.keys() for row in expected_rows[seed]]
@@ -191,9 +176,9 @@ def test_a_member_without_mixed_groups_ends_and_the_others_continue_unchanged() 
 
 def test_the_ages_of_the_others_are_counted_through_the_end_of_one() -> None:
     settings = make_grouped_config(replay_capacity=8, replay_priority="uniform")
-    rows = run_to_end(make_trainer(settings, uniform_from={1: 0}))
+    rows = run_ensemble(make_trainer(settings, uniform_from={1: 0}))
     assert [row["step"] for row in rows[1]] == [0, 2]
-    expected_rows = run_to_end(make_trainer(settings, (0, 2)))
+    expected_rows = run_ensemble(make_trainer(settings, (0, 2)))
     for name in ("age_mean", "age_std", "effective_age"):
         for seed in (0, 2):
             assert [row[name] for row in rows[seed]] == [row[name] for row in expected_rows[seed]]
@@ -201,7 +186,7 @@ def test_the_ages_of_the_others_are_counted_through_the_end_of_one() -> None:
 
 def test_a_member_that_ended_has_the_weights_of_its_last_update() -> None:
     trainer = make_trainer(make_grouped_config(), uniform_from={1: 4})
-    run_to_end(trainer)
+    run_ensemble(trainer)
     short_trainer = make_trainer(make_grouped_config(steps=6), uniform_from={1: 4})
     while short_trainer.step_index < 6:
         short_trainer.step()
@@ -209,7 +194,7 @@ def test_a_member_that_ended_has_the_weights_of_its_last_update() -> None:
 
 
 def test_an_end_at_an_evaluation_writes_one_row() -> None:
-    rows = run_to_end(make_trainer(make_grouped_config(), uniform_from={1: 3}))
+    rows = run_ensemble(make_trainer(make_grouped_config(), uniform_from={1: 3}))
     assert [row["step"] for row in rows[1]] == [0, 5]
     assert rows[1][-1]["stop_rule"] == "uniform_groups"
 
@@ -222,14 +207,14 @@ def test_a_mixed_batch_resets_the_count_of_uniform_ones() -> None:
 
     settings = make_grouped_config()
     trainer = make_task_trainer(settings, (0, 1), Alternating(settings), UPDATE_RULES["GRPO"])
-    rows = run_to_end(trainer)
+    rows = run_ensemble(trainer)
     assert "stop_rule" not in rows[1][-1]
     assert rows[1][1]["group_fallback"] == 1
 
 
 def test_all_members_may_end_at_once() -> None:
     trainer = make_trainer(make_grouped_config(), uniform_from={0: 0, 1: 0, 2: 0})
-    rows = run_to_end(trainer)
+    rows = run_ensemble(trainer)
     assert all(rows[seed][-1]["stop_step"] == 2 for seed in (0, 1, 2))
     assert train_to_next_rows(trainer).rows == {}
 
@@ -248,9 +233,9 @@ def test_a_member_that_is_not_finite_fails_and_does_not_affect_the_others() -> N
     assert progress.failures == {1: "values of step 5 were not finite: loss, gradient of logits, gradient of shift"}
     assert set(progress.rows) == {0, 2}
     assert trainer.seeds == (0, 2)
-    rows = run_to_end(trainer)
+    rows = run_ensemble(trainer)
     reference_trainer = make_trainer(make_config(), (0, 2))
-    run_to_end(reference_trainer)
+    run_ensemble(reference_trainer)
     assert [row["step"] for row in rows[0]] == [10, 12]
     assert 1 not in trainer.final_states
     for seed in (0, 2):
@@ -274,7 +259,7 @@ def test_a_member_that_is_not_finite_fails_and_does_not_affect_the_others() -> N
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(settings: dict[str, Any], uniform_from: dict[int, int]) -> None:
     uninterrupted = make_trainer(make_config(**settings), uniform_from=uniform_from)
-    rows = run_to_end(uninterrupted)
+    rows = run_ensemble(uninterrupted)
     for stop_step in (1, 4, 7, 12):
         first_trainer = make_trainer(make_config(**settings), uniform_from=uniform_from)
         early_rows: Rows = {0: [], 1: [], 2: []}
@@ -283,7 +268,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings: dict[str, Any], uni
                 early_rows[seed].append(drop_times(row))
         resumed = make_trainer(make_config(**settings), uniform_from=uniform_from)
         resumed.load_states([first_trainer.get_state(seed) for seed in first_trainer.seeds])
-        later_rows = run_to_end(resumed)
+        later_rows = run_ensemble(resumed)
         assert {seed: [*early_rows[seed], *later_rows.get(seed, [])] for seed in rows} == rows
         assert all(
             torch.equal(get_weights(resumed, seed), get_weights(uninterrupted, seed)) for seed in resumed.final_states
@@ -300,9 +285,9 @@ def test_members_that_were_trained_apart_can_continue_together() -> None:
     ensemble = make_trainer(make_config(delay=2), (0, 2))
     ensemble.load_states(states)
     assert ensemble.seeds == (2, 0)
-    run_to_end(ensemble)
+    run_ensemble(ensemble)
     expected = make_trainer(make_config(delay=2))
-    run_to_end(expected)
+    run_ensemble(expected)
     for seed in (0, 2):
         torch.testing.assert_close(get_weights(ensemble, seed), get_weights(expected, seed), rtol=1e-5, atol=1e-5)
 
