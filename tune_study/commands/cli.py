@@ -421,10 +421,10 @@ def replay_stoppers(
     ] = None,
 ) -> None:
     """Apply the stop rules to the rows of RUN, and show when each would have fired and whether it would be right."""
-    from tune_study.commands.reading import replay
+    from tune_study.commands.reading import alarms as recorded_alarms
 
     with locate.open_for_reading(run) as (folder, _):
-        replay.print_replay(make_console(), replay.replay_folder(folder, assignments or []))
+        recorded_alarms.print_replay(make_console(), folder, assignments or [])
 
 
 @command("probe", "probe results/gradient_analysis_sokoban_sokoban-tiny --with-val")
