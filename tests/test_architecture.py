@@ -204,6 +204,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "sandboxes.toys.report": ("numpy", "pandas", "altair"),
     "trainable.trial": ("ray", "pyarrow"),
     "search_spaces": (),
+    "tune_study.commands.reading.alarms": ("pandas", "pydantic", "rich"),
     "tune_study.commands.reading.explain": ("numpy", "pandas", "rich"),
     "tune_study.commands.reading.watch": ("rich", "waitress"),
     "analysis.search.trials": ("numpy", "pandas", "optuna"),

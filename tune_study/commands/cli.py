@@ -483,13 +483,15 @@ def probe(
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(gpus))
     from tune_study.commands import probe as probing
     from tune_study.folder import run_checkpoints
+    from tune_study.folder.study_file import plan_from_folder
 
     path = run_checkpoints.find_checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
     # Only now, since this may download rows: a wrong path should be reported at once.
     folder = locate.fetch_for_writing(run)
     own_study = typed_again.load()
     allowed = typed_again.allowed | locate.list_typed_storage(run)
-    target = run_checkpoints.find_run_checkpoint(folder, trial, checkpoint_step, path, algo, own_study, allowed)
+    plan = plan_from_folder(folder, own_study=own_study, allowed=allowed)
+    target = run_checkpoints.find_run_checkpoint(plan, trial, checkpoint_step, path, algo)
     option_overrides = {name: value for name, value in typed_settings.items() if value is not None}
     overrides = pin_typed_values(
         collect_overrides(target.plan.study, option_overrides, assignments or [], is_axis_free=True)
