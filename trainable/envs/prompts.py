@@ -39,13 +39,6 @@ class ChatFormat:
         opening = f"{self.system_prefix}{self._format_content(system)}{self.first_user_prefix}"
         return f"{opening}{self._format_content(user)}{self.reply_prefix}"
 
-    def split_first_turn(self, text: str) -> tuple[str, str] | None:
-        """Split the text of `format_first_turn` into its system and user message; None if it is no such text."""
-        is_whole = text.startswith(self.system_prefix) and text.endswith(self.reply_prefix)
-        inner_text = text[len(self.system_prefix) : len(text) - len(self.reply_prefix)]
-        system, separator, user = inner_text.partition(self.first_user_prefix)
-        return (system, user) if is_whole and separator else None
-
     def format_next_turn(self, user: str) -> str:
         """Format the text between the end of a reply and the next reply."""
         return f"{self.next_user_prefix}{self._format_content(user)}{self.reply_prefix}"

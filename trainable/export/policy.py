@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -105,16 +104,3 @@ def format_chat_template(chat: ChatFormat) -> str:
     """Fill the texts of a chat format into `_CHAT_TEMPLATE`."""
     values = {**asdict(chat), "thought": START_OF_THOUGHT}
     return "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in values.items()) + _CHAT_TEMPLATE
-
-
-def make_card(fields: Mapping[str, str], base_model: str, text: str) -> str:
-    """Format a model card: metadata for the hub, a paragraph, and a table of `fields`.
-
-    base_model: hub id of the base model; empty if it is a local folder.
-    """
-    base_line = f"base_model: {base_model}\n" if base_model else ""
-    rows = "\n".join(f"| {name} | {value} |" for name, value in fields.items())
-    return (
-        f"---\n{base_line}library_name: transformers\npipeline_tag: text-generation\ntags:\n- reinforcement-learning\n"
-        f"- tune_study\n---\n\n{text}\n\n| | |\n|---|---|\n{rows}\n"
-    )

@@ -15,7 +15,7 @@ from search_spaces.declaration.study import Axis
 from trainable.config.run_config import RunConfig
 from trainable.config.setting_types import SHORT_DTYPES, format_value
 from trainable.envs.prompts import START_OF_THOUGHT, ChatFormat
-from trainable.export.policy import DTYPES, load_trained_policy, make_card, write_tokenizer, write_weights
+from trainable.export.policy import DTYPES, load_trained_policy, write_tokenizer, write_weights
 from trainable.files.paths import check_path
 from trainable.models.lora import write_adapters
 from trainable.runs.failures import CheckpointError
@@ -177,15 +177,19 @@ def _make_card(target: RunCheckpoint, config: RunConfig, chat: ChatFormat) -> st
         f"{plan.study.name}, arm {spec.arm}, seed {spec.seed}. One run says nothing of its settings; the report of the "
         "study compares them over seeds. The model speaks the prompts of the game that it was trained on."
     )
-    card = make_card(cells, "" if os.path.isabs(base) or "/" not in base else base, text)
-    return card + _format_example(plan, spec, chat)
+    base_line = "" if os.path.isabs(base) or "/" not in base else f"base_model: {base}\n"  # an id of the hub
+    lines = "\n".join(f"| {name} | {value} |" for name, value in cells.items())
+    return (
+        f"---\n{base_line}library_name: transformers\npipeline_tag: text-generation\ntags:\n- reinforcement-learning\n"
+        f"- tune_study\n---\n\n{text}\n\n| | |\n|---|---|\n{lines}\n{_format_example(plan, spec, chat)}"
+    )
 
 
 def _format_example(plan: StudyPlan, spec: RunSpec, chat: ChatFormat) -> str:
     """Format the first recorded prompt of a run, and how to make it; empty if none is recorded in turns."""
     turns = (episode.turns[0] for episode in read_episodes(plan.get_run_dir(spec.run_id)) if episode.turns)
     turn = next(turns, None)
-    opening = None if turn is None else chat.split_first_turn(turn.observation.removesuffix(START_OF_THOUGHT))
+    opening = None if turn is None else split_first_turn(chat, turn.observation)
     if turn is None or opening is None:
         return ""
     messages = [{"role": role, "content": content} for role, content in zip(("system", "user"), opening, strict=True)]
@@ -195,3 +199,11 @@ def _format_example(plan: StudyPlan, spec: RunSpec, chat: ChatFormat) -> str:
         "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)\n```\n\n"
         f"An answer of the policy during the run was:\n\n```\n{turn.reply}\n```\n"
     )
+
+
+def split_first_turn(chat: ChatFormat, text: str) -> tuple[str, str] | None:
+    """Split the first prompt of an episode into its system and user message; None if it has another form."""
+    end = chat.reply_prefix + START_OF_THOUGHT
+    is_whole = text.startswith(chat.system_prefix) and text.endswith(end)
+    system, separator, user = text[len(chat.system_prefix) : len(text) - len(end)].partition(chat.first_user_prefix)
+    return (system, user) if is_whole and separator else None

@@ -26,6 +26,7 @@ from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows
 from trainable.runs.study_record import STUDY_FILE, StatusRecord, write_record
 from trainable.trial import PPO
 from tune_study.commands import probe
+from tune_study.commands.reading.export import split_first_turn
 from tune_study.folder import outputs
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
@@ -166,7 +167,7 @@ def test_the_chat_template_gives_the_tokens_of_the_training(study: StudyPlan, tm
     episodes = read_episodes(study.get_run_dir(study.runs[0].run_id))
     assert max(len(episode.turns) for episode in episodes) > 1
     for episode in episodes:
-        system_user = chat.split_first_turn(episode.turns[0].observation.removesuffix("<think>"))
+        system_user = split_first_turn(chat, episode.turns[0].observation)
         assert system_user is not None
         messages = [{"role": role, "content": text} for role, text in zip(("system", "user"), system_user, strict=True)]
         seen_text = ""
