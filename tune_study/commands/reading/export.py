@@ -102,7 +102,7 @@ def _parse_step(plan: StudyPlan, spec: RunSpec, text: str) -> int:
 def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *, keeps_adapters: bool) -> None:
     """Write the policy to `folder`, which appears only once it is complete.
 
-    dtype: type of the weights, see `write_hub_folder`. keeps_adapters: write only the adapters. Raises PlanError, and
+    dtype: type of the weights, see `write_weights`. keeps_adapters: write only the adapters. Raises PlanError, and
     writes nothing, if the folder is not empty or something cannot be used.
     """
     config = target.spec.ppo_config
