@@ -81,7 +81,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.ppo",
         "trainable.rollout",
     ),
-    "trainable.export": ("trainable.backend", "trainable.config", "trainable.models", "trainable.runs"),
+    "trainable.export": (
+        "trainable.backend",
+        "trainable.config",
+        "trainable.envs",
+        "trainable.models",
+        "trainable.runs",
+    ),
     # The kinds of runs by name, and what Ray Tune runs, which may import all of them.
     "trainable.families": ("trainable.config", "trainable.runs.records", "trainable.runs.study_record"),
     "trainable.language_model": ("trainable",),
@@ -99,13 +105,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.study_record",
     ),
     "search_spaces": ("search_spaces", "trainable.families"),
-    # Read: of `trainable` only the names and types of rows, how files are written, and the rule of an alarm.
+    # Read: of `trainable` only the names and types of rows, how files are written, and the thresholds of stop rules.
     "analysis": (
         "analysis",
         "trainable.config.aliases",
         "trainable.config.alarm_rule",
         "trainable.config.choices",
         "trainable.config.command_lines",
+        "trainable.config.sections",
         "trainable.families",
         "trainable.runs.records",
         "trainable.files",
@@ -204,6 +211,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "sandboxes.toys.report": ("numpy", "pandas", "altair"),
     "trainable.trial": ("ray", "pyarrow"),
     "search_spaces": (),
+    "tune_study.commands.reading.alarms": ("pandas", "pydantic", "rich"),
     "tune_study.commands.reading.explain": ("numpy", "pandas", "rich"),
     "tune_study.commands.reading.watch": ("rich", "waitress"),
     "analysis.search.trials": ("numpy", "pandas", "optuna"),

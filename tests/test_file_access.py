@@ -10,7 +10,7 @@ from tests.test_architecture import MODULES
 CHECKED_PACKAGES = ("analysis", "trainable.runs", "tune_study.folder", "tune_study.tune")
 CHECKED_MODULES = (
     "tune_study.commands.probe",
-    "tune_study.commands.reading.replay",
+    "tune_study.commands.reading.alarms",
     "tune_study.commands.reading.plot_gradients",
 )
 OPENING_NAMES = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "read_parquet", "copyfile", "copy"}

@@ -28,6 +28,7 @@ COMPONENT_LABELS: Mapping[str, str] = {
     "total": "total",
     "regularizer": "regularizer: KL + entropy",
 }
+FILTER_LABELS: Mapping[bool, str] = {True: "before the filter", False: "after the filter"}
 REWARD_STD_LABEL = "mean reward std of the bucket (reward)"
 _WIDTH, _HEIGHT = 230, 160
 _OFF = "{} is off: the loss has no such term"
@@ -127,12 +128,12 @@ def draw_summary(table: pd.DataFrame, groups: pd.DataFrame, title: str) -> alt.H
     return _draw_norms_by_reward_std(table.assign(step=""), ["Summary", title], boxes)
 
 
-def draw_steps(table: pd.DataFrame, title: str, labels: Mapping[bool, str]) -> alt.HConcatChart:
+def draw_steps(table: pd.DataFrame, title: str) -> alt.HConcatChart:
     """Draw a row of panels per step: reward std by bucket, and the norms of task and regularizer against it.
 
-    table: from `make_steps_table`. labels: of the batch before and after the filter.
+    table: from `make_steps_table`.
     """
-    rows = table.assign(step="step " + table["step"].astype(str) + ", " + table["prefilter"].map(labels))
+    rows = table.assign(step="step " + table["step"].astype(str) + ", " + table["prefilter"].map(FILTER_LABELS))
     heading = "Comparison of steps; reward std: logarithmic above 0.1, linear below"
     # Reward stds are from 0 to several units: a log scale that can also show 0.
     return _draw_norms_by_reward_std(rows, [heading, title], symlog=0.1)
@@ -187,17 +188,11 @@ def _draw_norms_by_reward_std(
 # ---------------------------------------------------------------------- signal, shares, and lines of a report
 
 
-def draw_signal(
-    signal_table: pd.DataFrame, share_table: pd.DataFrame, title: str, label: str, labels: Mapping[bool, str]
-) -> alt.VConcatChart:
+def draw_signal(signal_table: pd.DataFrame, share_table: pd.DataFrame, title: str, label: str) -> alt.VConcatChart:
     """Draw signal-to-noise ratios and signed shares against the reward std; a column per state of the filter.
 
-    Args:
-        signal_table: from `make_signal_table`, for one run, source and step.
-        share_table: from `make_share_table`, for the same run, source and step.
-        title: of the figure.
-        label: of the axis of the shares.
-        labels: of the batch before and after the filter.
+    signal_table, share_table: from `make_signal_table` and `make_share_table`, for one run, source and step. label: of
+    the axis of the shares.
     """
     ratios = signal_table[signal_table["bucket"] != "all"].rename(
         columns={"component": "line", "snr": "value", "snr_low": "low", "snr_high": "high"}
@@ -220,7 +215,6 @@ def draw_signal(
                 rows.assign(line=rows["line"].map(COMPONENT_LABELS), curve="", reward_std=rows["reward_std_mean"]),
                 colors,
                 axis_title,
-                labels,
                 lines_at=lines_at,
                 # Where entropy is the only regularizer, both have one line.
                 dashed={COMPONENT_LABELS["regularizer"]},
@@ -231,27 +225,20 @@ def draw_signal(
     )
 
 
-def draw_lines(
-    table: pd.DataFrame, colors: Mapping[str, str], label: str, labels: Mapping[bool, str]
-) -> alt.FacetChart:
+def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> alt.FacetChart:
     """Draw a curve against the reward std for each run and step; a panel per state of the filter. Probes are dashed.
 
-    Args:
-        table: from `make_signal_lines` or `make_share_lines`.
-        colors: by line.
-        label: of the vertical axis.
-        labels: of the batch before and after the filter.
+    table: from `make_signal_lines` or `make_share_lines`. colors: by line. label: of the vertical axis.
     """
     probes = {*table.loc[table["source"] == "probe", "line"]}
     rows = table.assign(curve=table["run_id"] + " " + table["step"].astype(str), note="")
-    return _draw_by_reward_std(rows, colors, label, labels, dashed=probes, choice=choose("line"))
+    return _draw_by_reward_std(rows, colors, label, dashed=probes, choice=choose("line"))
 
 
 def _draw_by_reward_std(
     table: pd.DataFrame,
     colors: Mapping[str, str],
     label: str,
-    labels: Mapping[bool, str],
     *,
     lines_at: Sequence[float] = (0.0,),
     dashed: Collection[str] = (),
@@ -262,7 +249,7 @@ def _draw_by_reward_std(
     table: with prefilter, line, curve, bucket, reward_std, value, low, high and note. dashed: lines. choice: of a line.
     """
     columns = ["state", "line", "curve", "bucket", "reward_std", "value", "low", "high", "note"]
-    data = table.assign(state=table["prefilter"].map(labels))[columns]
+    data = table.assign(state=table["prefilter"].map(FILTER_LABELS))[columns]
     scale, axis = _make_scale(data[["value", "low", "high"]].to_numpy(dtype=float), 1.0)
     x_axis = alt.Axis(title=REWARD_STD_LABEL, tickCount=5)
     x = alt.X("reward_std:Q", axis=x_axis, scale=alt.Scale(zero=False, padding=8))
@@ -284,7 +271,7 @@ def _draw_by_reward_std(
         points.add_params(choice) if choice else points,
         _draw_notes(),
     ]
-    states = [labels[state] for state in sorted(set(table["prefilter"]), reverse=True)]
+    states = [FILTER_LABELS[state] for state in sorted(set(table["prefilter"]), reverse=True)]
     chart = alt.LayerChart(data=data, layer=layers, width=1.4 * _WIDTH, height=1.2 * _HEIGHT)
     return chart.facet(facet=alt.Facet("state:N", title=None, sort=states), columns=2)
 

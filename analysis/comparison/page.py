@@ -91,15 +91,7 @@ class Comparison:
 
 
 def compare(studies: Mapping[str, StudyFrames], folders: Mapping[str, str]) -> Comparison:
-    """Compare all studies with the first one.
-
-    Args:
-        studies: the frames of one study each, by label.
-        folders: where each study is, by label.
-
-    Raises:
-        ValueError: the studies are of different families, or have no arm in common (see `tables.compare_arms`).
-    """
+    """Compare all studies with the first one; see `Comparison`, and `tables.compare_arms` for the errors."""
     settings = tables.compare_settings({label: frames.studies[0] for label, frames in studies.items()})
     return Comparison(studies, folders, tables.compare_arms(studies), settings)
 

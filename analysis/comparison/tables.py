@@ -36,9 +36,6 @@ def compare_settings(studies: Mapping[str, StudyRecord]) -> pd.DataFrame:
     Compares the settings that all arms of a study share, and its preset. A study that lacks a setting has empty text.
     The row is left out if all other studies have the default, since the study then does what the default does, or comes
     from a version without this setting.
-
-    Args:
-        studies: content of each study.json, by label.
     """
     values = {label: {"preset": study.preset, **flatten_config(study.settings)} for label, study in studies.items()}
     defaults = {label: flatten_config(study.defaults) for label, study in studies.items()}
@@ -62,19 +59,16 @@ def find_common_arms(reference: StudyFrames, other: StudyFrames) -> list[tuple[s
     and `top-p`, arms are shared if their runs have the same settings.
     """
     is_same_axis = reference.studies[0].axis.setting == other.studies[0].axis.setting
-    get_key = _get_axis_key if is_same_axis else _get_config_hash
+
+    def get_key(frames: StudyFrames, arm: str) -> str | float:
+        run = select_runs(frames, arm).iloc[0]
+        if not is_same_axis:
+            return str(run["config_hash"])
+        return arm if math.isnan(run["axis_value"]) else float(run["axis_value"])
+
     others = {key: arm for arm in list_arms(other) if (key := get_key(other, arm)) != ""}
     keys = {arm: get_key(reference, arm) for arm in list_arms(reference)}
     return [(arm, others[key]) for arm, key in keys.items() if key in others]
-
-
-def _get_axis_key(frames: StudyFrames, arm: str) -> str | float:
-    value = float(select_runs(frames, arm)["axis_value"].iloc[0])
-    return arm if math.isnan(value) else value
-
-
-def _get_config_hash(frames: StudyFrames, arm: str) -> str | float:
-    return str(select_runs(frames, arm)["config_hash"].iloc[0])
 
 
 def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
@@ -86,11 +80,7 @@ def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
     * The columns of a test, with the noise estimated from all arms of all studies. Runs of the same seed are paired.
       p_holm and p_equal_holm are corrected over all rows. verdict: `better` or `worse` refers to the other study.
 
-    Args:
-        studies: the frames of one study each, by label. The first is the reference.
-
-    Raises:
-        ValueError: the studies are of different families, so their outcomes are not comparable, or they share no arm.
+    Raises ValueError if the studies are of different families, so that outcomes are not comparable, or share no arm.
     """
     (reference_label, reference), *others = studies.items()
     families = {require_single_study(frames).families[0].name: label for label, frames in studies.items()}

@@ -77,7 +77,6 @@ def select_runs(frames: StudyFrames, arm: str, *, scored_only: bool = False) -> 
 DEFAULT_MARGINS = {"fraction": 0.05, "nats": 0.1}
 """By unit, the difference below which two arms count as equal, unless study.json declares another."""
 
-
 Digests = Mapping[str, Mapping[int, Mapping[str, int]]]
 
 
@@ -180,11 +179,8 @@ def collect_joint_outcomes(studies: Mapping[str, StudyFrames], column: str, num_
     Arm A of the study labeled L is called `L A` (see `label_arm`). A seed gives the same levels and random numbers in
     all studies, so runs of one seed are paired across studies.
 
-    Args:
-        studies: the frames of one study each, by label.
-        column: a column of `trials` that the family has.
-        num_comparisons: number of differences that will be estimated. Used only if seeds were added to one of the
-            studies after a look.
+    num_comparisons: number of differences that will be estimated, used only if seeds were added to one of the studies
+    after a look.
     """
     parts = {label: collect_outcomes(frames, column) for label, frames in studies.items()}
     tables, digests, min_variances = [], dict[str, Any](), dict[str, float]()

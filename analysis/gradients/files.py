@@ -21,14 +21,8 @@ def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequenc
 
     With more than three steps, the comparison shows the first, the last and one in the middle.
 
-    Args:
-        gradients: rows of `StudyFrames.gradients` of one run and source.
-        groups: rows of `StudyFrames.gradient_groups` of the same run and source.
-        steps: steps with an analysis.
-        folder: created if missing. Existing files with the same names are replaced.
-
-    Raises:
-        OSError: the folder cannot be written.
+    gradients, groups: rows of the frames of `StudyFrames` of one run and source. steps: with an analysis. folder:
+    created if missing; files with the same names are replaced. Raises OSError if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [
@@ -40,7 +34,7 @@ def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequenc
     steps_path = folder / "gradient_analysis_steps.png"
     first_row = gradients.iloc[0]
     title = f"{first_row['run_id']}{', probes' * (first_row['source'] == 'probe')}"
-    _save_chart(plots.draw_steps(step_summaries, title, tables.FILTER_LABELS), steps_path)
+    _save_chart(plots.draw_steps(step_summaries, title), steps_path)
     return [*paths, steps_path]
 
 
@@ -75,7 +69,7 @@ def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, alt.TopLeve
     buckets, summary = tables.make_bucket_table(trained_rows), tables.make_summary_table(trained_rows)
     first_row, column = rows.iloc[0], tables.choose_share_column(rows)
     name = f"{first_row['run_id']}, {'probe of ' * (first_row['source'] == 'probe')}step {first_row['step']}"
-    title = f"{name}, {tables.FILTER_LABELS[bool(trained_rows['prefilter'].iloc[0])]}"
+    title = f"{name}, {plots.FILTER_LABELS[bool(trained_rows['prefilter'].iloc[0])]}"
     return {
         "plots": plots.draw_norms(buckets, title),
         "loss_plots": plots.draw_losses(buckets, title),
@@ -87,7 +81,6 @@ def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, alt.TopLeve
             tables.make_share_table(rows, column),
             name,
             tables.SHARE_LABELS[column],
-            tables.FILTER_LABELS,
         ),
     }
 

@@ -66,31 +66,30 @@ def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
 def make_published_metrics(frame: pd.DataFrame) -> dict[str, float]:
     """Convert the numbers of one run, source and step to their published keys. A missing number has no key.
 
-    The value loss of a shared trunk has no published key; it is included in `loss/total`.
-
-    Args:
-        frame: rows of `StudyFrames.gradients`.
-
-    Raises:
-        ValueError: the rows belong to more than one step, source or run.
+    The value loss of a shared trunk has no published key; it is included in `loss/total`. frame: rows of
+    `StudyFrames.gradients`; ValueError if they belong to more than one step, source or run.
     """
     check_single_analysis(frame, ["study", "run_id", "source", "step"])
     metrics: dict[str, float] = {}
     for prefilter, rows in frame.groupby("prefilter"):
         suffix = "_prefilter" if prefilter else ""
         for bucket, components in drop_empty_batches(rows).groupby("bucket", sort=False):
-            metrics |= {
-                f"grad_norm{suffix}/{bucket}/{key}": value for key, value in _make_bucket_metrics(components).items()
-            }
-        metrics |= {
-            f"grad_analysis{suffix}/{key}": value for key, value in _make_batch_metrics(rows, bool(prefilter)).items()
-        }
+            values = _make_bucket_metrics(components)
+            metrics |= {f"grad_norm{suffix}/{bucket}/{key}": value for key, value in values.items()}
+        values = _make_batch_metrics(rows, bool(prefilter))
+        metrics |= {f"grad_analysis{suffix}/{key}": value for key, value in values.items()}
     # The published system logs the whole batch after the filter a second time, under `actor/`.
     for name, key in _LOSS_KEYS.items():
         metrics[f"actor/loss/{key}"] = metrics.get(f"grad_norm/{WHOLE_BATCH}/loss/{key}", math.nan)
         if name != "total":
             metrics[f"actor/grad_norm/{name}"] = metrics.get(f"grad_norm/{WHOLE_BATCH}/{name}", math.nan)
-    metrics |= _make_skip_metrics(frame)
+    # A step that is analyzed without an update. The published system logs it per role; the role "critic" exists only if
+    # the algorithm uses a critic.
+    if (frame["analysis_only"] > 0).any():
+        forms = [ADVANTAGE_ESTIMATORS[form] for form in frame["form"].unique() if form in ADVANTAGE_ESTIMATORS]
+        roles = ["actor", *(["critic"] if any(form.needs_critic for form in forms) else [])]
+        metrics |= {f"{role}/skipped_for_gradient_analysis_only": 1.0 for role in roles}
+        metrics["trainer/gradient_analysis_only"] = 1.0
     return {key: value for key, value in metrics.items() if not math.isnan(value)}
 
 
@@ -140,19 +139,4 @@ def _make_batch_metrics(rows: pd.DataFrame, prefilter: bool) -> dict[str, float]
         "empty_after_filter": float(first_row["empty_after_filter"] > 0),
         "uses_training_batch": float(first_row["uses_training_batch"]),
         **{key: float(first_row[column]) for column, key in _FILTER_KEYS.items()},
-    }
-
-
-def _make_skip_metrics(frame: pd.DataFrame) -> dict[str, float]:
-    """Make the metrics that mark a step as analyzed without an update; empty after an update.
-
-    The published system logs one per role; the role "critic" exists only if the algorithm uses a critic.
-    """
-    if not (frame["analysis_only"] > 0).any():
-        return {}
-    forms = [ADVANTAGE_ESTIMATORS[form] for form in frame["form"].unique() if form in ADVANTAGE_ESTIMATORS]
-    roles = ["actor", *(["critic"] if any(form.needs_critic for form in forms) else [])]
-    return {
-        "trainer/gradient_analysis_only": 1.0,
-        **{f"{role}/skipped_for_gradient_analysis_only": 1.0 for role in roles},
     }

@@ -30,7 +30,6 @@ SIGNAL_COLUMNS = (
     *("snr", "snr_low", "snr_high", "share", "signal_share", "signal_share_low", "signal_share_high", "weight"),
     *("cosine_task", "cosine_entropy", "cosine_kl"),
 )
-FILTER_LABELS: Mapping[bool, str] = {True: "before the filter", False: "after the filter"}
 SHARE_LABELS: Mapping[str, str] = {
     "signal_share": "signed share of the expected step (fraction)",
     "share": "signed share of the sampled step (fraction)",
@@ -49,8 +48,7 @@ def subsample_evenly(values: Sequence[T], max_count: int) -> list[T]:
 def make_analysis_table(gradients: pd.DataFrame) -> pd.DataFrame:
     """Make a table with a row per analysis that has at least one bucket, in the order of steps within a run.
 
-    Columns: `ANALYSIS_KEYS`; groups, sequences and buckets (their numbers); components (a text such as "task,
-    entropy").
+    Columns: `ANALYSIS_KEYS`; groups, sequences and buckets (their numbers); components (text, such as "task, kl").
     """
     rows = []
     for names, analysis in gradients.groupby(ANALYSIS_KEYS, sort=False):
@@ -63,10 +61,7 @@ def make_analysis_table(gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def drop_empty_batches(gradients: pd.DataFrame) -> pd.DataFrame:
-    """Drop the rows of batches that the filter emptied completely.
-
-    A row without the flag `empty_after_filter` stays.
-    """
+    """Drop the rows of batches that the filter emptied completely. A row without the flag stays."""
     return gradients[~(gradients["empty_after_filter"] > 0)]
 
 
@@ -177,9 +172,7 @@ def make_share_table(gradients: pd.DataFrame, column: str = "share") -> pd.DataF
     regularizer = kl + entropy. task, regularizer and value sum to 1. regularizer_low and regularizer_high are the
     interval of a `signal_share`, missing on a shared trunk with both terms on.
 
-    Args:
-        gradients: rows of `StudyFrames.gradients`.
-        column: `share` for the step as sampled, `signal_share` for the expected step.
+    column: `share` for the step as sampled, `signal_share` for the expected step.
     """
     rows = drop_empty_batches(select_buckets(gradients))
     wide = _pivot_by_component(rows, column)
@@ -214,11 +207,8 @@ def select_report_lines(gradients: pd.DataFrame, max_lines: int = 6) -> pd.DataF
     training_rows, probe_rows = rows[rows["source"] == "train"], rows[rows["source"] == "probe"]
     last_steps = training_rows.groupby(["study", "run_id"])["step"].transform("max")
     steps = subsample_evenly(sorted(set(training_rows["step"])), max_lines)
-    training_rows = (
-        training_rows[training_rows["step"] == last_steps]
-        if has_several_arms
-        else training_rows[training_rows["step"].isin(steps)]
-    )
+    is_shown = training_rows["step"] == last_steps if has_several_arms else training_rows["step"].isin(steps)
+    training_rows = training_rows[is_shown]
     probe_counts = probe_rows.groupby("arm")["step"].nunique().to_dict()
 
     def format_line_name(arm: str, step: int, source: str) -> str:

@@ -25,7 +25,7 @@ from analysis.report.section import (
     number,
     text,
 )
-from analysis.search.results import SearchResults, find_search
+from analysis.search.points import COMPLETE, make_points
 from analysis.sweep import findings
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, format_sentence
 from analysis.sweep.verdicts import (
@@ -38,7 +38,7 @@ from analysis.sweep.verdicts import (
 )
 from trainable.config.aliases import flatten_settings
 from trainable.runs.records import STATUSES
-from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
+from trainable.runs.study_record import OPEN_STATUSES, Search, StudyRecord
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,20 @@ class StudyResults:
         """The content of study.json."""
         return self.frames.studies[0]
 
-    @cached_property
-    def search(self) -> SearchResults | None:
+    @property
+    def search(self) -> Search | None:
         """The search whose points are the arms; None in a study of arms that were chosen beforehand."""
-        return find_search(self.frames)
+        return self.study.search if self.study.points else None
+
+    @cached_property
+    def points(self) -> pd.DataFrame:
+        """From `make_points`: one row per point of a search."""
+        return make_points(self.frames)
+
+    @property
+    def complete_points(self) -> pd.DataFrame:
+        """The points with an outcome."""
+        return self.points[self.points["state"] == COMPLETE]
 
     @cached_property
     def contrasts(self) -> pd.DataFrame:

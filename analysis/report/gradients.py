@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 
 from analysis.charts.chart import make_arm_colors
-from analysis.charts.gradients import draw_lines
+from analysis.charts.gradients import FILTER_LABELS, draw_lines
 from analysis.data.frames import to_records
 from analysis.data.schemas import Row
 from analysis.gradients import tables
-from analysis.gradients.tables import FILTER_LABELS, SHARE_LABELS
+from analysis.gradients.tables import SHARE_LABELS
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Figure, Section, Table, TableColumn, format_count, name, number, text
@@ -39,7 +39,7 @@ def _make_figure(
         colors = make_arm_colors(list(arms))
         if results.frames.gradients["arm"].nunique() > 1:
             colors = {line: results.arm_colors[arm] for line, arm in arms.items()}
-        return draw_lines(table, colors, make_label(results.frames.gradients), FILTER_LABELS)
+        return draw_lines(table, colors, make_label(results.frames.gradients))
 
     return Figure(name, caption, make_table, draw, lambda table, results: describe_buckets(table, subject))
 

@@ -57,7 +57,7 @@ class SweepResults(StudyResults):
         """The rows of `summary`. In a search they are complete points: of a censored one the good runs are left."""
         rows = to_records(self.summary)
         if self.search:
-            return [row for row in rows if row["arm"] in set(self.search.complete_points["arm"])]
+            return [row for row in rows if row["arm"] in set(self.complete_points["arm"])]
         return rows
 
     @property

@@ -1,5 +1,6 @@
-"""The section of a report on a search: its best point, the importances of its settings, and its points."""
+"""The sections of a report on a search: its best point, all its points, and the Pareto front."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,40 +8,81 @@ import pandas as pd
 
 from analysis.charts import search as charts
 from analysis.data.frames import to_records
+from analysis.data.schemas import Row
 from analysis.report.common import StudyResults
 from analysis.report.section import Figure, Section, Table, TableColumn, format_count, number, text
-from analysis.search.results import SearchResults, describe_search
-from analysis.search.trials import IMPORTANCE_QUANTILE, Importance
-from analysis.sweep.verdicts import format_fraction
+from analysis.search.points import CENSORED_POINT, OPEN, find_best_point
+from analysis.search.trials import list_pareto_arms
+from analysis.sweep import verdicts
+from trainable.config.command_lines import format_command
+from trainable.runs.study_record import Search
 
 _NUM_LEADERS = 10
 
 
-def _require_search(results: StudyResults) -> SearchResults:
+def _read_search(results: StudyResults) -> tuple[Search, bool]:
+    """Return the search, and whether a higher outcome is better."""
+    (family,) = results.frames.families
     assert results.search is not None, "the section is about a search"
-    return results.search
+    return results.search, family.is_higher_better
+
+
+def describe_search(results: StudyResults) -> str:
+    """Describe what a search came to: the best point, the default, and what the numbers are worth."""
+    search, is_higher_better = _read_search(results)
+    points, best = results.points, find_best_point(results.points, is_higher_better)
+    num_ended = int((points["state"] != OPEN).sum())
+    is_over = num_ended >= search.num_points
+    progress = f"{num_ended} points" if is_over else f"{num_ended} of {search.num_points} points have ended"
+    if num_censored := int((points["state"] == CENSORED_POINT).sum()):
+        progress += f" ({num_censored} censored by successive halving, which have no outcome)"
+    num_broken = int((points["violations"] > 0).sum())
+    broken = f"at {num_broken} of them a run collapsed or failed" if num_broken else "no run collapsed or failed"
+    if best is None:
+        return f"{progress}; {broken}. There is no best point yet."
+    best_point = "The best point at which none did" if num_broken else "The best point"
+    if best["number"] == 0:
+        return f"{progress}; {broken}. {best_point} is the default, {_describe_outcome(best)}."
+    settings = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in best["settings"].items())
+    # As it is typed in the folder of this process, where the search was started.
+    location = os.path.relpath(results.frames.folders[0]) if results.frames.folders else results.study.run
+    return (
+        f"{progress}; {broken}. {best_point} is {best['arm']} ({settings}), {_describe_outcome(best)} against "
+        f"{verdicts.format_fraction(points['success'].iloc[0])} of the default. The best of many points is in part the "
+        "luckiest one: its number is too good, and only fresh seeds say by how much "
+        f"({format_command('confirm', location, '--arm', best['arm'])})."
+    )
+
+
+def _describe_outcome(row: Row) -> str:
+    interval = verdicts.format_interval(row["low"], row["high"], verdicts.format_fraction)
+    number = f"{verdicts.format_fraction(row['success'])} {interval}".strip()
+    return f"{number} over {verdicts.count_nouns(row['seeds'], 'seed')}"
 
 
 def _list_conclusions(results: StudyResults) -> Iterator[str]:
-    search = _require_search(results)
-    yield describe_search(search)
-    shares = [f"{entry.name} {entry.value:.2f} [{entry.low:.2f}, {entry.high:.2f}]" for entry in search.importances]
-    known = f"Shares of the importance, with 90 % intervals: {'; '.join(shares)}."
-    yield known if shares else "Importances need at least eight points besides the default."
+    yield describe_search(results)
     yield "By chance alone, one of many points beats the default: only its confirmation on fresh seeds is a test."
 
 
+def make_complete_points(results: StudyResults) -> pd.DataFrame:
+    """Make the table of the points with an outcome, with `is_front`: whether a point is in the Pareto front."""
+    points = results.complete_points
+    return points.assign(is_front=points["arm"].isin(list_pareto_arms(*_read_search(results), points)))
+
+
 def _make_point_tables(results: StudyResults) -> Iterator[Table]:
-    search = _require_search(results)
-    order = search.points.assign(rank=search.points["success"].where(search.points["is_feasible"])).sort_values(
-        ["rank", "success"], ascending=not search.is_higher_better, na_position="last", kind="stable"
+    search, is_higher_better = _read_search(results)
+    front_arms = list_pareto_arms(search, is_higher_better, results.points)
+    order = results.points.assign(rank=results.points["success"].where(results.points["is_feasible"])).sort_values(
+        ["rank", "success"], ascending=not is_higher_better, na_position="last", kind="stable"
     )
-    settings = dict.fromkeys(dimension.setting for dimension in search.search.space)
+    settings = dict.fromkeys(dimension.setting for dimension in search.space)
     rows = [{**row, **settings, **row["settings"]} for row in to_records(order)]
     columns = [
-        TableColumn("point", lambda row: f"{row['arm']}{' (front)' * (row['arm'] in search.pareto_arms)}", "name"),
+        TableColumn("point", lambda row: f"{row['arm']}{' (front)' * (row['arm'] in front_arms)}", "name"),
         text("state", "state"),
-        number("outcome", "success", format_fraction, ("low", "high")),
+        number("outcome", "success", verdicts.format_fraction, ("low", "high")),
         number("seeds", "seeds", str),
         number("collapsed\nor failed", "violations", str),
         number("tokens", "cost", format_count),
@@ -50,16 +92,16 @@ def _make_point_tables(results: StudyResults) -> Iterator[Table]:
     yield Table(columns, rows if len(rows) > _NUM_LEADERS else [], fold=f"All {len(rows)} points")
 
 
-def _make_files(results: StudyResults) -> dict[str, pd.DataFrame]:
-    search = _require_search(results)
-    return {
-        "search_points": search.values.drop(columns=["settings", "values"]),
-        "search_importances": pd.DataFrame(search.importances, columns=Importance._fields),
-    }
+def make_files(results: StudyResults) -> dict[str, pd.DataFrame]:
+    """Make the table of the points with an outcome and the value of each dimension, missing where a point has none."""
+    points = results.complete_points.drop(columns="settings")
+    names = [dimension.name for dimension in _read_search(results)[0].space]
+    rows = [{**row, **row["values"]} for row in to_records(points)]
+    return {"search_points": pd.DataFrame(rows, columns=[*points.columns.drop("values"), *names])}
 
 
 def _explain(results: StudyResults) -> str:
-    search = _require_search(results).search
+    search, _ = _read_search(results)
     cost = ", and its cost the mean number of tokens that a run sampled and trained on" * ("cost" in search.objectives)
     return (
         f"The value of a point is the mean of the study's primary outcome over its seeds{cost}. A point is feasible if "
@@ -68,53 +110,20 @@ def _explain(results: StudyResults) -> str:
     )
 
 
-def _make_values(results: StudyResults) -> pd.DataFrame | None:
-    return None if _require_search(results).values.empty else _require_search(results).values
-
-
-def _make_pareto_table(results: StudyResults) -> pd.DataFrame | None:
-    search = _require_search(results)
-    is_front = search.complete_points["arm"].isin(search.pareto_arms)
-    return search.complete_points.assign(is_front=is_front) if search.pareto_arms else None
-
-
 FIGURES: tuple[Figure[StudyResults], ...] = (
     Figure(
         "search_history",
         "Outcome of each point in the order of drawing, the mean over its seeds, with 95 % intervals from the noise of "
-        "all points together. The line is the best outcome so far without a collapse, a vermilion cross a point at "
-        "which a run collapsed or failed.",
-        _make_values,
-        lambda table, results: charts.draw_history(table, _require_search(results).is_higher_better),
-    ),
-    Figure(
-        "search_importances",
-        f"How much each setting matters for being among the best {IMPORTANCE_QUANTILE:.0%} of the points (PED-ANOVA), "
-        "as a share of all settings, with 90 % intervals over resampled points.",
-        lambda results: _require_search(results).importances or None,
-        lambda table, results: charts.draw_importances(table),
-    ),
-    Figure(
-        "search_slices",
-        "Outcome of the points against each setting, on the scale on which it was searched. Later points are darker, a "
-        "diamond is the default, a cross as above. The sampler prefers good regions, so points are no even sample.",
-        _make_values,
-        lambda table, results: charts.draw_slices(table, _require_search(results).search.space),
-    ),
-    Figure(
-        "search_parallel",
-        "A line per point through its settings, each from its lowest to its highest value, to its outcome. Settings "
-        "that a point does not have are left out of its line.",
-        _make_values,
-        lambda table, results: charts.draw_parallel(
-            table, _require_search(results).search.space, _require_search(results).is_higher_better
-        ),
+        "all points together. The line is the best outcome so far without a collapse, a diamond the default, a "
+        "vermilion cross a point at which a run collapsed or failed.",
+        lambda results: table if len(table := make_complete_points(results)) else None,
+        lambda table, results: charts.draw_history(table, _read_search(results)[1]),
     ),
     Figure(
         "search_pareto",
         "Outcome against cost, the tokens that a run sampled and trained on. The line joins the points that no other "
         "one beats in one of them without being worse in the other.",
-        _make_pareto_table,
+        lambda results: table if (table := make_complete_points(results))["is_front"].any() else None,
         lambda table, results: charts.draw_pareto(table),
     ),
 )
@@ -124,10 +133,10 @@ SEARCH: Section[Any] = Section(
     sentences=_list_conclusions,
     tables=_make_point_tables,
     explanation=_explain,
-    files=_make_files,
+    files=make_files,
     when=lambda results: results.search is not None,
     concludes=True,
 )
 SEARCH_FIGURES: Section[Any] = Section(
-    "points", "Points and settings", figures=FIGURES, when=lambda results: results.search is not None
+    "points", "History of the points", figures=FIGURES, when=lambda results: results.search is not None
 )

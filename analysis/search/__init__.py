@@ -1,1 +1,1 @@
-"""Points of a search: their outcomes, and the importances of its settings."""
+"""Points of a search and their outcomes."""

@@ -25,7 +25,7 @@ SUCCESS: Final = "success"
 COST: Final = "cost"
 """The objectives of a search: its study's primary outcome, and the tokens that a run samples and trains on."""
 
-_COST_COLUMNS = ("total_sampled_tokens", "total_trained_tokens")
+_COST_COLUMNS = ["total_sampled_tokens", "total_trained_tokens"]
 COMPLETE, CENSORED_POINT, FAILED, OPEN = "complete", "censored", "failed", "open"
 """States of a point: all its runs ended and some are scored; successive halving stopped it; all runs failed; or runs
 have yet to end. Only a complete point has an outcome."""
@@ -55,14 +55,23 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
     for number, (arm, settings) in enumerate(points.items()):
         runs = select_runs(frames, arm)
         scored_runs = select_runs(frames, arm, scored_only=True)
+        texts = settings if number else base
+        dimensions = _list_dimensions(search, texts)
+        values = {
+            entry.name: _parse_value(entry, texts.get(entry.setting), is_exact=not number) for entry in dimensions
+        }
         if not number:
-            settings = {
-                name: base[name] for dimension in _list_dimensions(search, base) if (name := dimension.setting) in base
-            }
+            settings = {entry.setting: base[entry.setting] for entry in dimensions if entry.setting in base}
         violations = int(runs["run_id"].isin(broken_ids).sum())
-        state = _find_state(runs, scored_runs)
+        if (runs["status"] == CENSORED).any():
+            state = CENSORED_POINT
+        elif len(scored_runs) + (runs["status"] == "failed").sum() < len(runs):
+            state = OPEN
+        else:
+            state = COMPLETE if len(scored_runs) else FAILED
         estimate = estimate_mean(outcomes, arm) if state == COMPLETE else Estimate()
         estimate = cut_interval(estimate, 0.0, 1.0) if outcomes.is_fraction else estimate
+        tokens = scored_runs.reindex(columns=_COST_COLUMNS).sum(axis=1, min_count=len(_COST_COLUMNS))
         rows.append(
             {
                 "arm": arm,
@@ -74,9 +83,9 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
                 "success": estimate.value,
                 "low": estimate.low,
                 "high": estimate.high,
-                "cost": _compute_cost(scored_runs) if state == COMPLETE else math.nan,
+                "cost": float(tokens.mean()) if state == COMPLETE else math.nan,
                 "settings": dict(settings),
-                "values": read_values(search, settings if number else base, is_exact=not number),
+                "values": {name: value for name, value in values.items() if value is not None},
             }
         )
     return pd.DataFrame(rows)
@@ -93,22 +102,6 @@ def _find_broken_runs(frames: StudyFrames) -> set[str]:
     return {*runs.loc[is_broken, "run_id"], *ends.loc[ends["is_collapse"], "run_id"]}
 
 
-def _find_state(runs: pd.DataFrame, scored_runs: pd.DataFrame) -> str:
-    if (runs["status"] == CENSORED).any():
-        return CENSORED_POINT
-    num_ended = len(scored_runs) + int((runs["status"] == "failed").sum())
-    if num_ended < len(runs):
-        return OPEN
-    return COMPLETE if len(scored_runs) else FAILED
-
-
-def _compute_cost(runs: pd.DataFrame) -> float:
-    """Compute the mean number of tokens per run; NaN without the columns or without a run."""
-    if not len(runs) or not set(_COST_COLUMNS) <= set(runs.columns):
-        return math.nan
-    return float(runs[list(_COST_COLUMNS)].sum(axis=1, min_count=len(_COST_COLUMNS)).mean())
-
-
 def find_best_point(points: pd.DataFrame, is_higher_better: bool) -> Row | None:
     """Find the point with the best mean outcome among those at which no run collapsed or failed; None without any.
 
@@ -119,35 +112,19 @@ def find_best_point(points: pd.DataFrame, is_higher_better: bool) -> Row | None:
     return next(iter(to_records(order)), None)
 
 
-def read_values(search: Search, settings: Mapping[str, str], *, is_exact: bool) -> dict[str, Any]:
-    """Read the value of each dimension that a point has, by the name of the dimension.
-
-    Skips dimensions whose condition the settings do not meet, and texts that are neither a number nor one of the
-    dimension's values: a folder may come from an untrusted source.
-
-    Args:
-        search: the search that the study declares.
-        settings: texts by dotted setting.
-        is_exact: skip numbers outside the interval. Otherwise they are moved to its nearest end, since rounding may
-            have moved a drawn value slightly outside.
-    """
-    return {
-        dimension.name: value
-        for dimension in _list_dimensions(search, settings)
-        if (value := _parse_value(dimension, settings.get(dimension.setting), is_exact)) is not None
-    }
-
-
 def _list_dimensions(search: Search, settings: Mapping[str, str]) -> list[Dimension]:
     """List the dimensions of the space whose condition the settings meet."""
     return [
-        dimension
-        for dimension in search.space
-        if not dimension.condition or settings.get(dimension.condition[0]) == dimension.condition[1]
+        entry for entry in search.space if not entry.condition or settings.get(entry.condition[0]) == entry.condition[1]
     ]
 
 
 def _parse_value(dimension: Dimension, text: str | None, is_exact: bool) -> Any:
+    """Parse the value that a point has; None for a text that is none, since a folder may be from an untrusted source.
+
+    is_exact: take no number outside the interval. Otherwise it is moved to the nearest end, since rounding may have
+    moved a drawn value slightly outside.
+    """
     if text is None or dimension.values:
         return text if text in dimension.values else None
     try:

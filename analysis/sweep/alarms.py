@@ -1,28 +1,33 @@
-"""Alarms: how early a threshold on a symptom announces a collapse, and how often it is wrong.
+"""Alarms: how early a threshold on a symptom, or a stop rule, announces a collapse, and how often it is wrong.
 
-A rule fires when the last measurements of a symptom are all beyond a threshold, like the published rule on the spread
-of rewards. It is right before a collapse, and a false alarm in a run that did not collapse. Whether runs that the rule
-would have stopped recover is answered by the command `replay-stoppers`. Rules are chosen on the runs of some seeds and
-scored on other seeds: the best of hundreds of rules looks better than it is on the runs on which it was chosen.
+An alarm is right in a run that collapsed by the study's definition (`collapse.find_run_ends`), and false in a run that
+did not. It announces the collapse if it comes before it. Thresholds are chosen on the runs of some seeds and scored on
+other seeds: the best of hundreds looks better than it is on the runs on which it was chosen.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.summaries import compute_late_mean
 from analysis.stats.estimates import NAN, wilson_interval
 from analysis.sweep.collapse import find_run_ends
 from analysis.sweep.symptoms import SYMPTOMS, Symptom, estimate_median_lead
 from trainable.config.alarm_rule import AlarmRule
-from trainable.runs.stop_rules import find_alarm
+from trainable.config.sections import EarlyStopConfig
+from trainable.runs.stop_rules import RULES, History, find_alarm, list_active_rules
 
 WINDOWS = (1, 3, 5, 10)
 """Numbers of consecutive measurements that must be beyond the threshold."""
 MAX_FALSE_ALARMS = 0.1
-"""A rule may fire in at most this fraction of the runs that did not collapse."""
+"""A threshold may fire in at most this fraction of the runs that did not collapse."""
+_TOLERANCE = 1e-9
+"""Tolerance for rounding: in floats the mean of 1, 6 and 11 of 120 levels is below 6 of 120. Real differences are much
+larger, at least a third of a level."""
 
 
 def list_rules(symptoms: Iterable[Symptom] = SYMPTOMS) -> list[AlarmRule]:
@@ -56,89 +61,118 @@ def find_distinct_ends(studies: Sequence[StudyFrames]) -> list[pd.DataFrame]:
 
 
 def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> pd.DataFrame:
-    """Apply rules to the scored runs of all studies (each run once): a row per rule and run with its symptom.
+    """Apply alarms to the scored runs of all studies (each run once): a row per alarm and run with its symptom.
 
-    Columns: rule (index in `rules`), study, run_id, arm, seed, is_collapse, end_step (see `collapse.find_run_ends`),
-    alarm_step (NaN if the rule does not fire by end_step).
+    Columns: rule (its text), column, run_id, arm, seed, is_collapse, end_step (see `collapse.find_run_ends`),
+    alarm_step (NaN if the alarm does not fire).
     """
     rows = []
     for frames, ends in zip(studies, find_distinct_ends(studies), strict=True):
         for run in to_records(ends[ends["status"].isin(SCORED_STATUSES)]):
             steps = frames.get_run_steps(run["run_id"])
-            steps = steps[steps["step"] <= run["end_step"]]
-            for index, rule in enumerate(rules):
+            for rule in rules:
                 if rule.column in steps and steps[rule.column].notna().any():
                     decision = find_alarm(steps["step"], steps[rule.column].astype(float), rule)
-                    alarm = {"rule": index, "study": frames.studies[0].name}
-                    rows.append({**run, **alarm, "alarm_step": decision.step if decision else NAN})
-    names = ["rule", "study", "run_id", "arm", "seed", "is_collapse", "end_step", "alarm_step"]
-    return pd.DataFrame(rows, columns=names)
+                    alarm_step = decision.step if decision else NAN
+                    rows.append({**run, "rule": rule.text, "column": rule.column, "alarm_step": alarm_step})
+    names = ["rule", "column", "run_id", "arm", "seed", "is_collapse", "end_step", "alarm_step"]
+    return pd.DataFrame(rows, columns=names).astype({"is_collapse": bool})
 
 
-def score_rules(alarms: pd.DataFrame, rules: Sequence[AlarmRule]) -> pd.DataFrame:
-    """Score each rule that could be applied: how many collapses it announced, how early, and its false alarms.
+def score_rules(alarms: pd.DataFrame) -> pd.DataFrame:
+    """Score each rule: how many collapses it announced, how early, and its false alarms.
 
-    Columns: rule, text, collapsed (runs), detected (of these, with an alarm before the collapse), detected_fraction
-    with its Wilson interval (`_low`, `_high`), healthy (runs without collapse), false_alarms, false_fraction with its
-    interval, lead (median steps from the alarm to the collapse, over the detected runs) with an interval if there are
-    at least 6. An alarm at the step of the collapse does not count as detected. Intervals treat all runs as
-    independent.
+    Columns: rule, collapsed (runs), detected (of these, with an alarm before the step of the collapse), healthy (runs
+    without collapse), false_alarms, the fractions detected_fraction and false_fraction with their Wilson intervals
+    (`_low`, `_high`), and lead (median steps from the alarm to the collapse, over the detected runs) with an interval
+    if there are at least 6. Intervals treat all runs as independent.
     """
     rows = []
-    for index, rule_rows in alarms.groupby("rule", sort=True):
+    for rule, rule_rows in alarms.groupby("rule", sort=False):
         collapsed, healthy = rule_rows[rule_rows["is_collapse"]], rule_rows[~rule_rows["is_collapse"]]
         leads = (collapsed["end_step"] - collapsed["alarm_step"]).dropna()
         leads = leads[leads > 0]
         num_false = int(healthy["alarm_step"].notna().sum())
-        detected, false = wilson_interval(len(leads), len(collapsed)), wilson_interval(num_false, len(healthy))
-        rows.append(
-            {
-                "rule": index,
-                "text": rules[int(str(index))].text,
-                "collapsed": len(collapsed),
-                "detected": len(leads),
-                "detected_fraction": detected.value,
-                "detected_low": detected.low,
-                "detected_high": detected.high,
-                "healthy": len(healthy),
-                "false_alarms": num_false,
-                "false_fraction": false.value,
-                "false_low": false.low,
-                "false_high": false.high,
-                **make_estimate_columns("lead", estimate_median_lead(leads)),
-            }
-        )
+        row = {"rule": rule, "collapsed": len(collapsed), "detected": len(leads)}
+        row |= {"healthy": len(healthy), "false_alarms": num_false}
+        row |= make_estimate_columns("detected_fraction", wilson_interval(len(leads), len(collapsed)))
+        row |= make_estimate_columns("false_fraction", wilson_interval(num_false, len(healthy)))
+        rows.append(row | make_estimate_columns("lead", estimate_median_lead(leads)))
     return pd.DataFrame(rows)
 
 
-def choose_rules(scores: pd.DataFrame, rules: Sequence[AlarmRule]) -> list[int]:
-    """Choose the best rule of each symptom by `scores` (from `score_rules`): indices of `rules`, in symptom order.
+def choose_rules(alarms: pd.DataFrame) -> list[str]:
+    """Choose the best rule of each symptom in `alarms` (from `find_alarms`) that announces a collapse.
 
     Among the rules with at most `MAX_FALSE_ALARMS` false alarms, it is the one that announces the most collapses; among
-    ties the one with the longest median lead, then with the fewest false alarms. A symptom whose rules announce no
-    collapse gets none.
+    ties the one with the longest median lead, then with the fewest false alarms.
     """
-    allowed = scores[(scores["false_fraction"] <= MAX_FALSE_ALARMS) & (scores["detected"] > 0)]
+    scores = score_rules(alarms)
+    if scores.empty:
+        return []
+    scores["column"] = scores["rule"].map(dict(zip(alarms["rule"], alarms["column"], strict=True)))
+    allowed = scores[~(scores["false_fraction"] > MAX_FALSE_ALARMS) & (scores["detected"] > 0)]
     order = allowed.sort_values(
         ["detected_fraction", "lead", "false_fraction"], ascending=[False, False, True], kind="stable"
     )
-    best_rules: dict[str, int] = {}
-    for index in order["rule"]:
-        best_rules.setdefault(rules[index].column, int(index))
-    return [best_rules[symptom.column] for symptom in SYMPTOMS if symptom.column in best_rules]
+    return order.drop_duplicates("column")["rule"].to_list()
 
 
-def compare_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> pd.DataFrame:
+def compare_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> tuple[pd.DataFrame, bool]:
     """Choose the best rule of each symptom on the runs of lower seeds, and score it on the other seeds.
 
-    Returns `score_rules` over the runs with seed >= `first_test_seed`, best detector first.
+    Returns `score_rules` over the runs with seed >= `first_test_seed`, best detector first, and whether it is over
+    them: if no run collapsed on one of the two sides, rules are chosen and scored on all runs.
     """
-    rules = list_rules()
-    alarms = find_alarms(studies, rules)
+    alarms = find_alarms(studies, list_rules())
     is_test = alarms["seed"] >= first_test_seed
-    scores = score_rules(alarms[~is_test], rules)
-    if len(scores):
-        is_chosen = alarms["rule"].isin(choose_rules(scores, rules))
-        scores = score_rules(alarms[is_test & is_chosen], rules)
-    order = ["detected_fraction", "lead"]
-    return scores.sort_values(order, ascending=False, kind="stable", ignore_index=True) if len(scores) else scores
+    is_fresh = all(alarms.loc[side, "is_collapse"].any() for side in (is_test, ~is_test))
+    chosen_rules = choose_rules(alarms[~is_test] if is_fresh else alarms)
+    is_scored = alarms["rule"].isin(chosen_rules) & (is_test | (not is_fresh))
+    scores = score_rules(alarms[is_scored])
+    order = ["detected_fraction", "lead"] if len(scores) else []
+    return scores.sort_values(order, ascending=False, kind="stable", ignore_index=True), is_fresh
+
+
+def replay_rules(frames: StudyFrames, thresholds: Mapping[str, EarlyStopConfig]) -> pd.DataFrame:
+    """Apply every stop rule separately to the rows of each run: a row per run and rule of `list_active_rules`.
+
+    thresholds: by run_id, of runs with rows.
+
+    Columns: those of `find_alarms` but column, and stop_rule (which really stopped the run), steps (its rows), value
+    and threshold of the alarm, steps_saved (rows after it), outcome and recovered (`has_recovered`). outcome is `right`
+    if the run collapsed, `false alarm` if it did not, and `unknown` if it is not known (is_known is False): it has not
+    ended, failed, or could not learn, so the report does not count it either. It is empty without an alarm.
+    """
+    ends = find_run_ends(frames).merge(frames.runs[["run_id", "stop_rule", "base_val_success"]], on="run_id")
+    rows = []
+    for run in to_records(ends[ends["run_id"].isin(thresholds)]):
+        settings = thresholds[run["run_id"]]
+        history = History.from_rows(to_records(frames.get_run_steps(run["run_id"])), settings)
+        is_known = run["status"] in SCORED_STATUSES and not run["signal_problem"]
+        outcome = ("right" if run["is_collapse"] else "false alarm") if is_known else "unknown"
+        for rule in list_active_rules(settings):
+            row = {**run, "rule": rule, "steps": len(history.steps), "is_known": is_known, "outcome": ""}
+            row |= {"alarm_step": NAN, "value": NAN, "threshold": NAN, "recovered": None, "steps_saved": 0}
+            if decision := RULES[rule](history, settings):
+                row |= {"alarm_step": decision.step, "value": decision.value, "threshold": decision.threshold}
+                row |= {"outcome": outcome, "steps_saved": sum(step > decision.step for step in history.steps)}
+                row["recovered"] = has_recovered(
+                    history, decision.step, run["base_val_success"], settings.success_threshold
+                )
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def has_recovered(history: History, alarm_step: int, base_success: float, success_threshold: float) -> bool | None:
+    """Check whether a run did well after an alarm: its late success is at least both of the other numbers.
+
+    Late success is the mean of the last validations after the alarm (`compute_late_mean`). None without such a
+    validation, or if success before training was not measured (NaN).
+    """
+    validations = zip(history.steps, history.val_success, strict=True)
+    later = [(step, success) for step, success in validations if step > alarm_step and success is not None]
+    late_success = compute_late_mean(later, None)
+    if late_success is None or math.isnan(base_success):
+        return None
+    return late_success >= max(base_success, success_threshold) - _TOLERANCE

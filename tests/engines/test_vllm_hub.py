@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.engines.devices import DEVICE
 from tests.fakes.hub_models import ARCHITECTURES, make_model, write_model
-from trainable.export.policy import write_hub_folder
+from trainable.export.policy import write_tokenizer, write_weights
 from trainable.models.load import Policy, load_policy
 from trainable.models.lora import iter_hub_weights
 from trainable.rollout.sampler import SamplingParams
@@ -90,7 +90,8 @@ def test_vllm_loads_an_exported_policy(policy: Policy, tmp_path: Path) -> None:
     assert float((logprobs - old_logprobs).abs().mean()) > 0.05
     folder = tmp_path / "exported"
     folder.mkdir()
-    write_hub_folder(policy, folder, "auto", "A card.")
+    write_weights(policy, folder, "auto")
+    write_tokenizer(policy, folder)
     sampler = VllmSampler(folder, SETTINGS)
     try:
         np.testing.assert_allclose(sampler.compute_logprobs([row])[0], logprobs.numpy(), atol=1e-5)

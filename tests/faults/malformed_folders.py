@@ -120,8 +120,8 @@ def write_damaged_copy(folder: Path, valid_folder: Path, damage: Damage) -> None
 def check_reading(valid_folder: Path, plan: StudyPlan, damage: Damage) -> str:
     """Check that commands that only read write nothing, and that few damages stop them.
 
-    Those are a damaged study.json, and a run.json of the wrong shape. `resume` continues exactly the runs that were
-    started, or is refused.
+    Those are a damaged study.json, a run.json of the wrong shape, and for a replay a levels.jsonl whose counts differ.
+    `resume` continues exactly the runs that were started, or is refused.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -134,7 +134,9 @@ def check_reading(valid_folder: Path, plan: StudyPlan, damage: Damage) -> str:
             assert answer.code in (0, 2), answer
             if answer.code == 2:
                 assert_clear(answer.err)
-                assert damage.name.endswith(("study.json", "run.json")), answer
+                # Like a report, a replay reads all tables, and counts in levels.jsonl must agree.
+                names = ("study.json", "run.json", *(["levels.jsonl"] if answer is replay else []))
+                assert damage.name.endswith(names), answer
         assert status.code == 0 or damage.name == STUDY, status
         assert "completed" in status.out or damage.name.endswith(("study.json", "status.json", "s.jsonl")), status
         # The planned steps are those of run.json.

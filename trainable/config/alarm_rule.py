@@ -27,7 +27,7 @@ ALARM_COLUMNS = (
 """The columns that an alarm can watch."""
 MAX_WINDOW = 1000
 _PATTERN = re.compile(
-    r"(?P<column>\w+) ?(?P<comparison>[<>]) ?(?P<threshold>[-+.\de]+)"
+    r"(?P<column>\w+) ?(?P<comparison>[<>]) ?(?P<threshold>[-+]?(?:\d+\.?|\d*\.\d+)(?:e[-+]?\d+)?)"
     rf"(?P<relative> ?x(?: its first {BASELINE_STEPS} steps)?)?"
     r"(?:, ?(?P<window>\d{1,4}) times in a row)?"
 )
@@ -64,11 +64,7 @@ def parse_alarm_rule(text: str) -> AlarmRule:
         AlarmRule(column='reward_std', threshold=0.5, is_relative=True, is_upper=False, window=3)
     """
     match = _PATTERN.fullmatch(" ".join(text.split()))
-    try:
-        threshold = float(match["threshold"]) if match else None
-    except ValueError:
-        threshold = None
-    if match is None or threshold is None or not abs(threshold) <= MAX_FLOAT:
+    if match is None or not abs(threshold := float(match["threshold"])) <= MAX_FLOAT:
         raise ValueError(
             'must look like "reward_std < 0.5 x its first 10 steps, 3 times in a row": a column, < or >, a number, '
             "with `x` for a multiple of the mean of the first steps, and how often in a row"

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -12,15 +12,15 @@ from torch import Tensor
 from trainable.backend.torch_backend import select_below
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
+from trainable.envs.prompts import START_OF_THOUGHT, ChatFormat
 from trainable.models.load import Policy, check_base, compute_fingerprint, load_policy
-from trainable.models.lora import iter_hub_weights, make_adapted_policy, make_frozen_base, write_adapters
+from trainable.models.lora import iter_hub_weights, make_adapted_policy, make_frozen_base
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.flat_state import check_shapes, compute_flat_shapes, load_flat_state
 
 POLICY_NAME = "actor"
 """Name of the policy in checkpoints (see `trainable.backend.make`)."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_CONFIG_FILE = "config.json"
 _COPIED_FILES = (
     "generation_config.json",
     "tokenizer*",
@@ -28,7 +28,6 @@ _COPIED_FILES = (
     "added_tokens.json",
     "vocab*",
     "merges.txt",
-    "chat_template*",
     "LICENSE*",
 )
 """Patterns of files of the base model that the exported model needs besides weights and config.json."""
@@ -56,18 +55,13 @@ def load_trained_policy(config: RunConfig, checkpoint: Path) -> Policy:
 
 
 @torch.no_grad()
-def write_hub_folder(policy: Policy, folder: Path, dtype: str, card: str) -> None:
-    """Write config, tokenizer, weights and README.md, as a folder that transformers can load.
+def write_weights(policy: Policy, folder: Path, dtype: str) -> None:
+    """Write config and weights, which transformers can load, to an existing folder.
 
-    Adapters are merged into the weights. Weights of more than 5 GB are split, as on the hub.
-
-    Args:
-        policy: the policy.
-        folder: an existing folder.
-        dtype: one of `DTYPES`; `auto` for the base model's dtype.
-        card: content of README.md.
+    Adapters are merged into the weights. Weights of more than 5 GB are split, as on the hub. dtype: one of `DTYPES`;
+    `auto` for the base model's.
     """
-    model_config = json.loads((policy.folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    model_config = json.loads((policy.folder / "config.json").read_text(encoding="utf-8"))
     # The key is dtype from transformers 5 on, and torch_dtype in older models.
     key = "torch_dtype" if "torch_dtype" in model_config else "dtype"
     name = (model_config.get(key) or "float32") if dtype == "auto" else dtype
@@ -78,29 +72,35 @@ def write_hub_folder(policy: Policy, folder: Path, dtype: str, card: str) -> Non
         weights.pop("lm_head.weight", None)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
     config_text = json.dumps({**model_config, key: name}, indent=2) + "\n"
-    (folder / _CONFIG_FILE).write_text(config_text, encoding="utf-8")
+    (folder / "config.json").write_text(config_text, encoding="utf-8")
+
+
+def write_tokenizer(policy: Policy, folder: Path) -> None:
+    """Write the base model's tokenizer with the chat template of the training, and its other files but the weights."""
     for path in sorted({path for pattern in _COPIED_FILES for path in policy.folder.glob(pattern)}):
         shutil.copyfile(path, folder / path.name)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    # A file of its own would be read instead by newer versions of transformers, and by older ones not at all.
+    path = folder / "tokenizer_config.json"
+    tokenizer_config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    tokenizer_config["chat_template"] = format_chat_template(policy.chat_format)
+    path.write_text(json.dumps(tokenizer_config, indent=2) + "\n", encoding="utf-8")
 
 
-def write_adapter_folder(policy: Policy, config: RunConfig, folder: Path, card: str) -> None:
-    """Write only the adapters, for `peft.PeftModel.from_pretrained(base, folder)`, and README.md.
+_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- set content = message.content | trim if strips_content and message.role != "assistant" else message.content -%}
+{%- if loop.first -%}{{ system_prefix }}{%- endif -%}
+{%- if message.role == "system" -%}{{ content }}
+{%- elif message.role == "user" -%}{{ first_user_prefix if loop.index0 < 2 else next_user_prefix }}{{ content }}
+{%- else -%}{{ reply_prefix }}{{ "" if content.startswith(thought) else thought }}{{ content }}{{ end_marker }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ reply_prefix ~ thought }}{%- endif -%}
+"""
+"""A Jinja template that renders a conversation as it was trained on. Replies follow `thought`, and may repeat it."""
 
-    folder: an existing folder. card: content of README.md.
-    """
-    write_adapters(policy.model, config.model, folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
-
-def make_card(fields: Mapping[str, str], base_model: str, text: str) -> str:
-    """Format a model card: metadata for the hub, a paragraph, and a table of `fields`.
-
-    base_model: hub id of the base model; empty if it is a local folder.
-    """
-    base_line = f"base_model: {base_model}\n" if base_model else ""
-    rows = "\n".join(f"| {name} | {value} |" for name, value in fields.items())
-    return (
-        f"---\n{base_line}library_name: transformers\npipeline_tag: text-generation\ntags:\n- reinforcement-learning\n"
-        f"- tune_study\n---\n\n{text}\n\n| | |\n|---|---|\n{rows}\n"
-    )
+def format_chat_template(chat: ChatFormat) -> str:
+    """Fill the texts of a chat format into `_CHAT_TEMPLATE`."""
+    values = {**asdict(chat), "thought": START_OF_THOUGHT}
+    return "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in values.items()) + _CHAT_TEMPLATE

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from trainable.envs.prompts import CHATML, ChatFormat
+from trainable.envs.prompts import CHATML, START_OF_THOUGHT, ChatFormat
 
 Messages = Sequence[Mapping[str, str]]
 SYSTEM_MARK, REPLY_MARK = "what-the-system-says", "<think>what-it-thinks</think><answer>what-it-answers</answer>"
@@ -93,7 +93,7 @@ def _read_token(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callable[[Messages], str]:
-    """Make a function that renders messages as the text up to the next reply.
+    """Make a function that renders messages as the text up to the next reply, without `START_OF_THOUGHT` at its end.
 
     A template gets only the messages and the special tokens. It gets no clock, so that templates with a date give the
     same text every day. Templates are downloaded code, so they run in jinja2's sandbox.
@@ -114,7 +114,7 @@ def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callab
 
     def render(messages: Messages) -> str:
         try:
-            return environment.from_string(template).render(
+            text = environment.from_string(template).render(
                 messages=messages,
                 add_generation_prompt=True,
                 tools=None,
@@ -122,6 +122,7 @@ def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callab
                 raise_exception=refuse,
                 **special_tokens,
             )
+            return text.removesuffix(START_OF_THOUGHT)  # prompts add it, see `make_prompt_template`
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UnusableTemplateError(f"does not accept such a conversation ({error})") from error
 

@@ -412,10 +412,10 @@ def replay_stoppers(
     ] = None,
 ) -> None:
     """Show when each stop rule would have fired in RUN, and whether rightly."""
-    from tune_study.commands.reading import replay
+    from tune_study.commands.reading import alarms as recorded_alarms
 
     with locate.open_for_reading(run) as (folder, _):
-        replay.print_replay(make_console(), replay.replay_folder(folder, assignments or []))
+        recorded_alarms.print_replay(make_console(), folder, assignments or [])
 
 
 @command(FOLLOW, "probe", "results/gradient_analysis_sokoban_sokoban-tiny --with-val")
@@ -426,6 +426,7 @@ def probe(run: opt.RunLocation, request: ProbeRequest, typed_again: TypedAgain) 
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(request.gpus))
     from tune_study.commands import probe as probing
     from tune_study.folder import run_checkpoints
+    from tune_study.folder.study_file import plan_from_folder
 
     step = request.checkpoint_step
     path = run_checkpoints.find_checkpoint_path(request.checkpoint_root, step, request.resume_from_path)
@@ -433,7 +434,8 @@ def probe(run: opt.RunLocation, request: ProbeRequest, typed_again: TypedAgain) 
     folder = locate.fetch_for_writing(run)
     own_study = typed_again.load()
     allowed = typed_again.allowed | locate.list_typed_storage(run)
-    target = run_checkpoints.find_run_checkpoint(folder, request.trial, step, path, request.algo, own_study, allowed)
+    plan = plan_from_folder(folder, own_study=own_study, allowed=allowed)
+    target = run_checkpoints.find_run_checkpoint(plan, request.trial, step, path, request.algo)
     options = {setting: value for _, setting, value in list_assigned_settings(request)}
     overrides = collect_overrides(target.plan.study, options, request.assignments or [], is_axis_free=True)
     probing.probe(target, pin_typed_values(overrides), request.with_val, make_console())

@@ -22,6 +22,7 @@ from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import PROBES_FILE
 from tune_study.folder import outputs
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
+from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import make_console, print_line, show_phases
 from tune_study.placement.model_files import check_model
 from tune_study.placement.samplers import check_sampler
@@ -78,9 +79,8 @@ def restore(
         >>> trainer = restore("out/results/kl_sweep_sokoban-tiny", trial="0.1")  # doctest: +SKIP
         >>> trainer.evaluate("val", "greedy").success  # doctest: +SKIP
     """
-    own_study = load_typed_code(study, code)
-    target = find_run_checkpoint(run, trial, step, path, own_study=own_study, allowed=frozenset(allow))
-    return _restore_trainer(target, settings)
+    plan = plan_from_folder(Path(run), own_study=load_typed_code(study, code), allowed=frozenset(allow))
+    return _restore_trainer(find_run_checkpoint(plan, trial, step, path), settings)
 
 
 def _restore_trainer(target: RunCheckpoint, settings: ProbeSettings) -> PPOTrainer:

@@ -10,10 +10,7 @@ from trainable.files.paths import check_tree
 from trainable.runs.checkpoint import iter_checkpoints, read_values
 from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import STATE_FOLDER
-from tune_study.folder.origin import NOTHING
-from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import OwnStudy
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 
@@ -46,21 +43,14 @@ def find_checkpoint_path(root: Path | None, step: int | None, path: Path | None)
 
 
 def find_run_checkpoint(
-    run: Path | str,
-    trial: str | None,
-    step: int | None,
-    path: Path | str | None,
-    algo: str | None = None,
-    own_study: OwnStudy | None = None,
-    allowed: frozenset[str] = NOTHING,
+    plan: StudyPlan, trial: str | None, step: int | None, path: Path | str | None, algo: str | None = None
 ) -> RunCheckpoint:
     """Find a run and its checkpoint. Raises PlanError that lists the alternatives if there is none.
 
-    run: results/<run>. trial: run_id, or an arm to choose its smallest seed; None if there is only one run. step: None
-    for the newest. path: folder of the checkpoint, instead of `step`. algo: the arm, in a study whose axis has the
-    option --algo. own_study, allowed: see `plan_from_folder`.
+    plan: the study, read from its folder. trial: run_id, or an arm to choose its smallest seed; None if there is only
+    one run. step: None for the newest. path: folder of the checkpoint, instead of `step`. algo: the arm, in a study
+    whose axis has the option --algo.
     """
-    plan = plan_from_folder(Path(run), own_study=own_study, allowed=allowed)
     if plan.model is None:
         raise PlanError(
             f"Study {plan.study.name} fine-tunes no language model, and the gradients of its runs are measured during "

@@ -1,7 +1,7 @@
 """Show the progress of a study: a live table in a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +85,36 @@ def format_duration(seconds: float | None) -> str:
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
+
+
+def estimate_run_seconds(num_steps: int, pace: float | None, paces: Iterable[float | None]) -> float | None:
+    """Estimate the seconds for the remaining steps of a run, at its mean seconds per step so far.
+
+    Before its first step (None), the mean of the paces of all runs is used. None if no run has a step yet.
+    """
+    known_paces = [other for other in paces if other is not None]
+    if pace is None and known_paces:
+        pace = sum(known_paces) / len(known_paces)
+    return None if pace is None else pace * num_steps
+
+
+def estimate_study_seconds(trials: Iterable[Sequence[float | None]], max_concurrent: int) -> float | None:
+    """Estimate the seconds that a study still needs; None if the seconds of a run are not known.
+
+    The total time of the remaining trials is divided by the number of slots in use. The result is at least the time of
+    the longest trial, which cannot be divided. The runs of a trial are trained together, so a trial takes as long as
+    its longest run.
+
+    trials: for each trial, the seconds of its runs that have not ended.
+    """
+    trial_seconds = []
+    for run_seconds in trials:
+        known_seconds = [seconds for seconds in run_seconds if seconds is not None]
+        if len(known_seconds) < len(run_seconds):
+            return None
+        trial_seconds += [max(known_seconds)] if known_seconds else []
+    num_slots = max(min(max_concurrent, len(trial_seconds)), 1)
+    return max(sum(trial_seconds) / num_slots, max(trial_seconds, default=0.0))
 
 
 class Progress:
@@ -182,34 +212,16 @@ class Progress:
         self.print_note(run_id, f"{status}: {reason}")
 
     def estimate_time_left(self, view: RunView) -> float | None:
-        """Estimate the seconds that a run still needs: its remaining steps times its mean seconds per step.
-
-        Before its first step, the mean over the other runs is used. None if no run has a step yet.
-        """
+        """Estimate the seconds that a run still needs; None if no run has a step yet."""
         if not view.is_open:
             return 0.0
-        pace = view.seconds_per_step
-        if pace is None:
-            paces = [other.seconds_per_step for other in self.views.values() if other.seconds_per_step is not None]
-            pace = sum(paces) / len(paces) if paces else None
-        return None if pace is None else pace * (view.spec.steps - view.step)
+        paces = [other.seconds_per_step for other in self.views.values()]
+        return estimate_run_seconds(view.spec.steps - view.step, view.seconds_per_step, paces)
 
     def estimate_study_time_left(self) -> float | None:
-        """Estimate the seconds that the study still needs; None if no run has a step yet.
-
-        The total time of the remaining trials is divided by the number of slots in use. The result is at least the time
-        of the longest trial, which cannot be divided. The runs of a trial are trained together, so a trial takes as
-        long as its longest run.
-        """
-        trial_seconds = []
-        for views in self._trials:
-            run_seconds = [self.estimate_time_left(view) for view in views if view.is_open]
-            known_seconds = [seconds for seconds in run_seconds if seconds is not None]
-            if len(known_seconds) < len(run_seconds):
-                return None
-            trial_seconds += [max(known_seconds)] if known_seconds else []
-        num_slots = max(min(self._max_concurrent, len(trial_seconds)), 1)
-        return max(sum(trial_seconds) / num_slots, max(trial_seconds, default=0.0))
+        """Estimate the seconds that the study still needs; None if no run has a step yet."""
+        trials = [[self.estimate_time_left(view) for view in views if view.is_open] for views in self._trials]
+        return estimate_study_seconds(trials, self._max_concurrent)
 
     def make_table(self) -> Table:
         """Make the live table."""

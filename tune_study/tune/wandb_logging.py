@@ -10,7 +10,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Mapping
 from glob import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE, read_rows
 from trainable.runs.study_record import OPEN_STATUSES, StatusRecord, find_record
@@ -18,20 +18,10 @@ from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_plan import StudyPlan
 
 OPEN_TIMEOUT_S = 30.0
-"""Seconds to wait for opening a run, and at the end of a study, in addition to RUN_TIMEOUT_S per run.
-
-W&B has copies of rows that are on disk, so a study does not wait long for a service that does not answer.
-"""
-
+"""Seconds to wait for opening a run, and at the end of a study, in addition to RUN_TIMEOUT_S per run. W&B has copies of
+rows that are on disk, so a study does not wait long for a service that does not answer."""
 RUN_TIMEOUT_S = 5.0
 """Seconds to wait for each run at the end of a study, when its summary is written and sent."""
-
-
-class _Event(NamedTuple):
-    """Something to write for a run. summary: what ends its W&B run; None while the run is trained."""
-
-    run_id: str
-    summary: Mapping[str, Any] | None = None
 
 
 class WandbLog:
@@ -48,7 +38,8 @@ class WandbLog:
         self.problem = ""
         self._plan = plan
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
-        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[str, Mapping[str, Any] | None] | None] = queue.SimpleQueue()
+        """Runs to write, with the summary that ends a W&B run (None: the run is trained). None ends the queue."""
         self._open_runs: dict[str, Any] = {}
         """The open W&B runs, by run_id; only the thread uses them."""
         self._thread = threading.Thread(target=self._write_events, name="wandb", daemon=True)
@@ -63,29 +54,29 @@ class WandbLog:
         """Queue runs with new rows."""
         if self._plan.wandb.mode == "online":
             for run_id in run_ids:
-                self._events.put(_Event(run_id))
+                self._events.put((run_id, None))
 
     def end_runs(self, run_ids: Iterable[str]) -> None:
         """Queue runs that have ended and have their statuses."""
         for run_id in run_ids:
             status = find_record(StatusRecord, self._plan.get_run_dir(run_id))
             if status is not None and status.status not in OPEN_STATUSES:
-                self._events.put(_Event(run_id, {"status": status.status, "reason": status.reason}))
+                self._events.put((run_id, {"status": status.status, "reason": status.reason}))
 
     def conclude(self, summaries: Mapping[str, Mapping[str, Any]]) -> None:
         """Queue all runs of the study. summaries: the final summary of each, by run_id."""
         for run_id, summary in summaries.items():
             if run_id in self._specs:  # the folder may have runs of another plan
-                self._events.put(_Event(run_id, summary))
+                self._events.put((run_id, summary))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """End the open W&B runs; return whether everything was written and, in mode online, sent.
 
-        timeout_s: time limit in seconds; None for a limit that depends on the number of runs.
+        timeout_s: None for a limit that depends on the number of runs.
         """
         if timeout_s is None:
             timeout_s = OPEN_TIMEOUT_S + RUN_TIMEOUT_S * len(self._specs)
-        self._events.put(None)  # the end of the queue
+        self._events.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self.problem = self.problem or "it took too long"
@@ -95,33 +86,32 @@ class WandbLog:
         """Process events in order in the thread, until the end or the first error."""
         try:
             while (event := self._events.get()) is not None:
-                self._write_run(event)
+                self._write_run(*event)
             for run in self._open_runs.values():
                 run.finish()
         except Exception as error:  # no error of the service may affect the study
             self.problem = f"{type(error).__name__}: {error}"
 
-    def _write_run(self, event: _Event) -> None:
-        """Send the rows of a run that W&B lacks, and end its W&B run if the event says so."""
-        run_dir = self._plan.get_run_dir(event.run_id)
-        rows = read_rows(run_dir / METRICS_FILE)
+    def _write_run(self, run_id: str, summary: Mapping[str, Any] | None) -> None:
+        """Send the rows of a run that W&B lacks, and end its W&B run if there is a summary."""
+        rows = read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE)
         # A run that failed before its first row is ended, too.
-        if not rows and (event.summary is None or event.summary.get("status") == "never_ran"):
+        if not rows and (summary is None or summary.get("status") == "never_ran"):
             return
-        run = self._open_runs.get(event.run_id)
+        run = self._open_runs.get(run_id)
         if run is None:
-            run = self._open_runs[event.run_id] = self._open_run(self._specs[event.run_id])
+            run = self._open_runs[run_id] = self._open_run(self._specs[run_id])
         for row in rows:
             # Begin with the first step that W&B lacks. `starting_step` covers rows that an earlier start has sent, of
             # which `step` does not know before the first row of this start.
             if row["step"] >= max(run.step, run.starting_step):
                 values = select_loggable(row)
-                analysis = self._read_gradient_analysis(event.run_id, row["step"], values)
+                analysis = self._read_gradient_analysis(run_id, row["step"], values)
                 # The commit ends the step, so `step` is then the next one.
                 run.log({**values, **analysis}, step=row["step"], commit=True)
-        if event.summary is not None:
-            run.summary.update(event.summary)
-            self._open_runs.pop(event.run_id).finish(exit_code=int(event.summary.get("status") == "failed"))
+        if summary is not None:
+            run.summary.update(summary)
+            self._open_runs.pop(run_id).finish(exit_code=int(summary.get("status") == "failed"))
 
     def _read_gradient_analysis(self, run_id: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Read the results of the step's gradient analysis under the published keys; empty if there was none."""

@@ -20,7 +20,6 @@ from analysis.gradients import files
 from analysis.gradients import tables as gradients
 from analysis.gradients.files import draw_step, write_analyses
 from analysis.gradients.published_metrics import make_published_metrics
-from analysis.gradients.tables import FILTER_LABELS
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy
 from tests.fakes.run_folders import write_analyses as write_fake_analyses
 from tests.fakes.run_folders import write_study as write_study_folder
@@ -83,7 +82,7 @@ def get_texts(chart: Any) -> list[str]:
 
 def draw_signal(rows: pd.DataFrame, column: str = "signal_share") -> Any:
     tables = gradients.make_signal_table(rows), gradients.make_share_table(rows, column)
-    return plots.draw_signal(*tables, "title", "share", FILTER_LABELS)
+    return plots.draw_signal(*tables, "title", "share")
 
 
 def test_norms_are_bars_by_bucket_and_a_term_that_is_off_says_so(tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_a_summary_without_groups_or_regularizer_says_what_it_has(tmp_path: Path
 def test_the_comparison_has_a_row_per_step_and_a_scale_per_column(tmp_path: Path, count: int) -> None:
     steps = [1, 51, 101][:count]
     rows = make_frames(tmp_path, *(replace(WITH_KL, step=step) for step in steps)).gradients
-    chart = plots.draw_steps(gradients.make_steps_table(rows, steps), "title", FILTER_LABELS)
+    chart = plots.draw_steps(gradients.make_steps_table(rows, steps), "title")
     spec = charts.make_spec(chart)
     names = [f"step {step}, after the filter" for step in steps]
     # A column of panels with one scale.
@@ -259,7 +258,7 @@ def test_a_batch_without_any_ratio_says_so(tmp_path: Path) -> None:
 def test_report_lines_are_colored_by_name(tmp_path: Path) -> None:
     table = gradients.make_signal_lines(make_frames(tmp_path, FakeAnalysis(1), BEFORE, AFTER).gradients)
     colors = make_arm_colors(["step 1", "step 51"])
-    chart = plots.draw_lines(table, colors, "signal / noise", FILTER_LABELS)
+    chart = plots.draw_lines(table, colors, "signal / noise")
     spec, rows = charts.make_spec(chart), get_rows(chart)
     values = {
         key: get_values([row for row in rows if (row["state"], row["line"]) == key], "value")
@@ -342,7 +341,7 @@ def test_the_title_of_a_comparison_of_probes_says_so(tmp_path: Path, monkeypatch
 def test_ticks_are_plain_numbers(tmp_path: Path, values: tuple[float, float]) -> None:
     table = gradients.make_signal_lines(make_frames(tmp_path, AFTER).gradients)
     table = table.assign(value=np.resize(values, len(table)), low=np.nan, high=np.nan)
-    svg = charts.draw_svg(charts.make_spec(plots.draw_lines(table, {"step 51": "#000000"}, "signal", FILTER_LABELS)))
+    svg = charts.draw_svg(charts.make_spec(plots.draw_lines(table, {"step 51": "#000000"}, "signal")))
     axes = re.findall(r"Y-axis titled 'signal'.*?role-axis-domain", svg)
     ticks = [text for text in re.findall(r"<text[^>]*>([^<]*)<", axes[0]) if text != "signal"]
     assert 2 <= len(ticks) <= 14

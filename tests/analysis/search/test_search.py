@@ -18,14 +18,12 @@ from analysis.data.load import load
 from analysis.report.page import format_plain_cell
 from analysis.report.pages import conclude, draw_figures, write_report
 from analysis.report.results import SweepResults
-from analysis.report.search import SEARCH
+from analysis.report.search import SEARCH, describe_search, make_complete_points, make_files
 from analysis.report.section import Table
 from analysis.search.points import CENSORED_POINT, COMPLETE, FAILED, OPEN, find_best_point, make_points
-from analysis.search.results import SearchResults, describe_search
-from analysis.search.trials import CONSTRAINT, Importance, compute_importances, list_pareto_arms, make_optuna_study
+from analysis.search.trials import CONSTRAINT, list_pareto_arms, make_optuna_study
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
-from tests.strategies.examples import thin_out
 from trainable.runs.study_record import Search
 
 SPACE = [
@@ -212,22 +210,6 @@ def make_drawn_points(seed: int, count: int = 40) -> pd.DataFrame:
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", thin_out([0, 1], 2))
-def test_the_setting_that_decides_has_the_largest_importance(seed: int) -> None:
-    importances = compute_importances(make_search(), make_drawn_points(seed), True, np.random.default_rng(0))
-    assert importances[0].name == "actor.lr"
-    assert importances[0].value > 0.5
-    assert sum(importance.value for importance in importances) == pytest.approx(1.0)
-    for importance in importances:
-        assert 0 <= importance.low <= importance.high <= 1
-    assert importances[0].low > importances[1].low
-
-
-def test_few_points_have_no_importances() -> None:
-    assert compute_importances(make_search(), make_drawn_points(0, count=8), True, np.random.default_rng(0)) == []
-
-
 def test_the_pareto_front_is_that_of_an_exhaustive_comparison() -> None:
     points = make_drawn_points(3).assign(is_feasible=lambda table: table["number"] % 5 != 0)
     feasible = points[points["is_feasible"]]
@@ -240,12 +222,12 @@ def test_the_pareto_front_is_that_of_an_exhaustive_comparison() -> None:
             & ((feasible["success"] > row.success) | (feasible["cost"] < row.cost))
         ).any()
     ]
-    assert list_pareto_arms(make_search(), points, is_higher_better=True) == front
+    assert list_pareto_arms(make_search(), True, points) == front
 
 
 @pytest.mark.long
 def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyFrames) -> None:
-    results = SearchResults(frames)
+    results = SweepResults(frames)
     sentence = describe_search(results)
     assert sentence.startswith("4 of 5 points have ended; at 2 of them a run collapsed or failed. ")
     assert "The best point at which none did is point-1 (lr 0.001, use_kl_loss False, ppo_epochs 2)" in sentence
@@ -256,9 +238,8 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     assert [row["point"] for row in rows][:2] == ["point-1 (front)", "default"]
     settings = ("lr", "use_kl_loss", "kl_loss_coef", "ppo_epochs")
     assert [rows[1][name] for name in settings] == ["0.0003", "False", "–", "1"]
-    assert set(results.pareto_arms) <= {"default", "point-1"}
-    names = {"search_history", "search_slices", "search_parallel", "search_pareto"}
-    assert draw_figures(frames, {*names, "search_importances"}).keys() == names
+    names = {"search_history", "search_pareto"}
+    assert draw_figures(frames, names).keys() == names
     page = parse_page(write_report(frames.folders[0]).read_text())
     assert page is not None
     assert {f"{name}.png" for name in names} <= {path.name for path in (frames.folders[0] / "figures").iterdir()}
@@ -269,7 +250,7 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
 
 
 def test_the_values_of_the_default_are_those_of_the_study(frames: StudyFrames) -> None:
-    values = SearchResults(frames).values.set_index("arm")
+    values = make_files(SweepResults(frames))["search_points"].set_index("arm")
     assert values.loc["default", "actor.lr"] == 3e-4
     assert values.loc["point-2", "actor.kl_loss_coef if actor.use_kl_loss=True"] == 0.1
     assert pd.isna(values.loc["point-1", "actor.kl_loss_coef if actor.use_kl_loss=True"])
@@ -285,7 +266,7 @@ def get_arms(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def test_the_history_has_every_point_and_the_best_so_far(frames: StudyFrames) -> None:
-    table = SearchResults(frames).values
+    table = make_complete_points(SweepResults(frames))
     for is_higher_better in (True, False):
         spec = make_spec(charts.draw_history(table, is_higher_better))
         (_, bounds), (line, best), (circle, points), (diamond, default), (cross, failed) = list_marks(
@@ -305,63 +286,14 @@ def test_the_history_has_every_point_and_the_best_so_far(frames: StudyFrames) ->
         assert (cross["shape"], cross["color"], get_arms(failed)) == ("cross", STOPPED_COLOR, ["point-2", "point-3"])
 
 
-def test_slices_are_on_the_scale_of_the_search_and_leave_out_points_without_the_setting(frames: StudyFrames) -> None:
-    results = SearchResults(frames)
-    spec = make_spec(charts.draw_slices(results.values, results.search.space))
-    panels = spec["concat"]
-    axes = [panel["layer"][0]["encoding"]["x"] for panel in panels]
-    assert [axis["axis"]["title"] for axis in axes] == ["lr", "use_kl_loss", "kl_loss_coef", "ppo_epochs"]
-    assert axes[0]["scale"] == {"domain": [1e-5, 1e-2], "type": "log"}
-    assert axes[1]["sort"] == ["False", "True"]
-    assert axes[3]["scale"] == {"domain": [1.0, 4.0], "type": "linear"}
-    marks = [list_marks(panel, spec["datasets"]) for panel in panels]
-    shown = [{row["arm"]: row["value"] for _, rows in panel for row in rows} for panel in marks]
-    assert shown[0] == pytest.approx({"point-1": 1e-3, "default": 3e-4, "point-2": 1e-2, "point-3": 1e-4})
-    assert shown[2] == {"point-2": 0.1}
-
-
-def test_a_line_of_a_point_goes_from_its_lowest_to_its_highest_settings(frames: StudyFrames) -> None:
-    results = SearchResults(frames)
-    spec = make_spec(charts.draw_parallel(results.values, results.search.space, True))
-    (_, rows), _ = list_marks(spec, spec["datasets"])
-    heights = {(row["arm"], row["axis"]): row["height"] for row in rows}
-    assert heights["point-2", "lr"] == pytest.approx(1.0)
-    assert heights["point-3", "lr"] == pytest.approx(1 / 3)
-    assert (heights["point-1", "use_kl_loss"], heights["point-2", "use_kl_loss"]) == (0.0, 1.0)
-    assert ("point-1", "kl_loss_coef") not in heights
-    assert (heights["default", "outcome"], heights["point-2", "outcome"]) == (0.0, 1.0)
-    assert {row["arm"]: row["group"] for row in rows} == {
-        "default": "other",
-        "point-1": "other",
-        "point-2": "collapsed or failed",
-        "point-3": "collapsed or failed",
-    }
-
-
 def test_the_front_is_a_line_over_costs(frames: StudyFrames) -> None:
-    results = SearchResults(frames)
-    points = results.complete_points.assign(is_front=results.complete_points["arm"].isin(results.pareto_arms))
+    points = make_complete_points(SweepResults(frames))
     spec = make_spec(charts.draw_pareto(points))
     (_, line), *marks, (_, labels) = list_marks(spec, spec["datasets"])
-    assert get_arms(line) == list(results.pareto_arms) == ["point-1"]
+    assert get_arms(line) == points.loc[points["is_front"], "arm"].to_list() == ["point-1"]
     assert [row["label"] for row in labels] == ["1"]
     drawn = {row["arm"]: row["millions"] for _, rows in marks for row in rows}
     assert drawn == pytest.approx(dict(zip(points["arm"], points["cost"] / 1e6, strict=True)))
-
-
-def test_importances_are_bars_of_shares_with_intervals() -> None:
-    importances = [Importance("actor.lr", 0.7, 0.5, 0.9), Importance("actor.kl_loss_coef if a.b=True", 0.3, 0.1, 0.5)]
-    spec = make_spec(charts.draw_importances(importances))
-    (bar, rows), (rule, _) = list_marks(spec, spec["datasets"])
-    assert (bar["type"], rule["type"]) == ("bar", "rule")
-    assert spec["layer"][0]["encoding"]["x"]["scale"] == {"domain": [0, 1]}
-    assert [(row["name"], row["value"], row["low"], row["high"]) for row in rows] == [
-        ("lr", 0.7, 0.5, 0.9),
-        ("kl_loss_coef", 0.3, 0.1, 0.5),
-    ]
-    # Bars of one name would lie on each other.
-    spec = make_spec(charts.draw_importances([Importance(f"{name}.lr", 0.5, 0.4, 0.6) for name in ("actor", "critic")]))
-    assert spec["layer"][0]["encoding"]["y"]["sort"] == ["actor.lr", "critic.lr"]
 
 
 def make_foreign_frames(folder: Path, **changes: Any) -> StudyFrames:

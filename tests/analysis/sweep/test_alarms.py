@@ -93,8 +93,8 @@ def make_alarms(alarm_steps: dict[int, list[float]], healthy: int = 4) -> pd.Dat
     """Alarms of rules in runs that collapse at step 30, then in `healthy` runs that do not."""
     rows = [
         {
-            "rule": rule,
-            "study": "kl",
+            "rule": alarms.list_rules()[rule].text,
+            "column": alarms.list_rules()[rule].column,
             "run_id": f"run{index}",
             "arm": "0",
             "seed": index,
@@ -109,17 +109,16 @@ def make_alarms(alarm_steps: dict[int, list[float]], healthy: int = 4) -> pd.Dat
 
 
 def test_scores_count_early_alarms_and_false_ones() -> None:
-    rules = alarms.list_rules()
     nan = math.nan
-    table = alarms.score_rules(make_alarms({3: [10, 20, 30, nan, 25, 12, 40, nan, nan, nan]}), rules)
+    table = alarms.score_rules(make_alarms({3: [10, 20, 30, nan, 25, 12, 40, nan, nan, nan]}))
     (row,) = table.to_dict("records")
-    assert row["text"] == rules[3].text
+    assert row["rule"] == alarms.list_rules()[3].text
     assert (row["collapsed"], row["detected"]) == (6, 4)  # an alarm at the collapse announces nothing
     assert (row["healthy"], row["false_alarms"]) == (4, 1)
     assert row["lead"] == np.median([20, 10, 5, 18])
     interval = wilson_interval(4, 6)
-    assert (row["detected_low"], row["detected_high"]) == (interval.low, interval.high)
-    assert (row["false_low"], row["false_high"]) == wilson_interval(1, 4)[1:3]
+    assert (row["detected_fraction_low"], row["detected_fraction_high"]) == (interval.low, interval.high)
+    assert (row["false_fraction_low"], row["false_fraction_high"]) == wilson_interval(1, 4)[1:3]
 
 
 def test_the_chosen_rule_announces_most_among_those_that_are_rarely_wrong() -> None:
@@ -135,8 +134,8 @@ def test_the_chosen_rule_announces_most_among_those_that_are_rarely_wrong() -> N
             rare: [5, nan, nan, nan, nan, nan, nan, nan],
         }
     )
-    assert alarms.choose_rules(alarms.score_rules(table, rules), rules) == [good]
-    assert alarms.choose_rules(alarms.score_rules(table[table["rule"] == noisy], rules), rules) == []
+    assert alarms.choose_rules(table) == [rules[good].text]
+    assert alarms.choose_rules(table[table["rule"] == rules[noisy].text]) == []
 
 
 @pytest.mark.slow
@@ -153,12 +152,18 @@ def test_a_run_that_another_study_repeats_counts_once(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_rules_are_scored_on_other_seeds_than_they_were_chosen_on(tmp_path: Path) -> None:
     frames = load(write_collapse(tmp_path, (10, 12, 14, 9)))
-    table = alarms.compare_alarms([frames], first_test_seed=2)
+    table, is_fresh = alarms.compare_alarms([frames], first_test_seed=2)
+    assert is_fresh
     assert (table["collapsed"] == 2).all()
-    spread = table[table["text"].str.startswith("reward_std")].iloc[0]
+    spread = table[table["rule"].str.startswith("reward_std")].iloc[0]
     # The spread falls from step 9 or 14 on, within 8 steps, and the runs are stopped at step 40.
     assert spread["detected"] == 2
     assert 20 < spread["lead"] < 31
     everything = alarms.find_alarms([frames], alarms.list_rules())
     assert set(everything["run_id"]) == {"arm0-seed0", "arm0-seed1", "arm0-seed2", "arm0-seed3", "arm01-seed0"}
-    assert alarms.compare_alarms([frames], first_test_seed=0).empty
+    # With collapses on one side alone, rules are chosen and scored on all runs.
+    for first_test_seed in (0, 5):
+        table, is_fresh = alarms.compare_alarms([frames], first_test_seed)
+        assert not is_fresh
+        assert (table["collapsed"] == 4).all()
+        assert (table["detected"] > 0).all()

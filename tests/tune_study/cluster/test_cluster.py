@@ -34,6 +34,7 @@ from tune_study.commands.node_checks import (
 )
 from tune_study.folder import run_checkpoints
 from tune_study.folder.storage import StoredFolder, fetch_checkpoint, fetch_results, list_trial_checkpoints
+from tune_study.folder.study_file import plan_from_folder
 from tune_study.placement.samplers import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri, split_uri
@@ -166,12 +167,12 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
         assert not (plan.get_run_dir(spec.run_id) / "state").exists()
     assert not (folder / "model_saving").exists()
     assert read_object(plan.folder / "study.json")["storage"] == fake_cluster.storage
-    typed = frozenset({f"storage={fake_cluster.storage}"})
-    target = run_checkpoints.find_run_checkpoint(plan.folder, "0.1", None, None, allowed=typed)
+    typed_plan = plan_from_folder(plan.folder, allowed=frozenset({f"storage={fake_cluster.storage}"}))
+    target = run_checkpoints.find_run_checkpoint(typed_plan, "0.1", None, None)
     assert (target.step, target.path) == (2, folder / plan.runs[1].checkpoint_dir / "global_step_2")
     assert read_checkpoint(target.path)[1]["step"] == 2
     with pytest.raises(PlanError, match=r"has no checkpoint of step 3\. Available steps: 1, 2\."):
-        run_checkpoints.find_run_checkpoint(plan.folder, "0.1", 3, None, allowed=typed)
+        run_checkpoints.find_run_checkpoint(typed_plan, "0.1", 3, None)
 
 
 @pytest.fixture(scope="module")

@@ -1,28 +1,46 @@
-"""The command `alarms`: which threshold on which symptom would have announced the collapses of recorded studies."""
+"""The commands `alarms` and `replay-stoppers`: which alarm or stop rule would have announced recorded collapses."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+from pydantic import ValidationError
 from rich.console import Console
 
-from analysis.data.frames import StudyFrames, to_records
+from analysis.data.frames import CONFIG_PREFIX, StudyFrames, to_records
 from analysis.data.load import find_study_folders, load
-from analysis.sweep.alarms import MAX_FALSE_ALARMS, compare_alarms, find_distinct_ends
-from analysis.sweep.collapse import find_run_ends
+from analysis.data.schemas import get_family
+from analysis.sweep.alarms import MAX_FALSE_ALARMS, compare_alarms, find_distinct_ends, replay_rules, score_rules
+from analysis.sweep.collapse import COLLAPSE_DEFINITION, find_run_ends
+from search_spaces.catalog import STUDIES
+from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import format_value
+from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, as_plan_error
+from tune_study.plan.typed_settings import collect_overrides
+
+_SECTION = "early_stop."
+_SCORE_COLUMNS = ("announces", "95 %", "lead (steps)", "false alarms", "95 %")
+_NOTES = (
+    f"right: the run collapsed. {COLLAPSE_DEFINITION} false alarm: it did not. unknown: it has not ended, failed, or "
+    "could not learn.",
+    "announces: collapses with an alarm before them. false alarms: runs without collapse in which the rule fires. "
+    "95 %: Wilson's interval.",
+    "recovered: the last (up to 4) validations after the alarm average at least the success before training, and "
+    "success_threshold.",
+    "steps saved: rows after the alarm. fired live: runs that the rule really stopped, under their own thresholds.",
+)
 
 
 def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
     """Read all studies of language models in these folders. Raises PlanError if there is none."""
-    try:
+    with as_plan_error(ValueError):
         paths = [path for folder in folders for path in find_study_folders(folder)]
         studies = [load(path) for path in dict.fromkeys(paths)]
-    except ValueError as error:
-        raise PlanError(str(error)) from None
     studies = [frames for frames in studies if frames.is_fine_tuning]
     if not studies:
         names = ", ".join(format_value(folder, 1000) for folder in folders)
@@ -33,7 +51,7 @@ def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
 
 
 def print_alarms(console: Console, studies: Sequence[StudyFrames], first_test_seed: int) -> None:
-    """Print how many runs collapsed, and each symptom's best rule with its score on the test seeds."""
+    """Print how many runs collapsed, and each symptom's best threshold with its score."""
     ends = find_distinct_ends(studies)
     num_repeated = sum(len(find_run_ends(frames)) for frames in studies) - sum(map(len, ends))
     num_collapsed = sum(int(table["is_collapse"].sum()) for table in ends)
@@ -41,32 +59,118 @@ def print_alarms(console: Console, studies: Sequence[StudyFrames], first_test_se
     repeats = f", without {num_repeated} that repeat a run of another study" if num_repeated else ""
     studies_text = f"{len(studies)} {'studies' if len(studies) > 1 else 'study'}"
     print_line(console, f"{studies_text}, {num_runs} runs with rows{repeats}: {num_collapsed} collapsed.")
-    table = compare_alarms(studies, first_test_seed)
+    table, is_fresh = compare_alarms(studies, first_test_seed)
+    limit = f"false alarms in at most {MAX_FALSE_ALARMS:.0%} of the runs that did not collapse"
     if table.empty:
-        print_line(
-            console,
-            f"An alarm is chosen on collapsed runs with seeds below {first_test_seed} and scored on runs with seeds "
-            f"from {first_test_seed} on (--first-test-seed). These studies lack one of the two.",
-        )
+        print_line(console, f"No threshold announces a collapse with {limit}.")
         return
-    columns = ("alarm", "announces", "95 %", "lead (steps)", "false alarms", "95 %")
-    print_table(console, columns, [_format_cells(row) for row in to_records(table)])
+    print_table(console, ("alarm", *_SCORE_COLUMNS), [[row["rule"], *_format_score(row)] for row in to_records(table)])
+    runs, score = f"seeds below {first_test_seed}", "is scored on the other seeds"
+    if not is_fresh:
+        runs = "all runs"
+        score = (
+            f"scored on the same runs, so its numbers are too good: seeds below {first_test_seed} and from there on "
+            "(--first-test-seed) do not both have a collapse"
+        )
     print_line(
         console,
-        f"Each alarm is the best of its symptom on seeds below {first_test_seed} with false alarms in at most "
-        f"{MAX_FALSE_ALARMS:.0%} of the runs that did not collapse, and is scored on the other seeds. Intervals are "
-        "over runs, as if all were independent.",
+        f"Each alarm is the best of its symptom on {runs} with {limit}, and {score}. Intervals are over runs, as if "
+        "all were independent.",
     )
 
 
-def _format_cells(row: dict[str, Any]) -> list[str]:
+def _format_score(row: Mapping[str, Any]) -> list[str]:
     lead = "-" if math.isnan(row["lead"]) else f"{row['lead']:g}"
     interval = "" if math.isnan(row["lead_low"]) else f" [{row['lead_low']:g}, {row['lead_high']:g}]"
     return [
-        row["text"],
         f"{row['detected']} of {row['collapsed']}",
-        f"{row['detected_low']:.2f} to {row['detected_high']:.2f}",
+        f"{row['detected_fraction_low']:.2f} to {row['detected_fraction_high']:.2f}",
         lead + interval,
         f"{row['false_alarms']} of {row['healthy']}",
-        f"{row['false_low']:.2f} to {row['false_high']:.2f}",
+        f"{row['false_fraction_low']:.2f} to {row['false_fraction_high']:.2f}",
+    ]
+
+
+def replay_folder(folder: Path, assignments: Sequence[str]) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Apply every rule separately to every run of the study in results/<run>, whichever rules the study used.
+
+    Runs of every status are replayed with the rows that they have. Returns the alarms (see `replay_rules`), and why
+    runs were not replayed, by run_id.
+
+    assignments: the `key=value` of each --set, which replaces a threshold in the section early_stop of every run.
+
+    Raises PlanError if the folder contains no study, or for a key that is not a field of early_stop or is given twice,
+    and ConfigError for an unknown key or an invalid value.
+    """
+    study = read_study(folder)
+    if not get_family(study).is_fine_tuning:
+        raise PlanError(
+            f"The stop rules of study {format_value(study.name)} count batches, not rows, so they cannot be "
+            f"replayed: type the folder of a study that fine-tunes a language model."
+        )
+    overrides = collect_overrides(STUDIES["kl"], {}, assignments, is_axis_free=True)
+    if others := [name for name in overrides if not name.startswith(_SECTION)]:
+        allowed = ", ".join(f"{_SECTION}{name}" for name in EarlyStopConfig.model_fields)
+        raise PlanError(f"`{others[0]}` is not a threshold of a stop rule: --set takes one of {allowed}.")
+    apply_overrides(RunConfig(), overrides)  # checks the values also if no run has rows
+    with as_plan_error(ValueError):
+        frames = load(folder)
+    # Thresholds are read from each run, since a threshold may be the axis of the study.
+    thresholds: dict[str, EarlyStopConfig] = {}
+    skipped_runs: dict[str, str] = {}
+    for run in to_records(frames.trials):
+        prefix = CONFIG_PREFIX + _SECTION
+        texts = {name.removeprefix(prefix): value for name, value in run.items() if name.startswith(prefix)}
+        settings = {name: value for name, value in texts.items() if pd.notna(value) and value != ""}
+        if frames.get_run_steps(run["run_id"]).empty:
+            reasons = ": ".join(format_value(word) for word in (run["status"], run["reason"]) if word)
+            skipped_runs[run["run_id"]] = f"no rows ({reasons})"
+            continue
+        try:
+            own_config = RunConfig(early_stop=EarlyStopConfig.model_validate(settings or None))
+            thresholds[run["run_id"]] = apply_overrides(own_config, overrides).early_stop
+        except ValidationError:
+            skipped_runs[run["run_id"]] = "its run.json has no valid early_stop settings"
+    return replay_rules(frames, thresholds), skipped_runs
+
+
+def print_replay(console: Console, folder: Path, assignments: Sequence[str]) -> None:
+    """Print the alarms of every run, every rule over all runs, and what the columns mean (see `replay_folder`)."""
+    alarms, skipped_runs = replay_folder(folder, assignments)
+    changes = f", with {', '.join(assignments)}" if assignments else ""
+    print_line(console, f"thresholds: those of each run{changes}")
+    for run_id, reason in skipped_runs.items():
+        print_line(console, f"not replayed: {run_id}: {reason}")
+    if alarms.empty:
+        print_line(console, "No run of this study has rows yet: there is nothing to replay.")
+        return
+    columns = ("run", "arm", "seed", "rule", "fires at step", "value", "threshold", "outcome", "recovered")
+    fired = to_records(alarms[alarms["outcome"] != ""])
+    print_table(console, (*columns, "steps saved"), [_format_alarm(row) for row in fired])
+    print_line(console, "")
+    titles = ("rule", "fires in", "right", "unknown", *_SCORE_COLUMNS, "recovered", "steps saved", "fired live")
+    print_table(console, titles, [_format_rule(rows) for _, rows in alarms.groupby("rule", sort=False)])
+    for note in _NOTES:
+        print_line(console, note)
+
+
+def _format_alarm(row: Mapping[str, Any]) -> list[str]:
+    recovered = "-" if row["recovered"] is None else "yes" if row["recovered"] else "no"
+    numbers = (f"{row[name]:.4g}" for name in ("alarm_step", "value", "threshold"))
+    names = (row["run_id"], row["arm"], str(row["seed"]), row["rule"])
+    return [*names, *numbers, row["outcome"], recovered, str(row["steps_saved"])]
+
+
+def _format_rule(alarms: pd.DataFrame) -> list[str]:
+    """Format the alarms of one rule in all runs."""
+    rule, counts = alarms["rule"].iloc[0], alarms["outcome"].value_counts()
+    fires = f"{(alarms['outcome'] != '').sum()} of {len(alarms)}"
+    scores = to_records(score_rules(alarms[alarms["is_known"]]))
+    num_saved = alarms["steps_saved"].sum()
+    return [
+        *(rule, fires, str(counts.get("right", 0)), str(counts.get("unknown", 0))),
+        *(_format_score(scores[0]) if scores else "-----"),
+        str(sum(alarms["recovered"].eq(True))),
+        f"{num_saved} ({num_saved / alarms['steps'].sum():.1%})",
+        str(sum(alarms["stop_rule"] == rule)),
     ]

@@ -61,18 +61,13 @@ def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.Da
 def print_explanation(
     console: Console, folder: Path, run_name: str, frames: StudyFrames, ends: pd.DataFrame, is_selected: bool
 ) -> None:
-    """Print what happened in the runs of `ends`.
+    """Print what happened in the runs of `ends`, rows of `find_run_ends`.
 
     For a single run, this is the onset of each symptom, and an episode from before, during and after the collapse. For
     several, it is the order of the symptoms over the collapsed runs, and a line per run.
 
-    Args:
-        console: where to print.
-        folder: the study, results/<run>.
-        run_name: the study as it was typed, for the commands to type next.
-        frames: the study's tables.
-        ends: rows of `find_run_ends`.
-        is_selected: whether an arm or a seed was typed. If not, a sentence about all arms comes first.
+    run_name: the study as it was typed, for the commands to type next. is_selected: whether an arm or a seed was typed;
+    if not, a sentence about all arms comes first.
     """
     if ends.empty:
         print_line(console, "No run of this study has rows yet: there is nothing to explain.")
@@ -100,7 +95,11 @@ def print_explanation(
     for sentence in symptoms.describe_order(onsets):
         print_line(console, sentence)
     print_line(console, "")
-    _print_order(console, symptoms.summarize_order(onsets))
+    columns = (
+        *("symptom", "changed in", "of well runs", "first in", "median onset"),
+        *("before success", "after", "not known", "lead"),
+    )
+    print_table(console, columns, [_format_order(row) for row in to_records(symptoms.summarize_order(onsets))])
     print_line(console, "")
     first_labels = onsets[onsets["is_first"] & onsets["is_collapse"]].set_index("run_id")["label"].to_dict()
     rows = [
@@ -123,15 +122,7 @@ def _count_measurements(frames: StudyFrames, run: dict[str, Any]) -> int:
     return int((frames.get_run_steps(run["run_id"])["step"] <= run["end_step"]).sum())
 
 
-def _print_order(console: Console, order: pd.DataFrame) -> None:
-    columns = (
-        *("symptom", "changed in", "of well runs", "first in", "median onset"),
-        *("before success", "after", "not known", "lead"),
-    )
-    print_table(console, columns, [_format_order_cells(row) for row in to_records(order)])
-
-
-def _format_order_cells(row: dict[str, Any]) -> list[str]:
+def _format_order(row: dict[str, Any]) -> list[str]:
     interval = "" if np.isnan(row["lead_low"]) else f" [{row['lead_low']:g}, {row['lead_high']:g}]"
     return [
         row["label"],
@@ -184,14 +175,9 @@ def choose_episodes(
 ) -> list[RecordedEpisode]:
     """Choose up to three episodes of one level that show what changed.
 
-    They are from the last validation before the first onset, the last one before the change of success is complete, and
-    the first one at or after `end_step`; without an onset, from the first and the last. A level that is solved in the
-    first of them and not in the last is preferred.
-
-    Args:
-        episodes: of one run, as `read_episodes` returns them.
-        onsets: rows of `symptoms.find_onsets` for the run.
-        end_step: step at which the run collapsed or ended.
+    They are from the last validation before the first onset (of `symptoms.find_onsets`), the last one before the change
+    of success is complete, and the first one at or after `end_step`; without an onset, from the first and the last. A
+    level that is solved in the first of them and not in the last is preferred.
     """
     if not episodes:
         return []

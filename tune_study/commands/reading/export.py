@@ -3,21 +3,30 @@
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
+from analysis.data.episodes import read_episodes
+from analysis.data.schemas import get_family
+from search_spaces.catalog import STUDIES
+from search_spaces.declaration.study import Axis
 from trainable.config.run_config import RunConfig
 from trainable.config.setting_types import SHORT_DTYPES, format_value
-from trainable.export.policy import DTYPES, load_trained_policy, make_card, write_adapter_folder, write_hub_folder
+from trainable.envs.prompts import START_OF_THOUGHT, ChatFormat
+from trainable.export.policy import DTYPES, load_trained_policy, write_tokenizer, write_weights
+from trainable.files.paths import check_path
+from trainable.models.lora import write_adapters
 from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, find_best_step, read_rows
-from tune_study.folder.origin import NOTHING
+from trainable.runs.study_record import RunRecord, StudyRecord, read_record
+from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.host.console import print_line, show_phases
 from tune_study.placement.model_files import check_model
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.own_study import OwnStudy
 from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.study_names import find_arm
@@ -37,9 +46,13 @@ def find_export(
     """Find the run of an arm and its checkpoint. Raises PlanError that lists the alternatives if there is none.
 
     seed: None for the arm's smallest. step: a number, or `best` for the best validation; None for the newest
-    checkpoint. allowed: see `plan_from_folder`.
+    checkpoint. own_study: not needed, since nothing is trained. allowed: see `plan_from_folder`.
     """
-    plan = plan_from_folder(run, own_study=own_study, allowed=allowed)
+    record = read_study(run)
+    if record.declaration is not None and own_study is None and get_family(record).is_fine_tuning:
+        plan = _plan_from_records(run, record, allowed)
+    else:
+        plan = plan_from_folder(run, own_study=own_study, allowed=allowed)
     arm = find_arm(arm, plan.values, plan.study.axis.setting)
     specs = {spec.seed: spec for spec in plan.runs if spec.arm == arm}
     if seed is not None and seed not in specs:
@@ -47,7 +60,30 @@ def find_export(
         raise PlanError(f"Arm {format_value(arm)} has no run with seed {seed}: type --seed with one of {seeds}.")
     spec = specs[min(specs) if seed is None else seed]
     number = None if step is None else _parse_step(plan, spec, step)
-    return find_run_checkpoint(run, spec.run_id, number, None, own_study=own_study, allowed=allowed)
+    return find_run_checkpoint(plan, spec.run_id, number, None)
+
+
+def _plan_from_records(folder: Path, record: StudyRecord, allowed: frozenset[str]) -> StudyPlan:
+    """Plan a study whose file is not at hand, from the settings that its runs recorded, for reading its checkpoints."""
+    folder = Path(os.path.abspath(folder))
+    specs = []
+    for entry in record.runs:
+        run_dir = folder / "runs" / entry.run_id
+        check_path(folder, run_dir)
+        with as_plan_error(ValueError), as_plan_error(OSError):
+            config = RunConfig.model_validate(read_record(RunRecord, run_dir).config)
+        paths = Path(entry.log), Path(entry.checkpoints)
+        if any(path.is_absolute() or ".." in path.parts for path in paths):
+            raise PlanError(f"{format_value(folder, 1000)}/study.json names a file outside of the output folder.")
+        names = (entry.run_id, record.name, entry.arm, entry.label, entry.seed, entry.experiment_name)
+        specs.append(RunSpec(*names, config, *paths))
+    axis = Axis(record.axis.setting, {record.preset: record.axis.values}, record.axis.option)
+    study = replace(STUDIES["kl"], name=record.name, question=record.question, axis=axis)
+    storage, _ = find_usable_storage(folder, record.storage, allowed)
+    heads = (study, record.preset, record.preset_reason, RunConfig.model_validate(record.settings))
+    plan = StudyPlan(*heads, record.axis.values, record.seeds, folder, record.run, tuple(specs), storage)
+    check_outside_values(plan, study, allowed)
+    return plan
 
 
 def _parse_step(plan: StudyPlan, spec: RunSpec, text: str) -> int:
@@ -66,7 +102,7 @@ def _parse_step(plan: StudyPlan, spec: RunSpec, text: str) -> int:
 def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *, keeps_adapters: bool) -> None:
     """Write the policy to `folder`, which appears only once it is complete.
 
-    dtype: type of the weights, see `write_hub_folder`. keeps_adapters: write only the adapters. Raises PlanError, and
+    dtype: type of the weights, see `write_weights`. keeps_adapters: write only the adapters. Raises PlanError, and
     writes nothing, if the folder is not empty or something cannot be used.
     """
     config = target.spec.ppo_config
@@ -78,7 +114,7 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
             policy = load_trained_policy(config, target.path)
     except (CheckpointError, ValueError) as error:
         raise PlanError(f"The checkpoint cannot be used: {error}") from None
-    card = _make_card(target, config)
+    card = _make_card(target, config, policy.chat_format)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Written beside the folder, so that a rename makes it appear at once.
@@ -89,9 +125,11 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
             staging = Path(temp_dir) / folder.name
             staging.mkdir()
             if keeps_adapters:
-                write_adapter_folder(policy, config, staging, card)
+                write_adapters(policy.model, config.model, staging)
             else:
-                write_hub_folder(policy, staging, dtype, card)
+                write_weights(policy, staging, dtype)
+            write_tokenizer(policy, staging)
+            (staging / "README.md").write_text(card, encoding="utf-8")
             if folder.exists():
                 folder.rmdir()  # empty, see `_check_options`
             staging.rename(folder)
@@ -111,7 +149,7 @@ def _check_options(config: RunConfig, folder: Path, dtype: str, keeps_adapters: 
         raise PlanError(f"{format_value(folder, 1000)} is there already and not empty: type another --to.")
 
 
-def _make_card(target: RunCheckpoint, config: RunConfig) -> str:
+def _make_card(target: RunCheckpoint, config: RunConfig, chat: ChatFormat) -> str:
     """Make README.md of the exported policy: which run it is from, and what is known about it."""
     study, plan, spec = read_study(target.plan.folder), target.plan, target.spec
     rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
@@ -139,4 +177,33 @@ def _make_card(target: RunCheckpoint, config: RunConfig) -> str:
         f"{plan.study.name}, arm {spec.arm}, seed {spec.seed}. One run says nothing of its settings; the report of the "
         "study compares them over seeds. The model speaks the prompts of the game that it was trained on."
     )
-    return make_card(cells, "" if os.path.isabs(base) or "/" not in base else base, text)
+    base_line = "" if os.path.isabs(base) or "/" not in base else f"base_model: {base}\n"  # an id of the hub
+    lines = "\n".join(f"| {name} | {value} |" for name, value in cells.items())
+    return (
+        f"---\n{base_line}library_name: transformers\npipeline_tag: text-generation\ntags:\n- reinforcement-learning\n"
+        f"- tune_study\n---\n\n{text}\n\n| | |\n|---|---|\n{lines}\n{_format_example(plan, spec, chat)}"
+    )
+
+
+def _format_example(plan: StudyPlan, spec: RunSpec, chat: ChatFormat) -> str:
+    """Format the first recorded prompt of a run, and how to make it; empty if none is recorded in turns."""
+    turns = (episode.turns[0] for episode in read_episodes(plan.get_run_dir(spec.run_id)) if episode.turns)
+    turn = next(turns, None)
+    opening = None if turn is None else split_first_turn(chat, turn.observation)
+    if turn is None or opening is None:
+        return ""
+    messages = [{"role": role, "content": content} for role, content in zip(("system", "user"), opening, strict=True)]
+    return (
+        "\n## A prompt of the run\n\n```python\n"
+        f"messages = {json.dumps(messages, indent=4, ensure_ascii=False)}\n"
+        "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)\n```\n\n"
+        f"An answer of the policy during the run was:\n\n```\n{turn.reply}\n```\n"
+    )
+
+
+def split_first_turn(chat: ChatFormat, text: str) -> tuple[str, str] | None:
+    """Split the first prompt of an episode into its system and user message; None if it has another form."""
+    end = chat.reply_prefix + START_OF_THOUGHT
+    is_whole = text.startswith(chat.system_prefix) and text.endswith(end)
+    system, separator, user = text[len(chat.system_prefix) : len(text) - len(end)].partition(chat.first_user_prefix)
+    return (system, user) if is_whole and separator else None

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from analysis.charts.gradients import FILTER_LABELS
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.data.run_files import ANALYSIS_SOURCES
 from analysis.gradients.files import write_analyses
-from analysis.gradients.tables import FILTER_LABELS, make_analysis_table
+from analysis.gradients.tables import make_analysis_table
 from trainable.config.command_lines import format_command, quote_argument
 from trainable.config.setting_types import format_value
 from trainable.files.paths import make_folder
@@ -54,49 +55,36 @@ def read_analyses(folder: Path) -> StudyFrames:
 def select_steps(
     frames: StudyFrames, trial: str | None, source: str | None, steps: Sequence[int]
 ) -> list[StepSelection]:
-    """Select analyses by run, source and step.
-
-    Args:
-        frames: the frames of the study.
-        trial: run_id or arm; None selects all runs.
-        source: train or probe; None selects both.
-        steps: analyzed steps; an empty sequence selects all.
+    """Select analyses by run (run_id or arm), source (train or probe) and steps; None and no steps select all.
 
     Returns every run and source with at least one selected step. Raises PlanError if there is none.
     """
     if source is not None and source not in ANALYSIS_SOURCES:
         raise PlanError(f"There is no source `{format_value(source)}`: type --source train or --source probe.")
     # Options are applied one after another, so that each message can list the possible values.
-    analysis_rows = to_records(make_analysis_table(frames.gradients))
-    run_ids = list(dict.fromkeys(row["run_id"] for row in analysis_rows))
-    # A run_id takes precedence over an arm of the same name.
-    analysis_rows = [row for row in analysis_rows if trial in (None, row["run_id"])] or [
-        row for row in analysis_rows if row["arm"] == trial
-    ]
-    if not analysis_rows:
+    table = make_analysis_table(frames.gradients)
+    if trial is not None:
+        run_ids = ", ".join(table["run_id"].unique())
+        # A run_id takes precedence over an arm of the same name.
+        table = table[table["run_id" if trial in set(table["run_id"]) else "arm"] == trial]
+        if table.empty:
+            raise PlanError(
+                f"There is no analysis of a run `{format_value(trial)}`: type --trial and one of {run_ids}."
+            )
+    if source is not None and source not in set(table["source"]):
         raise PlanError(
-            f"There is no analysis of a run `{format_value(trial)}`: type --trial and one of {', '.join(run_ids)}."
+            f"There is no analysis from source {source}: leave --source out, or type --source {min(table['source'])}."
         )
-    available_sources = sorted({row["source"] for row in analysis_rows})
-    analysis_rows = [row for row in analysis_rows if source in (None, row["source"])]
-    if not analysis_rows:
-        raise PlanError(
-            f"There is no analysis from source {source}: leave --source out, or type --source {available_sources[0]}."
-        )
-    analyzed_steps = sorted({row["step"] for row in analysis_rows})
-    if unknown_steps := sorted(set(steps) - set(analyzed_steps)):
+    table = table[table["source"] == source] if source else table
+    if unknown_steps := sorted(set(steps) - set(table["step"])):
         raise PlanError(
             f"Step {', '.join(map(str, unknown_steps))} was not analyzed: type --step with one of "
-            f"{', '.join(map(str, analyzed_steps))}."
+            f"{', '.join(map(str, sorted(set(table['step']))))}."
         )
-    selected_steps = set(steps or analyzed_steps)
-    steps_by_run_source: dict[tuple[str, str], set[int]] = {}
-    for row in analysis_rows:
-        if row["step"] in selected_steps:
-            steps_by_run_source.setdefault((row["run_id"], row["source"]), set()).add(row["step"])
+    table = table[table["step"].isin(steps)] if steps else table
     return [
-        StepSelection(run_id, source_name, tuple(sorted(run_steps)))
-        for (run_id, source_name), run_steps in steps_by_run_source.items()
+        StepSelection(str(run_id), str(name), tuple(sorted(set(rows["step"]))))
+        for (run_id, name), rows in table.groupby(["run_id", "source"], sort=False)
     ]
 
 

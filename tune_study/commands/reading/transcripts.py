@@ -166,8 +166,7 @@ def _describe_selection(run: RunEpisodes, choice: EpisodeChoice, episodes: Seque
     time = f"{'of' if choice.is_trained else 'after'} step {step}"
     total = sum(episode.step == step for episode in run.episodes)
     noun = "episode" if total == 1 else "episodes"
-    if choice.success is not None:
-        word = "was solved" if choice.success else "failed"
-        plural_word = "were solved" if choice.success else "failed"
-        return f"{len(episodes)} of {total} {noun} {time} {word if len(episodes) == 1 else plural_word}"
-    return f"{total} {noun} {time}, {sum(episode.success for episode in episodes)} solved"
+    if choice.success is None:
+        return f"{total} {noun} {time}, {sum(episode.success for episode in episodes)} solved"
+    verb = "was" if len(episodes) == 1 else "were"
+    return f"{len(episodes)} of {total} {noun} {time} {f'{verb} solved' if choice.success else 'failed'}"

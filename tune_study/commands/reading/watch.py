@@ -1,5 +1,7 @@
 """The command `watch`: show the report of a running study in a browser, rebuilt as rows arrive."""
 
+import html
+import math
 import re
 import secrets
 import socket
@@ -8,33 +10,37 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qs
 
 import waitress
 from rich.console import Console
 
+from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.report.live import LivePage
 from search_spaces.catalog import FAMILIES
 from search_spaces.language_model.family import PPO
 from trainable.files.json_values import DamageWarning
 from trainable.runs.run_files import METRICS_FILE
+from trainable.runs.study_record import OPEN_STATUSES
 from tune_study.folder import locate, outputs
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.storage_uri import is_uri
+from tune_study.tune.progress import estimate_run_seconds, estimate_study_seconds, format_duration
 
 HOST = "127.0.0.1"
-REFRESH_SECONDS = 10
+REFRESH_SECONDS = 4
 """Seconds after which the browser asks for the page again."""
 _POLL_SECONDS = 2.0
 _STORAGE_POLL_SECONDS = 30.0
 """Longer, since a study in a storage is fetched each time."""
 _IDLE_FACTOR = 9.0
-"""After a rendering of t seconds, the next one waits for 9 t, since the study needs the processor."""
+"""After a report was drawn in t seconds, the next one waits for 9 t, since the study needs the processor. The table of
+runs does not wait, so it is within ten seconds of the rows."""
 _STOP_SECONDS = 5.0
-"""Seconds that Ctrl-C waits for a rendering to end."""
+"""Seconds that Ctrl-C waits for a drawing to end."""
 
 SERVER_LIMITS = {
     "max_request_header_size": 2**13,
@@ -68,43 +74,56 @@ class Answer(NamedTuple):
 class LiveReport:
     """The page of a study. A thread rebuilds it when the study's rows, statuses or driver have changed.
 
-    run: the study as it was typed. Raises PlanError if there is none.
+    As a context, it follows the study until its end. run: the study as it was typed. Raises PlanError if there is none.
     """
 
     def __init__(self, run: str) -> None:
         self._run = run
+        with locate.open_for_reading(run):  # refuses what is no study before an address is printed
+            pass
         self._signature: Signature | None = None
         self._problem = ""
-        self._page = self._read()
-        self._is_stopped = threading.Event()
+        self._page: LivePage | None = None
+        self._next_drawing = 0.0
+        self._is_outdated = True
+        """Whether the drawn report is older than the table of runs."""
+        self._is_read, self._is_stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
-    def start(self) -> None:
-        """Start following the study."""
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """Stop following the study. A rendering that takes longer than _STOP_SECONDS ends with this process."""
+    def __exit__(self, *_: object) -> None:
+        """Stop following the study. A drawing that takes longer than _STOP_SECONDS ends with this process."""
         self._is_stopped.set()
         self._thread.join(_STOP_SECONDS)
 
     def render(self, refresh_seconds: int | None) -> str:
-        """Render the newest page (see `LivePage.render`)."""
+        """Render the newest page (see `LivePage.render`), once there is one."""
+        self._is_read.wait()
+        if self._page is None:
+            refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">' if refresh_seconds else ""
+            return f"<!doctype html>{refresh}<p>{html.escape(self._problem)}</p>"
         return self._page.render(refresh_seconds, self._problem)
 
     def _follow(self) -> None:
-        pause_seconds = _POLL_SECONDS
+        pause_seconds = 0.0
         while not self._is_stopped.wait(pause_seconds):
             started_at = time.monotonic()
             try:
-                signature = self._make_signature()
-                if signature is None or signature != self._signature:
-                    self._page = self._read()
+                signature, is_due = self._make_signature(), started_at >= self._next_drawing
+                if signature is None or signature != self._signature or (self._is_outdated and is_due):
+                    self._page = self._read(None if is_due else self._page)
+                    self._is_outdated = not is_due
+                    if is_due:
+                        now = time.monotonic()
+                        self._next_drawing = now + _IDLE_FACTOR * (now - started_at)
                 self._problem = ""
             except Exception as error:  # for example while a file is being replaced; the next attempt may succeed
                 self._problem = f"Not rebuilt at {time.strftime('%H:%M:%S')}: {type(error).__name__}: {error}"
-            least_seconds = _POLL_SECONDS if self._signature is not None else _STORAGE_POLL_SECONDS
-            pause_seconds = max(least_seconds, _IDLE_FACTOR * (time.monotonic() - started_at))
+            self._is_read.set()
+            pause_seconds = _STORAGE_POLL_SECONDS if is_uri(self._run) else _POLL_SECONDS
 
     def _make_signature(self) -> Signature | None:
         """Make a value that changes when the page does; None for a study in a storage, which is fetched each time."""
@@ -115,7 +134,8 @@ class LiveReport:
         stats = [(str(path), path.lstat()) for path in paths]
         return outputs.is_running(folder), tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
-    def _read(self) -> LivePage:
+    def _read(self, earlier: LivePage | None) -> LivePage:
+        """Read the study, and draw its report unless `earlier` has one."""
         with locate.open_for_reading(self._run) as (folder, is_running), warnings.catch_warnings(record=True) as caught:
             # Made before the files are read, so that rows written meanwhile lead to a new page; kept only if the files
             # could be read.
@@ -126,9 +146,35 @@ class LiveReport:
             problems = [str(warning.message) for warning in caught if warning.category is DamageWarning]
             family = FAMILIES.get(frames.studies[0].family, PPO)
             metric = (family.progress_columns[0].column, family.progress_columns[0].name)
-            page = LivePage(frames, metric, is_running, time.strftime("%H:%M:%S"), problems)
+            time_left = estimate_time_left(frames) if is_running else {}
+            page = LivePage(frames, metric, is_running, time.strftime("%H:%M:%S"), problems, time_left, earlier)
         self._signature = signature
         return page
+
+
+def estimate_time_left(frames: StudyFrames) -> dict[str, str]:
+    """Estimate how long the runs that have not ended and, under the empty name, their study take, as in the terminal.
+
+    Which runs are trained together is known of started trials alone; the others count as trials of one run.
+    """
+    seconds = frames.steps.groupby("run_id")["seconds_total"].max() if "seconds_total" in frames.steps else {}
+    runs = to_records(frames.runs)
+    paces = {
+        run["run_id"]: float(total) / run["steps_done"]
+        for run in runs
+        if run["steps_done"] and not math.isnan(total := seconds.get(run["run_id"], math.nan))
+    }
+    run_seconds: dict[str, float | None] = {}
+    trials: dict[str, list[float | None]] = {}
+    for run in runs:
+        run_id = run["run_id"]
+        if run["status"] in OPEN_STATUSES and not math.isnan(run["steps_total"]):
+            num_steps = int(run["steps_total"] - run["steps_done"])
+            run_seconds[run_id] = estimate_run_seconds(num_steps, paces.get(run_id), paces.values())
+            trials.setdefault(run["trial_id"] or run_id, []).append(run_seconds[run_id])
+    num_running = len({run["trial_id"] for run in runs if run["status"] == "running"})
+    study_seconds = estimate_study_seconds(trials.values(), num_running)
+    return {"": format_duration(study_seconds)} | {name: format_duration(value) for name, value in run_seconds.items()}
 
 
 def make_app(render: Callable[[int | None], str], token: str, port: int) -> WsgiApp:
@@ -187,9 +233,8 @@ def watch(console: Console, run: str, port: int) -> None:
     server = make_server(report.render, token, listener)
     print_line(console, f"Open http://{HOST}:{listener.getsockname()[1]}/?token={token}")
     print_line(console, "The page follows the study and changes nothing. Ctrl-C ends this command, not the study.")
-    report.start()
     try:
-        server.run()  # returns after Ctrl-C
+        with report:
+            server.run()  # returns after Ctrl-C
     finally:
         server.close()
-        report.stop()

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 _DIVISIONS = 300
 """Minimum number of distinguishable values in an interval."""
-
 _MAX_DRAWS = 200
 """Maximum number of draws per round. Points that are repeated, or whose settings exclude each other, are redrawn."""
 
@@ -37,8 +36,7 @@ def plan_next_round(plan: StudyPlan) -> tuple[StudyPlan | None, str]:
     (family,) = frames.families
     points = make_points(frames)
     # The first points use no result, so they need not wait for any.
-    is_first = len(plan.points) < FIRST_POINTS
-    count = FIRST_POINTS - len(plan.points) if is_first else search.points_per_round
+    count = max(FIRST_POINTS - len(plan.points), 0) or search.points_per_round
     count = min(count, search.num_points - len(plan.points))
     new_points = _draw_points(plan, search, points, family.is_higher_better, count)
     if not new_points:
@@ -47,8 +45,7 @@ def plan_next_round(plan: StudyPlan) -> tuple[StudyPlan | None, str]:
     arms = list(new_points)
     names = f"{arms[0]} to {arms[-1]} of {search.num_points - 1} follow" if len(arms) > 1 else f"{arms[0]} follows"
     best_text = f"; the best so far is {best['arm']}, {best['success']:.3f}" if best else ""
-    line = f"Search: {names}{best_text}"
-    return set_points(plan, {**plan.points, **new_points}), line
+    return set_points(plan, {**plan.points, **new_points}), f"Search: {names}{best_text}"
 
 
 def draw_first_points(plan: StudyPlan) -> StudyPlan:
@@ -65,8 +62,7 @@ def _draw_points(
 ) -> dict[str, dict[str, str]]:
     """Draw up to `count` new points (settings by arm), or fewer if the space has no others.
 
-    points: the points so far, from `make_points`; None before the first result. Raises PlanError if no point can be
-    trained.
+    points: the points so far; None before the first result. Raises PlanError if no point can be trained.
     """
     from optuna.exceptions import ExperimentalWarning
     from optuna.samplers import TPESampler
@@ -113,18 +109,14 @@ def _ask(study: "optuna.Study", search: Search) -> dict[str, str]:
     for dimension in search.space:
         if dimension.condition and settings.get(dimension.condition[0]) != dimension.condition[1]:
             continue
-        settings[dimension.setting] = _suggest(trial, dimension)
+        name, low, high, is_log = dimension.name, dimension.low, dimension.high, dimension.is_log
+        if dimension.values:
+            settings[dimension.setting] = str(trial.suggest_categorical(name, dimension.values))
+        elif dimension.is_integer:
+            settings[dimension.setting] = str(trial.suggest_int(name, int(low), int(high), log=is_log))
+        else:
+            settings[dimension.setting] = _round_within(trial.suggest_float(name, low, high, log=is_log), dimension)
     return settings
-
-
-def _suggest(trial: "optuna.Trial", dimension: Dimension) -> str:
-    if dimension.values:
-        return str(trial.suggest_categorical(dimension.name, dimension.values))
-    if dimension.is_integer:
-        low, high = int(dimension.low), int(dimension.high)
-        return str(trial.suggest_int(dimension.name, low, high, log=dimension.is_log))
-    value = trial.suggest_float(dimension.name, dimension.low, dimension.high, log=dimension.is_log)
-    return _round_within(value, dimension)
 
 
 def _round_within(value: float, dimension: Dimension) -> str:

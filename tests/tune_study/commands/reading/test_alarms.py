@@ -43,11 +43,19 @@ def test_a_folder_of_one_study_is_the_same(output: Path) -> None:
 
 
 @pytest.mark.long
+def test_few_seeds_have_thresholds_and_a_warning(output: Path) -> None:
+    lines = type_in(f"alarms {output}").out.splitlines()
+    (spread,) = [line for line in lines if line.startswith("reward_std")]
+    assert "  4 of 4  " in spread
+    assert "scored on the same runs, so its numbers are too good: seeds below 5 and from there on" in lines[-1]
+
+
+@pytest.mark.long
 def test_without_collapse_nothing_is_chosen(tmp_path: Path) -> None:
     write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")], STUDY)
     answer = type_in(f"alarms {tmp_path}")
     assert answer.code == 0
-    assert "An alarm is chosen on collapsed runs with seeds below" in answer.out
+    assert "No threshold announces a collapse with false alarms in at most 10%" in answer.out
 
 
 def test_a_study_without_rows_has_no_alarm(tmp_path: Path) -> None:

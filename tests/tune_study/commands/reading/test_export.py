@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,22 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from analysis.data.episodes import read_episodes
 from search_spaces.catalog import STUDIES
 from tests.tune_study.commands.test_cli import read_files, type_in
 from trainable.export.policy import load_trained_policy
+from trainable.files.json_values import read_object, write_object
 from trainable.models.interface import PassSettings
-from trainable.models.load import find_model
+from trainable.models.load import find_model, load_policy, make_codec
 from trainable.models.lora import iter_merged_weights
 from trainable.models.qwen2 import Qwen2
 from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows
-from trainable.runs.study_record import StatusRecord, write_record
+from trainable.runs.study_record import STUDY_FILE, StatusRecord, write_record
 from trainable.trial import PPO
 from tune_study.commands import probe
+from tune_study.commands.reading.export import split_first_turn
 from tune_study.folder import outputs
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
@@ -39,6 +43,7 @@ SETTINGS = {
     "trainer.save_freq": "1",
     "trainer.test_freq": "2",
     "trainer.val_before_train": "False",
+    "trainer.log_val_generations": "4",
 }
 TOKENS = torch.arange(3, 43).view(2, 20)
 
@@ -152,6 +157,66 @@ def test_weights_have_the_type_that_was_typed(study: StudyPlan, tmp_path: Path) 
     weights = load_file(tmp_path / "policy" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_chat_template_gives_the_tokens_of_the_training(study: StudyPlan, tmp_path: Path) -> None:
+    assert export(study, tmp_path / "policy")[0] == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    policy = load_policy(study.runs[0].ppo_config.model.path, torch.device("cpu"))
+    chat, codec = policy.chat_format, make_codec(policy.tokenizer)
+    episodes = read_episodes(study.get_run_dir(study.runs[0].run_id))
+    assert max(len(episode.turns) for episode in episodes) > 1
+    for episode in episodes:
+        system_user = split_first_turn(chat, episode.turns[0].observation)
+        assert system_user is not None
+        messages = [{"role": role, "content": text} for role, text in zip(("system", "user"), system_user, strict=True)]
+        seen_text = ""
+        for turn in episode.turns:
+            if seen_text:
+                user = turn.observation.removeprefix(chat.next_user_prefix)
+                messages.append({"role": "user", "content": user.removesuffix(chat.reply_prefix + "<think>")})
+            seen_text += turn.observation
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            assert prompt == codec.encode([seen_text])[0]
+            seen_text += turn.reply
+            messages.append({"role": "assistant", "content": turn.reply.removesuffix(chat.end_marker)})
+            if not turn.reply.endswith(chat.end_marker):  # cut at its maximum length
+                break
+            assert tokenizer.apply_chat_template(messages, tokenize=False) == seen_text
+    # Another study can train the exported policy, and forms the same prompts.
+    exported = load_policy(str(tmp_path / "policy"), torch.device("cpu"))
+    assert exported.chat_format == chat
+
+
+def test_the_card_has_a_prompt_of_the_run(study: StudyPlan, tmp_path: Path) -> None:
+    assert export(study, tmp_path / "policy")[0] == 0
+    card = (tmp_path / "policy" / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    names = {"tokenizer": AutoTokenizer.from_pretrained(tmp_path / "policy")}
+    exec(code, names)
+    (episode, *_) = read_episodes(study.get_run_dir(study.runs[0].run_id))
+    assert names["prompt"] == episode.turns[0].observation
+    assert episode.turns[0].reply in card
+
+
+def test_a_study_from_a_file_needs_no_file(study: StudyPlan, tmp_path: Path) -> None:
+    shutil.copytree(study.output, tmp_path / "out")
+    folder = tmp_path / "out" / study.folder.relative_to(study.output)
+    record = read_object(folder / STUDY_FILE)
+    record["declaration"] = {"path": "/nowhere/mine.py", "sha256": "0" * 64, "text": "study = 1"}
+    write_object(folder / STUDY_FILE, {**record, "name": "mine"})
+    code, _, err = type_in(shlex.join(["export", str(folder), "--arm", "0.1", "--to", str(tmp_path / "policy")]))
+    assert code == 0, err
+    assert export(study, tmp_path / "other")[0] == 0
+    texts = [(tmp_path / name / "README.md").read_text() for name in ("policy", "other")]
+    assert texts[0] == texts[1].replace("| study | kl: ", "| study | mine: ").replace(": kl, arm", ": mine, arm")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("policy", "other")]
+    assert weights[0] == weights[1]
+    entry = {**record["runs"][0], "checkpoints": "../elsewhere"}
+    write_object(folder / STUDY_FILE, {**record, "runs": [entry, *record["runs"][1:]]})
+    code, _, err = type_in(shlex.join(["export", str(folder), "--arm", "0.1", "--to", str(tmp_path / "third")]))
+    assert code == 2
+    assert "names a file outside of the output folder" in err
 
 
 def test_the_card_says_which_run_it_is(study: StudyPlan, tmp_path: Path) -> None:

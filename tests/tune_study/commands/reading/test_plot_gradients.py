@@ -218,9 +218,3 @@ def test_a_folder_that_cannot_be_made_is_refused(single_run_study: Path, tmp_pat
     assert answer.code == 2
     assert "taken cannot be written" in answer.err
     assert (tmp_path / "taken").read_text() == "mine"
-
-
-def test_help_ends_with_an_example(tmp_path: Path) -> None:
-    answer = type_in(tmp_path, "--help")
-    assert answer.code == 0
-    assert answer.out.rstrip().splitlines()[-1].startswith("  Example: python -m tune_study plot-gradients results/")

@@ -29,6 +29,7 @@ from tests.fakes.sandbox_folders import write_sandbox
 from tests.tune_study.commands.test_cli import read_files, type_in
 from tune_study.commands.reading import watch
 from tune_study.folder.outputs import lock_folder
+from tune_study.tune.progress import format_duration
 
 PORT, TOKEN = 4321, "secret-token"
 
@@ -49,7 +50,7 @@ def test_the_address_with_its_token_opens_the_page() -> None:
     assert (status, headers["Location"]) == ("303 See Other", "/")
     cookie, _, attributes = headers["Set-Cookie"].partition("; ")
     assert attributes == "HttpOnly; SameSite=Strict; Path=/"
-    assert call(HTTP_COOKIE=cookie)[::2] == ("200 OK", "page, again after 10")
+    assert call(HTTP_COOKIE=cookie)[::2] == ("200 OK", "page, again after 4")
     assert call(HTTP_COOKIE=f"other=1; {cookie}", QUERY_STRING="pause=1")[2] == "page, again after None"
     assert call(HTTP_COOKIE=cookie, REQUEST_METHOD="HEAD")[::2] == ("200 OK", "")
 
@@ -97,13 +98,13 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.long
 def test_the_page_has_the_report_and_the_state_of_each_run(folder: Path) -> None:
     before = read_files(folder)
-    page = watch.LiveReport(str(folder)).render(10)
+    with watch.LiveReport(str(folder)) as report:
+        page, paused = report.render(10), report.render(None)
     assert '<meta http-equiv="refresh" content="10">' in page
     assert "kl (laptop): not running, 1 of 2 runs have ended" in page
     assert "Verdict for each arm" in page
     assert "10 of 60" in page
     assert read_files(folder) == before
-    paused = watch.LiveReport(str(folder)).render(None)
     assert 'http-equiv="refresh"' not in paused
     assert '<a href="/">continue</a>' in paused
 
@@ -112,27 +113,48 @@ def test_the_page_has_the_report_and_the_state_of_each_run(folder: Path) -> None
 def test_new_rows_make_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
-    report = watch.LiveReport(str(folder))
-    report.start()
-    try:
+    with watch.LiveReport(str(folder)) as report:
         append_record(folder / "runs" / FakeRun("0.1").run_id / "metrics.jsonl", {"step": 11, "val_success": 0.5})
         wait_for(lambda: "11 of 60" in report.render(10))
-    finally:
-        report.stop()
+
+
+@pytest.mark.long
+def test_the_table_of_runs_does_not_wait_for_the_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "_IDLE_FACTOR", 10_000.0)
+    with watch.LiveReport(str(folder)) as report:
+        assert "10 of 60" in report.render(10)
+        append_record(folder / "runs" / FakeRun("0.1").run_id / "metrics.jsonl", {"step": 11, "val_success": 0.5})
+        wait_for(lambda: "11 of 60" in report.render(10))
+        assert "Verdict for each arm" in report.render(10)
+        assert report._is_outdated
+
+
+def test_the_time_left_is_that_of_the_terminal(tmp_path: Path) -> None:
+    """One run has 10 of 60 steps, another waits: at the pace of the first, its 50 steps and 60 more."""
+    folder = write_study(
+        tmp_path, [FakeRun("0", status="running", steps=10), FakeRun("0.1", status="waiting", steps=0)]
+    )
+    frames = load(folder, live=True)
+    total = frames.steps["seconds_total"].max()
+    times = watch.estimate_time_left(frames)
+    left = [format_duration(total / 10 * steps) for steps in (110, 50, 60)]
+    assert times == dict(zip(("", FakeRun("0").run_id, FakeRun("0.1").run_id), left, strict=True))
+    page = LivePage(frames, ("val_success", "success"), True, "12:00:00", [], times).render(10)
+    assert f"running, 0 of 2 runs have ended, about {left[0]} left" in page
+    assert f">{left[1]}</td>" in page
 
 
 @pytest.mark.slow
 def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
-    with lock_folder(folder):
-        report = watch.LiveReport(str(folder))
+    with ExitStack() as stack, ExitStack() as lock:
+        lock.enter_context(lock_folder(folder))
+        report = stack.enter_context(watch.LiveReport(str(folder)))
         assert "kl (laptop): running, 1 of 2" in report.render(10)
-    report.start()
-    try:
+        lock.close()
         wait_for(lambda: "kl (laptop): not running, 1 of 2" in report.render(10))
-    finally:
-        report.stop()
 
 
 @pytest.mark.long
@@ -146,22 +168,27 @@ def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.M
 def test_a_failed_look_is_said_and_tried_again(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
-    report, read = watch.LiveReport(str(folder)), watch.load
 
     def fail(*arguments: Any, **options: Any) -> Any:
         raise error
 
-    append_record(folder / "runs" / FakeRun("0.1").run_id / "metrics.jsonl", {"step": 11, "val_success": 0.5})
-    with monkeypatch.context() as patched:
-        patched.setattr(watch, "load", fail)
-        report.start()
-        wait_for(lambda: f"{type(error).__name__}: " in report.render(10))
+    with watch.LiveReport(str(folder)) as report:
         assert "10 of 60" in report.render(10)
-    assert watch.load is read
-    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(watch, "load", fail)
+            append_record(folder / "runs" / FakeRun("0.1").run_id / "metrics.jsonl", {"step": 11, "val_success": 0.5})
+            wait_for(lambda: f"{type(error).__name__}: " in report.render(10))
+            assert "10 of 60" in report.render(10)
         wait_for(lambda: "11 of 60" in report.render(10) and "Not rebuilt" not in report.render(10))
-    finally:
-        report.stop()
+
+
+def test_a_first_look_that_fails_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OSError("<gone>")
+
+    monkeypatch.setattr(watch, "load", fail)
+    with watch.LiveReport(str(folder)) as report:
+        assert "OSError: &lt;gone&gt;</p>" in report.render(10)
 
 
 @pytest.mark.long
