@@ -12,7 +12,7 @@ from analysis.data.frames import to_records
 from analysis.data.load import load
 from analysis.report.pages import list_open_arms
 from analysis.stats.sequential import compute_e_value, find_fewest_seeds
-from analysis.sweep.contrasts import compute_contrasts, format_sentences
+from analysis.sweep.contrasts import compute_contrasts, format_sentence
 from sandboxes.toys.report.tables import compute_differences, make_notes
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
@@ -116,10 +116,9 @@ def test_the_report_says_how_often_was_looked(tmp_path: Path) -> None:
     notes = make_notes(load(write_study(tmp_path, 8, planned_seeds=3, max_seeds=20, looks=looks)))
     assert (
         "Seeds are added to open arms, up to 20 per arm. The results were looked at 3 times, with up to 3, 6, 8 seeds "
-        "per arm. Verdicts use a test that keeps its error rate over all looks together. It is weaker than a test of a "
+        "per arm. Verdicts use a test that keeps its error rate over all looks together. It is weaker than a test with a "
         "number of seeds that was fixed before the first run: a study of few seeds can be less decided after more "
-        "were added. Other intervals and p-values, such as those of a trend, of the time to collapse, of learning "
-        "curves and of a grid's sections, are those of a fixed number of seeds."
+        "were added. All other intervals and p-values, such as those of a trend, take the number of seeds as fixed."
     ) in notes
     notes = make_notes(load(write_study(tmp_path / "extended", 8, planned_seeds=3, looks=looks[:1])))
     start = "Seeds were added after a look: more were run than planned. The results were looked at once, with up to 3 "
@@ -145,6 +144,7 @@ def test_an_arm_without_evidence_counts_in_the_number_of_comparisons(tmp_path: P
 
 def test_contrasts_below_the_fewest_seeds_say_so(tmp_path: Path) -> None:
     table = compute_contrasts(load(write_study(tmp_path, 3, planned_seeds=3, max_seeds=20)))
-    (line,) = format_sentences(table[(table["column"] == "late_test_error") & (table["contrast"] == "apart from DG")])
+    (row,) = to_records(table[(table["column"] == "late_test_error") & (table["contrast"] == "apart from DG")])
+    line = format_sentence(row)
     assert "open: -0.2 over 3 seeds, too few for a test that is valid at every look" in line
     assert "nan" not in line

@@ -24,7 +24,6 @@ from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, find_record, write_record
 from tune_study.commands.cli import app
-from tune_study.commands.node_checks import check_scratch
 from tune_study.folder import locate, outputs, storage
 from tune_study.folder.storage import DRIVER_FILE, StoredFolder, StoredStudy
 from tune_study.placement import disk
@@ -357,12 +356,10 @@ def test_while_a_study_runs_rows_come_and_statuses_go_by_themselves(
 
 
 def test_states_need_room_on_the_node() -> None:
-    check_scratch(2, 1)
-    check_scratch(2, None)
-    with pytest.raises(
-        PlanError, match=r"free for the checkpoints of up to 2 runs .* which take 2\.0 EB: set RAY_TMPDIR"
-    ):
-        check_scratch(2, 10**18)
+    disk.check_scratch("This machine", 2, 2, 1, "use a larger disk")
+    message = "^This machine has 1 byte free for .* up to 2 runs .* which take 2 bytes: use a larger disk, or"
+    with pytest.raises(PlanError, match=message):
+        disk.check_scratch("This machine", 1, 2, 1, "use a larger disk")
 
 
 def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> None:
