@@ -116,8 +116,8 @@ def test_the_report_says_how_often_was_looked(tmp_path: Path) -> None:
     notes = make_notes(load(write_study(tmp_path, 8, planned_seeds=3, max_seeds=20, looks=looks)))
     assert (
         "Seeds are added to open arms, up to 20 per arm. The results were looked at 3 times, with up to 3, 6, 8 seeds "
-        "per arm. Verdicts use a test that keeps its error rate over all looks together. It is weaker than a test with a "
-        "number of seeds that was fixed before the first run: a study of few seeds can be less decided after more "
+        "per arm. Verdicts use a test that keeps its error rate over all looks together. It is weaker than a test with "
+        "a number of seeds that was fixed before the first run: a study of few seeds can be less decided after more "
         "were added. All other intervals and p-values, such as those of a trend, take the number of seeds as fixed."
     ) in notes
     notes = make_notes(load(write_study(tmp_path / "extended", 8, planned_seeds=3, looks=looks[:1])))
