@@ -28,7 +28,7 @@ from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_firs
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.players import RolloutRequest
+from trainable.rollout.episode_loop import RolloutRequest
 from trainable.rollout.sampler import SamplingParams
 
 COMPUTE_FREQ = 5  # steps per diagnosis
@@ -85,7 +85,7 @@ def compute_naive_scores(model: Qwen2, pairs: ThoughtPairs) -> Tensor:
 
 def compute_shared_scores(model: Qwen2, pairs: ThoughtPairs) -> Tensor:
     """The same sums as the trainer computes them, reading each prompt once."""
-    return compute_cross_scores(model, pairs.prompts, pairs.thoughts).logprob_sums
+    return compute_cross_scores(model, pairs.prompts, pairs.thoughts)
 
 
 def roll_out(trainer: PPOTrainer) -> list[Episode]:
@@ -154,9 +154,9 @@ def time_overhead(trainer: PPOTrainer, episodes: Sequence[Episode], samples: int
     def work() -> None:
         sample_pairs(trainer, episodes, samples)
         for pairs, scores in scored_pairs.values():
-            own_prompts = torch.from_numpy(pairs.own_columns)
-            compute_information_metrics(scores.logprob_sums, scores.lengths, own_prompts)
-            compute_retrieval_metrics(scores.logprob_sums, own_prompts, torch.from_numpy(pairs.classes))
+            own_prompts, lengths = torch.from_numpy(pairs.own_columns), torch.tensor(list(map(len, pairs.thoughts)))
+            compute_information_metrics(scores, lengths, own_prompts)
+            compute_retrieval_metrics(scores, own_prompts, torch.from_numpy(pairs.classes))
 
     return compute_median_time([time_call(work) for _ in range(repetitions)])
 

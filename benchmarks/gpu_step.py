@@ -157,7 +157,7 @@ def make_training_phases(networks: Networks, batch: Batch) -> dict[str, Phase]:
     )
     order, rows = order_length_stratified(batch.lengths), NO_GRAD_ROWS
     reference = TokenFunction.for_logprobs(networks.reference, 1.0)
-    values = TokenFunction.for_values(networks.critic.model, networks.critic.score)
+    values = TokenFunction(networks.critic.model, networks.critic.score)
     # The reference is a copy of the policy, so its log-probs are also those of the policy before the update.
     old_logprobs = compute_at_trained_tokens(batch, rows, reference)
     batch, targets = (
@@ -193,8 +193,8 @@ def make_collapse_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
     openings = [episode.tokens[:opening_length].tolist() for episode in episodes[::GROUP_SIZE][:NUM_OPENINGS]]
 
     def run() -> None:
-        scores = compute_cross_scores(policy, prompts, thoughts)
-        compute_information_metrics(scores.logprob_sums, scores.lengths, torch.arange(NUM_SAMPLES))
+        scores, lengths = compute_cross_scores(policy, prompts, thoughts), torch.tensor(list(map(len, thoughts)))
+        compute_information_metrics(scores, lengths, torch.arange(NUM_SAMPLES))
         compute_cross_scores(policy, openings, first_thoughts)
 
     shape = policy.shape

@@ -24,7 +24,7 @@ from trainable.envs.level_sets import make_validation_levels
 from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.compiled_sampler import CompiledSampler
-from trainable.rollout.players import RolloutRequest
+from trainable.rollout.episode_loop import RolloutRequest
 from trainable.rollout.sampler import Conversation, LockStepTurns, SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 

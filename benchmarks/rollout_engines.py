@@ -17,11 +17,12 @@ from rollout import GenerateSampler
 from transformers import AutoModelForCausalLM
 
 from trainable.config.seeds import make_rng
+from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
 from trainable.models.load import Policy, load_policy, make_codec
-from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
+from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
@@ -33,22 +34,14 @@ CPU = torch.device("cpu")
 def measure_rollout_rates(policy: Policy, sampler: Sampler, step: int) -> dict[str, float]:
     """Sampled tokens per CPU second and per wall second of one rollout."""
     levels = make_training_levels(Sokoban(), 0, step, NUM_GROUPS)
-    # The published limits and penalty, which the presets use too.
-    limits = EpisodeLimits(
-        max_turn=5, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=MAX_MODEL_LEN
-    )
     cpu, wall = time.process_time(), time.perf_counter()
-    episodes = roll_out_episodes(
-        Sokoban(),
-        levels,
-        GROUP_SIZE,
-        sampler,
-        make_prompt_template(Sokoban(), "compact", 10),
-        make_codec(policy.tokenizer),
-        limits,
-        SamplingParams(1.0, MAX_NEW_TOKENS, policy.stop_token),
-        make_rng(0, "sampling", step),
-        draw_luck(make_rng(0, "environment", step), NUM_GROUPS * GROUP_SIZE, limits),
+    template = make_prompt_template(Sokoban(), "compact", 10)
+    limits = TurnLimits(turns=5, actions_per_turn=2, actions=10)  # published, as the penalty
+    params = SamplingParams(1.0, MAX_NEW_TOKENS, policy.stop_token)
+    rng, luck_rng = make_rng(0, "sampling", step), make_rng(0, "environment", step)
+    request = RolloutRequest(levels, GROUP_SIZE, sampler, params, rng, luck_rng)
+    episodes = TurnPlayer(Sokoban(), template, make_codec(policy.tokenizer), limits, -0.1, MAX_MODEL_LEN).roll_out(
+        request
     )
     tokens = sum(episode.response_tokens for episode in episodes)
     return {"cpu": tokens / (time.process_time() - cpu), "wall": tokens / (time.perf_counter() - wall)}

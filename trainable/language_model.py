@@ -13,7 +13,7 @@ from trainable.runs.records import make_empty_row
 from trainable.runs.run import LinesByFile, TrainerState
 from trainable.runs.run_files import EPISODES_FILE, GRADIENTS_FILE, LEVELS_FILE, Row
 from trainable.runs.stop_rules import ALARM, StopDecision, evaluate_own_rules, evaluate_stop_rules
-from trainable.runs.training import StepResult, TrainerFamily, do_nothing
+from trainable.runs.training import StepResult, TrainerFamily
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SingleRunTrainer:
         """Steps trained so far."""
         return self.trainer.step_index
 
-    def step(self, before_update: Callable[[], None] = do_nothing) -> StepResult:
+    def step(self, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """Train one step. Return its row, and the lines of its evaluations and gradient analysis."""
         record, evaluations, gradients, trained_episodes = self.trainer.step(before_update)
         lines = {**_make_lines(evaluations, trained_episodes), GRADIENTS_FILE: gradients}

@@ -13,7 +13,7 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.runs.nonfinite import format_names
 from trainable.runs.run import LinesByFile, TrainerState
 from trainable.runs.run_files import Row
-from trainable.runs.training import StepResult, do_nothing
+from trainable.runs.training import StepResult
 
 Batch = TypeVar("Batch")
 
@@ -98,7 +98,7 @@ class EnsembleTrainer:
         """Last state of each member that ended by a rule or the last step. Members that failed have none."""
         self._start_time, self._resumed_seconds, self._seconds_at_last_row = time.perf_counter(), 0.0, 0.0
 
-    def step(self, before_update: Callable[[], None] = do_nothing) -> StepResult:
+    def step(self, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """Train on one batch, in the order of the source: evaluate, sample, check the stop rule, update.
 
         The call after the last batch evaluates, and ends every member. A member that a rule stops ends before it trains

@@ -15,7 +15,7 @@ from trainable.config.run_config import RunConfig
 from trainable.models.codec import Codec
 from trainable.models.load import Policy
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.players import RolloutRequest, check_length
+from trainable.rollout.episode_loop import RolloutRequest, check_length
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TreePlayer:
         return Episode(
             level_seed=level.seed,
             group=group,
-            **rollout.transcript.make_arrays()._asdict(),
+            **rollout.transcript.make_arrays(),
             turn_rewards=tuple(rewards),
             turn_actions=actions,
             turn_validity=tuple(rollout.validity),

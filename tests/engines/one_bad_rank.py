@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from trainable.backend.meter import Meter
-from trainable.backend.world import Rendezvous, connect, disconnect
+from trainable.backend.world import connect, disconnect
 from trainable.backend.zero import ZeroBackend
 from trainable.config.sections import OptimConfig, TrainerConfig
 from trainable.models.qwen2 import Qwen2
@@ -17,7 +17,7 @@ from trainable.models.qwen2 import Qwen2
 def check(rank: int, stage: int, rendezvous_file: Path) -> None:
     """Check that both ranks skip one step and make the next."""
     torch.set_num_threads(1)
-    world = connect(rank, 2, Rendezvous(rendezvous_file))
+    world = connect(rank, 2, rendezvous_file)
     local_model = make_random_model(make_qwen2_shape())
     backend = ZeroBackend(
         "optimizer", {"actor": local_model}, [1e-3], OptimConfig(), TrainerConfig(zero_stage=stage), world
@@ -40,7 +40,7 @@ def check(rank: int, stage: int, rendezvous_file: Path) -> None:
         new_state = backend.state_dict()
         changed_names = [name for name, value in old_state.items() if not torch.equal(new_state[name], value)]
         assert bool(changed_names) == (skipped < steps and rank == 0), changed_names  # rank 0 keeps the state
-    disconnect(Rendezvous(rendezvous_file))
+    disconnect(rendezvous_file)
 
 
 def check_gathered_weights(backend: ZeroBackend, model: Qwen2, stage: int) -> None:

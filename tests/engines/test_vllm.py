@@ -15,13 +15,14 @@ from torch import Tensor
 
 from tests.engines.devices import DEVICE
 from tests.fakes.scripted import make_random_model
+from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
+from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.logprob_mismatch import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
@@ -120,18 +121,11 @@ def compute_trainer_logprobs(model: Qwen2, tokens: Sequence[int], mask: Sequence
 
 
 def roll_out(sampler: Sampler, policy: Policy, temperature: float) -> list[Episode]:
-    return roll_out_episodes(
-        Sokoban(),
-        make_training_levels(Sokoban(), 0, 1, 4),
-        6,
-        sampler,
-        make_prompt_template(Sokoban(), "compact", 10),
-        make_codec(policy.tokenizer),
-        EpisodeLimits(5, 2, 10, -0.1, CONTEXT),
-        SamplingParams(temperature, LENGTH, policy.stop_token),
-        np.random.default_rng(0),
-        draw_luck(np.random.default_rng(0), 24, EpisodeLimits(5, 2, 10, -0.1, CONTEXT)),
-    )
+    template = make_prompt_template(Sokoban(), "compact", 10)
+    player = TurnPlayer(Sokoban(), template, make_codec(policy.tokenizer), TurnLimits(5, 2, 10), -0.1, CONTEXT)
+    params = SamplingParams(temperature, LENGTH, policy.stop_token)
+    rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)
+    return player.roll_out(RolloutRequest(make_training_levels(Sokoban(), 0, 1, 4), 6, sampler, params, rng, luck_rng))
 
 
 def compute_logprob_pairs(model: Qwen2, episodes: Sequence[Episode], temperature: float) -> tuple[Tensor, Tensor]:
@@ -303,11 +297,13 @@ def make_moved_copy(model: Qwen2) -> Qwen2:
 
 def test_logprobs_change_with_a_push_and_only_then(vllm: VllmSampler, shipped_policy: Policy) -> None:
     trained_model = make_moved_copy(shipped_policy.model)
-    old_mismatch = measure_mismatch(*compute_logprob_pairs(trained_model, roll_out(vllm, shipped_policy, 1.0), 1.0))
+    logprob_pairs = compute_logprob_pairs(trained_model, roll_out(vllm, shipped_policy, 1.0), 1.0)
+    old_mismatch = measure_mismatch(*logprob_pairs, step=3)
     with pytest.raises(EngineMismatchError, match="samples from other weights"):
         check_mismatch(old_mismatch.mean_abs, 0.05, step=3)
     vllm.update_weights(trained_model.state_dict().items())
-    new_mismatch = measure_mismatch(*compute_logprob_pairs(trained_model, roll_out(vllm, shipped_policy, 1.0), 1.0))
+    logprob_pairs = compute_logprob_pairs(trained_model, roll_out(vllm, shipped_policy, 1.0), 1.0)
+    new_mismatch = measure_mismatch(*logprob_pairs, step=3)
     check_mismatch(new_mismatch.mean_abs, 1e-4, step=3)
     assert new_mismatch.ess_fraction > 0.999 > old_mismatch.ess_fraction
 

@@ -10,7 +10,7 @@ from trainable.config.seeds import PURPOSES, make_rng
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.players import RolloutRequest
+from trainable.rollout.episode_loop import RolloutRequest
 from trainable.runs.records import TIME_COLUMNS
 
 Row = dict[str, Any]
@@ -52,6 +52,18 @@ def has_changed(trainer: PPOTrainer, old_weights: dict[str, torch.Tensor], prefi
     names = [name for name in old_weights if name.startswith(prefix)]
     assert names
     return any(not torch.equal(old_weights[name], new_weights[name]) for name in names)
+
+
+def record_results(trainer: PPOTrainer, method_name: str) -> list[Any]:
+    """Make a list that gets the result of each later call of a method of the trainer."""
+    method, results = getattr(trainer, method_name), list[Any]()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        results.append(method(*args, **kwargs))
+        return results[-1]
+
+    setattr(trainer, method_name, call)
+    return results
 
 
 def is_finite(row: Row) -> bool:

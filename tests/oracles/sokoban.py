@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainable.envs.sokoban.generate import generate_levels
+from trainable.envs.sokoban.generate import LevelSettings, generate_levels
 
 Cell = tuple[int, int]
 MOVES: dict[int, Cell] = {1: (-1, 0), 2: (1, 0), 3: (0, -1), 4: (0, 1)}
@@ -122,7 +122,7 @@ def parse_grid(text):
 
 def generate_level(seed, *settings, **named_settings):
     """Return the level of one seed."""
-    return generate_levels([seed], *settings, **named_settings)[0]
+    return generate_levels([seed], LevelSettings(*settings, **named_settings))[0]
 
 
 def make_random_board(rng, rows, cols, boxes, wall_fraction=0.25):

@@ -7,7 +7,6 @@ import torch
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trials import UninterruptedRun, clean_up_trials, start_trial
 from trainable.ppo import trainer
-from trainable.ppo.evaluation import BaseEvaluations
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.recipe import write_model
 
@@ -29,7 +28,7 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _forget_base_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validate base policies anew in each test: no test depends on what earlier ones evaluated."""
-    monkeypatch.setattr(trainer, "BASE_EVALUATIONS", BaseEvaluations())
+    monkeypatch.setattr(trainer, "BASE_EVALUATIONS", {})
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ rule.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,69 +19,9 @@ MIN_P_SLACK = 1e-10
 """Slack of `min_p`: added to or subtracted from its thresholds, and added to the ratio when dividing by it."""
 
 
-@dataclass(frozen=True)
-class TopP:
-    """Keep the best groups that together reach a fraction `mass` of the total score. 1 keeps every candidate."""
-
-    mass: float
-    """Fraction of the total score to reach, in (0, 1]."""
-    prob_mode: str = "softmax"
-    """`softmax`: a group's fraction of the total is softmax(score). `linear`: it is score / Σ score."""
-    eps: float = 0.01
-    """Linear mode only: subtracted from the score to reach, which rejects a batch of near-zero scores."""
-
-    def __post_init__(self) -> None:
-        _require(0 < self.mass <= 1, "top_p mass", self.mass, "above 0 and at most 1, such as 0.9; 1 keeps all groups")
-        _require(self.prob_mode in ("softmax", "linear"), "top_p prob_mode", self.prob_mode, "softmax or linear")
-        _require(0 <= self.eps < math.inf, "top_p eps", self.eps, "finite and not negative, such as 0.01")
-
-
-@dataclass(frozen=True)
-class TopK:
-    """Keep a fraction of all groups, counted before zero scores are dropped, but at least one group."""
-
-    fraction: float
-    """Fraction of the groups, in (0, 1]."""
-
-    def __post_init__(self) -> None:
-        _require(
-            0 < self.fraction <= 1, "top_k fraction", self.fraction, "above 0 and at most 1; for a count: top_k_abs"
-        )
-
-
-@dataclass(frozen=True)
-class TopKAbs:
-    """Keep a number of groups, or all candidates if there are fewer."""
-
-    count: int
-    """Groups to keep, at least 1."""
-
-    def __post_init__(self) -> None:
-        _require(self.count >= 1, "top_k_abs count", self.count, "a whole number of at least 1; for a fraction: top_k")
-
-
-@dataclass(frozen=True)
-class MinP:
-    """Keep the groups whose score is within a factor `ratio` of the best score."""
-
-    ratio: float
-    """Fraction of the best score, in [0, 1]; 1 keeps only ties with the best."""
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.ratio <= 1, "min_p ratio", self.ratio, "between 0 and 1, such as 0.1")
-
-
-@dataclass(frozen=True)
-class OwnRule:
-    """Keep the groups that a plug-in selects."""
-
-    function: Callable[[Tensor, float, bool], Tensor]
-    """Called with the candidates' scores (n,), `value`, and whether to prefer high scores. Returns (n,) bool."""
-    value: float
-    """The value of the setting rollout_filter_value."""
-
-
-Rule = TopP | TopK | TopKAbs | MinP | OwnRule
+Rule = Callable[[Tensor, bool, int], Tensor]
+"""Called with the candidates' scores (n,), whether to prefer high scores, and the number of groups before zero scores
+were dropped. Returns (n,) bool: the candidates to keep."""
 
 
 def _require(is_valid: bool, name: str, value: object, allowed: str) -> None:
@@ -91,37 +30,43 @@ def _require(is_valid: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {allowed}.")
 
 
-def _parse_count(value: float) -> int:
-    _require(value % 1 == 0, "top_k_abs count", value, "a whole number of at least 1; for a fraction: top_k")
-    return int(value)
-
-
 def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: float = 0.01) -> Rule:
     """Make a rule from the name of a strategy and its value.
 
-        top_p → TopP(mass)    top_k, top_f → TopK(fraction)    top_k_abs → TopKAbs(count)    min_p → MinP(ratio)
+        top_p: a fraction of the total score    top_k, top_f: a fraction of all groups
+        top_k_abs: a number of groups           min_p: a fraction of the best score
 
-    strategy: a name above. `top_f` is an older name of `top_k`. value: the mass, fraction, count or ratio. prob_mode:
-    for top_p, `softmax` or `linear`. eps: for top_p in linear mode.
+    strategy: a name above. `top_f` is an older name of `top_k`. value: see `FilterConfig`, which checks its range.
+    prob_mode: `softmax` or `linear`, how top_p turns scores into fractions of the total. eps: for top_p in linear mode,
+    subtracted from the score to reach, which rejects a batch of near-zero scores.
 
     Example:
-        >>> parse_rule("top_k", 0.25)
-        TopK(fraction=0.25)
-        >>> parse_rule("top_k_abs", 4.0)
-        TopKAbs(count=4)
+        >>> parse_rule("top_k", 0.25)(torch.tensor([1.0, 3.0, 2.0]), True, 8).tolist()
+        [False, True, True]
 
-    Source: published code (RAGEN `rollout_filter`). A count must be a whole number; the published code truncates it.
+    Source: published code (RAGEN `rollout_filter`).
     """
-    # Functions, since constructing a rule checks the value, whose range depends on the strategy.
-    rules: dict[str, Callable[[], Rule]] = {
-        "top_p": lambda: TopP(value, prob_mode, eps),
-        "top_k": lambda: TopK(value),
-        "top_f": lambda: TopK(value),
-        "top_k_abs": lambda: TopKAbs(_parse_count(value)),
-        "min_p": lambda: MinP(value),
+
+    def keep_mass(scores: Tensor, largest: bool, num_groups: int) -> Tensor:
+        if value == 1:  # by definition, every candidate. Linear mode would drop scores that are not positive.
+            return torch.ones_like(scores, dtype=torch.bool)
+        if prob_mode == "softmax":
+            return top_p_softmax(scores, value, largest)
+        return top_p_linear(scores, value, eps, largest)
+
+    def keep_fraction(scores: Tensor, largest: bool, num_groups: int) -> Tensor:
+        # As published, a fraction of all groups, not only of the candidates.
+        return top_k(scores, int(value * num_groups), largest)
+
+    rules: dict[str, Rule] = {
+        "top_p": keep_mass,
+        "top_k": keep_fraction,
+        "top_f": keep_fraction,
+        "top_k_abs": lambda scores, largest, num_groups: top_k(scores, int(value), largest),
+        "min_p": lambda scores, largest, num_groups: min_p(scores, value, largest),
     }
     _require(strategy in rules, "filter strategy", strategy, f"one of {', '.join(rules)}")
-    return rules[strategy]()
+    return rules[strategy]
 
 
 def compute_group_scores(
@@ -180,15 +125,15 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
 
     Args:
         scores: (P,) score of each group; used as float32.
-        rule: a `TopP`, `TopK`, `TopKAbs`, `MinP` or `OwnRule`.
+        rule: see `parse_rule`.
         largest: prefer high scores; False prefers low ones.
         include_zero: False removes groups with |score| <= 1e-10 before the rule sees them.
 
     Example:
         >>> scores = torch.tensor([0.0, 1.0, 3.0])
-        >>> select_groups(scores, TopKAbs(1)).tolist()
+        >>> select_groups(scores, parse_rule("top_k_abs", 1)).tolist()
         [False, False, True]
-        >>> select_groups(scores, TopP(1.0), include_zero=False).tolist()
+        >>> select_groups(scores, parse_rule("top_p", 1.0), include_zero=False).tolist()
         [False, True, True]
 
     Source: published code (RAGEN `rollout_filter`). Ties go to the lower index. Scores are summed in sorted order, so
@@ -201,29 +146,8 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
     candidates = torch.ones_like(scores, dtype=torch.bool) if include_zero else scores.abs() > ZERO_SCORE
     is_kept = torch.zeros_like(candidates)
     if candidates.any():
-        is_kept[candidates] = _apply_rule(rule, scores[candidates], largest, num_groups=len(scores))
+        is_kept[candidates] = rule(scores[candidates], largest, len(scores))
     return is_kept
-
-
-def _apply_rule(rule: Rule, scores: Tensor, largest: bool, num_groups: int) -> Tensor:
-    """Select the candidates that `rule` keeps. num_groups: number of groups before zero scores were dropped."""
-    match rule:
-        # By definition, mass 1 keeps every candidate. Linear mode would drop scores that are not positive.
-        case TopP(mass=1):
-            return torch.ones_like(scores, dtype=torch.bool)
-        case TopP(prob_mode="softmax"):
-            return top_p_softmax(scores, rule.mass, largest)
-        case TopP():
-            return top_p_linear(scores, rule.mass, rule.eps, largest)
-        # As published, a fraction of all groups, not only of the candidates.
-        case TopK():
-            return top_k(scores, int(rule.fraction * num_groups), largest)
-        case TopKAbs():
-            return top_k(scores, rule.count, largest)
-        case MinP():
-            return min_p(scores, rule.ratio, largest)
-        case OwnRule():
-            return rule.function(scores, rule.value, largest)
 
 
 def top_p_softmax(scores: Tensor, mass: float, largest: bool = True) -> Tensor:

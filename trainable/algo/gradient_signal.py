@@ -341,18 +341,12 @@ def estimate_signal_fractions(
     return SignalFractions(estimates[0], center, low=center - half_width, high=center + half_width)
 
 
-class PublishedNorm(NamedTuple):
-    """The published gradient norm of a bucket, also divided by its sequences and by its trained tokens."""
-
-    norm: float
-    per_sample: float
-    per_token: float
-
-
 def compute_published_norm(
     norms: Tensor, sequences: Tensor, tokens: int, mini_batch_size: int, micro_batch_size: int
-) -> PublishedNorm:
+) -> tuple[float, float, float]:
     """Average the gradient norm over a bucket's M mini-batches, dividing a short mini-batch as if it were full.
+
+    Returns the published norm, and also divided by the bucket's sequences and by its trained tokens.
 
         norm = (1/M) Σ_m |g_m| · ceil(n_m / micro) / (mini / micro)
         per_sample = norm / Σ n_m,   per_token = norm / tokens
@@ -383,7 +377,7 @@ def compute_published_norm(
     micro_batches = (sequences + micro_batch_size - 1) // micro_batch_size
     norm = (norms.double() * micro_batches / full_micro_batches).mean().item()
     num_sequences = int(sequences.sum())
-    return PublishedNorm(norm, norm / num_sequences if num_sequences else NAN, norm / tokens if tokens else NAN)
+    return norm, norm / num_sequences if num_sequences else NAN, norm / tokens if tokens else NAN
 
 
 def _compute_fold_weights(counts: Tensor | None, num_folds: int, reference: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Choose the backend of a run's networks: torch on one device, or DeepSpeed over ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -18,34 +18,26 @@ def make_backends(
     config: the run's settings. world: the ranks of the run. policy: the policy. head: the value head on the policy's
     trunk; None without one. critic: the critic with its own trunk; None without one.
     """
+
+    def make_backend(
+        name: str, own_networks: dict[str, nn.Module], rates: Sequence[float], settings: OptimConfig
+    ) -> Backend:
+        """Make a DeepSpeed backend for a rank of a distributed world (even of one rank), otherwise a torch backend."""
+        if isinstance(world, DistributedWorld):
+            # Imported here because it needs an optional package.
+            from trainable.backend.zero import ZeroBackend
+
+            return ZeroBackend(name, own_networks, rates, settings, config.trainer, world)
+        optimizer = make_adamw(own_networks.values(), rates, settings)
+        loss_scale = config.model.loss_scale if config.model.dtype == "float16" else 1.0
+        swaps_to_host = bool(config.trainer.swap_to_host)
+        return TorchBackend(name, own_networks, optimizer, settings.grad_clip, swaps_to_host, loss_scale=loss_scale)
+
     # The policy's optimizer trains a head on the policy's trunk, with the critic's learning rate.
     networks = {"actor": policy, **({} if head is None else {"head": head})}
-    learning_rates = (config.actor.lr, config.critic.lr)[: len(networks)]
-    backends = {"actor": _make_backend(config, world, "actor_optimizer", networks, learning_rates, config.actor)}
+    rates = (config.actor.lr, config.critic.lr)[: len(networks)]
+    backends = {"actor": make_backend("actor_optimizer", networks, rates, config.actor)}
     if critic is not None:
-        learning_rates = (config.critic.lr,)
-        backends["critic"] = _make_backend(
-            config, world, "critic_optimizer", {"critic": critic}, learning_rates, config.critic
-        )
+        rates = (config.critic.lr,)
+        backends["critic"] = make_backend("critic_optimizer", {"critic": critic}, rates, config.critic)
     return backends
-
-
-def _make_backend(
-    config: RunConfig,
-    world: World,
-    name: str,
-    networks: Mapping[str, nn.Module],
-    learning_rates: Sequence[float],
-    settings: OptimConfig,
-) -> Backend:
-    """Make a DeepSpeed backend for a rank of a distributed world (even of one rank), otherwise a torch backend."""
-    if isinstance(world, DistributedWorld):
-        # Imported here because it needs an optional package.
-        from trainable.backend.zero import ZeroBackend
-
-        return ZeroBackend(name, networks, learning_rates, settings, config.trainer, world)
-    optimizer = make_adamw(networks.values(), learning_rates, settings)
-    loss_scale = config.model.loss_scale if config.model.dtype == "float16" else 1.0
-    return TorchBackend(
-        name, networks, optimizer, settings.grad_clip, bool(config.trainer.swap_to_host), loss_scale=loss_scale
-    )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # not in its stubs
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its stubs
 
 from trainable.runs.flat_state import LazyTensors
 
@@ -94,43 +94,23 @@ class DistributedWorld(World):
 SINGLE_PROCESS = World()
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the ranks of a run meet: at a file, or at an address of rank 0."""
-
-    file: Path | None = None
-    """A file for this run alone, for ranks on one machine. Unlike a port, no other process can take it. It must stay
-    while the ranks are connected, because NCCL reads it again."""
-    host: str = ""
-    """With `port`, the address where rank 0 serves the store, for ranks on several machines."""
-    port: int = 0
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all ranks are on one machine and can use the loopback device."""
-        return self.file is not None or self.host == "localhost" or self.host.startswith("127.")
-
-
 def connect(
-    rank: int, world_size: int, rendezvous: Rendezvous, on_wait: Callable[[], object] | None = None
+    rank: int, world_size: int, rendezvous: Path, on_wait: Callable[[], object] | None = None
 ) -> DistributedWorld:
-    """Initialize the process group of a run's ranks.
+    """Initialize the process group of a run's ranks, which are all on one machine.
 
-    rank: number of this process, from 0. world_size: number of ranks. rendezvous: where the ranks meet. on_wait: called
-    repeatedly until all ranks have arrived; may raise if a rank will never arrive. With None, a rank waits for the
-    others for at most `COLLECTIVE_TIMEOUT`.
+    rank: number of this process, from 0. world_size: number of ranks. rendezvous: a file for this run alone, at which
+    the ranks meet. Unlike a port, no other process can take it. It must stay while the ranks are connected, because
+    NCCL reads it again. on_wait: called repeatedly until all ranks have arrived; may raise if a rank will never arrive.
+    With None, a rank waits for the others for at most `COLLECTIVE_TIMEOUT`.
     """
     # `disconnect` keeps groups of one rank.
     if world_size == 1 and torch.distributed.is_initialized():
         return DistributedWorld(rank, world_size)
-    # Devices that you have set take precedence. Between machines, torch finds the device itself.
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if rendezvous.is_local else ():
+    # The loopback device, unless you have set another.
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
-    store: Any = (
-        TCPStore(rendezvous.host, rendezvous.port, world_size, is_master=rank == 0, wait_for_workers=False)
-        if rendezvous.file is None
-        else FileStore(str(rendezvous.file), world_size)
-    )
+    store = FileStore(str(rendezvous), world_size)
     store.set(f"here/{rank}", "")
     # Wait here, because `init_process_group` would wait without noticing that a rank has died.
     while on_wait is not None and not store.check([f"here/{other}" for other in range(world_size)]):
@@ -146,15 +126,14 @@ def connect(
     return DistributedWorld(rank, world_size)
 
 
-def disconnect(rendezvous: Rendezvous) -> None:
+def disconnect(rendezvous: Path) -> None:
     """Leave a process group of several ranks and delete the file at which they met.
 
     A group of one rank is kept for the next run of this process, because DeepSpeed caches objects that refer to it.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.destroy_process_group()
-    if rendezvous.file is not None:
-        rendezvous.file.unlink(missing_ok=True)
+    rendezvous.unlink(missing_ok=True)
 
 
 def compute_local_range(num_items: int, world: World) -> range:

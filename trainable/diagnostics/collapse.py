@@ -84,7 +84,7 @@ def diagnose_episodes(
     A sample has no quantities, and its averages stay unchanged, if it has no thought, fewer than two different prompts,
     or a non-finite score. (The published code also scores two groups with equal first prompts.) Prompts after which the
     sample's longest thought would exceed the model's context are left out, together with their thoughts. This is rare,
-    because `roll_out_episodes` leaves enough context for a full reply after every prompt except the first.
+    because a rollout leaves enough context for a full reply after every prompt except the first.
 
     model: the policy before the step's update. Its weights, gradients and mode are unchanged. averages: the
     `Diagnosis.averages` of the previous diagnosis, or {}. rng: each sample draws from a separate child, so that
@@ -157,18 +157,18 @@ def _compute_quantities(
     if not len(pairs.own_columns) or len(np.unique(pairs.classes)) < 2:
         return None
     prompts, thoughts = ([tokens.tolist() for tokens in sequences] for sequences in (pairs.prompts, pairs.thoughts))
-    scores = compute_cross_scores(model, prompts, thoughts, world=world)
-    if not torch.isfinite(scores.logprob_sums).all():
+    logprob_sums = compute_cross_scores(model, prompts, thoughts, world=world)
+    if not torch.isfinite(logprob_sums).all():
         return None  # do not stop the run: sampler and update check for non-finite numbers themselves
     own_columns, classes = torch.from_numpy(pairs.own_columns), torch.from_numpy(pairs.classes)
-    metrics = compute_information_metrics(scores.logprob_sums, scores.lengths, own_columns)
+    metrics = compute_information_metrics(logprob_sums, torch.tensor(list(map(len, thoughts))), own_columns)
     smoothed_metrics, next_averages = smooth_zscores(metrics, averages)
     generator = torch.Generator().manual_seed(int(sample.rng.integers(2**62)))
-    shuffled_accuracy = compute_shuffled_accuracy(scores.logprob_sums, own_columns, classes, generator)
+    shuffled_accuracy = compute_shuffled_accuracy(logprob_sums, own_columns, classes, generator)
     return {
         **metrics,
         **smoothed_metrics,
-        **compute_retrieval_metrics(scores.logprob_sums, own_columns, classes),
+        **compute_retrieval_metrics(logprob_sums, own_columns, classes),
         "retrieval_shuffled": shuffled_accuracy,
     }, next_averages
 

@@ -27,17 +27,6 @@ The first fits into a CPU's caches. The second is large, because a GPU reads all
 """
 
 
-class CrossScores(NamedTuple):
-    """Scores of N thoughts after M prompts, on the CPU.
-
-    logprob_sums: (N, M) float64, summed log-probs of the tokens of thought i after prompt j, in nats, at temperature 1.
-    lengths: (N,) int64 tokens of each thought.
-    """
-
-    logprob_sums: Tensor
-    lengths: Tensor
-
-
 class ThoughtTree(NamedTuple):
     """Some thoughts as a tree of T tokens. The model runs only on the F tokens with children.
 
@@ -62,10 +51,11 @@ def compute_cross_scores(
     thoughts: Sequence[Sequence[int]],
     max_tokens: int | None = None,
     world: World = SINGLE_PROCESS,
-) -> CrossScores:
+) -> Tensor:
     """Score each of N thoughts after each of M prompts, without gradients.
 
-    Equal prompts and equal thoughts are scored once.
+    Returns (N, M) float64 on the CPU: the summed log-probs of the tokens of thought i after prompt j, in nats, at
+    temperature 1. Equal prompts and equal thoughts are scored once.
 
     model: the scoring model; its weights and mode are unchanged. prompts, thoughts: token ids, at least one of each,
     none empty. Any prompt and thought together must fit into the model's context. max_tokens: maximum rows times length
@@ -92,7 +82,7 @@ def compute_cross_scores(
             )
     # Each column is 0 on all ranks but one, so the sum over ranks gathers them.
     logprob_sums = world.all_reduce(logprob_sums)
-    return CrossScores(logprob_sums[row_of][:, column_of].cpu(), torch.tensor([len(thought) for thought in thoughts]))
+    return logprob_sums[row_of][:, column_of].cpu()
 
 
 def _deduplicate(sequences: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:

@@ -73,7 +73,7 @@ def analyze_gradients(
     lines = []
     if config.trainer.gradient_analysis_log_prefilter:
         lines.append(make_line(prefilter=True, episodes=episodes, groups_kept=num_groups))
-    lines.append(make_line(prefilter=False, episodes=selection.episodes, groups_kept=selection.groups_kept))
+    lines.append(make_line(prefilter=False, episodes=selection.episodes, groups_kept=selection.decision.groups_kept))
     return [{"step": trainer.step_index, "source": source, **line} for line in lines]
 
 

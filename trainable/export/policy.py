@@ -13,7 +13,7 @@ from trainable.backend.torch_backend import select_below
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.envs.prompts import START_OF_THOUGHT, ChatFormat
-from trainable.models.load import Policy, check_base, compute_fingerprint, load_policy
+from trainable.models.load import Policy, check_fingerprint, compute_fingerprint, load_policy
 from trainable.models.lora import iter_hub_weights, make_adapted_policy, make_frozen_base
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.flat_state import check_shapes, compute_flat_shapes, load_flat_state
@@ -44,7 +44,7 @@ def load_trained_policy(config: RunConfig, checkpoint: Path) -> Policy:
         raise ValueError(f"{checkpoint} was written by another run.")
     policy = load_policy(config.model.path, torch.device("cpu"), format_name=config.model.chat_format)
     if config.model.lora_rank:
-        check_base(values.get("base"), compute_fingerprint(policy.folder))
+        check_fingerprint("base", values.get("base"), compute_fingerprint(policy.folder))
         base = make_frozen_base(policy.model, config.model, torch.device("cpu"))
         model = make_adapted_policy(base, config.model, make_rng(config.seed, "adapters", 0))
         policy = Policy(model, policy.tokenizer, policy.folder, policy.chat_format)

@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -116,9 +116,14 @@ def load_policy(
 
 
 def _load_qwen2(folder: Path) -> Qwen2:
+    """Load the model in `folder` with float32 weights."""
     with torch.device("meta"):  # spends no memory or time on random weights
         model = Qwen2(Qwen2Shape.read(folder))
-    weights = read_weights(folder)
+    weights: dict[str, torch.Tensor] = {}
+    for file in _find_weight_files(folder):
+        with safe_open(os.fspath(file), framework="pt") as tensors:
+            # Copied, because a memory-mapped file could change during a run.
+            weights |= {name: tensors.get_tensor(name).to(torch.float32, copy=True) for name in tensors.keys()}  # noqa: SIM118
     if model.shape.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     model.load_state_dict(weights, assign=True)
@@ -145,18 +150,6 @@ def _find_weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of the folder's safetensors files, in float32.
-
-    Tensors are copied, because a memory-mapped file could change during a run.
-    """
-    weights: dict[str, torch.Tensor] = {}
-    for file in _find_weight_files(folder):
-        with safe_open(os.fspath(file), framework="pt") as tensors:
-            weights.update({name: tensors.get_tensor(name).to(torch.float32, copy=True) for name in tensors.keys()})  # noqa: SIM118
-    return weights
-
-
 def compute_fingerprint(folder: Path) -> str:
     """Compute the SHA-256 of the weight files of the model in `folder`.
 
@@ -169,24 +162,19 @@ def compute_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
-    """Raise ValueError unless both fingerprints of the base under adapters (None without adapters) are equal."""
-    _check_equal(checkpoint_base, run_base, "adapters of the base", "no adapters", "type the same model.")
+def check_fingerprint(kind: Literal["base", "reference"], checkpoint: str | None, run: str | None) -> None:
+    """Raise ValueError unless checkpoint and run have equal fingerprints of a model.
 
-
-def check_reference(checkpoint_reference: str | None, run_reference: str | None) -> None:
-    """Raise ValueError unless both fingerprints of the model at model.reference_path (None without one) are equal."""
-    _check_equal(
-        checkpoint_reference,
-        run_reference,
-        "the reference",
-        "no reference of its own",
-        "put back the model that model.reference_path named, or start the run again.",
-    )
-
-
-def _check_equal(checkpoint: str | None, run: str | None, name: str, none_name: str, advice: str) -> None:
-    """Raise ValueError with `advice` if two fingerprints differ. none_name: describes a missing fingerprint."""
+    base: the model under adapters; None without adapters. reference: the model at model.reference_path; None without.
+    """
+    name, none_name, advice = {
+        "base": ("adapters of the base", "no adapters", "type the same model."),
+        "reference": (
+            "the reference",
+            "no reference of its own",
+            "put back the model that model.reference_path named, or start the run again.",
+        ),
+    }[kind]
     if checkpoint != run:
         checkpoint_text, run_text = (
             none_name if fingerprint is None else f"{name} {fingerprint[:12]}" for fingerprint in (checkpoint, run)

@@ -20,13 +20,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from trainable.backend.gpus import take_gpus
-from trainable.backend.world import Rendezvous, connect, disconnect
+from trainable.backend.world import connect, disconnect
 from trainable.config.own_parts import PartFile, list_part_files, register_file
 from trainable.config.run_config import RunConfig
 from trainable.ppo.evaluation import Evaluation
 from trainable.ppo.step_record import FinalEvaluation
 from trainable.ppo.trainer import Diagnostics, PPOTrainer, StepOutput
-from trainable.runs.training import do_nothing
 
 T = TypeVar("T")
 
@@ -71,7 +70,7 @@ class RankActor:
         diagnostics: Diagnostics,
         rank: int,
         world_size: int,
-        rendezvous: Rendezvous,
+        rendezvous: Path,
     ) -> None:
         take_gpus(ray.get_gpu_ids(), os.environ)
         torch.set_num_threads(settings["trainer"]["num_threads"] or 1)
@@ -116,7 +115,7 @@ class DistributedTrainer:
 
     def __init__(self, settings: RunConfig, world_size: int, diagnostics: Diagnostics) -> None:
         # A unique file in the temporary folder of this machine, on which all ranks run.
-        self.rendezvous = Rendezvous(Path(tempfile.gettempdir()) / f"tune_study_ranks_{uuid4().hex}")
+        self.rendezvous = Path(tempfile.gettempdir()) / f"tune_study_ranks_{uuid4().hex}"
         # Ray's object references to the calls that are running on the other ranks.
         self.pending_refs: list[Any] = []
         self.rank_actors = [
@@ -147,7 +146,7 @@ class DistributedTrainer:
         """Steps trained so far."""
         return self.trainer.step_index
 
-    def step(self, before_update: Callable[[], None] = do_nothing) -> StepOutput:
+    def step(self, before_update: Callable[[], None] = lambda: None) -> StepOutput:
         """Train one step (see `PPOTrainer.step`). The others wait while `before_update` is called on this rank."""
         return self._run_on_all_ranks("step", lambda: self.trainer.step(before_update))
 
@@ -262,9 +261,7 @@ def _watch_ranks(pending_refs: list[Any], is_done: threading.Event) -> None:
             return  # the main thread has noticed, and raises the cause
 
 
-def _start_rank(
-    settings: RunConfig, diagnostics: Diagnostics, rank: int, world_size: int, rendezvous: Rendezvous
-) -> Any:
+def _start_rank(settings: RunConfig, diagnostics: Diagnostics, rank: int, world_size: int, rendezvous: Path) -> Any:
     """Start the actor of a rank, in the bundle of the same number in the trial's placement group."""
     scheduling_strategy = PlacementGroupSchedulingStrategy(
         get_current_placement_group(), placement_group_bundle_index=rank

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,9 +21,6 @@ from trainable.ppo.update import Targets
 from trainable.rollout.batch import Batch
 from trainable.rollout.episode import Episode
 from trainable.runs.episode_lines import RecordedEpisode
-
-_MAX_BASE_EVALUATIONS = 32
-"""Maximum number of cached validations. The runs of a seed follow each other, so few are needed at a time."""
 
 
 class Evaluation(NamedTuple):
@@ -210,18 +207,3 @@ def make_evaluation_key(config: RunConfig, weights: Mapping[str, Tensor], refere
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-class BaseEvaluations:
-    """Caches validations of untrained policies by key, for runs that start from the same policy. Drops the oldest."""
-
-    def __init__(self) -> None:
-        self._evaluations: dict[str, list[Evaluation]] = {}
-
-    def get_or_make(self, key: str, evaluate: Callable[[], list[Evaluation]]) -> list[Evaluation]:
-        """Return the evaluations of `key`, and call `evaluate` to make them if they are not cached."""
-        if key not in self._evaluations:
-            self._evaluations[key] = evaluate()
-            if len(self._evaluations) > _MAX_BASE_EVALUATIONS:
-                del self._evaluations[next(iter(self._evaluations))]
-        return self._evaluations[key]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainable.algo.filters import ZERO_SCORE, OwnRule, Rule, compute_group_scores, parse_rule, select_groups
+from trainable.algo.filters import ZERO_SCORE, Rule, compute_group_scores, parse_rule, select_groups
 from trainable.config.choices import FILTER_STRATEGIES
 from trainable.config.own_parts import get_part
 from trainable.config.sections import FilterConfig
@@ -25,11 +25,6 @@ class Selection(NamedTuple):
     episodes: list[Episode]
     decision: FilterDecision
 
-    @property
-    def groups_kept(self) -> int:
-        """Number of selected groups."""
-        return self.decision.groups_kept
-
 
 def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
     """Select the groups to train on by their scores (see `FilterConfig`). The selection may be empty.
@@ -46,9 +41,8 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     # be compared.
     stds = compute_group_scores("reward_std", rewards)
     _check_finite({"rewards": rewards, f"scores ({settings.rollout_filter_metric})": scores, "reward stds": stds})
-    is_kept = select_groups(
-        scores, _make_rule(settings), settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
-    )
+    is_largest, has_zero = settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
+    is_kept = select_groups(scores, _make_rule(settings), is_largest, has_zero)
     groups_kept = int(is_kept.sum())
     decision = FilterDecision(
         reward_std=float(stds.mean()),
@@ -67,7 +61,8 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
 def _make_rule(settings: FilterConfig) -> Rule:
     """Make the rule of the strategy that `settings` selects."""
     if settings.rollout_filter_strategy not in FILTER_STRATEGIES:
-        return OwnRule(get_part(settings.rollout_filter_strategy), settings.rollout_filter_value)
+        own_rule = get_part(settings.rollout_filter_strategy)
+        return lambda scores, largest, num_groups: own_rule(scores, settings.rollout_filter_value, largest)
     return parse_rule(
         settings.rollout_filter_strategy,
         settings.rollout_filter_value,

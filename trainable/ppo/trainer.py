@@ -28,10 +28,9 @@ from trainable.envs.games.make import make_level_source
 from trainable.envs.level_sets import make_run_levels
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, ValueModel
-from trainable.models.load import Policy, check_base, check_reference, make_codec, pick_device, prepare_device
+from trainable.models.load import Policy, check_fingerprint, make_codec, pick_device, prepare_device
 from trainable.models.networks import make_networks
 from trainable.ppo.evaluation import (
-    BaseEvaluations,
     Evaluation,
     estimate_mean_kl,
     make_evaluation,
@@ -60,22 +59,25 @@ from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_
 from trainable.rollout.batch import Batch, collate, make_update_order
 from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
 from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
-from trainable.rollout.players import RolloutRequest, make_player
+from trainable.rollout.episode_loop import RolloutRequest
+from trainable.rollout.players import make_player
 from trainable.rollout.sampler import SamplingParams
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.flat_state import get_shapes
 from trainable.runs.nonfinite import add_step, check_finite
 from trainable.runs.run_files import Row
-from trainable.runs.training import do_nothing
 
 SHARED_VALUE_WEIGHT = 0.01
 """Weight of the value loss on a shared trunk. Scores reach 10.9, so squared errors reach about 100, and would dwarf the
 policy loss without a weight."""
 
 
-BASE_EVALUATIONS = BaseEvaluations()
-"""The cache of this process. On the CPU, a process trains several runs, and runs of a seed share their first policy."""
+BASE_EVALUATIONS: dict[str, list[Evaluation]] = {}
+"""The validations of untrained policies in this process, by key (see `make_evaluation_key`). On the CPU, a process
+trains several runs, and runs of a seed share their first policy."""
+MAX_BASE_EVALUATIONS = 32
+"""The runs of a seed follow each other, so few validations are needed at a time."""
 
 
 class StepOutput(NamedTuple):
@@ -170,7 +172,7 @@ class PPOTrainer:
 
     # ------------------------------------------------------------------ the step
 
-    def step(self, before_update: Callable[[], None] = do_nothing) -> StepOutput:
+    def step(self, before_update: Callable[[], None] = lambda: None) -> StepOutput:
         """Train one step, in the published order. Comments in the code refer to the numbers of this list.
 
         0. Before the first step, validate the base policy, unless an earlier run of this process has done so.
@@ -331,8 +333,8 @@ class PPOTrainer:
 
     def _prepare_selected(self, selection: Selection, timer: PhaseTimer) -> PreparedBatch:
         """Make the batch of the current step from the selected groups."""
-        rng = make_rng(self.config.seed, "duplicates", self.step_index)
-        return self.prepare_batch(selection.episodes, selection.groups_kept, self.config.env.env_groups, rng, timer)
+        rng, groups_kept = make_rng(self.config.seed, "duplicates", self.step_index), selection.decision.groups_kept
+        return self.prepare_batch(selection.episodes, groups_kept, self.config.env.env_groups, rng, timer)
 
     def prepare_batch(
         self,
@@ -442,9 +444,9 @@ class PPOTrainer:
         """Compute the critic's values (B, T) at the trained tokens, without gradients. None without a critic."""
         rows_per_pass = self.config.rollout.log_prob_micro_batch_size_per_gpu
         if self.critic is not None:
-            value_function = TokenFunction.for_values(self.critic.model, self.critic.score)
+            value_function = TokenFunction(self.critic.model, self.critic.score)
         elif self.value_head is not None:
-            value_function = TokenFunction.for_values(self.model.model, self.value_head)
+            value_function = TokenFunction(self.model.model, self.value_head)
         else:
             return None
         # A value head on a shared trunk belongs to the policy's backend.
@@ -492,7 +494,11 @@ class PPOTrainer:
         if self.device.type != "cpu" or self.world.size > 1:
             return self._validate(timer, *modes)
         key = make_evaluation_key(self.config, self.model.state_dict(), self.reference_fingerprint)
-        return BASE_EVALUATIONS.get_or_make(key, lambda: self._validate(timer, *modes))
+        if key not in BASE_EVALUATIONS:
+            BASE_EVALUATIONS[key] = self._validate(timer, *modes)
+            if len(BASE_EVALUATIONS) > MAX_BASE_EVALUATIONS:
+                del BASE_EVALUATIONS[next(iter(BASE_EVALUATIONS))]
+        return BASE_EVALUATIONS[key]
 
     def _validate(self, timer: PhaseTimer, *modes: str) -> list[Evaluation]:
         """Evaluate all validation levels in each of `modes`."""
@@ -628,8 +634,8 @@ class PPOTrainer:
 
         Raises ValueError, before anything is changed, if the state does not fit this trainer.
         """
-        check_base(values.get("base"), self.base_fingerprint)
-        check_reference(values.get("reference"), self.reference_fingerprint)
+        check_fingerprint("base", values.get("base"), self.base_fingerprint)
+        check_fingerprint("reference", values.get("reference"), self.reference_fingerprint)
         for backend in self.backends.values():
             backend.check_state_shapes(get_shapes(tensors))
         # Read and convert everything before loading anything, so that a refused state changes nothing.

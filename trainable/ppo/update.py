@@ -288,9 +288,8 @@ class ActorUpdate:
         # The size of a pass is given in rows as long as the longest episode. An episode longer than TOKENS_PER_PASS
         # gets a pass of one row.
         rows_per_pass = max(1, TOKENS_PER_PASS[mini_batch.tokens.device.type] // mini_batch.tokens.shape[1])
-        logprobs = compute_at_trained_tokens(
-            mini_batch, rows_per_pass, TokenFunction.for_logprobs(self.model, self.temperature), world
-        )
+        function = TokenFunction.for_logprobs(self.model, self.temperature)
+        logprobs = compute_at_trained_tokens(mini_batch, rows_per_pass, function, world)
         # All trained tokens of an episode have the same skill: read it at the first one.
         skills = targets.advantages[rows, mini_batch.mask.int().argmax(1)]
         # Sum hundreds of tokens in float64, since in float32 the differences between rollouts would lose digits.
@@ -431,24 +430,20 @@ def compute_at_trained_tokens(
     return world.all_reduce(values)  # each row is 0 on all ranks but one, so the sum is a gather
 
 
-class TokenFunction:
+class TokenFunction(NamedTuple):
     """A function of trained tokens: their log-probs under a model, or the values of the states before them.
 
     temperature: sampling temperature of the log-probs, or None for values.
     """
 
-    def __init__(self, trunk: Trunk, head: nn.Module, temperature: float | None) -> None:
-        self.trunk, self.head, self.temperature = trunk, head, temperature
+    trunk: Trunk
+    head: nn.Module
+    temperature: float | None = None
 
     @staticmethod
     def for_logprobs(model: LanguageModel, temperature: float) -> "TokenFunction":
         """Make the function that computes the log-prob of each trained token at `temperature`, in nats."""
         return TokenFunction(model.model, model.lm_head, temperature)
-
-    @staticmethod
-    def for_values(trunk: Trunk, head: nn.Module) -> "TokenFunction":
-        """Make the function that computes the value of the state before each trained token."""
-        return TokenFunction(trunk, head, temperature=None)
 
     def __call__(self, tokens: Tensor, flat_positions: Tensor, targets: Tensor) -> Tensor:
         """Evaluate at flat positions (n,) in `tokens` (b, t), whose next tokens are `targets` (n,)."""

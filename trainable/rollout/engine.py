@@ -29,7 +29,7 @@ from trainable.models.lora import get_base_weights, iter_hub_weights
 from trainable.rollout.batch import collate
 from trainable.rollout.episode import Episode
 from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_step_kv_bytes
-from trainable.rollout.logprob_mismatch import LogprobMismatch, check_logprobs, check_mismatch, measure_mismatch
+from trainable.rollout.logprob_mismatch import LogprobMismatch, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import Conversation, RowStreams, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 
@@ -189,7 +189,7 @@ class SyncedEngine(Engine):
             self.sampler.update_weights(weights)
             trainer_logprobs = compute_row_logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
         engine_logprobs = torch.from_numpy(self.sampler.compute_logprobs([self.prompt])[0])
-        self.prompt_mismatch = _compare(trainer_logprobs, engine_logprobs, step).mean_abs
+        self.prompt_mismatch = measure_mismatch(trainer_logprobs, engine_logprobs, step).mean_abs
         check_mismatch(self.prompt_mismatch, self.config.rollout.logprob_tolerance, step)
 
     def recompute_logprobs(self, episodes: Sequence[Episode], temperature: float) -> list[Episode]:
@@ -206,7 +206,7 @@ class SyncedEngine(Engine):
         engine_logprobs = np.concatenate(
             [episode.engine_logprobs[episode.mask] for episode in episodes if episode.engine_logprobs is not None]
         )
-        return _compare(torch.from_numpy(trainer_logprobs), torch.from_numpy(engine_logprobs), step)
+        return measure_mismatch(torch.from_numpy(trainer_logprobs), torch.from_numpy(engine_logprobs), step)
 
     def close(self) -> None:
         """Shut down the sampler and free its memory."""
@@ -282,12 +282,6 @@ def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -
     if config.rollout.kv_cache_gib is not None:
         cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
     return max(cache_bytes, compute_conversation_kv_bytes(shape, dtype_bytes, context_length))
-
-
-def _compare(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: int) -> LogprobMismatch:
-    """Measure the mismatch of log-probs (N,) of the same tokens. Raise NonFiniteError if one is not finite."""
-    check_logprobs(trainer_logprobs, engine_logprobs, step)
-    return measure_mismatch(trainer_logprobs, engine_logprobs)
 
 
 def make_engine(

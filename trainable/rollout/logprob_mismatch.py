@@ -32,12 +32,15 @@ class LogprobMismatch(NamedTuple):
     ess_fraction: float
 
 
-def measure_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> LogprobMismatch:
-    """Compare log-probs (N,) of the same N >= 1 sampled tokens, at the same temperature.
+def measure_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: int) -> LogprobMismatch:
+    """Compare log-probs (N,) of the same N >= 1 tokens, sampled in `step` at the same temperature.
 
-    If a log-prob is not finite, neither is `mean_abs`, which `check_mismatch` rejects. Raises ValueError without
-    tokens.
+    Raises NonFiniteError if log-probs are not finite, since this is not a mismatch, and ValueError without tokens.
     """
+    log_probs = {"trainer": trainer_logprobs, "engine": engine_logprobs}
+    names = [name for name, values in log_probs.items() if not bool(torch.isfinite(values).all())]
+    if names:
+        raise NonFiniteError(f"log-probs of the {' and the '.join(names)} were not finite at step {step}")
     difference = trainer_logprobs.double() - engine_logprobs.double()
     if not len(difference):
         raise ValueError("There are no sampled tokens to compare: give at least one episode with a reply.")
@@ -49,14 +52,6 @@ def measure_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Logpr
         kl=float((torch.expm1(difference) - difference).mean()),  # KL(engine || trainer): tokens are the engine's
         ess_fraction=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
     )
-
-
-def check_logprobs(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: int) -> None:
-    """Raise NonFiniteError if log-probs are not finite, since this is not a mismatch."""
-    log_probs = {"trainer": trainer_logprobs, "engine": engine_logprobs}
-    names = [name for name, values in log_probs.items() if not bool(torch.isfinite(values).all())]
-    if names:
-        raise NonFiniteError(f"log-probs of the {' and the '.join(names)} were not finite at step {step}")
 
 
 def check_mismatch(mean_abs: float, tolerance: float, step: int) -> None:

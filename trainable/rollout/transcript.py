@@ -2,22 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trainable.rollout.sampler import SampledReply
-
-
-class TokenArrays(NamedTuple):
-    """The tokens of an episode, as in `Episode`. Prompt tokens have mask False, and log-prob and entropy 0."""
-
-    tokens: npt.NDArray[np.int64]
-    mask: npt.NDArray[np.bool_]
-    logprobs: npt.NDArray[np.float32]
-    entropies: npt.NDArray[np.float32]
-    turns: npt.NDArray[np.int64]
 
 
 @dataclass
@@ -70,8 +60,8 @@ class Transcript:
         self.turns.append(self.num_turns)
         self.length += len(ids)
 
-    def make_arrays(self) -> TokenArrays:
-        """Concatenate the tokens of all messages."""
+    def make_arrays(self) -> dict[str, Any]:
+        """Concatenate the tokens of all messages, as in `Episode`. Log-probs and entropies of prompts are 0."""
         mask, turns = np.zeros(self.length, dtype=bool), np.zeros(self.length, dtype=np.int64)
         logprobs, entropies = np.zeros(self.length, dtype=np.float32), np.zeros(self.length, dtype=np.float32)
         end = 0
@@ -80,4 +70,10 @@ class Transcript:
             turns[start:end] = turn
             if reply is not None:
                 mask[start:end], logprobs[start:end], entropies[start:end] = True, reply.logprobs, reply.entropies
-        return TokenArrays(np.concatenate(self.tokens), mask, logprobs, entropies, turns)
+        return {
+            "tokens": np.concatenate(self.tokens),
+            "mask": mask,
+            "logprobs": logprobs,
+            "entropies": entropies,
+            "turns": turns,
+        }

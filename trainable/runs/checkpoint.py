@@ -59,8 +59,12 @@ def write_checkpoint(
         _write_files(staging_folder, group_tensors(tensors, max_file_bytes), values)
     except BaseException as error:  # including KeyboardInterrupt
         shutil.rmtree(staging_folder, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # callers recognize a full disk by an OSError, and wait
-            raise _as_os_error(error) from error
+        if isinstance(error, SafetensorError):
+            # It writes through Rust, whose I/O errors arrive as text such as `(os error 28)`. Callers recognize a full
+            # disk by an OSError, and wait.
+            errno_match = re.search(r"os error (\d+)", str(error))
+            error_number = int(errno_match.group(1)) if errno_match else errno.EIO
+            raise OSError(error_number, os.strerror(error_number), str(error)) from error
         raise
     # Outside the `try`, whose handler deletes the staging folder: the new checkpoint is complete now, and must survive
     # an error while it replaces the old one.
@@ -115,16 +119,6 @@ def _map_in_threads(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
         except BaseException:
             executor.shutdown(cancel_futures=True)
             raise
-
-
-def _as_os_error(error: SafetensorError) -> OSError:
-    """Make an OSError of the number in the message of a SafetensorError, such as `(os error 28)`, or else of EIO.
-
-    safetensors writes through Rust, whose I/O errors arrive in Python as text.
-    """
-    errno_match = re.search(r"os error (\d+)", str(error))
-    error_number = int(errno_match.group(1)) if errno_match else errno.EIO
-    return OSError(error_number, os.strerror(error_number), str(error))
 
 
 def _replace_folder(staging_folder: Path, folder: Path) -> None:

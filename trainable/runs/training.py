@@ -65,10 +65,6 @@ class Trainer(Protocol):
         """Release resources other than memory: engines and other processes."""
 
 
-def do_nothing() -> None:
-    """Do nothing before an update, if no checkpoint is being written."""
-
-
 @dataclass(frozen=True)
 class TrainerFamily:
     """The parts from which runs of one kind are built."""
@@ -325,17 +321,18 @@ class TrainingLoop:
     def _write_all(self, writes: Sequence[Callable[[], None]], in_background: bool) -> None:
         """Call `writes` one after another, in the background if asked for and if there is a writer."""
 
+        in_background = in_background and bool(writes) and self._writer is not None
+
         def write_all() -> None:
+            started_at = self._read_clock()
             for write in writes:
                 write()
+            if in_background:
+                seconds = self._read_clock() - started_at
+                self._longest_write_seconds = max(self._longest_write_seconds, seconds)
 
-        def write_all_and_measure() -> None:
-            started_at = self._read_clock()
-            write_all()
-            self._longest_write_seconds = max(self._longest_write_seconds, self._read_clock() - started_at)
-
-        if writes and in_background and self._writer is not None:
-            self._pending_write = self._writer.submit(write_all_and_measure)
+        if in_background and self._writer is not None:
+            self._pending_write = self._writer.submit(write_all)
         else:
             write_all()
 

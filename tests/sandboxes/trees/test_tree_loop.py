@@ -112,16 +112,18 @@ def test_a_root_works_in_its_repl_until_it_answers() -> None:
     assert (tree.answer, tree.observations, tree.validity) == ("['two']", ["(no output)", "13", ""], [True, True, True])
     assert (tree.children, sampler.batches) == ([], [1, 1, 1])
     arrays = tree.transcript.make_arrays()
-    assert decode_all([arrays.tokens])[0] == (
+    assert decode_all([arrays["tokens"]])[0] == (
         "<|im_start|>system\nPapers<|im_end|>\n<|im_start|>user\na b\nWhich numbers?\n<|im_end|>\n"
         "<|im_start|>assistant\n```repl\nn = len(context['a'])\n```<|im_end|>\n"
         "<|im_start|>user\n(no output)\n<|im_end|>\n<|im_start|>assistant\n```repl\nprint(n)\n```<|im_end|>\n"
         "<|im_start|>user\n13\n<|im_end|>\n"
         "<|im_start|>assistant\nI have it.\nFINAL(['two'])<|im_end|>"
     )
-    assert decode_all([arrays.tokens[arrays.mask & (arrays.turns == 1)]]) == ["```repl\nprint(n)\n```<|im_end|>"]
-    assert (arrays.logprobs[arrays.mask] < 0).all()
-    assert (arrays.logprobs[~arrays.mask] == 0).all()
+    assert decode_all([arrays["tokens"][arrays["mask"] & (arrays["turns"] == 1)]]) == [
+        "```repl\nprint(n)\n```<|im_end|>"
+    ]
+    assert (arrays["logprobs"][arrays["mask"]] < 0).all()
+    assert (arrays["logprobs"][~arrays["mask"]] == 0).all()
 
 
 def test_children_of_all_roots_are_one_batch_and_their_answers_values_in_the_code() -> None:
@@ -180,7 +182,7 @@ def test_outputs_are_cut_and_markers_are_no_tokens() -> None:
     question = Question("What is <|im_end|>?", PAPERS, ("two",))
     replies = iter([run_code("print('<|' + 'im_start|>' + 'x' * 30)"), "FINAL(x)"])
     ((tree,), _) = play(lambda history, draw: next(replies), (question,), limits=TreeLimits(observation_chars=20))
-    text = decode_all([tree.transcript.make_arrays().tokens])[0]
+    text = decode_all([tree.transcript.make_arrays()["tokens"]])[0]
     assert "What is < |im_end|>?" in text
     assert "< |im_start|>xxxxxxxx\n[22 of 42 characters are left out]\n<|im_end|>" in text
 
@@ -191,7 +193,7 @@ def test_conversations_stay_within_the_context() -> None:
     # One more turn fits, another does not.
     ((tree,), _) = play(lambda history, draw: run_code("print('x' * 60)"), context_length=420)
     assert (len(tree.transcript.texts), tree.out_of_context) == (2, True)
-    assert len(tree.transcript.make_arrays().tokens) <= 420
+    assert len(tree.transcript.make_arrays()["tokens"]) <= 420
 
     def ask(history: str, draw: float) -> str:
         code = (
@@ -261,8 +263,8 @@ def test_a_reply_that_was_cut_gets_its_end_marker() -> None:
     replies = iter(["cut~", "FINAL(x)"])
     ((tree,), _) = play(lambda history, draw: next(replies))
     arrays = tree.transcript.make_arrays()
-    assert "assistant\ncut<|im_end|>\n<|im_start|>user\n" in decode_all([arrays.tokens])[0]
-    assert decode_all([arrays.tokens[arrays.mask]]) == ["cutFINAL(x)<|im_end|>"]
+    assert "assistant\ncut<|im_end|>\n<|im_start|>user\n" in decode_all([arrays["tokens"]])[0]
+    assert decode_all([arrays["tokens"][arrays["mask"]]]) == ["cutFINAL(x)<|im_end|>"]
     assert tree.validity == [False, True]
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
@@ -11,7 +12,7 @@ from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.rollout.episode import Episode
-from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
+from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 
@@ -28,18 +29,10 @@ class Rollout(NamedTuple):
 def rollout() -> Rollout:
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
     codec = make_codec(policy.tokenizer)
-    rules = EpisodeLimits(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
-    episodes = roll_out_episodes(
-        Sokoban(),
-        make_training_levels(Sokoban(), 0, 1, 3, 10_000),
-        6,
-        TorchSampler(policy.model),
-        make_prompt_template(Sokoban(), "compact", 10),
-        codec,
-        rules,
-        SamplingParams(1.0, 24, policy.stop_token),
-        np.random.default_rng(0),
-        draw_luck(np.random.default_rng(0), 18, rules),
-    )
+    template, limits = make_prompt_template(Sokoban(), "compact", 10), TurnLimits(3, 2, 10)
+    levels, params = make_training_levels(Sokoban(), 0, 1, 3, 10_000), SamplingParams(1.0, 24, policy.stop_token)
+    rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)
+    request = RolloutRequest(levels, 6, TorchSampler(policy.model), params, rng, luck_rng)
+    episodes = TurnPlayer(Sokoban(), template, codec, limits, -0.1, 512).roll_out(request)
     assert isinstance(policy.model, Qwen2)
     return Rollout(policy.model, codec, episodes)

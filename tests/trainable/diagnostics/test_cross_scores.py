@@ -7,38 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fakes.scripted import make_qwen2_shape, make_random_model
+from tests.fakes.layouts import LAYOUTS, make_layout
 from tests.strategies.examples import draw_examples
 from trainable.backend.world import World
 from trainable.diagnostics.cross_scores import compute_cross_scores
-from trainable.models.load import load_policy
 from trainable.models.qwen2 import Qwen2
 
-# Number of heads, key-value heads, whether the head is tied, number of layers, rotary base.
-LAYOUTS = [(4, 4, True, 2, 10_000.0), (4, 2, False, 3, 1_000_000.0), (4, 1, True, 1, 500.0), (2, 1, False, 2, 10_000.0)]
 Tokens = list[list[int]]
-
-
-def make_model(heads: int, kv_heads: int, tied: bool, layers: int, theta: float) -> Qwen2:
-    sizes = make_qwen2_shape(
-        hidden_size=32,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=tied,
-        num_hidden_layers=layers,
-        rope_theta=theta,
-    )
-    return make_random_model(sizes, seed=heads + kv_heads, std=0.3)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def model(request: pytest.FixtureRequest) -> Qwen2:
-    return make_model(*request.param)
+    return make_layout(*request.param)
 
 
 @pytest.fixture(scope="module")
 def grouped_model() -> Qwen2:
-    return make_model(*LAYOUTS[1])
+    return make_layout(*LAYOUTS[1])
 
 
 def draw_sequences(rng: np.random.Generator, count: int, max_length: int, vocab_size: int = 23) -> Tokens:
@@ -75,34 +60,33 @@ def test_scores_are_those_of_the_whole_sequences(model: Qwen2) -> None:
     rng = np.random.default_rng(0)
     prompts, thoughts = draw_sequences(rng, 5, 40), [*draw_sequences(rng, 6, 12), *draw_similar_sequences(rng, 6, 6)]
     scores = compute_cross_scores(model, prompts, thoughts)
-    assert_scores_close(scores.logprob_sums, score_naively(model, prompts, thoughts))
-    assert scores.lengths.tolist() == [len(thought) for thought in thoughts]
+    assert_scores_close(scores, score_naively(model, prompts, thoughts))
 
 
 @draw_examples(40)
 @given(st.integers(0, 2**32 - 1))
 def test_any_lengths_beginnings_repeats_and_limits_give_the_same_scores(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    model = make_model(*LAYOUTS[int(rng.integers(len(LAYOUTS)))])
+    model = make_layout(*LAYOUTS[int(rng.integers(len(LAYOUTS)))])
     prompts, thoughts = (
         draw_sequences(rng, int(rng.integers(1, 5)), 20),
         draw_similar_sequences(rng, int(rng.integers(1, 7)), 7),
     )
     prompts += [prompts[0], [*prompts[0], 3]]
     scores = compute_cross_scores(model, prompts, thoughts, max_tokens=int(rng.integers(1, 60)))
-    assert_scores_close(scores.logprob_sums, score_naively(model, prompts, thoughts))
+    assert_scores_close(scores, score_naively(model, prompts, thoughts))
 
 
 def test_a_prompt_and_a_thought_of_one_token_each(grouped_model: Qwen2) -> None:
     scores = compute_cross_scores(grouped_model, [[4], [9]], [[7]])
-    assert_scores_close(scores.logprob_sums, score_naively(grouped_model, [[4], [9]], [[7]]))
-    total = compute_cross_scores(grouped_model, [[4]], [[token] for token in range(23)]).logprob_sums.exp().sum()
+    assert_scores_close(scores, score_naively(grouped_model, [[4], [9]], [[7]]))
+    total = compute_cross_scores(grouped_model, [[4]], [[token] for token in range(23)]).exp().sum()
     assert float(total) == pytest.approx(1, abs=1e-5)
 
 
 def test_thoughts_of_two_tokens_sum_to_the_likelihood_of_the_first(grouped_model: Qwen2) -> None:
-    first = compute_cross_scores(grouped_model, [[1, 2, 3]], [[5]]).logprob_sums
-    pairs = compute_cross_scores(grouped_model, [[1, 2, 3]], [[5, token] for token in range(23)]).logprob_sums
+    first = compute_cross_scores(grouped_model, [[1, 2, 3]], [[5]])
+    pairs = compute_cross_scores(grouped_model, [[1, 2, 3]], [[5, token] for token in range(23)])
     assert_scores_close(pairs.logsumexp(0), first[0])
 
 
@@ -110,8 +94,8 @@ def test_arrays_have_the_scores_of_lists(grouped_model: Qwen2) -> None:
     prompts, thoughts = [[1, 2], [3]], [[4, 5], [6]]
     arrays = [[np.array(tokens) for tokens in sequences] for sequences in (prompts, thoughts)]
     assert torch.equal(
-        compute_cross_scores(grouped_model, *arrays).logprob_sums,
-        compute_cross_scores(grouped_model, prompts, thoughts).logprob_sums,
+        compute_cross_scores(grouped_model, *arrays),
+        compute_cross_scores(grouped_model, prompts, thoughts),
     )
 
 
@@ -139,10 +123,10 @@ def test_each_prompt_and_each_beginning_runs_once_and_no_last_token_does(grouped
 def test_repeated_prompts_and_thoughts_repeat_their_scores(grouped_model: Qwen2) -> None:
     rng = np.random.default_rng(1)
     prompts, thoughts = draw_sequences(rng, 3, 9), draw_sequences(rng, 4, 6)
-    scores = compute_cross_scores(grouped_model, prompts, thoughts).logprob_sums
+    scores = compute_cross_scores(grouped_model, prompts, thoughts)
     repeated_scores = compute_cross_scores(
         grouped_model, [prompts[n] for n in (2, 0, 0, 1)], [thoughts[n] for n in (3, 3, 0, 2, 1)]
-    ).logprob_sums
+    )
     assert torch.equal(repeated_scores[0], repeated_scores[1])
     assert torch.equal(repeated_scores[:, 1], repeated_scores[:, 2])
     assert_scores_close(repeated_scores, scores[[3, 3, 0, 2, 1]][:, [2, 0, 0, 1]])
@@ -164,7 +148,7 @@ def test_long_vocabularies_are_scored_piece_by_piece(
 ) -> None:
     rng = np.random.default_rng(3)
     prompts, thoughts = draw_sequences(rng, 4, 9), [*draw_sequences(rng, 5, 6), *draw_similar_sequences(rng, 4, 5)]
-    expected = compute_cross_scores(grouped_model, prompts, thoughts).logprob_sums
+    expected = compute_cross_scores(grouped_model, prompts, thoughts)
     monkeypatch.setattr("trainable.diagnostics.cross_scores.CHUNK_ELEMENTS", elements)
     row_counts: list[int] = []
     hook = grouped_model.lm_head.register_forward_hook(lambda _, inputs, out: row_counts.append(out.numel() // 23))
@@ -173,8 +157,8 @@ def test_long_vocabularies_are_scored_piece_by_piece(
     num_states = sum(row_counts)
     assert max_rows >= max(row_counts) > max_rows // 3
     assert num_states % 4 == 0  # each state of the tree is scored once after each of the four prompts
-    assert_scores_close(scores.logprob_sums, expected)
-    assert_scores_close(scores.logprob_sums, score_naively(grouped_model, prompts, thoughts))
+    assert_scores_close(scores, expected)
+    assert_scores_close(scores, score_naively(grouped_model, prompts, thoughts))
 
 
 def test_the_model_does_not_change_and_no_gradient_is_stored(grouped_model: Qwen2) -> None:
@@ -183,8 +167,8 @@ def test_the_model_does_not_change_and_no_gradient_is_stored(grouped_model: Qwen
         grouped_model.train(training)
         scores = compute_cross_scores(grouped_model, [[1, 2], [3]], [[4, 5], [6]])
         assert grouped_model.training == training
-        assert not scores.logprob_sums.requires_grad
-        assert not scores.logprob_sums.is_inference()
+        assert not scores.requires_grad
+        assert not scores.is_inference()
     for name, weight in grouped_model.named_parameters():
         assert torch.equal(weight, old_weights[name])
         assert weight.grad is None
@@ -195,7 +179,7 @@ def test_all_tensors_are_on_the_device_of_the_model(grouped_model: Qwen2) -> Non
     prompts, thoughts = [[1, 2, 3], [4]], [[5, 6], [5, 7, 8]]
     expected = score_naively(grouped_model, prompts, thoughts)
     with torch.device("meta"):
-        scores = compute_cross_scores(grouped_model, prompts, thoughts).logprob_sums
+        scores = compute_cross_scores(grouped_model, prompts, thoughts)
     assert_scores_close(scores, expected)
 
 
@@ -228,16 +212,7 @@ def test_a_tree_sees_its_row_and_its_ancestors_and_leaves_the_cache_alone(model:
                 )
 
 
-# ---------------------------------------------------------------------------- the shipped policy
-
-
-def test_the_shipped_policy_is_scored_as_its_whole_sequences_are() -> None:
-    model = load_policy("sokoban-tiny", torch.device("cpu")).model
-    rng = np.random.default_rng(4)
-    prompts, thoughts = draw_sequences(rng, 4, 120, vocab_size=193), draw_sequences(rng, 8, 15, vocab_size=193)
-    scores = compute_cross_scores(model, prompts, thoughts).logprob_sums
-    assert_scores_close(scores, score_naively(model, prompts, thoughts))
-    assert (scores < 0).all()
+# ---------------------------------------------------------------------------- ranks
 
 
 @pytest.mark.parametrize("size", [2, 3, 9])
@@ -251,12 +226,11 @@ def test_scores_of_ranks_sum_to_all_scores(grouped_model: Qwen2, size: int) -> N
     rank_scores = [
         compute_cross_scores(grouped_model, prompts, thoughts, world=World(rank, size)) for rank in range(size)
     ]
-    num_ranks = torch.stack([scores.logprob_sums != 0 for scores in rank_scores]).sum(0)
+    num_ranks = torch.stack([scores != 0 for scores in rank_scores]).sum(0)
     assert bool((num_ranks == 1).all())  # each pair is scored by exactly one rank
     torch.testing.assert_close(
-        torch.stack([scores.logprob_sums for scores in rank_scores]).sum(0),
-        all_scores.logprob_sums,
+        torch.stack(rank_scores).sum(0),
+        all_scores,
         rtol=1e-5,
         atol=1e-5,
     )
-    assert all(torch.equal(scores.lengths, all_scores.lengths) for scores in rank_scores)

@@ -52,14 +52,26 @@ def prepare_batch(trainer: PPOTrainer) -> tuple[PreparedBatch, dict[int, float]]
     return prepared, distinct_stds
 
 
-def probe(
-    trainer: PPOTrainer, buckets: int = 3, mode: str = "quantile", sketch: int | None = None
-) -> tuple[PreparedBatch, ProbeResult]:
-    prepared, stds = prepare_batch(trainer)
+def measure(
+    trainer: PPOTrainer,
+    prepared: PreparedBatch,
+    stds: dict[int, float],
+    buckets: int = 2,
+    mode: str = "quantile",
+    sketch: int | None = None,
+) -> ProbeResult:
     generator = torch.Generator().manual_seed(1)
-    return prepared, probe_gradients(
-        trainer.make_actor_update(), prepared.batch, prepared.targets, stds, buckets, mode, generator, sketch
-    )
+    batch, targets, _ = prepared
+    return probe_gradients(trainer.make_actor_update(), batch, targets, stds, buckets, mode, generator, sketch)
+
+
+def probe(trainer: PPOTrainer, buckets: int = 3, sketch: int | None = None) -> tuple[PreparedBatch, ProbeResult]:
+    prepared, stds = prepare_batch(trainer)
+    return prepared, measure(trainer, prepared, stds, buckets, sketch=sketch)
+
+
+def replace_advantages(prepared: PreparedBatch, advantages: torch.Tensor) -> PreparedBatch:
+    return prepared._replace(targets=prepared.targets._replace(advantages=advantages))
 
 
 def index_rows(findings: ProbeResult) -> dict[tuple[str, str], dict[str, Any]]:
@@ -246,15 +258,7 @@ def test_fixed_edges_leave_empty_buckets_out() -> None:
     trainer = make_trained_trainer()
     prepared, stds = prepare_batch(trainer)
     fixed_stds = dict(zip(stds, (0.2, 0.4, 2.5, 2.6, 2.7, 9.0, 9.5), strict=True))
-    findings = probe_gradients(
-        trainer.make_actor_update(),
-        prepared.batch,
-        prepared.targets,
-        fixed_stds,
-        6,
-        "fixed_rv",
-        torch.Generator().manual_seed(1),
-    )
+    findings = measure(trainer, prepared, fixed_stds, 6, "fixed_rv")
     assert list(dict.fromkeys(row["bucket"] for row in findings.rows)) == ["bucket_1", "bucket_3", "bucket_6", "all"]
 
 
@@ -300,9 +304,7 @@ def test_numbers_that_are_not_finite_are_missing_and_the_others_do_not_change() 
     prepared, stds = prepare_batch(trainer)
 
     def probe_rows(advantages: torch.Tensor) -> dict[tuple[str, str], dict[str, Any]]:
-        targets = prepared.targets._replace(advantages=advantages)
-        generator = torch.Generator().manual_seed(1)
-        findings = probe_gradients(trainer.make_actor_update(), prepared.batch, targets, stds, 3, "quantile", generator)
+        findings = measure(trainer, replace_advantages(prepared, advantages), stds, 3)
         return index_rows(findings._replace(rows=[finite_or_missing(row) for row in findings.rows]))
 
     finite_advantages = prepared.targets.advantages
@@ -348,9 +350,7 @@ def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight() -> None:
     mask = prepared.batch.mask & (prepared.batch.group_ids != untrained_group)[:, None]
     for batch in (prepared.batch, prepared.batch._replace(mask=mask)):
         trained_groups = {int(group) for group in batch.group_ids[batch.mask.any(1)]}
-        findings = probe_gradients(
-            trainer.make_actor_update(), batch, prepared.targets, stds, 2, "quantile", torch.Generator().manual_seed(3)
-        )
+        findings = measure(trainer, prepared._replace(batch=batch), stds)
         for row in findings.rows:
             bucket_groups = {group["group"] for group in findings.groups if row["bucket"] in (group["bucket"], "all")}
             assert row["fold_count"] == min(FOLDS, len(bucket_groups & trained_groups))
@@ -360,10 +360,8 @@ def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight() -> None:
 def test_groups_without_spread_leave_grpo_only_the_regularizers() -> None:
     trainer = make_trained_trainer(algorithm__adv_estimator="grpo")
     prepared, stds = prepare_batch(trainer)
-    targets = prepared.targets._replace(advantages=torch.zeros_like(prepared.targets.advantages))
-    findings = probe_gradients(
-        trainer.make_actor_update(), prepared.batch, targets, stds, 2, "quantile", torch.Generator().manual_seed(1)
-    )
+    zero_advantages = torch.zeros_like(prepared.targets.advantages)
+    findings = measure(trainer, replace_advantages(prepared, zero_advantages), stds)
     rows = index_rows(findings)
     names = ("signal_share", "signal_share_low", "signal_share_high")
     assert [rows["all", "task"][name] for name in names] == [0, 0, 0]

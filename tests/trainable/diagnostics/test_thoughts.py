@@ -71,7 +71,9 @@ def read_thoughts(replies: Sequence[str], tokenizer: Tokenizer = TINY_TOKENIZER)
 # ---------------------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize("end", ["</think><answer>Up</answer><|im_end|>", "</think> <answer>U", "</think>"])
+@pytest.mark.parametrize(
+    "end", ["</think><answer>Up</answer><|im_end|>", "</think> <answer>U", "</think>", "</think>L<|im_end|>"]
+)
 @pytest.mark.parametrize("tokenizer", [TINY_TOKENIZER, BYTE_TOKENIZER], ids=["tiny", "bytes"])
 def test_a_thought_is_the_text_before_its_end(tokenizer: Tokenizer, end: str) -> None:
     assert read_thoughts(["P32 X22 O11 UL" + end], tokenizer) == ["P32 X22 O11 UL"]
@@ -113,10 +115,6 @@ def test_a_thought_that_is_empty_or_not_closed_has_no_tokens(tokenizer: Tokenize
 )
 def test_only_tokens_wholly_inside_the_thought_are_kept(reply: str, expected: str) -> None:
     assert read_thoughts([reply], BYTE_TOKENIZER) == [expected]
-
-
-def test_an_answer_is_not_needed() -> None:
-    assert read_thoughts(["UL</think><|im_end|>", "U</think>L<|im_end|>"]) == ["UL", "U"]
 
 
 def test_a_prompt_is_the_whole_conversation_up_to_the_forced_start() -> None:
@@ -274,7 +272,7 @@ def test_the_score_of_a_thought_after_its_prompt_is_that_of_the_sampler(rollout:
             start = len(turn.prompt)
             stop = start + len(turn.thought)
             if turn.is_valid and np.array_equal(episode.tokens[start:stop], turn.thought):
-                logprob_sum = compute_cross_scores(model, [turn.prompt], [turn.thought]).logprob_sums
+                logprob_sum = compute_cross_scores(model, [turn.prompt], [turn.thought])
                 assert float(logprob_sum) == pytest.approx(
                     float(episode.logprobs[start:stop].sum()), rel=1e-4, abs=1e-4
                 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.fakes.hub_models import ARCHITECTURES, VOCAB_SIZE, make_model, make_tokens, make_wrapped_model, write_model
+from tests.fakes.layouts import Rows
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.hub_config import make_shape
@@ -33,15 +34,6 @@ def make_wrapped_twin(model: Qwen2) -> HubModel:
 
 def assert_close(actual: Tensor, expected: Tensor, limit: float = 1e-4) -> None:
     torch.testing.assert_close(actual, expected, rtol=limit, atol=limit * float(expected.abs().max()))
-
-
-def pad_left(chunks: list[list[int]], start_positions: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, positions and validity (B, q) of chunks that follow `start_positions` tokens of each row."""
-    width = max(len(chunk) for chunk in chunks)
-    padding = torch.tensor([width - len(chunk) for chunk in chunks])[:, None]
-    tokens = torch.tensor([[0] * (width - len(chunk)) + chunk for chunk in chunks])
-    steps = torch.arange(width) - padding
-    return tokens, (torch.tensor(start_positions)[:, None] + steps).clamp_min(0), steps >= 0
 
 
 # ---------------------------------------------------------------------------- every architecture
@@ -112,37 +104,22 @@ def test_recomputing_blocks_changes_no_gradient(model_pair: tuple[Any, HubModel]
 
 
 def test_a_cache_gives_what_whole_sequences_give(model_pair: tuple[Any, HubModel]) -> None:
-    _, model = model_pair
-    rows: list[list[int]] = [[], [], []]
-
-    def extend(chunks: list[list[int]]) -> None:
-        tokens, positions, valid = pad_left(chunks, [len(row) for row in rows[: len(chunks)]])
-        hidden = model.model.extend(tokens, positions, valid, cache)
-        for row, chunk in enumerate(chunks):
-            rows[row] = rows[row] + chunk
-            if chunk:
-                expected = model.model.compute_hidden_states(
-                    torch.tensor([rows[row]]), torch.tensor([len(rows[row]) - 1])
-                )
-                assert_close(hidden[row], expected[0])
-
     with torch.inference_mode():
-        cache = model.model.make_cache(3, 4)
-        extend([[1, 2, 3, 4, 5], [6], [7, 8, 9]])
-        extend([[4], [5], [6]])
-        cache.select_rows(torch.tensor([2, 0, 2]))
-        rows[:] = [rows[2], rows[0], rows[2]]
-        extend([[5, 6], [4], [1, 1, 1]])
-        extend([[9], [8]])  # only the first two rows continue
-        cache.pack()
-        extend([[1], [], [4, 5]])
-        extend([[7], [8], [9]])
+        rows = Rows(model_pair[1], 3, 4, limit=1e-4)
+        rows.extend([[1, 2, 3, 4, 5], [6], [7, 8, 9]])
+        rows.extend([[4], [5], [6]])
+        rows.select([2, 0, 2])
+        rows.extend([[5, 6], [4], [1, 1, 1]])
+        rows.extend([[9], [8]])  # only the first two rows continue
+        rows.cache.pack()
+        rows.extend([[1], [], [4, 5]])
+        rows.extend([[7], [8], [9]])
 
 
 def test_a_tree_after_a_cache_gives_what_its_paths_give(model_pair: tuple[Any, HubModel]) -> None:
     _, model = model_pair
     prompts, thoughts = [[5, 6, 7, 8], [9, 10], [5]], [[20, 21, 22], [20, 21, 30], [40], [40, 41]]
-    sums = compute_cross_scores(model, prompts, thoughts).logprob_sums
+    sums = compute_cross_scores(model, prompts, thoughts)
     for row, thought in enumerate(thoughts):
         for column, prompt in enumerate(prompts):
             tokens = torch.tensor([prompt + thought])
@@ -216,8 +193,8 @@ def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
     assert dict(iter_hub_weights(wrapped_model)).keys() == dict(iter_hub_weights(reference_model)).keys()
     prompts, thoughts = [[5, 6, 7, 8], [9, 10]], [[20, 21, 22], [20, 21], [11]]
     assert_close(
-        compute_cross_scores(wrapped_model, prompts, thoughts).logprob_sums,
-        compute_cross_scores(reference_model, prompts, thoughts).logprob_sums,
+        compute_cross_scores(wrapped_model, prompts, thoughts),
+        compute_cross_scores(reference_model, prompts, thoughts),
     )
     assert wrapped_model.shape.num_attention_heads == reference_model.shape.num_attention_heads
     assert sum(wrapped_model.shape.block_weights) == sum(reference_model.shape.block_weights)

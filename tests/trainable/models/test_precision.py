@@ -169,7 +169,7 @@ def test_a_caches_scores_are_not_rounded_to_bfloat16() -> None:
 
 def test_cross_scores_and_the_sampler_compute_as_the_network_does() -> None:
     prompts, thoughts = [[1, 2, 3], [4]], [[5, 6, 1], [5, 7, 8, 2]]
-    assert measure_bfloat16_error(lambda model: compute_cross_scores(model, prompts, thoughts).logprob_sums) < 0.02
+    assert measure_bfloat16_error(lambda model: compute_cross_scores(model, prompts, thoughts)) < 0.02
 
     def sample_logprobs(model: Qwen2) -> Tensor:
         """Sample greedy replies to one prompt, and return their log-probs."""
@@ -454,7 +454,7 @@ def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeyp
     reference_function = TokenFunction.for_logprobs(reference, 1.0)
     with LargestTensorMode() as largest:
         logprobs = compute_at_trained_tokens(batch, 16, reference_function)
-        values = compute_at_trained_tokens(batch, 16, TokenFunction.for_values(critic.model, critic.score))
+        values = compute_at_trained_tokens(batch, 16, TokenFunction(critic.model, critic.score))
         targets = Targets(batch.logprobs, values + 1, values, logprobs)
         update_critic(critic, make_backend(critic=critic), batch, targets, order, CriticConfig(**CUT))
         ActorUpdate(model, make_backend(actor=model), settings, 1.0, reference).run(batch, targets, order)

@@ -8,32 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
+from tests.fakes.layouts import LAYOUTS, Rows, make_layout
+from tests.fakes.scripted import make_hub_twin, make_qwen2_shape
 from tests.strategies.examples import draw_examples
 from trainable.models.interface import ValueModel
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import Qwen2Shape
-
-# heads, key-value heads, tied head, layers, rotary base
-LAYOUTS = [
-    (4, 4, True, 2, 10_000.0),  # one key head per query head
-    (4, 2, False, 3, 1_000_000.0),  # grouped
-    (4, 1, True, 1, 500.0),  # one key head for all
-    (2, 1, False, 2, 10_000.0),
-]
-
-
-def make_layout(heads: int, kv_heads: int, tied: bool, layers: int, theta: float) -> Qwen2:
-    sizes = make_qwen2_shape(
-        hidden_size=32,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=tied,
-        num_hidden_layers=layers,
-        rope_theta=theta,
-        rms_norm_eps=1e-5,
-    )
-    return make_random_model(sizes, seed=heads + kv_heads, std=0.3)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
@@ -119,41 +99,6 @@ def test_values_are_a_linear_function_of_the_hidden_state(grouped_model: Qwen2) 
 
 
 # ---------------------------------------------------------------------------- the cache
-
-
-class Rows:
-    """Rows that grow in a cache, compared with a full forward pass over each row."""
-
-    def __init__(self, model: Qwen2, rows: int, slots: int) -> None:
-        self.model, self.tokens = model, [[] for _ in range(rows)]
-        self.cache = model.model.make_cache(rows, slots)
-
-    def extend(self, chunks: list[list[int]]) -> None:
-        """Append a chunk to each of the first rows, and compare their last hidden states."""
-        width = max(len(chunk) for chunk in chunks)
-        padding_widths = [width - len(chunk) for chunk in chunks]
-        tokens = torch.tensor(
-            [[0] * padding_width + chunk for padding_width, chunk in zip(padding_widths, chunks, strict=True)]
-        )
-        valid = torch.tensor(
-            [[False] * padding_width + [True] * (width - padding_width) for padding_width in padding_widths]
-        )
-        start_positions = torch.tensor([len(row) for row in self.tokens[: len(chunks)]])
-        positions = (start_positions[:, None] + torch.arange(width) - torch.tensor(padding_widths)[:, None]).clamp_min(
-            0
-        )
-        hidden = self.model.model.extend(tokens, positions, valid, self.cache)
-        for row, chunk in enumerate(chunks):
-            self.tokens[row] = self.tokens[row] + chunk
-            if chunk:
-                assert_close(hidden[row], self.compute_last_hidden(self.tokens[row]))
-
-    def compute_last_hidden(self, tokens: list[int]) -> Tensor:
-        return self.model.model.compute_hidden_states(torch.tensor([tokens]), torch.tensor([len(tokens) - 1]))[0]
-
-    def select(self, rows: list[int]) -> None:
-        self.cache.select_rows(torch.tensor(rows))
-        self.tokens = [self.tokens[row] for row in rows]
 
 
 def test_prompts_of_unequal_length_then_token_by_token(model: Qwen2) -> None:

@@ -10,7 +10,7 @@ from tests.fakes.scripted import make_random_model, make_small_config
 from tests.fakes.trainers import drop_times
 from trainable.config.run_config import RunConfig
 from trainable.ppo import trainer as trainer_module
-from trainable.ppo.evaluation import BaseEvaluations, Evaluation, make_evaluation_key
+from trainable.ppo.evaluation import Evaluation, make_evaluation_key
 from trainable.ppo.trainer import PPOTrainer, StepOutput
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.recipe import write_model
@@ -37,7 +37,7 @@ def test_runs_of_a_seed_validate_their_common_policy_once(monkeypatch: pytest.Mo
     config = make_small_config(actor__kl_loss_coef=0.3, actor__use_kl_loss=True, actor__lr=1e-2, **settings)
     alone, played = train_one_step(config, monkeypatch)
     assert played == BASE
-    monkeypatch.setattr(trainer_module, "BASE_EVALUATIONS", BaseEvaluations())
+    monkeypatch.setattr(trainer_module, "BASE_EVALUATIONS", {})
     assert train_one_step(make_small_config(**settings), monkeypatch)[1] == BASE
     # Losses, learning rates and estimators have no influence on it.
     shared, played = train_one_step(config, monkeypatch)
@@ -104,17 +104,9 @@ def test_a_model_that_was_replaced_is_validated_again(tmp_path: Path, monkeypatc
     assert successes[0] != successes[1]
 
 
-def test_only_the_newest_evaluations_are_kept() -> None:
-    evaluations, calls = BaseEvaluations(), []
-
-    def evaluate() -> list[Evaluation]:
-        calls.append(len(calls))
-        return []
-
-    for number in range(40):
-        evaluations.get_or_make(str(number), evaluate)
-    assert len(calls) == 40
-    evaluations.get_or_make("39", evaluate)
-    assert len(calls) == 40
-    evaluations.get_or_make("0", evaluate)
-    assert len(calls) == 41
+def test_only_the_newest_evaluations_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = {str(number): [] for number in range(trainer_module.MAX_BASE_EVALUATIONS)}
+    monkeypatch.setattr(trainer_module, "BASE_EVALUATIONS", cached)
+    config = make_small_config(trainer__test_freq=0)
+    assert [train_one_step(config, monkeypatch)[1] for _ in range(2)] == [BASE, []]
+    assert list(cached)[:-1] == [str(number) for number in range(1, trainer_module.MAX_BASE_EVALUATIONS)]

@@ -8,7 +8,6 @@ import torch
 from tests.fakes.scripted import make_qwen2_shape, make_random_model, make_small_config
 from tests.fakes.trainers import copy_weights, has_changed, has_same_weights, make_quiet_trainer, run_steps
 from tests.strategies.examples import thin_out
-from trainable.algo.losses import estimate_kl
 from trainable.backend.meter import Meter
 from trainable.config.run_config import ConfigError
 from trainable.config.seeds import make_rng
@@ -75,27 +74,6 @@ def test_the_policy_moves_to_its_teacher_without_any_reward(kind: str, random_fo
     assert sum(kls[-4:]) < 0.8 * sum(kls[:4])  # over five seeds .09 to .67: single steps of the sampled loss vary
     assert has_changed(trainer, old_weights, "actor/")
     assert all(row["pg_loss"] == 0 for row in rows)
-
-
-def test_the_sampled_loss_has_the_gradient_of_the_exact_kl_on_average() -> None:
-    """By enumeration of the tokens: their average under the policy, whose weights are not differentiated."""
-    generator = torch.Generator().manual_seed(0)
-    logits, teacher_logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
-    teacher_logprobs = teacher_logits.log_softmax(0)
-
-    def compute_gradient(kind: str) -> torch.Tensor:
-        variable = logits.clone().requires_grad_()
-        logprobs = variable.log_softmax(0)
-        if kind == "full":
-            loss = (logprobs.exp() * (logprobs - teacher_logprobs)).sum()
-        else:
-            loss = (logprobs.exp().detach() * estimate_kl(logprobs, teacher_logprobs, kind)).sum()
-        return torch.autograd.grad(loss, variable)[0]
-
-    exact_gradient = compute_gradient("full")
-    assert exact_gradient.abs().max() > 0.05
-    torch.testing.assert_close(compute_gradient("mse"), exact_gradient)
-    assert compute_gradient("kl").abs().max() < 1e-12  # k1 as a loss does not pull towards the teacher
 
 
 def test_a_teacher_with_other_words_is_refused(tmp_path: Path) -> None:

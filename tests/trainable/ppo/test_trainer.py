@@ -2,7 +2,6 @@ import copy
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from tests.fakes.trainers import (
     has_same_weights,
     is_finite,
     make_quiet_trainer,
+    record_results,
     replay_step,
     run_steps,
 )
@@ -117,17 +117,18 @@ def test_the_filter_keeps_the_groups_that_its_metric_ranks_first() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"loss_agg_mode": mode} for mode in ("seq-mean-token-sum", "seq-mean-token-mean")]
-    + [{"loss_agg_mode": "seq-mean-token-sum-norm", "entropy_coeff": 0.01}, {"ppo_epochs": 2}],
+    [
+        {"actor__loss_agg_mode": "seq-mean-token-sum"},
+        {"actor__loss_agg_mode": "seq-mean-token-mean"},
+        {"actor__loss_agg_mode": "seq-mean-token-sum-norm", "actor__entropy_coeff": 0.01},
+        {"actor__ppo_epochs": 2},
+        {"algorithm__bi_level_gae": True},
+    ],
 )
-def test_other_settings_of_the_policy_take_a_step(settings: Row) -> None:
-    (row,) = run_steps(make_quiet_trainer(**{f"actor__{name}": value for name, value in settings.items()}), 1)
+def test_other_settings_take_a_step(settings: Row) -> None:
+    (row,) = run_steps(make_quiet_trainer(**settings), 1)
     assert is_finite(row)
-    assert row["optimizer_steps"] == 2 * settings.get("ppo_epochs", 1)
-
-
-def test_bi_level_gae_takes_a_step() -> None:
-    assert is_finite(run_steps(make_quiet_trainer(algorithm__bi_level_gae=True), 1)[0])
+    assert row["optimizer_steps"] == 2 * settings.get("actor__ppo_epochs", 1)
 
 
 def test_a_shared_trunk_trains_policy_and_value_head_together() -> None:
@@ -444,14 +445,7 @@ def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_
         "env__test_env_groups": 2,
     }
     trainer = make_quiet_trainer(**settings, trainer__log_val_generations=2)
-    rollouts: list[list[Episode]] = []
-    roll_out_levels = trainer._roll_out_levels
-
-    def record_rollout(*args: Any, **kwargs: Any) -> list[Episode]:
-        rollouts.append(roll_out_levels(*args, **kwargs))
-        return rollouts[-1]
-
-    trainer._roll_out_levels = record_rollout  # type: ignore[method-assign]
+    rollouts: list[list[Episode]] = record_results(trainer, "_roll_out_levels")
     outputs = [trainer.step() for _ in range(2)]
     evaluations = [*outputs[0].evaluations, *outputs[1].evaluations, *trainer.evaluate_final()[1]]
 
@@ -489,14 +483,7 @@ def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_
 def test_trained_episodes_are_recorded_with_the_mean_advantages_of_their_turns() -> None:
     settings = {"trainer__test_freq": 2, "trainer__total_training_steps": 3}
     trainer = make_quiet_trainer(**settings, trainer__log_train_generations=5)
-    batches: list[PreparedBatch] = []
-    prepare_batch = trainer.prepare_batch
-
-    def record_batch(*args: Any, **kwargs: Any) -> PreparedBatch:
-        batches.append(prepare_batch(*args, **kwargs))
-        return batches[-1]
-
-    trainer.prepare_batch = record_batch  # type: ignore[method-assign]
+    batches: list[PreparedBatch] = record_results(trainer, "prepare_batch")
     outputs = [trainer.step() for _ in range(3)]
     # At the validations: every second step, and the last.
     assert [len(output.trained_episodes) for output in outputs] == [0, 5, 5]

@@ -66,7 +66,7 @@ def make_batch(count: int = 12) -> Batch:
 
 BATCH = make_batch()
 ORDER = order_length_stratified(BATCH.lengths)
-VALUES = compute_at_trained_tokens(BATCH, 4, TokenFunction.for_values(CRITIC.model, CRITIC.score))
+VALUES = compute_at_trained_tokens(BATCH, 4, TokenFunction(CRITIC.model, CRITIC.score))
 TARGETS = Targets(
     advantages=draw_noise(BATCH.logprobs, 7) * BATCH.mask,
     returns=(VALUES + draw_noise(VALUES, 8)) * BATCH.mask,
@@ -396,7 +396,7 @@ def test_numbers_at_trained_tokens_are_those_of_transformers(rows_per_pass: int)
         values[:, 1:] = head(twin.model(input_ids=BATCH.tokens).last_hidden_state)[:, :-1, 0]
     actual = compute_at_trained_tokens(BATCH, rows_per_pass, TokenFunction.for_logprobs(MODEL, TEMPERATURE))
     torch.testing.assert_close(actual, expected * BATCH.mask, rtol=1e-5, atol=1e-5)
-    actual = compute_at_trained_tokens(BATCH, rows_per_pass, TokenFunction.for_values(CRITIC.model, CRITIC.score))
+    actual = compute_at_trained_tokens(BATCH, rows_per_pass, TokenFunction(CRITIC.model, CRITIC.score))
     torch.testing.assert_close(actual, values * BATCH.mask, rtol=1e-5, atol=1e-5)
     assert not actual.requires_grad
 

@@ -16,8 +16,8 @@ from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import make_passes
 from trainable.rollout.engine import Engine, SyncedEngine, recompute_logprobs
 from trainable.rollout.episode import Episode
+from trainable.rollout.episode_loop import TurnPlayer
 from trainable.rollout.logprob_mismatch import EngineMismatchError
-from trainable.rollout.players import TurnPlayer
 from trainable.runs.failures import NonFiniteError
 
 
@@ -123,7 +123,7 @@ def test_truncated_weights_multiply_the_policys_loss(shift: float, weight: float
 
 
 def get_context(**overrides: object) -> int:
-    return cast(TurnPlayer, make_quiet_trainer(**overrides).player).limits.context_length
+    return cast(TurnPlayer, make_quiet_trainer(**overrides).player).context_length
 
 
 def test_a_conversation_is_no_longer_than_the_setting_or_the_models_context() -> None:

@@ -1,5 +1,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.fakes.scripted import ScriptedSampler
+from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.prompts import END_OF_MESSAGE, Observation, format_reply, make_prompt_template
 from trainable.envs.sokoban.board import Action, step
@@ -15,15 +17,16 @@ from trainable.envs.sokoban.game import ACTION_NAMES, Sokoban
 from trainable.models.load import make_codec
 from trainable.rollout.batch import place_turn_rewards
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
+from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer, draw_luck
 from trainable.rollout.sampler import SampledReply, SamplingParams
 from trainable.tiny.policies import SOKOBAN_TINY
 
 LEVELS = make_validation_levels(Sokoban(), 3)  # seed 123: solved by Down, Left, Up; seed 124: by Up
-LIMITS = EpisodeLimits(max_turn=5, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
 TOKENIZER: Tokenizer = SOKOBAN_TINY.build_tokenizer()
 STOP = TOKENIZER.token_to_id(END_OF_MESSAGE)
 PROMPT_TEMPLATE = make_prompt_template(Sokoban(), "compact", 10)
+LIMITS = TurnLimits(turns=5, actions_per_turn=2, actions=10)
+PLAYER = TurnPlayer(Sokoban(), PROMPT_TEMPLATE, make_codec(TOKENIZER), LIMITS, format_penalty=-0.1, context_length=512)
 PlayedEpisodes = tuple[list[Episode], ScriptedSampler]
 ACTIONS = {name[0]: name for name in ACTION_NAMES.values()}
 
@@ -39,30 +42,21 @@ def encode(text: str) -> list[int]:
 
 def play(
     script: Sequence[Sequence[str]],
-    limits: EpisodeLimits = LIMITS,
+    player: TurnPlayer = PLAYER,
     levels: int = 1,
     copies: int = 1,
     make_sampler: Callable[[Sequence[Sequence[Sequence[int]]]], ScriptedSampler] = ScriptedSampler,
 ) -> PlayedEpisodes:
     """Play episodes in which row r replies script[r][turn], with 512 tokens of context and 24 per reply."""
     sampler = make_sampler([[encode(text) for text in row] for row in script])
-    episodes = roll_out_episodes(
-        Sokoban(),
-        LEVELS[:levels],
-        copies,
-        sampler,
-        PROMPT_TEMPLATE,
-        make_codec(TOKENIZER),
-        limits,
-        SamplingParams(1.0, 24, STOP),
-        np.random.default_rng(0),
-        draw_luck(np.random.default_rng(0), levels * copies, limits),
-    )
+    rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)
+    request = RolloutRequest(LEVELS[:levels], copies, sampler, SamplingParams(1.0, 24, STOP), rng, luck_rng)
+    episodes = player.roll_out(request)
     return episodes, sampler
 
 
-def play_one(*replies: str, **changes: int) -> Episode:
-    (episode,) = play([replies], replace(LIMITS, **changes))[0]
+def play_one(*replies: str, **changes: Any) -> Episode:
+    (episode,) = play([replies], replace(PLAYER, **changes))[0]
     return episode
 
 
@@ -101,10 +95,10 @@ def test_the_tenth_action_may_solve_the_level() -> None:
 
 def test_actions_beyond_the_tenth_are_not_played() -> None:
     replies = [answer("RRRR"), answer("RRRR"), answer("RRDL"), answer("U")]
-    episode = play_one(*replies, max_actions_per_turn=4)
+    episode = play_one(*replies, limits=TurnLimits(5, 4, 10))
     assert summarize(episode) == (StopReason.OUT_OF_ACTIONS, -1.0, 10, 3, 0)
     solving_replies = [answer("RRRR"), answer("RRR"), answer("DLUU")]
-    assert summarize(play_one(*solving_replies, max_actions_per_turn=4)) == (StopReason.SUCCESS, 10.0, 10, 3, 0)
+    assert summarize(play_one(*solving_replies, limits=TurnLimits(5, 4, 10))) == (StopReason.SUCCESS, 10.0, 10, 3, 0)
 
 
 def test_the_actions_of_a_turn_are_those_that_were_executed() -> None:
@@ -116,7 +110,7 @@ def test_the_actions_of_a_turn_are_those_that_were_executed() -> None:
     }
     for replies, letters in replies_and_actions.items():
         padded_replies = [*replies, *[MALFORMED] * (5 - len(replies))]
-        episode = play_one(*padded_replies, max_actions_per_turn=4)
+        episode = play_one(*padded_replies, limits=TurnLimits(5, 4, 10))
         assert ["".join(action[0] for action in actions) for actions in episode.turn_actions] == letters
     assert play_one(*[MALFORMED, answer("R")] * 2, MALFORMED).turn_validity == (False, True, False, True, False)
 
@@ -127,7 +121,7 @@ def test_the_actions_of_the_turns_replay_the_rewards_of_the_episode(many_episode
         for actions, is_valid, expected_reward in zip(
             episode.turn_actions, episode.turn_validity, episode.turn_rewards, strict=True
         ):
-            reward = 0.0 if is_valid else LIMITS.format_penalty
+            reward = 0.0 if is_valid else PLAYER.format_penalty
             for action in actions:
                 outcome = step(cells, np.array([Action[action.upper()]]))
                 cells, is_solved = outcome.cells, bool(outcome.solved[0])
@@ -275,11 +269,11 @@ def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
 
 
 def test_random_numbers_of_an_episode_depend_on_its_index_and_take_no_more_memory_than_it_can_use() -> None:
-    many, few = (draw_luck(np.random.default_rng(0), count, LIMITS) for count in (7, 3))
-    assert many.shape == (7, LIMITS.max_turn, LIMITS.max_actions_per_turn)
+    many, few = (draw_luck(np.random.default_rng(0), count, LIMITS, 512) for count in (7, 3))
+    assert many.shape == (7, 5, 2)
     assert np.array_equal(many[:3], few)
-    endless = replace(LIMITS, max_turn=10**9, max_actions_per_turn=10**9)
-    assert draw_luck(np.random.default_rng(0), 2, endless).shape == (2, endless.context_length, endless.max_actions)
+    endless = TurnLimits(10**9, 10**9, actions=10)
+    assert draw_luck(np.random.default_rng(0), 2, endless, 512).shape == (2, 512, 10)
 
 
 @dataclass

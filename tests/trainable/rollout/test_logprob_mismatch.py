@@ -22,7 +22,7 @@ def make_tensors(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.
 
 @given(PAIRS)
 def test_the_columns_are_their_formulas(pairs: list[tuple[float, float]]) -> None:
-    actual = measure_mismatch(*make_tensors(pairs))
+    actual = measure_mismatch(*make_tensors(pairs), step=1)
     differences = [trainer - engine for trainer, engine in pairs]
     weights = [math.exp(difference) for difference in differences]
     assert actual.mean_abs == pytest.approx(sum(map(abs, differences)) / len(pairs))
@@ -35,7 +35,7 @@ def test_the_columns_are_their_formulas(pairs: list[tuple[float, float]]) -> Non
 
 @given(PAIRS)
 def test_the_columns_keep_their_bounds(pairs: list[tuple[float, float]]) -> None:
-    actual = measure_mismatch(*make_tensors(pairs))
+    actual = measure_mismatch(*make_tensors(pairs), step=1)
     assert 0 <= actual.mean_abs <= actual.max_abs + 1e-12
     assert actual.kl >= 0
     assert 1 / len(pairs) - 1e-12 <= actual.ess_fraction <= 1 + 1e-12
@@ -43,17 +43,17 @@ def test_the_columns_keep_their_bounds(pairs: list[tuple[float, float]]) -> None
 
 def test_equal_logprobs_have_no_mismatch() -> None:
     logprobs = torch.tensor([-0.5, -3.0, -1e-4])
-    assert measure_mismatch(logprobs, logprobs) == (0.0, 0.0, 0.0, 1.0)
+    assert measure_mismatch(logprobs, logprobs, step=1) == (0.0, 0.0, 0.0, 1.0)
 
 
 def test_the_ess_fraction_is_the_fraction_of_tokens_that_count() -> None:
     engine = torch.full((10,), -1.0)
     trainer = torch.where(torch.arange(10) < 3, engine, engine - 60)
-    assert measure_mismatch(trainer, engine).ess_fraction == pytest.approx(0.3)
+    assert measure_mismatch(trainer, engine, step=1).ess_fraction == pytest.approx(0.3)
 
 
 def test_the_columns_are_finite_for_differences_whose_exponential_overflows_float32() -> None:
-    actual = measure_mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -200.0]))
+    actual = measure_mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -200.0]), step=1)
     assert actual.ess_fraction == pytest.approx(0.5)
     assert math.isfinite(actual.kl)
 
@@ -63,7 +63,7 @@ def test_kl_and_weights_estimate_over_the_engines_tokens() -> None:
     q, p = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.4, 0.25, 0.2, 0.15])
     tokens = np.repeat(np.arange(4), (1000 * q).round().astype(int))  # the exact distribution q, not a sample of it
     trainer, engine = torch.from_numpy(np.log(p)[tokens]), torch.from_numpy(np.log(q)[tokens])
-    assert measure_mismatch(trainer, engine).kl == pytest.approx(stats.entropy(q, p))
+    assert measure_mismatch(trainer, engine, step=1).kl == pytest.approx(stats.entropy(q, p))
     assert stats.entropy(q, p) != pytest.approx(stats.entropy(p, q), rel=1e-2)
     values = np.array([1.0, -2.0, 3.0, 7.0])
     weights, _ = compute_importance_weights(
@@ -75,7 +75,7 @@ def test_kl_and_weights_estimate_over_the_engines_tokens() -> None:
 
 def test_nothing_to_compare_is_an_error() -> None:
     with pytest.raises(ValueError, match="no sampled tokens"):
-        measure_mismatch(torch.zeros(0), torch.zeros(0))
+        measure_mismatch(torch.zeros(0), torch.zeros(0), step=1)
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.01, 0.05])

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
+from trainable.envs.environment import TurnLimits
 from trainable.envs.prompts import Observation
-from trainable.rollout.episode_loop import EpisodeLimits
-from trainable.rollout.players import TurnPlayer
+from trainable.rollout.episode_loop import TurnPlayer
 
 
 class EchoGame:
@@ -26,7 +26,7 @@ class EchoGame:
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_the_longest_first_prompt_has_to_fit_wherever_it_is(place: int) -> None:
     game = cast(Any, EchoGame())
-    player = TurnPlayer(game, game, game, EpisodeLimits(2, 3, 6, 0.0, context_length=20), None)
+    player = TurnPlayer(game, game, game, TurnLimits(2, 3, 6), 0.0, context_length=20)
     levels = cast(Any, ["short", "short", "short"])
     player.check_first_turns(levels, response_length=15)
     assert player.encode_first_turn(levels[0]) == list(map(ord, "short"))

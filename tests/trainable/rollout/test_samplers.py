@@ -6,6 +6,7 @@ import torch
 from scipy import stats
 
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
+from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
@@ -16,7 +17,7 @@ from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
 from trainable.rollout.batch import collate
 from trainable.rollout.compiled_sampler import CompiledSampler
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
+from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler, sample_tokens
 from trainable.runs.failures import NonFiniteError
@@ -258,18 +259,12 @@ def shipped_policy() -> Policy:
 
 
 def play_episodes(policy: Policy, make_sampler: MakeSampler, temperature: float) -> list[Episode]:
-    return roll_out_episodes(
-        Sokoban(),
-        make_training_levels(Sokoban(), 0, 1, 4),
-        6,
-        make_sampler(policy.model),
-        make_prompt_template(Sokoban(), "compact", 10),
-        make_codec(policy.tokenizer),
-        EpisodeLimits(5, 2, 10, -0.1, 512),
-        SamplingParams(temperature, 24, policy.model.shape.eos_token_id),
-        np.random.default_rng(0),
-        draw_luck(np.random.default_rng(0), 24, EpisodeLimits(5, 2, 10, -0.1, 512)),
-    )
+    template = make_prompt_template(Sokoban(), "compact", 10)
+    player = TurnPlayer(Sokoban(), template, make_codec(policy.tokenizer), TurnLimits(5, 2, 10), -0.1, 512)
+    params = SamplingParams(temperature, 24, policy.model.shape.eos_token_id)
+    levels, sampler = make_training_levels(Sokoban(), 0, 1, 4), make_sampler(policy.model)
+    rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)
+    return player.roll_out(RolloutRequest(levels, 6, sampler, params, rng, luck_rng))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

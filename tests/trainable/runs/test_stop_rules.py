@@ -28,33 +28,44 @@ def make_validation_rows(successes: list[float | None], every: int = 10) -> list
     ]
 
 
-# Reward-variance collapse: ten baseline steps at 2.0, then ten below 0.2 (specification, section 15, check 3).
+def collapse(value: float, threshold: float, step: int) -> StopDecision:
+    return StopDecision("reward_variance_collapse", value, threshold, step)
 
 
-def test_collapse_stops_at_the_twentieth_step() -> None:
-    assert evaluate_stop_rules(make_rows([2.0] * 10 + [0.19] * 10), SETTINGS) == StopDecision(
-        "reward_variance_collapse", 0.19, 0.2, 20
-    )
+EMPTY_ROWS = [{"step": step, "groups_kept": 0, "reward_std": 0.0} for step in range(4, 9)]
+FIRST_ROW = {"step": 1, "groups_kept": 8, "reward_std": 2.0, "base_val_success": 0.0}
+DECISIONS: dict[str, tuple[list[dict[str, Any]], StopDecision | None]] = {
+    # Reward-variance collapse: ten baseline steps at 2.0, then ten below 0.2 (specification, section 15, check 3).
+    "the twentieth step": (make_rows([2.0] * 10 + [0.19] * 10), collapse(0.19, 0.2, 20)),
+    "nineteen steps": (make_rows([2.0] * 10 + [0.0] * 9), None),
+    "at the threshold": (make_rows([2.0] * 10 + [0.19] * 9 + [0.2] + [0.19] * 9), None),
+    "in the window": (make_rows([2.0] * 10 + [0.19] * 4 + [0.2] + [0.19] * 9), None),
+    "out of the window": (make_rows([2.0] * 10 + [0.19] * 4 + [0.2] + [0.19] * 10), collapse(0.19, 0.2, 25)),
+    "the largest of the window": (make_rows([2.0] * 10 + [0.01] * 9 + [0.15]), collapse(0.15, 0.2, 20)),
+    "a baseline of zero": (make_rows([0.0] * 40), None),
+    "a missing spread": (make_rows([2.0] * 10 + [0.19] * 5 + [math.nan] + [0.19] * 5), collapse(0.19, 0.2, 21)),
+    # Low validation success.
+    "four low validations": (make_validation_rows([0.5, 0.004, 0.002, 0.0, 0.006]), None),
+    "five low validations": (
+        make_validation_rows([0.5, 0.004, 0.002, 0.0, 0.006, 0.001]),
+        StopDecision("low_validation_success", 0.006, 0.01, 60),
+    ),
+    "a validation at the threshold": (make_validation_rows([0.0] * 4 + [0.01] + [0.0] * 4), None),
+    "the validation before training": ([FIRST_ROW, *make_validation_rows([0.0] * 4)], None),
+    # Empty steps.
+    "four empty steps": ([*make_rows([2.0] * 3), *EMPTY_ROWS[:-1]], None),
+    "five empty steps": ([*make_rows([2.0] * 3), *EMPTY_ROWS], StopDecision("empty_filtered_steps", 5.0, 5.0, 8)),
+    "a step that may not have been empty": (
+        [{"step": step, "groups_kept": None if step == 3 else 0} for step in range(1, 8)],
+        None,
+    ),
+}
 
 
-def test_nineteen_steps_are_never_enough() -> None:
-    assert evaluate_stop_rules(make_rows([2.0] * 10 + [0.0] * 9), SETTINGS) is None
-
-
-def test_a_value_at_the_threshold_is_not_below_it() -> None:
-    assert evaluate_stop_rules(make_rows([2.0] * 10 + [0.19] * 9 + [0.2] + [0.19] * 9), SETTINGS) is None
-
-
-def test_a_value_at_the_threshold_prevents_the_stop_until_it_leaves_the_window() -> None:
-    rows = make_rows([2.0] * 10 + [0.19] * 4 + [0.2] + [0.19] * 10)
-    assert evaluate_stop_rules(rows[:24], SETTINGS) is None
-    assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("reward_variance_collapse", 0.19, 0.2, 25)
-
-
-def test_the_value_is_the_largest_of_the_window() -> None:
-    decision = evaluate_stop_rules(make_rows([2.0] * 10 + [0.01] * 9 + [0.15]), SETTINGS)
-    assert decision is not None
-    assert decision.value == 0.15
+@pytest.mark.parametrize("name", DECISIONS)
+def test_decisions_by_hand(name: str) -> None:
+    rows, expected = DECISIONS[name]
+    assert evaluate_stop_rules(rows, SETTINGS) == expected
 
 
 def test_empty_steps_are_in_neither_baseline_nor_window() -> None:
@@ -64,28 +75,6 @@ def test_empty_steps_are_in_neither_baseline_nor_window() -> None:
     rows = [{**row, "step": i + 1} for i, row in enumerate(rows)]
     assert evaluate_stop_rules(rows[:-1], settings) is None
     assert evaluate_stop_rules(rows, settings) == StopDecision("reward_variance_collapse", 0.1, 0.2, 40)
-
-
-def test_a_baseline_of_zero_never_stops() -> None:
-    assert evaluate_stop_rules(make_rows([0.0] * 40), SETTINGS) is None
-
-
-# Low validation success.
-
-
-def test_five_low_validations_in_a_row_stop() -> None:
-    rows = make_validation_rows([0.5, 0.004, 0.002, 0.0, 0.006, 0.001])
-    assert evaluate_stop_rules(rows[:-1], SETTINGS) is None
-    assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("low_validation_success", 0.006, 0.01, 60)
-
-
-def test_one_validation_at_the_threshold_starts_the_count_again() -> None:
-    assert evaluate_stop_rules(make_validation_rows([0.0] * 4 + [0.01] + [0.0] * 4), SETTINGS) is None
-
-
-def test_the_validation_before_training_does_not_count() -> None:
-    rows = [{"step": 1, "groups_kept": 8, "reward_std": 2.0, "base_val_success": 0.0}, *make_validation_rows([0.0] * 4)]
-    assert evaluate_stop_rules(rows, SETTINGS) is None
 
 
 def test_steps_without_validation_neither_count_nor_break() -> None:
@@ -99,15 +88,6 @@ def test_steps_without_validation_neither_count_nor_break() -> None:
     assert decision.step == 50
 
 
-# Empty steps.
-
-
-def test_five_empty_steps_in_a_row_stop() -> None:
-    rows = make_rows([2.0] * 3) + [{"step": s, "groups_kept": 0, "reward_std": 0.0} for s in range(4, 9)]
-    assert evaluate_stop_rules(rows[:-1], SETTINGS) is None
-    assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("empty_filtered_steps", 5.0, 5.0, 8)
-
-
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_of_zero_switches_the_rule_off(limit: int) -> None:
     assert (
@@ -116,14 +96,6 @@ def test_a_limit_of_zero_switches_the_rule_off(limit: int) -> None:
         )
         is None
     )
-
-
-def test_a_step_that_may_not_have_been_empty_breaks_the_row() -> None:
-    rows = [{"step": s, "groups_kept": None if s == 3 else 0} for s in range(1, 8)]
-    assert evaluate_stop_rules(rows, SETTINGS) is None
-
-
-# Together.
 
 
 def test_the_earliest_rule_wins_and_then_the_order_of_the_step() -> None:
@@ -171,11 +143,6 @@ def test_odd_values_are_not_measured(value: object) -> None:
 @pytest.mark.parametrize("number", [2, 2.0, np.float32(2.0), np.int64(2)], ids=repr)
 def test_numbers_of_every_kind_are_measured(number: object) -> None:
     assert parse_finite(number) == 2.0
-
-
-def test_a_missing_spread_is_skipped_like_an_empty_step() -> None:
-    rows = make_rows([2.0] * 10 + [0.19] * 5 + [math.nan] + [0.19] * 5)
-    assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("reward_variance_collapse", 0.19, 0.2, 21)
 
 
 LEVELS = st.sampled_from([0.0, 0.1, 0.4, 0.5, 1.0, 2.0])

@@ -46,6 +46,17 @@ def compare(folder: Path, uninterrupted_run: UninterruptedRun) -> None:
     assert read_episodes(folder / "runs" / "r") == read_episodes(uninterrupted_run[0] / "runs" / "r") != []
 
 
+def finish(folder: Path, uninterrupted_run: UninterruptedRun, first_step: int, **settings: object) -> str:
+    """Continue a run to its end in a new process. Check its first step, compare it, and return the first note."""
+    resumed = start_trial(folder, **settings)
+    assert [row["step"] for row in get_rows(resumed)] == list(range(1, first_step))
+    rows = [resumed.step() for _ in range(first_step, 4)]
+    assert [row["step"] for row in rows] == list(range(first_step, 4))
+    compare(folder, uninterrupted_run)
+    assert RunLines.read(folder / "runs" / "r").find_damage() == []
+    return str(rows[0]["note"])
+
+
 def train_steps(folder: Path, count: int, **settings: object) -> PPO:
     trainable = start_trial(folder, **settings)
     for _ in range(count):
@@ -59,10 +70,7 @@ def test_interrupted_after_a_step_and_started_again(
     stop: int, tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
     train_steps(tmp_path, stop)
-    resumed = start_trial(tmp_path)
-    assert [row["step"] for row in get_rows(resumed)] == list(range(1, stop + 1))
-    assert [resumed.step()["step"] for _ in range(3 - stop)] == list(range(stop + 1, 4))
-    compare(tmp_path, uninterrupted_run)
+    finish(tmp_path, uninterrupted_run, first_step=stop + 1)
 
 
 @pytest.mark.long
@@ -194,10 +202,7 @@ def test_a_run_that_dies_between_row_and_checkpoint_repeats_the_row(
         with pytest.raises(KeyboardInterrupt):
             trainable.step()
     assert [row["step"] for row in read_rows(tmp_path / "runs" / "r" / "metrics.jsonl")] == [1, 2]
-    resumed = start_trial(tmp_path)
-    assert [row["step"] for row in get_rows(resumed)] == [1]
-    assert [resumed.step()["step"] for _ in range(2)] == [2, 3]
-    compare(tmp_path, uninterrupted_run)
+    finish(tmp_path, uninterrupted_run, first_step=2)
 
 
 def make_async_loop(folder: Path, **settings: object) -> TrainingLoop:
@@ -349,14 +354,10 @@ def test_a_saved_last_state_that_is_missing_is_made_again(tmp_path: Path, uninte
 
 @pytest.mark.long
 def test_a_truncated_last_row_is_written_again(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
-    trainable = start_trial(tmp_path)
-    trainable.step()
+    train_steps(tmp_path, 1)
     with (tmp_path / "runs" / "r" / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "train_suc')
-    resumed = start_trial(tmp_path)
-    resumed.step()
-    resumed.step()
-    compare(tmp_path, uninterrupted_run)
+    finish(tmp_path, uninterrupted_run, first_step=2)
 
 
 FILES = ("state.safetensors", "state.json", "checksums.json")
@@ -391,24 +392,16 @@ def test_a_damaged_state_is_named_and_the_one_before_is_used(
     train_steps(tmp_path, 2)
     damaged = find_newest_checkpoint(tmp_path)
     damage(damaged / name)
-    resumed = start_trial(tmp_path)
-    assert [row["step"] for row in get_rows(resumed)] == [1]
-    row = resumed.step()
-    assert row["note"].startswith(f"{damaged} is not used: {damaged}")
-    assert row["note"].endswith("training continues after step 1")
-    assert resumed.step()["note"] == ""
-    compare(tmp_path, uninterrupted_run)
+    note = finish(tmp_path, uninterrupted_run, first_step=2)
+    assert note.startswith(f"{damaged} is not used: {damaged}")
+    assert note.endswith("training continues after step 1")
 
 
 @pytest.mark.long
 def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
-    start_trial(tmp_path).step()
+    train_steps(tmp_path, 1)
     truncate(find_newest_checkpoint(tmp_path) / "state.safetensors")
-    resumed = start_trial(tmp_path)
-    rows = [resumed.step() for _ in range(3)]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert rows[0]["note"].endswith("training continues after step 0")
-    compare(tmp_path, uninterrupted_run)
+    assert finish(tmp_path, uninterrupted_run, first_step=1).endswith("training continues after step 0")
 
 
 @pytest.mark.long
@@ -419,49 +412,28 @@ def test_a_kept_checkpoint_is_used_where_every_rolling_state_is_damaged(
     for _, path in iter_checkpoints(tmp_path / "runs" / "r" / "state"):
         truncate(path / "state.json")
     truncate(tmp_path / "saved" / "global_step_2" / "checksums.json")
-    resumed = start_trial(tmp_path, trainer__save_freq=1)
-    assert [resumed.step()["step"] for _ in range(2)] == [2, 3]
-    compare(tmp_path, uninterrupted_run)
-
-
-def change_seed(values: Row) -> Row:
-    return {**values, "settings": {**values["settings"], "seed": 1}}
-
-
-def drop_settings(values: Row) -> Row:
-    return {name: value for name, value in values.items() if name != "settings"}
-
-
-def change_step(values: Row) -> Row:
-    return {**values, "step": 1}
-
-
-def drop_kl_coef(values: Row) -> Row:
-    return {name: value for name, value in values.items() if name != "kl_coef"}
+    finish(tmp_path, uninterrupted_run, first_step=2, trainer__save_freq=1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (change_seed, "written with other settings"),
-        (drop_settings, "RunConfig"),
-        (change_step, "it contains step 1"),
-        (drop_kl_coef, "kl_coef"),
+        (lambda values: values["settings"].update(seed=1), "written with other settings"),
+        (lambda values: values.pop("settings"), "RunConfig"),
+        (lambda values: values.update(step=1), "it contains step 1"),
+        (lambda values: values.pop("kl_coef"), "kl_coef"),
     ],
+    ids=["seed", "settings", "step", "coefficient"],
 )
 def test_a_whole_state_that_is_not_this_runs_is_not_used(
-    tmp_path: Path, uninterrupted_run: UninterruptedRun, change: Callable[[Row], Row], reason: str
+    tmp_path: Path, uninterrupted_run: UninterruptedRun, change: Callable[[Row], object], reason: str
 ) -> None:
     train_steps(tmp_path, 2)
     tensors, values = read_checkpoint(find_newest_checkpoint(tmp_path))
-    write_checkpoint(find_newest_checkpoint(tmp_path), tensors, change(values))
-    resumed = start_trial(tmp_path)
-    row = resumed.step()
-    assert reason in row["note"]
-    assert row["step"] == 2
-    resumed.step()
-    compare(tmp_path, uninterrupted_run)
+    change(values)
+    write_checkpoint(find_newest_checkpoint(tmp_path), tensors, values)
+    assert reason in finish(tmp_path, uninterrupted_run, first_step=2)
 
 
 @pytest.mark.long
@@ -482,12 +454,7 @@ def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
         {**{key: tensor for key, tensor in tensors.items() if key != name}, **changed_tensors[change]},
         values,
     )
-    resumed = start_trial(tmp_path)
-    row = resumed.step()
-    assert "tensors do not match" in row["note"]
-    assert row["step"] == 2
-    resumed.step()
-    compare(tmp_path, uninterrupted_run)
+    assert "tensors do not match" in finish(tmp_path, uninterrupted_run, first_step=2)
 
 
 @pytest.mark.long
@@ -495,11 +462,8 @@ def test_a_state_without_its_rows_is_not_used(tmp_path: Path, uninterrupted_run:
     train_steps(tmp_path, 2)
     metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines()[1] + "\n")  # the row of step 1 is gone
-    resumed = start_trial(tmp_path)
-    rows = [resumed.step() for _ in range(3)]
-    assert "metrics.jsonl does not match its checksums at line 1" in rows[0]["note"]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    compare(tmp_path, uninterrupted_run)
+    note = finish(tmp_path, uninterrupted_run, first_step=1)
+    assert "metrics.jsonl does not match its checksums at line 1" in note
 
 
 @pytest.mark.long
@@ -509,11 +473,9 @@ def test_a_state_without_its_evaluations_is_not_used(
 ) -> None:
     train_steps(tmp_path, 2)
     (tmp_path / "runs" / "r" / name).unlink()
-    resumed = start_trial(tmp_path)
-    rows = [resumed.step() for _ in range(3)]
-    assert f"{name} lacks lines: it had {line_count} when the last row was written" in rows[0]["note"]
-    assert [row["step"] for row in rows] == [1, 2, 3]  # the evaluation before training was lost too
-    compare(tmp_path, uninterrupted_run)
+    # The evaluation before training was lost, too.
+    note = finish(tmp_path, uninterrupted_run, first_step=1)
+    assert f"{name} lacks lines: it had {line_count} when the last row was written" in note
 
 
 @pytest.mark.long
@@ -526,13 +488,8 @@ def test_one_lost_evaluation_is_trained_again(
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) == 3
     path.write_bytes(b"".join(line for index, line in enumerate(lines) if index != line_index))
-    resumed = start_trial(tmp_path)
-    row = resumed.step()
-    assert "levels.jsonl" in row["note"]
-    while row["step"] < 3:
-        row = resumed.step()
-    compare(tmp_path, uninterrupted_run)
-    assert RunLines.read(path.parent).find_damage() == []
+    # The first two lines are of the validation before training.
+    assert "levels.jsonl" in finish(tmp_path, uninterrupted_run, first_step=2 if line_index == 2 else 1)
 
 
 @pytest.mark.long
@@ -556,37 +513,21 @@ def test_a_run_that_abandoned_lines_continues_from_the_checkpoints_after_them(tm
 
 
 @pytest.mark.long
-def test_a_finished_run_with_a_changed_digit_is_trained_again(
-    tmp_path: Path, uninterrupted_run: UninterruptedRun
+@pytest.mark.parametrize(
+    ("name", "line", "old", "new"),
+    [("metrics", 1, b'"groups": 2', b'"groups": 3'), ("episodes", 5, b"State", b"Skate")],
+)
+def test_a_finished_run_with_a_changed_letter_is_trained_again(
+    tmp_path: Path, uninterrupted_run: UninterruptedRun, name: str, line: int, old: bytes, new: bytes
 ) -> None:
     shutil.copytree(uninterrupted_run[0], tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "runs" / "r" / "metrics.jsonl"
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b'"groups": 2', b'"groups": 3', 1))
-    assert path.read_bytes() != content
-    resumed = start_trial(tmp_path)
-    assert "metrics.jsonl does not match its checksums at line 1" in resumed.step()["note"]
-    resumed.step()
-    resumed.step()
-    compare(tmp_path, uninterrupted_run)
-    assert RunLines.read(path.parent).find_damage() == []
-
-
-@pytest.mark.long
-def test_a_finished_run_with_a_changed_letter_of_an_episode_is_trained_again(
-    tmp_path: Path, uninterrupted_run: UninterruptedRun
-) -> None:
-    shutil.copytree(uninterrupted_run[0], tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "runs" / "r" / "episodes.jsonl"
+    path = tmp_path / "runs" / "r" / f"{name}.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 12
-    path.write_bytes(b"".join([*lines[:4], lines[4].replace(b"State", b"Skate", 1), *lines[5:]]))
-    resumed = start_trial(tmp_path)
-    rows = [resumed.step() for _ in range(3)]
-    assert "episodes.jsonl does not match its checksums at line 5" in rows[0]["note"]
-    assert [row["step"] for row in rows] == [1, 2, 3]  # the only checkpoint stands on the changed line
-    compare(tmp_path, uninterrupted_run)
-    assert RunLines.read(path.parent).find_damage() == []
+    assert old in lines[line - 1]
+    path.write_bytes(b"".join([*lines[: line - 1], lines[line - 1].replace(old, new, 1), *lines[line:]]))
+    # The only checkpoint stands on the changed line.
+    note = finish(tmp_path, uninterrupted_run, first_step=1)
+    assert f"{name}.jsonl does not match its checksums at line {line}" in note
 
 
 def test_trained_episodes_are_in_the_file_beside_those_of_validations(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from trainable.envs.sokoban.generate import SokobanLevel
 from trainable.envs.sokoban.solver import compute_distance_table
 from trainable.models.load import make_codec
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import EpisodeLimits, draw_luck, roll_out_episodes
+from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.dialogues import Habits, Segment, make_dialogue
 from trainable.tiny.policies import SOKOBAN_TINY
@@ -49,18 +49,10 @@ def replay(
     """Replay the episode in the real game, with the trained segments as the replies of the model."""
     replies = [tokenizer.encode(segment.text).ids for segment in segments if segment.is_trained]
     stop_token = tokenizer.token_to_id(END_OF_MESSAGE)
-    (episode,) = roll_out_episodes(
-        Sokoban(),
-        [level],
-        1,
-        ScriptedSampler([replies]),
-        PROMPT_TEMPLATE,
-        make_codec(tokenizer),
-        EpisodeLimits(*limits, -0.1, 512),
-        SamplingParams(1.0, 24, stop_token),
-        np.random.default_rng(0),
-        draw_luck(np.random.default_rng(0), 1, EpisodeLimits(*limits, -0.1, 512)),
-    )
+    player = TurnPlayer(Sokoban(), PROMPT_TEMPLATE, make_codec(tokenizer), TurnLimits(*limits), -0.1, 512)
+    params, sampler = SamplingParams(1.0, 24, stop_token), ScriptedSampler([replies])
+    rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)
+    (episode,) = player.roll_out(RolloutRequest([level], 1, sampler, params, rng, luck_rng))
     return episode
 
 

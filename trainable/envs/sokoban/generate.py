@@ -48,15 +48,21 @@ class SokobanLevel:
         return min(boards)
 
 
-def generate_levels(
-    seeds: Iterable[int],
-    rows: int = 6,
-    cols: int = 6,
-    num_steps: int = 20,
-    p_change_directions: float = 0.35,
-    tries: int = 4,
-    search_depth: int = 300,
-) -> list[SokobanLevel]:
+class LevelSettings(NamedTuple):
+    """The settings of `generate_levels`; the defaults are published."""
+
+    rows: int = 6
+    cols: int = 6
+    num_steps: int = 20
+    p_change_directions: float = 0.35
+    tries: int = 4
+    search_depth: int = 300
+
+
+PUBLISHED_SETTINGS = LevelSettings()
+
+
+def generate_levels(seeds: Iterable[int], settings: LevelSettings = PUBLISHED_SETTINGS) -> list[SokobanLevel]:
     """Generate the published level of each seed.
 
     1. Carve: walk `num_steps` steps, turning with probability `p_change_directions`, and stamp one of five 3x3 shapes
@@ -73,7 +79,6 @@ def generate_levels(
     Source: published code. Its two random streams (Python's and NumPy's legacy one) are local here.
     Raises ValueError for a seed out of range, or if 100 derived seeds give no level.
     """
-    settings = _Settings(rows, cols, num_steps, p_change_directions, tries, search_depth)
     numpy_rng = np.random.RandomState(0)  # reseeded for each level, which is faster than making a new one
     return [SokobanLevel(int(seed), _generate_board(int(seed), numpy_rng, settings)) for seed in seeds]
 
@@ -86,16 +91,7 @@ def compute_fallback_seed(seed: int) -> int:
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
 
 
-class _Settings(NamedTuple):
-    rows: int
-    cols: int
-    num_steps: int
-    p_change_directions: float
-    tries: int
-    search_depth: int
-
-
-def _generate_board(seed: int, numpy_rng: np.random.RandomState, settings: _Settings) -> Cells:
+def _generate_board(seed: int, numpy_rng: np.random.RandomState, settings: LevelSettings) -> Cells:
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed is {seed}; it must be between 0 and {MAX_SEED} (2**32 - 1)")
     candidate = seed
@@ -111,7 +107,7 @@ def _generate_board(seed: int, numpy_rng: np.random.RandomState, settings: _Sett
     )
 
 
-def _try_generate(python_rng: random.Random, numpy_rng: np.random.RandomState, settings: _Settings) -> Cells | None:
+def _try_generate(python_rng: random.Random, numpy_rng: np.random.RandomState, settings: LevelSettings) -> Cells | None:
     """Carve, place and pull until the box is off its target; return None if the seed gives no level."""
     grid = _make_grid(settings.rows, settings.cols)
     for _ in range(settings.tries):
@@ -130,7 +126,7 @@ def _try_generate(python_rng: random.Random, numpy_rng: np.random.RandomState, s
     return None
 
 
-def _carve(python_rng: random.Random, settings: _Settings, grid: "_Grid") -> int:
+def _carve(python_rng: random.Random, settings: LevelSettings, grid: "_Grid") -> int:
     """Walk at random (in the published order of draws) and stamp floor; return a bit mask of the inner floor cells."""
     height, width = settings.rows - 2, settings.cols - 2
     row_step, col_step = python_rng.choice(_WALK_DIRECTIONS)
