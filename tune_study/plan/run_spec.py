@@ -30,6 +30,11 @@ class RunSpec:
     """Folder of the run's saved checkpoints, relative to the output folder."""
 
     @property
+    def name(self) -> str:
+        """Name of the run where a person reads it, within its study."""
+        return f"arm {self.arm} seed {self.seed}"
+
+    @property
     def ppo_config(self) -> RunConfig:
         """The settings as a RunConfig. Raises TypeError if the run does not fine-tune a language model with PPO."""
         return as_run_config(self.config)

@@ -234,7 +234,7 @@ class Progress:
         )
         # Phases are shown below the table, where they do not change the widths of columns.
         phases = [
-            f"arm {view.spec.arm}, seed {view.spec.seed}, step {view.step + 1}: {view.phase}"
+            f"{view.spec.name} step {view.step + 1}/{view.spec.steps}: {view.phase}"
             for view in self.views.values()
             if view.phase
         ]
@@ -283,7 +283,7 @@ class Progress:
     def print_note(self, run_id: str, text: str) -> None:
         """Print a plain line, such as a failure that is retried, unless there is a live table."""
         if not self._console.is_terminal:
-            self._console.print(f"{run_id} {text}", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(f"{self.views[run_id].spec.name} {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _count_frame(columns: Sequence[str]) -> int:

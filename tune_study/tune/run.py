@@ -403,6 +403,6 @@ def _show_earlier_rows(session: StudySession, *, names_finished: bool) -> None:
         status = finished_statuses.get(spec.run_id)
         session.progress.continue_run(spec.run_id, step, last_value, status.status if status else "waiting")
         if status and names_finished:
-            print_line(console, f"{spec.run_id} is {status.status} and is not run again")
+            print_line(console, f"{spec.name} is {status.status} and is not run again")
     if finished_statuses:
         print_line(console, f"{len(plan.runs) - len(finished_statuses)} of {len(plan.runs)} runs remain")

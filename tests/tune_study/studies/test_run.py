@@ -354,7 +354,7 @@ def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> No
 
 @pytest.mark.slow
 def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: Outcome) -> None:
-    assert f"{find_run_id(extended.plan, COLLAPSES)} is early_stopped and is not run again" in extended.text
+    assert f"arm {COLLAPSES} seed 0 is early_stopped and is not run again" in extended.text
     assert "7 of 10 runs remain" in extended.text
     for arm in ("0", COLLAPSES, CRASHES_ONCE):
         name = find_run_id(extended.plan, arm)
@@ -468,9 +468,8 @@ def test_an_arm_that_is_stopped_ends_alone_and_can_be_resumed(tmp_path: Path) ->
 
 def test_an_interrupted_study_says_only_that_waiting_runs_never_ran(interrupted: Outcome) -> None:
     assert interrupted.other_text == ""  # neither Tune's "completed" nor an error of its own record
-    waiting_id = find_run_id(interrupted.plan, "0")
-    lines = [line for line in interrupted.text.splitlines() if line.startswith(waiting_id)]
-    assert lines == [f"{waiting_id} never_ran: the study was interrupted before it started"]
+    lines = [line for line in interrupted.text.splitlines() if line.startswith("arm 0 seed 0 ")]
+    assert lines == ["arm 0 seed 0 never_ran: the study was interrupted before it started"]
 
 
 def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(
