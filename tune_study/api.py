@@ -10,8 +10,7 @@ from tune_study.commands.requests import LaunchRequest, RunRequest
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.host.console import make_console
 from tune_study.host.gpus import detect_gpus
-from tune_study.plan.own_parts import load_typed_files
-from tune_study.plan.own_study import StudySource, check_study
+from tune_study.plan.own_study import StudySource, check_study, load_typed_files
 from tune_study.plan.study_plan import StudyPlan
 
 if TYPE_CHECKING:

@@ -48,12 +48,10 @@ from tune_study.host.interrupt import make_interrupt
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import MisfitError, PlanError
-from tune_study.plan.own_parts import load_typed_files, pin_typed_values
-from tune_study.plan.own_study import load_own_study
+from tune_study.plan.own_study import load_own_study, load_typed_files, pin_typed_values
 from tune_study.plan.storage_uri import is_uri
-from tune_study.plan.study_names import find_arm, find_study, normalize_study_name
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.plan.typed_settings import collect_overrides
+from tune_study.plan.typed_settings import collect_overrides, find_arm, find_study, normalize_study_name
 from tune_study.tune.conclusion import write_results
 
 app = typer.Typer(

@@ -31,10 +31,9 @@ from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.resources import load_game_requirements
 from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
-from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.search import describe_space
 from tune_study.plan.storage_uri import is_uri
-from tune_study.plan.study_plan import StudyPlan, make_base_config
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_base_config
 from tune_study.plan.typed_settings import format_values
 
 MAX_VALUES_LENGTH = 120

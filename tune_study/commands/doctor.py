@@ -24,8 +24,7 @@ from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
 from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
 
 _TIMEOUT_S = 240.0
 """Time limit of Ray's start and of the imports in its worker. On a busy machine with two cores they take 20 s."""

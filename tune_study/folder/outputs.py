@@ -38,8 +38,7 @@ from trainable.runs.study_record import (
 from tune_study.folder.origin import remember_origin
 from tune_study.folder.statuses import make_timestamp, read_statuses
 from tune_study.plan.errors import PlanError
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan, make_base_config
+from tune_study.plan.study_plan import RunSpec, StudyPlan, make_base_config
 
 if TYPE_CHECKING:
     from analysis.report.pages import Conclusion

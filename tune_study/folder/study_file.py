@@ -31,13 +31,11 @@ from trainable.runs.study_record import (
 )
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage, list_plan_values
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_parts import check_recorded_files
-from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
+from tune_study.plan.own_study import OwnStudy, check_recorded_files, check_same_source, explain_missing_file
 from tune_study.plan.search import find_search_differences, make_point_study
 from tune_study.plan.storage_uri import is_same_folder
-from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import StudyPlan, build_plan, make_arm_config, rebuild_plan, set_max_seeds, set_points
-from tune_study.plan.typed_settings import format_values
+from tune_study.plan.typed_settings import find_study, format_values
 
 _MAX_SUGGESTIONS = 3
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})

@@ -15,9 +15,7 @@ from trainable.files.paths import write_text
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import OPEN_STATUSES, StatusRecord, find_record
 from tune_study.folder.statuses import make_timestamp
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 from tune_study.plan.typed_settings import format_values
 
 # For each of our statuses, the status in the published logs, which record only whether a run's process ended normally.

@@ -24,10 +24,8 @@ from tune_study.folder.outputs import append_line
 from tune_study.folder.statuses import StudyStatuses, make_timestamp
 from tune_study.folder.summary import RunTimes, write_summary
 from tune_study.host.interrupt import Interrupt
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.storage_uri import split_uri
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 from tune_study.tune.progress import Progress, format_step
 from tune_study.tune.search.halving import SIBLING_REASON, Rungs
 from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run

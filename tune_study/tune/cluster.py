@@ -12,8 +12,7 @@ from trainable.config.setting_types import format_value
 from tune_study.host.gpus import Gpu
 from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
 _CONNECT_TIMEOUT_S = 10.0
 """Seconds to wait for a connection to --address."""

@@ -17,8 +17,7 @@ from trainable.runs.history import find_signal_problem, format_signal_problems, 
 from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import OPEN_STATUSES
 from tune_study.host.console import SECONDS_PER_PHASE_LINE, EscapedRenderable
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 _STEPS_PER_LINE = 10
 """Without a terminal, a run prints a line at every 10th step and at every step with a validation."""

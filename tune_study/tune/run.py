@@ -22,8 +22,7 @@ from tune_study.host.interrupt import TimeLimit, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 from tune_study.tune.conclusion import (
     conclude_study,
     end_wandb,

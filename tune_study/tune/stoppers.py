@@ -14,7 +14,7 @@ from trainable.config.sections import EarlyStopConfig
 from trainable.runs.records import drop_carried
 from trainable.runs.stop_rules import ALARM, HISTORY_COLUMNS, RULES, evaluate_stop_rules, parse_finite
 from tune_study.host.interrupt import Interrupt
-from tune_study.plan.study_names import find_study
+from tune_study.plan.typed_settings import find_study
 
 DEFAULT_COLUMNS = MappingProxyType({name: name for name in HISTORY_COLUMNS})
 """For each column that the rules read, its key in a result."""

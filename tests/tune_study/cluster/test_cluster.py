@@ -35,7 +35,7 @@ from tune_study.commands.node_checks import (
 from tune_study.folder import run_checkpoints
 from tune_study.folder.storage import StoredFolder, fetch_checkpoint, fetch_results, list_trial_checkpoints
 from tune_study.folder.study_file import plan_from_folder
-from tune_study.placement.samplers import TORCH_SETTINGS
+from tune_study.placement.resources import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import StudyPlan, make_plan

@@ -35,8 +35,7 @@ from tune_study.folder.summary import (
 from tune_study.placement.model_files import check_model, find_hub_cache, make_absolute
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
 
 
 def make_plan_in(output: Path, study: str = "kl", values: tuple[str, ...] = ("0", "0.1"), seeds: int = 1) -> StudyPlan:

@@ -47,8 +47,7 @@ from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
 from tune_study.tune.callbacks import Recorder
 from tune_study.tune.conclusion import list_reading_commands
 from tune_study.tune.local_ray import LocalRay

@@ -28,9 +28,8 @@ from tune_study.host.console import print_line, show_phases
 from tune_study.placement.model_files import check_model
 from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.own_study import OwnStudy
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_names import find_arm
-from tune_study.plan.study_plan import StudyPlan, find_changed_settings
+from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
+from tune_study.plan.typed_settings import find_arm
 
 BEST_STEP = "best"
 

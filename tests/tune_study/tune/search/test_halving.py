@@ -17,8 +17,7 @@ from trainable.runs.study_record import StatusRecord
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.host.interrupt import make_interrupt
-from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
-from tune_study.plan.search_space import make_space
+from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study, make_space
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
 from tune_study.tune.run import make_run_options
 from tune_study.tune.search.halving import SIBLING_REASON, HalvingStopper, Rungs
