@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainable.files.json_values import DamagedFileError
+from trainable.files.json_values import DamagedFileError, parse_finite
 from trainable.runs.failures import NON_FINITE
 from trainable.runs.run_files import LEVELS_FILE, Row, RunLines, select_lines
-from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord, read_record
 
 MASTERED_SUCCESS = 0.9

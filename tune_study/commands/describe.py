@@ -17,10 +17,9 @@ from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
 from trainable.config.setting_types import format_value, is_common
-from trainable.files.json_values import DamageWarning
+from trainable.files.json_values import DamageWarning, parse_finite
 from trainable.files.step_phase import read_phase
 from trainable.runs.history import RunHistory, describe_missing_signal, format_signal_problems
-from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import ENDED_STATUSES, RunRecord, StudyRecord, find_record, find_total_steps
 from tune_study.folder.outputs import make_study_record
 from tune_study.host.console import print_line, print_table

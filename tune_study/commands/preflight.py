@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import NamedTuple, cast
+from typing import cast
 
 from rich.console import Console
 
@@ -45,19 +46,6 @@ _INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
 
 
-class PlacementChoices(NamedTuple):
-    """What a user has chosen and the search for plans that fit must not change."""
-
-    preset: str | None
-    """None for the default preset."""
-    has_adapters: bool
-    """Whether the rank of adapters is chosen, also as 0 for none."""
-    has_gpus: bool
-    """Whether an option is chosen that suits only certain GPUs or the paper preset."""
-    command: str = ""
-    """What was typed; empty in Python."""
-
-
 def start_studies(
     plans: Sequence[StudyPlan],
     options: LaunchRequest,
@@ -87,7 +75,7 @@ def start_studies(
         """Adapt the options to one study: in a suite, --gpus applies only to the studies that use GPUs."""
         return replace(options, gpus=None) if uses_gpus and plan.model is None else options
 
-    with cluster.join_cluster(options.address) as nodes:
+    with nullcontext() if options.address is None else cluster.join_cluster(options.address) as nodes:
         if dry_run:
             all_fit = True
             for index, plan in enumerate(plans):
@@ -166,31 +154,20 @@ def _check_context(plan: StudyPlan) -> None:
             )
 
 
-def list_choices(request: StudyRequest, launch: LaunchRequest) -> PlacementChoices:
-    """Collect what was typed for the preset, the adapters (also rank 0 for none) and the GPUs."""
-    keys = [assignment.partition("=")[0].strip() for assignment in request.list_assignments()]
-    keys += [setting for _, setting, _ in list_assigned_settings(request)]
-    gpu_options = (launch.gpus, launch.gpu_memory_gib, launch.address)
-    return PlacementChoices(
-        request.preset,
-        has_adapters=any("lora_rank" in key for key in keys),
-        has_gpus=any(option is not None for option in gpu_options) or any(key.endswith(_GPU_SETTINGS) for key in keys),
-        command=outputs.format_command_line(),
-    )
-
-
 def make_plans_that_fit(
     make_plans: Callable[[ChosenPreset], list[StudyPlan]],
-    choices: PlacementChoices,
+    request: StudyRequest,
     options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
+    command: str = "",
 ) -> list[StudyPlan]:
     """Make the plans under the typed or default preset, and adapt them if the GPUs are too small.
 
-    If the runs do not fit, they train adapters, where the preset has settings for this and the user has not chosen. If
-    adapters do not fit either, preset laptop replaces the default preset, unless the user chose GPUs.
+    If the runs do not fit, they train adapters, where the preset has settings for this and the user has not chosen
+    their rank, also as 0 for none. If adapters do not fit either, preset laptop replaces the default preset, unless the
+    user chose GPUs, or a setting that suits only certain GPUs. command: what was typed; empty in Python.
     """
-    preset, reason = resources.choose_preset(choices.preset, visible_gpus)
+    preset, reason = resources.choose_preset(request.preset, visible_gpus)
     plans = make_plans(ChosenPreset(preset, reason))
     if options.address is not None:  # the GPUs of a cluster are not known here
         return plans
@@ -198,15 +175,18 @@ def make_plans_that_fit(
     small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else None
     if not misfit or not small_settings:
         return plans
-    if not choices.has_adapters:
+    keys = [assignment.partition("=")[0].strip() for assignment in request.list_assignments()]
+    keys += [setting for _, setting, _ in list_assigned_settings(request)]
+    if not any("lora_rank" in key for key in keys):
         settings_text = ", ".join(f"{name}={value}" for name, value in small_settings.items())
         small_reason = f"{reason}; adapters instead of all weights ({settings_text}), which do not fit: {misfit}"
         small_plans = make_plans(ChosenPreset(preset, small_reason, small_settings))
         if not explain_misfit(small_plans, options, visible_gpus)[0]:
             return small_plans
-    if choices.preset is not None or choices.has_gpus:
+    has_gpus = options.gpus is not None or options.gpu_memory_gib is not None
+    if request.preset is not None or has_gpus or any(key.endswith(_GPU_SETTINGS) for key in keys):
         return plans
-    fitting_command = " ".join(filter(None, [choices.command, f"--preset {preset}", *remedies[:1]]))
+    fitting_command = " ".join(filter(None, [command, f"--preset {preset}", *remedies[:1]]))
     advice = f"this would fit: {fitting_command}" if remedies else "no setting makes it fit"
     return make_plans(ChosenPreset("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}"))
 

@@ -30,7 +30,8 @@ def read_statuses(plan: StudyPlan) -> dict[str, StatusRecord]:
 
 def find_finished_runs(plan: StudyPlan, skipped_statuses: Container[str] = ENDED_STATUSES) -> dict[str, StatusRecord]:
     """Find the runs that are not run again, with a status in `skipped_statuses`. Returns their statuses by run_id."""
-    return {run_id: status for run_id, status in read_statuses(plan).items() if status.status in skipped_statuses}
+    statuses = read_statuses(plan) if plan.folder.exists() else {}
+    return {run_id: status for run_id, status in statuses.items() if status.status in skipped_statuses}
 
 
 def parse_skipped_statuses(text: str) -> tuple[str, ...]:

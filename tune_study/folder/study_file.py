@@ -19,7 +19,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import DamagedFileError
-from trainable.files.paths import UnsafePathError
+from trainable.files.paths import UnsafePathError, lock_file, open_regular
 from trainable.runs.stop_rules import RULES
 from trainable.runs.study_record import (
     RUN_FILE,
@@ -72,6 +72,18 @@ def read_study(folder: Path) -> StudyRecord:
             f"It reads {', '.join(FAMILIES)}: install the version that wrote the study."
         )
     return study
+
+
+def is_running(folder: Path) -> bool:
+    """Check whether a process holds the lock of the study's folder. Writes nothing."""
+    try:
+        with open_regular(folder / ".lock", "r") as handle:
+            lock_file(handle, is_shared=True)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock file: the study has never been started in this folder
+        return False
+    return False
 
 
 def plan_from_folder(

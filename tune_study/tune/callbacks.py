@@ -133,8 +133,8 @@ class Recorder(StatelessCallback):
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """Record the rows of a step and the decisions of stop rules, which are in `result`."""
-        # `note` and `saved` are messages to the driver; `InterruptStopper` has already read `saved`. Both are removed,
-        # so that they do not become columns of Tune's progress.csv or of the W&B run.
+        # `note` and `saved` are messages to the driver, and a stopper has already read `saved`. Both are removed, so
+        # that they do not become columns of Tune's progress.csv or of the W&B run.
         note = result.pop("note", "")
         result.pop("saved", None)
         for run_id in list_run_ids(trial.config) if note else ():

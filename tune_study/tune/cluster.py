@@ -31,14 +31,11 @@ class Node(NamedTuple):
 
 
 @contextmanager
-def join_cluster(address: str | None) -> Iterator[tuple[Node, ...] | None]:
-    """Join the cluster at `address` during the body, and yield its nodes; None without an address.
+def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
+    """Join the cluster at `address` during the body, and yield its nodes.
 
     address: host:port or auto, as for `ray.init`. Raises PlanError if the cluster cannot be joined.
     """
-    if address is None:
-        yield None
-        return
     _check_address(address)
     from tune_study.tune.run import prepare_environment
 

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trainable.families import Family
+from trainable.files.json_values import parse_finite
 from trainable.files.step_phase import QUIET_SECONDS, read_phase
 from trainable.runs.history import find_signal_problem, format_signal_problems, format_stop_reason
-from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import OPEN_STATUSES
 from tune_study.host.console import SECONDS_PER_PHASE_LINE, EscapedRenderable
 from tune_study.plan.study_plan import RunSpec, StudyPlan

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trainable.config.command_lines import format_command
+from trainable.files.json_values import parse_finite
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import MAX_ROLLING_CHECKPOINTS, METRICS_FILE, read_rows
-from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import ENDED_STATUSES
 from tune_study.folder import outputs
 from tune_study.folder.statuses import StudyStatuses, find_finished_runs
@@ -34,6 +34,7 @@ from tune_study.tune.conclusion import (
 )
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
+from tune_study.tune.search.halving import Rungs
 from tune_study.tune.search.rounds import plan_next_round
 from tune_study.tune.session import StudySession, SuiteContext, plan_next_look
 from tune_study.tune.trials import list_run_ids, make_trial_configs
@@ -201,7 +202,6 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     """Train the remaining runs until all have a final status; return an error text, or ""."""
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
-    from tune_study.tune.search.halving import Rungs
 
     plan, rungs, problem = session.plan, None, ""
     if plan.search is not None and plan.search.grace_steps is not None:
@@ -360,12 +360,11 @@ def make_run_options(session: StudySession, recorder: "Recorder", extra_callback
     from ray import tune
 
     from tune_study.tune.callbacks import CheckpointFollower, SilentReporter
-    from tune_study.tune.search.halving import HalvingStopper
-    from tune_study.tune.stoppers import InterruptStopper, rules
+    from tune_study.tune.stoppers import make_interrupt_stopper, rules
 
     plan = session.plan
     # First, because Tune asks no further stopper after one that ends the run, and the rungs need every row.
-    halving_stoppers = [] if recorder.rungs is None else [HalvingStopper(recorder.rungs)]
+    halving_stoppers = [] if recorder.rungs is None else [tune.stopper.FunctionStopper(recorder.rungs.ends_trial)]
     followers = [] if session.storage is None else [CheckpointFollower(session.storage)]
     place: dict[str, Any] = {"storage_path": str(plan.folder.parent)}
     if plan.storage is not None:
@@ -377,7 +376,7 @@ def make_run_options(session: StudySession, recorder: "Recorder", extra_callback
         "name": plan.folder.name,
         **place,
         "stop": tune.stopper.CombinedStopper(
-            *halving_stoppers, rules(plan.study, plan.preset), InterruptStopper(session.interrupt)
+            *halving_stoppers, rules(plan.study, plan.preset), make_interrupt_stopper(session.interrupt)
         ),
         "callbacks": [SilentReporter(), *followers, recorder, *extra_callbacks],
         "failure_config": tune.FailureConfig(max_failures=-1),  # the Recorder limits failures without progress

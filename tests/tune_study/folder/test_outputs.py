@@ -23,9 +23,9 @@ from trainable.runs.records import STATUSES
 from trainable.runs.run_files import read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, write_record
 from tune_study.folder import summary
-from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
+from tune_study.folder.outputs import check_writable, lock_folder, read_git_state, write_study
 from tune_study.folder.statuses import StudyStatuses, find_finished_runs, make_timestamp, parse_skipped_statuses
-from tune_study.folder.study_file import check_unchanged, plan_from_folder
+from tune_study.folder.study_file import check_unchanged, is_running, plan_from_folder
 from tune_study.folder.summary import (
     format_run_times,
     format_summary_line,
