@@ -488,11 +488,11 @@ def plot_gradients(
     from tune_study.commands.reading import plot_gradients  # imports Altair
 
     frames = plot_gradients.read_analyses(folder)
-    selections = plot_gradients.select_steps(frames, trial, source, plot_gradients.parse_steps(steps or []))
+    table = plot_gradients.select_steps(frames, trial, source, plot_gradients.parse_steps(steps or []))
     if list_steps:
-        plot_gradients.print_steps(make_console(), frames, selections)
+        plot_gradients.print_steps(make_console(), table)
     else:
-        plot_gradients.write_plots(make_console(), folder, frames, selections, output_dir)
+        plot_gradients.write_plots(make_console(), folder, frames, table, output_dir)
 
 
 @command(FILES, "doctor", "--output out")
