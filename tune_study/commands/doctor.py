@@ -21,8 +21,7 @@ from tune_study.commands.requests import LaunchRequest, StudyRequest
 from tune_study.commands.run_options import ChosenPreset
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
-from tune_study.host.machine_checks import find_ray_folder
-from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
+from tune_study.host.machine_checks import FOLDER_PREFIX, RAY_SUBFOLDER, find_ray_folder
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
 
