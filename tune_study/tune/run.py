@@ -206,7 +206,7 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     plan, rungs, problem = session.plan, None, ""
     if plan.search is not None and plan.search.grace_steps is not None:
         rungs = Rungs(plan, plan.study.family.is_higher_better, session.finished_statuses)
-    recorder = Recorder(plan, session.resource_plan, session.progress, statuses, rungs)
+    recorder = Recorder(plan, session.resource_plan, session.progress, statuses, rungs, session.storage, session.wandb)
     try:
         _fit_tuner(session, statuses, recorder)
     except KeyboardInterrupt:
@@ -262,20 +262,15 @@ def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> N
 
 def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Recorder") -> None:
     """Start Ray if necessary, and train all remaining runs."""
-    from tune_study.tune.callbacks import WandbCallback  # imports Ray, as does the next one
-    from tune_study.tune.watchdog import DiskSpaceGuard, watch_daemons
+    from tune_study.tune.watchdog import watch_daemons  # imports Ray
 
-    plan, print_text = session.plan, partial(print_line, session.console)
+    plan = session.plan
     # Ray installs a SIGTERM handler when it starts, so our handlers are installed afterwards.
     with (
         session.suite.ray.acquire(plan.folder, session.resource_plan, has_next_round=plan.has_next_round) as daemons,
-        session.interrupt.handle_signals(print_text),
+        session.interrupt.handle_signals(partial(print_line, session.console)),
     ):
-        # Ray keeps logs and sockets in a separate folder, often on another disk than the results.
-        folders = (plan.folder, find_ray_folder(os.environ))
-        disk_space = DiskSpaceGuard(folders, plan.base_config.trainer.disk_patience, session.interrupt, print_text)
-        wandb_callbacks = [] if session.wandb is None else [WandbCallback(session.wandb)]
-        tuner = make_study_tuner(session, recorder, [disk_space, *wandb_callbacks])
+        tuner = make_study_tuner(session, recorder)
         with (
             session.progress.show_live(),
             watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
@@ -313,7 +308,7 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
     os._exit(finish_output(exit_code))
 
 
-def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
+def make_study_tuner(session: StudySession, recorder: "Recorder") -> Any:
     """Make the Tune experiment of the plan's remaining runs."""
     import_tensorboard()
     from ray import tune
@@ -340,7 +335,7 @@ def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callback
             trial_name_creator=make_name,
             trial_dirname_creator=make_name,
         ),
-        **make_run_options(session, recorder, extra_callbacks),
+        **make_run_options(session, recorder),
     )
 
 
@@ -355,17 +350,20 @@ def import_tensorboard() -> None:
         del sys.modules["torch"]
 
 
-def make_run_options(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> dict[str, Any]:
+def make_run_options(session: StudySession, recorder: "Recorder") -> dict[str, Any]:
     """Make the arguments of Tune's RunConfig: where it writes, its callbacks, and its stoppers."""
     from ray import tune
 
-    from tune_study.tune.callbacks import CheckpointFollower, SilentReporter
+    from tune_study.tune.callbacks import SilentReporter
     from tune_study.tune.stoppers import make_interrupt_stopper, rules
+    from tune_study.tune.watchdog import DiskSpaceGuard
 
     plan = session.plan
     # First, because Tune asks no further stopper after one that ends the run, and the rungs need every row.
     halving_stoppers = [] if recorder.rungs is None else [tune.stopper.FunctionStopper(recorder.rungs.ends_trial)]
-    followers = [] if session.storage is None else [CheckpointFollower(session.storage)]
+    # Ray keeps logs and sockets in a separate folder, often on another disk than the results.
+    folders, patience = (plan.folder, find_ray_folder(os.environ)), plan.base_config.trainer.disk_patience
+    disk_space = DiskSpaceGuard(folders, patience, session.interrupt, partial(print_line, session.console))
     place: dict[str, Any] = {"storage_path": str(plan.folder.parent)}
     if plan.storage is not None:
         from tune_study.folder.storage import StoredFolder
@@ -378,7 +376,7 @@ def make_run_options(session: StudySession, recorder: "Recorder", extra_callback
         "stop": tune.stopper.CombinedStopper(
             *halving_stoppers, rules(plan.study, plan.preset), make_interrupt_stopper(session.interrupt)
         ),
-        "callbacks": [SilentReporter(), *followers, recorder, *extra_callbacks],
+        "callbacks": [SilentReporter(), recorder, disk_space],
         "failure_config": tune.FailureConfig(max_failures=-1),  # the Recorder limits failures without progress
         # On this machine a run writes its state once, into its folder, and Tune's checkpoint names that folder. With a
         # storage, a run asks for a checkpoint whenever its state is on the disk of its node.

@@ -144,8 +144,8 @@ def test_the_stopper_follows_the_rungs_but_not_for_runs_that_have_ended(plan: St
 
 def test_the_rungs_have_the_rows_with_which_another_stopper_ends_a_run(plan: StudyPlan, tmp_path: Path) -> None:
     rungs, interrupt = Rungs(plan, True, {}), make_interrupt(tmp_path)
-    session = SimpleNamespace(plan=plan, interrupt=interrupt, storage=None)
-    stoppers = make_run_options(session, SimpleNamespace(rungs=rungs), [])["stop"]
+    session = SimpleNamespace(plan=plan, interrupt=interrupt, console=None)
+    stoppers = make_run_options(session, SimpleNamespace(rungs=rungs))["stop"]
     ids = [spec.run_id for spec in plan.runs[1:5]]
     first, second, third, fourth = (
         {**make_row(5, value), "run_id": run_id, "saved": True}
