@@ -163,10 +163,23 @@ def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
 def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
     """Train the runs of the plan, write tables and report, and return the exit code.
 
-    names_finished: print each run that is not run again.
+    names_finished: print each run that is not run again. Raises PlanError if the study's files cannot be written.
     """
     plan, console = session.plan, session.console
-    _write_study_files(session)
+    try:
+        # In a suite, Ctrl-C may be pressed before this study starts, and that request must not be cleared.
+        if not session.interrupt.is_requested:
+            session.interrupt.clear()
+        changes = outputs.write_study(plan)
+    except OSError as error:
+        raise PlanError(
+            f"{plan.folder} cannot be written ({error}): free disk space there, or type another --output."
+        ) from None
+    # The storage needs study.json before runs write rows there, because `resume` reads the study from it.
+    if session.storage is not None and (problem := session.storage.push()):
+        raise PlanError(problem)
+    for change in changes:
+        print_line(console, f"Continuing with a different {change}: earlier and later rows may differ because of it")
     _show_earlier_rows(session, names_finished=names_finished)
     statuses, problem = StudyStatuses(plan, session.finished_statuses), ""
     if len(session.finished_statuses) < len(plan.runs):
@@ -176,26 +189,6 @@ def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
     except KeyboardInterrupt:  # the user does not want to wait for tables and report
         print_line(console, f"The rows are saved. For tables and report: {format_command('report', plan.folder)}")
         return 130
-
-
-def _write_study_files(session: StudySession) -> None:
-    """Write the files that must be on disk before anything starts. Raises PlanError if they cannot be written."""
-    try:
-        # In a suite, Ctrl-C may be pressed before this study starts, and that request must not be cleared.
-        if not session.interrupt.is_requested:
-            session.interrupt.clear()
-        changes = outputs.write_study(session.plan)
-    except OSError as error:
-        raise PlanError(
-            f"{session.plan.folder} cannot be written ({error}): free disk space there, or type another --output."
-        ) from None
-    # The storage needs study.json before runs write rows there, because `resume` reads the study from it.
-    if session.storage is not None and (problem := session.storage.push()):
-        raise PlanError(problem)
-    for change in changes:
-        print_line(
-            session.console, f"Continuing with a different {change}: earlier and later rows may differ because of it"
-        )
 
 
 def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
@@ -217,7 +210,9 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
         # have ended, only Tune's record is affected.
         is_over = not any(view.is_open for view in session.progress.views.values())
         summary = "Ray Tune could not complete its own record of the study" if is_over else "The study ended early"
-        problem = f"{summary}: {_format_error(error)}."
+        # The last line names the cause in Tune's errors. `KeyError: 'x'` says more than `'x'`.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+        problem = f"{summary}: {lines[-1] if len(lines) > 1 else f'{type(error).__name__}: {lines[0]}'}."
     recorder.censor_waiting()  # again, since an error may have ended the study
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
@@ -233,15 +228,6 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     elif session.interrupt.is_any_arm_requested and not problem:
         reason = "the arm was stopped by `stop --arm`"
     return " ".join(filter(None, (problem, statuses.close(reason))))
-
-
-def _format_error(error: Exception) -> str:
-    """Return the last line of an error's message, which names the cause in Tune's errors.
-
-    A single line gets the type of the error before it: `KeyError: 'x'` says more than `'x'`.
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    return lines[-1] if len(lines) > 1 else f"{type(error).__name__}: {lines[0]}"
 
 
 def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> None:
