@@ -60,7 +60,6 @@ def start_studies(
     start one of --max-hours now. Returns the exit code: 0 if every study returns 0, or 3 for a dry run of a study that
     does not fit. Raises PlanError before anything starts if a study cannot be run.
     """
-    time_limit = time_limit or start_time_limit(options.max_hours)
     plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
     for plan in plans:
         outputs.check_recordable(plan)
@@ -75,6 +74,13 @@ def start_studies(
         """Adapt the options to one study: in a suite, --gpus applies only to the studies that use GPUs."""
         return replace(options, gpus=None) if uses_gpus and plan.model is None else options
 
+    def run_study(study: PreparedStudy, suite: SuiteContext | None = None) -> int:
+        """Run a prepared study and return its exit code (see `execute_study`)."""
+        plan, preset_line = study.plan, f"Preset {study.plan.preset}: {study.plan.preset_reason}"
+        for line in (preset_line, study.space_line, *find_remarks(plan), *describe_signal(plan)):
+            print_line(console, line)
+        return execute_study(plan, study.resource_plan, console, options.skipped_statuses, time_limit, suite)
+
     with nullcontext() if options.address is None else cluster.join_cluster(options.address) as nodes:
         if dry_run:
             all_fit = True
@@ -83,21 +89,21 @@ def start_studies(
                     print_line(console, format_position(plans, index))
                 all_fit &= _print_plan(plan, adapt_options(plan), visible_gpus, nodes, console)
             return 0 if all_fit else 3
+        time_limit = time_limit or start_time_limit(options.max_hours)
         # All studies are checked before the first one starts, so that a suite does not fail hours later.
         prepared_studies = [prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
             compile_kernels([config for plan in plans for config in plan.ppo_configs], os.environ, console)
         if len(plans) == 1:
-            return run_prepared_study(prepared_studies[0], console, options.skipped_statuses, time_limit)
+            return run_study(prepared_studies[0])
         # Studies with a storage keep nothing large on this disk.
         disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
         return run_suite(
             plans,
             lambda plan: prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
+            run_study,
             console,
-            options.skipped_statuses,
-            time_limit,
             is_local=nodes is None,
         )
 
@@ -383,34 +389,17 @@ def _check_cluster(study: PreparedStudy, options: LaunchRequest, nodes: tuple[No
     return memory
 
 
-def run_prepared_study(
-    study: PreparedStudy,
-    console: Console,
-    skipped_statuses: Sequence[str],
-    time_limit: TimeLimit | None,
-    suite: SuiteContext | None = None,
-) -> int:
-    """Run a prepared study and return its exit code (see `execute_study`)."""
-    plan = study.plan
-    print_line(console, f"Preset {plan.preset}: {plan.preset_reason}")
-    print_line(console, study.space_line)
-    for remark in (*find_remarks(plan), *describe_signal(plan)):
-        print_line(console, remark)
-    return execute_study(plan, study.resource_plan, console, skipped_statuses, time_limit, suite)
-
-
 def run_suite(
     plans: Sequence[StudyPlan],
     prepare_study: Callable[[StudyPlan], PreparedStudy],
+    run_study: Callable[[PreparedStudy, SuiteContext], int],
     console: Console,
-    skipped_statuses: Sequence[str],
-    time_limit: TimeLimit | None,
     is_local: bool,
 ) -> int:
     """Run `plans` one after another until all have run or one is interrupted; a failed study does not end the suite.
 
     prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used disk
-    space; raises PlanError. skipped_statuses: runs with one of them are not run again. is_local: False on a cluster.
+    space; raises PlanError. is_local: False on a cluster.
 
     Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C or the time limit,
     and else 1. Raises FolderLockedError, and writes nothing, while another suite runs in the output folder, since both
@@ -445,9 +434,7 @@ def run_suite(
                 with suite.interrupt.handle_signals(lambda text: print_line(console, text)):
                     prepared_study = prepare_study(plan)
                     n_started += 1  # not before: a study whose requirements are no longer met does not start
-                    exit_code = max(
-                        exit_code, run_prepared_study(prepared_study, console, skipped_statuses, time_limit, suite)
-                    )
+                    exit_code = max(exit_code, run_study(prepared_study, suite))
                 # If an interrupt comes as the last runs of a study end, the study still returns 0.
                 if n_started < len(plans) and suite.interrupt.is_requested:
                     exit_code = _INTERRUPTED_EXIT_CODE
