@@ -16,7 +16,7 @@ from search_spaces.language_model.kl import STUDY
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
-from tune_study.placement.samplers import TORCH_SETTINGS
+from tune_study.placement.resources import TORCH_SETTINGS
 
 PHASES = ("rollout", "values", "reference", "update_critic", "update_actor")
 KL_SETTINGS: dict[str, object] = {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}

@@ -213,6 +213,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "search_spaces": (),
     "tune_study.commands.reading.alarms": ("pandas", "pydantic", "rich"),
     "tune_study.commands.reading.explain": ("numpy", "pandas", "rich"),
+    "tune_study.commands.reading.plot_gradients": ("pandas", "rich"),
     "tune_study.commands.reading.watch": ("rich", "waitress"),
     "analysis.search.trials": ("numpy", "pandas", "optuna"),
     "analysis": ("numpy", "scipy", "pandas", "pyarrow"),

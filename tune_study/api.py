@@ -10,8 +10,7 @@ from tune_study.commands.requests import LaunchRequest, RunRequest
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.host.console import make_console
 from tune_study.host.gpus import detect_gpus
-from tune_study.plan.own_parts import load_typed_files
-from tune_study.plan.own_study import StudySource, check_study
+from tune_study.plan.own_study import StudySource, check_study, load_typed_files
 from tune_study.plan.study_plan import StudyPlan
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def run(
         >>> frames.trials[["arm", "status", "final_val_success"]]  # doctest: +SKIP
     """
     from analysis import load
-    from tune_study.commands.preflight import list_choices, make_plans_that_fit, start_studies
+    from tune_study.commands.preflight import make_plans_that_fit, start_studies
 
     check_study(study, "the call of tune_study.run")
     launch_names = {field.name for field in fields(LaunchRequest)}
@@ -73,8 +72,7 @@ def run(
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [plan_from_options(study, preset, request, describe_source(study))]
 
-    choices = list_choices(request, launch)._replace(command="")
-    (plan,) = make_plans_that_fit(make_plans, choices, launch, visible_gpus)
+    (plan,) = make_plans_that_fit(make_plans, request, launch, visible_gpus)
     exit_code = start_studies([plan], launch, visible_gpus, False, make_console())
     if exit_code:
         raise RuntimeError(f"The study in {plan.folder} ended with code {exit_code}: see the lines above.")

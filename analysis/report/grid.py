@@ -14,7 +14,6 @@ from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Figure, Section, Table, TableColumn, count_of, name, number, text
 from analysis.sweep import findings
-from analysis.sweep.collapse import COLLAPSE_DEFINITION
 from analysis.sweep.verdicts import (
     count_nouns,
     format_fraction,
@@ -25,6 +24,7 @@ from analysis.sweep.verdicts import (
     is_missing,
 )
 from trainable.config.aliases import shorten_setting
+from trainable.runs.history import COLLAPSE_DEFINITION
 
 
 def _get_factor_grid(results: SweepResults) -> factors.FactorGrid:

@@ -41,11 +41,12 @@ from analysis.report.section import (
     text,
 )
 from analysis.sweep import findings, series, tables, time_course
-from analysis.sweep.collapse import COLLAPSE_DEFINITION, compute_survival, describe_signal_problems
+from analysis.sweep.collapse import compute_survival, describe_signal_problems
 from analysis.sweep.examples import choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from analysis.sweep.verdicts import format_fraction, format_interval, format_number, format_signed, format_signed_number
 from trainable.config.aliases import shorten_setting
+from trainable.runs.history import COLLAPSE_DEFINITION
 
 MAX_OPEN_ARMS = 40
 """With more arms, the verdicts of a grid are folded, a table per panel."""

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from scipy import optimize, special
 
 from analysis.stats.estimates import CONFIDENCE_LEVEL, NAN, Estimate, Floats, SampleStats, welch_t_test
-from analysis.stats.events import find_collapse
+from trainable.runs.history import find_collapse
 
 # One more than the parameters of a single curve.
 MIN_VALIDATIONS = 5
@@ -204,12 +204,14 @@ def _refuse_validations(counts: _Counts) -> str:
     if num_short or not rows:
         short = f"{num_short} of {len(rows)} seeds have fewer than {MIN_VALIDATIONS} at different costs"
         return f"Too few validations: {short}."
-    collapse_costs = [find_collapse(costs, successes / trials, trials) for costs, successes, trials in rows]
-    num_collapsed = np.count_nonzero(~np.isnan(collapse_costs))
+    collapse_costs = [
+        find_collapse(zip(costs, successes / trials, trials, strict=True)) for costs, successes, trials in rows
+    ]
+    num_collapsed = np.count_nonzero(np.isfinite(collapse_costs))
     if num_collapsed:
         return (
             f"Collapse: {num_collapsed} of {len(rows)} seeds fall below half of their running maximum at two "
-            f"validations in a row, the first at cost {np.nanmin(collapse_costs):.4g}."
+            f"validations in a row, the first at cost {min(collapse_costs):.4g}."
         )
     return ""
 

@@ -29,23 +29,6 @@ class EventTimes(NamedTuple):
     is_event: ArrayLike
 
 
-def find_collapse(steps: ArrayLike, success: ArrayLike, num_trials: ArrayLike = math.inf) -> float:
-    """Find the step of the validation at which a run has collapsed; NaN if it has not.
-
-    Collapse: success (V,) is below half of its running maximum m at two validations in a row; the second is returned.
-    With `num_trials` episodes per validation, success must also be more than 2 standard errors of a difference, sqrt(2
-    m (1 - m) / num_trials), below m: a policy that rarely succeeds does not collapse by chance. A missing validation
-    (NaN) is skipped.
-    """
-    is_validated = ~np.isnan(np.asarray(success, dtype=float))
-    x, y = (np.asarray(values, dtype=float)[is_validated] for values in (steps, success))
-    trials = np.broadcast_to(np.asarray(num_trials, dtype=float), is_validated.shape)[is_validated]
-    maximum = np.maximum.accumulate(y)
-    is_below = (y < maximum / 2) & (maximum - y > 2 * np.sqrt(2 * maximum * (1 - maximum) / trials))
-    indices = np.flatnonzero(is_below[1:] & is_below[:-1]) + 1
-    return float(x[indices[0]]) if indices.size else NAN
-
-
 def kaplan_meier(end_steps: ArrayLike, is_event: ArrayLike) -> tuple[Floats, Floats]:
     """Estimate the fraction of runs without the event, at step 0 and after each step with one: (steps, fractions).
 

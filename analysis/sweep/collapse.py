@@ -1,4 +1,4 @@
-"""Which runs collapsed, and when. Every table, figure and sentence about collapse uses this definition."""
+"""Which runs of a study collapsed, and when."""
 
 import math
 
@@ -7,24 +7,10 @@ import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_single_study
 from analysis.data.frames import StudyFrames, to_records
-from analysis.data.run_files import get_evaluation_key
-from analysis.stats.events import find_collapse, kaplan_meier
+from analysis.stats.events import kaplan_meier
 from analysis.sweep.series import make_curves
-from trainable.runs.history import (
-    SIGNAL_COLUMNS,
-    RunHistory,
-    describe_missing_signal,
-    find_last_value,
-    format_signal_problems,
-    has_mastered,
-)
-from trainable.runs.run_files import LEVELS_FILE, select_lines
-from trainable.runs.stop_rules import parse_finite
+from trainable.runs.history import SIGNAL_COLUMNS, describe_missing_signal, find_collapse, format_signal_problems
 
-COLLAPSE_DEFINITION = (
-    "A run collapses when a rule stops it at a success below 0.9, or when its success is below half of its running "
-    "maximum at two validations in a row."
-)
 HALVED_SUCCESS = "halved_success"
 """Cause of a collapse that no stop rule detected."""
 _END_COLUMNS = ["run_id", "arm", "seed", "status", "end_step", "is_collapse", "cause", "signal_problem"]
@@ -51,11 +37,10 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
     """Find how each run with a training step ended, and whether it collapsed.
 
     Columns: run_id, arm, seed, status, end_step, is_collapse, cause, signal_problem. A run collapses when a rule stops
-    it as a failure (`compare.find_failed_stops`), or when its success is below half of its running maximum at two
-    validations in a row (`stats.events.find_collapse`), whichever comes first. A run that could not learn in any step
-    had nothing to lose, and does not count as collapsed. end_step is the step of the collapse, or else the last step.
-    cause is the name of the stop rule, `HALVED_SUCCESS`, or empty. signal_problem is why the run could not learn in any
-    step, or empty.
+    it as a failure (`compare.find_failed_stops`), or when its success halves (`history.find_collapse`). A run that
+    could not learn in any step had nothing to lose, and does not count as collapsed. end_step is the step of the
+    collapse, or else the last step. cause is the name of the stop rule, `HALVED_SUCCESS`, or empty. signal_problem is
+    why the run could not learn in any step, or empty.
     """
     signal_columns = [name for name in SIGNAL_COLUMNS if name in frames.steps]
     validations = make_validations(frames)
@@ -66,40 +51,20 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
         if not run["steps_done"] > 0:
             continue
         run_validations = rows_by_run.get(run["run_id"], validations.iloc[:0])
-        stop_step = math.nan
+        stop_step = math.inf
         if run["is_failed_stop"]:
             stop_step = float(run["steps_done"] if pd.isna(run["stop_step"]) else run["stop_step"])
         signal_problem = describe_missing_signal(to_records(frames.get_run_steps(run["run_id"])[signal_columns]))
-        collapse_step = find_collapse(
-            run_validations["step"], run_validations["value"], run_validations["episodes"].fillna(math.inf)
-        )
-        step = math.nan if signal_problem else float(np.fmin(collapse_step, stop_step))
         end = {"end_step": run["steps_done"], "is_collapse": False, "cause": "", "signal_problem": signal_problem}
-        if not math.isnan(step):
+        columns = (run_validations["step"], run_validations["value"], run_validations["episodes"].fillna(math.inf))
+        step = math.inf if signal_problem else find_collapse(zip(*columns, strict=True), stop_step)
+        if step < math.inf:
             # status.json may lack the name of the rule.
             cause = (run["stop_rule"] or "a rule") if stop_step == step else HALVED_SUCCESS
             end |= {"end_step": step, "is_collapse": True, "cause": cause}
         rows.append({**run, **end})
     table = pd.DataFrame(rows, columns=_END_COLUMNS)
     return table.astype({"end_step": "float64", "is_collapse": "bool"})
-
-
-def find_collapse_step(history: RunHistory) -> int | None:
-    """Find the step at which a run collapsed, as `find_run_ends` does, from its files; None if it has not."""
-    rows, status = history.rows, history.status
-    if describe_missing_signal(rows):
-        return None
-    success = {0: find_last_value(rows, "base_val_success"), **{row["step"]: row.get("val_success") for row in rows}}
-    lines = select_lines(history.lines.files[LEVELS_FILE].records, get_evaluation_key)
-    episodes = {
-        line["step"]: len(line["success"]) for line in lines if (line["split"], line["mode"]) == ("val", "sampled")
-    }
-    is_failed_stop = status.status == "early_stopped" and not has_mastered(rows)
-    stop_step = (status.stop_step or rows[-1]["step"]) if is_failed_stop else math.nan
-    # Rows are read from disk and may hold anything.
-    values = [math.nan if value is None else value for value in map(parse_finite, success.values())]
-    step = np.fmin(find_collapse([*success], values, [episodes.get(step, math.inf) for step in success]), stop_step)
-    return None if math.isnan(step) else int(step)
 
 
 def compute_survival(frames: StudyFrames) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import LockStepTurns, SampledReply, SamplingParams
-from tune_study.placement.samplers import TORCH_SETTINGS, find_compiled_obstacle
+from tune_study.placement.resources import TORCH_SETTINGS, find_compiled_obstacle
 
 SMALL_SETTINGS = {
     **PRESETS["laptop"].settings,

@@ -10,9 +10,8 @@ from search_spaces.language_model.smoke import SMOKE_STUDY
 from tune_study.folder.outputs import write_study
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.plan.typed_settings import expand_groups, format_values
+from tune_study.plan.typed_settings import expand_groups, find_study, format_values
 
 COEFFICIENTS = ["0001", "0003", "001", "003"]
 FILTERS = ["topk100", "topk80", "topk60", "topk40"]

@@ -17,7 +17,7 @@ from tests.fakes.run_folders import make_study_record
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 from trainable.runs.stop_rules import RULES
-from tune_study.placement.samplers import uses_compiled_code
+from tune_study.placement.resources import uses_compiled_code
 
 ALL_STUDIES = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 SWEEPS = pytest.mark.parametrize("study", [STUDIES[name] for name in ("kl", "entropy", "top-p")], ids=lambda s: s.name)

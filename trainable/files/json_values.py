@@ -6,7 +6,9 @@ all other keys. So editing such a file by hand makes it unreadable.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,18 @@ def parse_json(content: bytes) -> Any:
         return json.loads(content)
     except RecursionError:
         raise ValueError("brackets are nested too deeply") from None
+
+
+def parse_finite(value: object) -> float | None:
+    """Convert `value` to a float, or to None if it is not a finite number (text, NaN, infinity, None, a bool)."""
+    # In Python a bool is a Real, but in a column of numbers, True is a mistake and not a 1.
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return number if math.isfinite(number) else None
 
 
 def read_json(path: Path) -> Any:

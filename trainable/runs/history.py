@@ -1,18 +1,18 @@
 """The history of a run on disk: its rows after rollbacks, its damage, and how and why it ended.
 
 Rows are the source of every status, and correct the status.json that a driver wrote. Also finds runs that could not
-learn.
+learn, and runs that collapsed: every table, figure and sentence about collapse uses this definition.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainable.files.json_values import DamagedFileError
+from trainable.files.json_values import DamagedFileError, parse_finite
 from trainable.runs.failures import NON_FINITE
-from trainable.runs.run_files import Row, RunLines
-from trainable.runs.stop_rules import parse_finite
+from trainable.runs.run_files import LEVELS_FILE, Row, RunLines, select_lines
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord, read_record
 
 MASTERED_SUCCESS = 0.9
@@ -20,6 +20,10 @@ MASTERED_SUCCESS = 0.9
 
 Rules that watch the spread of rewards fire when all rollouts of a level fail, but also when all succeed."""
 
+COLLAPSE_DEFINITION = (
+    "A run collapses when a rule stops it at a success below 0.9, or when its success is below half of its running "
+    "maximum at two validations in a row."
+)
 NOT_STARTED = "has not started"
 GONE = "the process that ran the study is gone"
 """The reason for the status of runs whose driver was killed."""
@@ -71,6 +75,52 @@ class RunHistory(NamedTuple):
         if status.status == "never_ran" and not status.reason:
             status = replace(status, reason=NOT_STARTED)
         return cls(rows, lines, damage, notes, status)
+
+    def find_collapse(self) -> float:
+        """Find the step at which the run collapsed (see `find_collapse`); infinity if it has not."""
+        rows, status = self.rows, self.status
+        if describe_missing_signal(rows):
+            return math.inf
+        lines = select_lines(self.lines.files[LEVELS_FILE].records, _get_validation_step)
+        episodes = {line["step"]: len(line["success"]) for line in lines}
+        success = {0: find_last_value(rows, "base_val_success")} | {row["step"]: row.get("val_success") for row in rows}
+        # Rows are read from disk and may hold anything.
+        values = {step: parse_finite(value) for step, value in success.items()}
+        is_failed_stop = status.status == "early_stopped" and not has_mastered(rows)
+        stop_step = (status.stop_step or rows[-1]["step"]) if is_failed_stop else math.inf
+        validations = (
+            (step, value, episodes.get(step) or math.inf) for step, value in values.items() if value is not None
+        )
+        return find_collapse(validations, stop_step)
+
+
+def _get_validation_step(line: Row) -> int | None:
+    """Return the step of a line of levels.jsonl about sampled validation; None for other lines."""
+    is_sampled = (line.get("split"), line.get("mode")) == ("val", "sampled")
+    return line["step"] if is_sampled and isinstance(line.get("success"), str) else None
+
+
+def find_collapse(validations: Iterable[tuple[float, float, float]], stop_step: float = math.inf) -> float:
+    """Find the step at which a run collapsed; infinity if it has not.
+
+    validations: step, success and number of episodes of each, in order. stop_step: where a rule stopped the run as a
+    failure, which is a collapse unless there was one before.
+
+    Collapse: the success is below half of its running maximum m at two validations in a row; the second is returned. It
+    must also be more than 2 standard errors of a difference, sqrt(2 m (1 - m) / episodes), below m: a policy that
+    rarely succeeds does not collapse by chance. A missing validation (NaN) is skipped.
+    """
+    maximum, was_below = -math.inf, False
+    for step, success, episodes in validations:
+        if math.isnan(success):
+            continue
+        maximum = max(maximum, success)
+        noise = math.sqrt(max(0.0, 2 * maximum * (1 - maximum) / episodes))
+        is_below = success < maximum / 2 and maximum - success > 2 * noise
+        if is_below and was_below:
+            return min(float(step), stop_step)
+        was_below = is_below
+    return stop_step
 
 
 def settle_status(status: StatusRecord, reason: str, rows: Sequence[Row]) -> StatusRecord:

@@ -5,12 +5,12 @@ They need neither Ray nor torch, so live runs, replays of recorded runs and test
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 from trainable.config.alarm_rule import BASELINE_STEPS, AlarmRule, parse_alarm_rule
 from trainable.config.own_parts import get_part
 from trainable.config.sections import EarlyStopConfig
+from trainable.files.json_values import parse_finite
 from trainable.runs.run_files import select_rows
 
 Row = Mapping[str, Any]
@@ -61,18 +61,6 @@ class History(NamedTuple):
 
 HISTORY_COLUMNS = tuple(name for name in History._fields if name not in ("steps", "alarm"))
 """The columns that the published rules read."""
-
-
-def parse_finite(value: object) -> float | None:
-    """Convert `value` to a float, or to None if it is not a finite number (text, NaN, infinity, None, a bool)."""
-    # In Python a bool is a Real, but in a column of numbers, True is a mistake and not a 1.
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return None
-    return number if math.isfinite(number) else None
 
 
 def detect_reward_variance_collapse(history: History, settings: EarlyStopConfig) -> StopDecision | None:

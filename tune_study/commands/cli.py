@@ -30,7 +30,7 @@ from tune_study.commands.arguments import options as opt
 from tune_study.commands.arguments.options import argument, option
 from tune_study.commands.arguments.parser import Command, StrictCommand, StrictGroup, expand_requests, hyphenate
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
-from tune_study.commands.preflight import list_choices, make_plans_that_fit, start_studies
+from tune_study.commands.preflight import make_plans_that_fit, start_studies
 from tune_study.commands.requests import (
     LaunchRequest,
     ProbeRequest,
@@ -48,12 +48,10 @@ from tune_study.host.interrupt import make_interrupt
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import MisfitError, PlanError
-from tune_study.plan.own_parts import load_typed_files, pin_typed_values
-from tune_study.plan.own_study import load_own_study
+from tune_study.plan.own_study import load_own_study, load_typed_files, pin_typed_values
 from tune_study.plan.storage_uri import is_uri
-from tune_study.plan.study_names import find_arm, find_study, normalize_study_name
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.plan.typed_settings import collect_overrides
+from tune_study.plan.typed_settings import collect_overrides, find_arm, find_study, normalize_study_name
 from tune_study.tune.conclusion import write_results
 
 app = typer.Typer(
@@ -208,7 +206,8 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest) -> Non
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]
 
-    plans = make_plans_that_fit(make_plans, list_choices(request, launch), launch, visible_gpus)
+    command_line = outputs.format_command_line()
+    plans = make_plans_that_fit(make_plans, request, launch, visible_gpus, command_line)
     raise typer.Exit(start_studies(plans, launch, visible_gpus, request.dry_run, make_console()))
 
 
@@ -222,7 +221,8 @@ def search(study: opt.StudyName, search_request: SearchRequest, request: StudyRe
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [searching.plan_search(chosen, preset, search_request, request, source)]
 
-    (plan,) = make_plans_that_fit(make_plans, list_choices(request, launch), launch, visible_gpus)
+    command_line = outputs.format_command_line()
+    (plan,) = make_plans_that_fit(make_plans, request, launch, visible_gpus, command_line)
     raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, request.dry_run, make_console()))
 
 
@@ -275,7 +275,7 @@ def stop(
         )
     folder = Path(run)
     study = study_file.read_study(folder)
-    if not outputs.is_running(folder):
+    if not study_file.is_running(folder):
         raise PlanError(
             f"No process runs {format_value(folder, 1000)}: there is nothing to stop. "
             f"`{format_command('status', folder)}` shows its runs."
@@ -488,11 +488,11 @@ def plot_gradients(
     from tune_study.commands.reading import plot_gradients  # imports Altair
 
     frames = plot_gradients.read_analyses(folder)
-    selections = plot_gradients.select_steps(frames, trial, source, plot_gradients.parse_steps(steps or []))
+    table = plot_gradients.select_steps(frames, trial, source, plot_gradients.parse_steps(steps or []))
     if list_steps:
-        plot_gradients.print_steps(make_console(), frames, selections)
+        plot_gradients.print_steps(make_console(), table)
     else:
-        plot_gradients.write_plots(make_console(), folder, frames, selections, output_dir)
+        plot_gradients.write_plots(make_console(), folder, frames, table, output_dir)
 
 
 @command(FILES, "doctor", "--output out")

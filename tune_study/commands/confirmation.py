@@ -16,8 +16,8 @@ from tune_study.folder.origin import NOTHING
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy
-from tune_study.plan.study_names import find_arm
 from tune_study.plan.study_plan import StudyPlan, build_plan
+from tune_study.plan.typed_settings import find_arm
 
 DEFAULT_SEEDS = 5
 

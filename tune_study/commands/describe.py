@@ -1,5 +1,6 @@
 """Print studies, plans, settings and statuses: as tables on a terminal, as plain lines elsewhere."""
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,9 @@ from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
 from trainable.config.setting_types import format_value, is_common
-from trainable.files.json_values import DamageWarning
+from trainable.files.json_values import DamageWarning, parse_finite
 from trainable.files.step_phase import read_phase
 from trainable.runs.history import RunHistory, describe_missing_signal, format_signal_problems
-from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import ENDED_STATUSES, RunRecord, StudyRecord, find_record, find_total_steps
 from tune_study.folder.outputs import make_study_record
 from tune_study.host.console import print_line, print_table
@@ -30,10 +30,9 @@ from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.resources import load_game_requirements
 from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
-from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.search import describe_space
 from tune_study.plan.storage_uri import is_uri
-from tune_study.plan.study_plan import StudyPlan, make_base_config
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_base_config
 from tune_study.plan.typed_settings import format_values
 
 MAX_VALUES_LENGTH = 120
@@ -297,7 +296,8 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         values = (parse_finite(row.get(metric)) for row in reversed(step_rows))
         metric_text = next((f"{value:.3f}" for value in values if value is not None), "-")
         cells = [entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text]
-        collapse_texts.append(_describe_collapse(history) if FAMILIES[study.family].is_fine_tuning else "")
+        collapse_step = history.find_collapse() if FAMILIES[study.family].is_fine_tuning else math.inf
+        collapse_texts.append(f"at step {collapse_step:g}" if collapse_step < math.inf else "")
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
         rows.append([*cells, f"step {step + 1}: {phase}" if phase else status.reason, entry.run_id])
     is_finished = counts.keys() <= set(ENDED_STATUSES)
@@ -316,16 +316,6 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
         run = location if is_uri(location) else Path(location)
         print_line(console, f"Continue with: {format_command('resume', run, *options)}")
-
-
-def _describe_collapse(history: RunHistory) -> str:
-    """Name the step at which the success of a run collapsed. Empty if it has not."""
-    if len(history.rows) < 2:
-        return ""
-    from analysis.sweep.collapse import find_collapse_step  # imports pandas
-
-    step = find_collapse_step(history)
-    return "" if step is None else f"at step {step}"
 
 
 class SettingRow(NamedTuple):

@@ -16,16 +16,14 @@ from rich.console import Console
 from search_spaces.catalog import STUDIES
 from trainable.backend.gpus import make_bundles
 from trainable.config.setting_types import format_value
-from tune_study.commands.preflight import PlacementChoices, list_checks, make_plans_that_fit, prepare_study
-from tune_study.commands.requests import LaunchRequest
+from tune_study.commands.preflight import list_checks, make_plans_that_fit, prepare_study
+from tune_study.commands.requests import LaunchRequest, StudyRequest
 from tune_study.commands.run_options import ChosenPreset
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
-from tune_study.host.machine_checks import find_ray_folder
-from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
+from tune_study.host.machine_checks import FOLDER_PREFIX, RAY_SUBFOLDER, find_ray_folder
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
 
 _TIMEOUT_S = 240.0
 """Time limit of Ray's start and of the imports in its worker. On a busy machine with two cores they take 20 s."""
@@ -43,8 +41,7 @@ def diagnose(console: Console, output: Path, preset: str | None) -> int:
     def make_plans(chosen: ChosenPreset) -> list[StudyPlan]:
         return [make_plan(STUDIES["kl"], chosen.name, chosen.reason, chosen.settings, None, None, output)]
 
-    choices = PlacementChoices(preset, has_adapters=False, has_gpus=False)
-    (plan,) = make_plans_that_fit(make_plans, choices, options, gpus)
+    (plan,) = make_plans_that_fit(make_plans, StudyRequest(preset=preset), options, gpus)
     print_line(console, f"GPU: {describe_gpus(gpus, len(detect_gpus(environ={})))}")
     used_gpus = len(gpus) if plan.base_config.trainer.n_gpus_per_node else 0
     checks: list[Callable[[], str | None]] = [

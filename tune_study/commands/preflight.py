@@ -1,11 +1,12 @@
-"""Check that this machine, or each node of a cluster, has all that a study needs, then start the study."""
+"""Check that this machine, or each node of a cluster, has all that studies need, then run them one after another."""
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import NamedTuple, cast
+from typing import cast
 
 from rich.console import Console
 
@@ -14,45 +15,35 @@ from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
-from tune_study.commands.describe import PreparedStudy, print_plan
+from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan
 from tune_study.commands.requests import LaunchRequest, StudyRequest, list_assigned_settings
 from tune_study.commands.run_options import ChosenPreset
-from tune_study.commands.suites import format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
-from tune_study.host.console import print_line
+from tune_study.host.console import print_error, print_line
 from tune_study.host.gpus import Gpu, count_cpus
-from tune_study.host.interrupt import TimeLimit, start_time_limit
+from tune_study.host.interrupt import TimeLimit, make_interrupt, start_time_limit
 from tune_study.host.machine_checks import explain_long_path, find_ray_folder, measure_scratch_space
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.model_files import check_file, check_model
+from tune_study.placement.model_files import check_file, check_model, describe_teachers, make_missing_teachers
 from tune_study.placement.model_size import read_model_shape
-from tune_study.placement.resources import GameRequirements
-from tune_study.placement.samplers import compile_kernels
-from tune_study.placement.teachers import describe_teachers, make_missing_teachers
+from tune_study.placement.resources import GameRequirements, compile_kernels
 from tune_study.plan.errors import MisfitError, PlanError
-from tune_study.plan.own_parts import check_parts
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, StudyPlan, check_level_seeds
+from tune_study.plan.own_study import check_parts
+from tune_study.plan.remarks import find_remarks
+from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, ResourcePlan, StudyPlan, check_level_seeds
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
+from tune_study.tune.local_ray import LocalRay
+from tune_study.tune.run import execute_study
+from tune_study.tune.session import SuiteContext
 
 _GPU_SETTINGS = ("model.path", "model_path", "n_gpus_per_node", "gpu_memory_utilization")
 """Settings whose values suit only certain GPUs or the paper preset, as their keys end."""
 
-
-class PlacementChoices(NamedTuple):
-    """What a user has chosen and the search for plans that fit must not change."""
-
-    preset: str | None
-    """None for the default preset."""
-    has_adapters: bool
-    """Whether the rank of adapters is chosen, also as 0 for none."""
-    has_gpus: bool
-    """Whether an option is chosen that suits only certain GPUs or the paper preset."""
-    command: str = ""
-    """What was typed; empty in Python."""
+_INTERRUPTED_EXIT_CODE = 130
+"""Exit code after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
 
 
 def start_studies(
@@ -69,7 +60,6 @@ def start_studies(
     start one of --max-hours now. Returns the exit code: 0 if every study returns 0, or 3 for a dry run of a study that
     does not fit. Raises PlanError before anything starts if a study cannot be run.
     """
-    time_limit = time_limit or start_time_limit(options.max_hours)
     plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
     for plan in plans:
         outputs.check_recordable(plan)
@@ -84,7 +74,14 @@ def start_studies(
         """Adapt the options to one study: in a suite, --gpus applies only to the studies that use GPUs."""
         return replace(options, gpus=None) if uses_gpus and plan.model is None else options
 
-    with cluster.join_cluster(options.address) as nodes:
+    def run_study(study: PreparedStudy, suite: SuiteContext | None = None) -> int:
+        """Run a prepared study and return its exit code (see `execute_study`)."""
+        plan, preset_line = study.plan, f"Preset {study.plan.preset}: {study.plan.preset_reason}"
+        for line in (preset_line, study.space_line, *find_remarks(plan), *describe_signal(plan)):
+            print_line(console, line)
+        return execute_study(plan, study.resource_plan, console, options.skipped_statuses, time_limit, suite)
+
+    with nullcontext() if options.address is None else cluster.join_cluster(options.address) as nodes:
         if dry_run:
             all_fit = True
             for index, plan in enumerate(plans):
@@ -92,21 +89,21 @@ def start_studies(
                     print_line(console, format_position(plans, index))
                 all_fit &= _print_plan(plan, adapt_options(plan), visible_gpus, nodes, console)
             return 0 if all_fit else 3
+        time_limit = time_limit or start_time_limit(options.max_hours)
         # All studies are checked before the first one starts, so that a suite does not fail hours later.
         prepared_studies = [prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
             compile_kernels([config for plan in plans for config in plan.ppo_configs], os.environ, console)
         if len(plans) == 1:
-            return run_prepared_study(prepared_studies[0], console, options.skipped_statuses, time_limit)
+            return run_study(prepared_studies[0])
         # Studies with a storage keep nothing large on this disk.
         disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
         return run_suite(
             plans,
             lambda plan: prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
+            run_study,
             console,
-            options.skipped_statuses,
-            time_limit,
             is_local=nodes is None,
         )
 
@@ -163,31 +160,20 @@ def _check_context(plan: StudyPlan) -> None:
             )
 
 
-def list_choices(request: StudyRequest, launch: LaunchRequest) -> PlacementChoices:
-    """Collect what was typed for the preset, the adapters (also rank 0 for none) and the GPUs."""
-    keys = [assignment.partition("=")[0].strip() for assignment in request.list_assignments()]
-    keys += [setting for _, setting, _ in list_assigned_settings(request)]
-    gpu_options = (launch.gpus, launch.gpu_memory_gib, launch.address)
-    return PlacementChoices(
-        request.preset,
-        has_adapters=any("lora_rank" in key for key in keys),
-        has_gpus=any(option is not None for option in gpu_options) or any(key.endswith(_GPU_SETTINGS) for key in keys),
-        command=outputs.format_command_line(),
-    )
-
-
 def make_plans_that_fit(
     make_plans: Callable[[ChosenPreset], list[StudyPlan]],
-    choices: PlacementChoices,
+    request: StudyRequest,
     options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
+    command: str = "",
 ) -> list[StudyPlan]:
     """Make the plans under the typed or default preset, and adapt them if the GPUs are too small.
 
-    If the runs do not fit, they train adapters, where the preset has settings for this and the user has not chosen. If
-    adapters do not fit either, preset laptop replaces the default preset, unless the user chose GPUs.
+    If the runs do not fit, they train adapters, where the preset has settings for this and the user has not chosen
+    their rank, also as 0 for none. If adapters do not fit either, preset laptop replaces the default preset, unless the
+    user chose GPUs, or a setting that suits only certain GPUs. command: what was typed; empty in Python.
     """
-    preset, reason = resources.choose_preset(choices.preset, visible_gpus)
+    preset, reason = resources.choose_preset(request.preset, visible_gpus)
     plans = make_plans(ChosenPreset(preset, reason))
     if options.address is not None:  # the GPUs of a cluster are not known here
         return plans
@@ -195,15 +181,18 @@ def make_plans_that_fit(
     small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else None
     if not misfit or not small_settings:
         return plans
-    if not choices.has_adapters:
+    keys = [assignment.partition("=")[0].strip() for assignment in request.list_assignments()]
+    keys += [setting for _, setting, _ in list_assigned_settings(request)]
+    if not any("lora_rank" in key for key in keys):
         settings_text = ", ".join(f"{name}={value}" for name, value in small_settings.items())
         small_reason = f"{reason}; adapters instead of all weights ({settings_text}), which do not fit: {misfit}"
         small_plans = make_plans(ChosenPreset(preset, small_reason, small_settings))
         if not explain_misfit(small_plans, options, visible_gpus)[0]:
             return small_plans
-    if choices.preset is not None or choices.has_gpus:
+    has_gpus = options.gpus is not None or options.gpu_memory_gib is not None
+    if request.preset is not None or has_gpus or any(key.endswith(_GPU_SETTINGS) for key in keys):
         return plans
-    fitting_command = " ".join(filter(None, [choices.command, f"--preset {preset}", *remedies[:1]]))
+    fitting_command = " ".join(filter(None, [command, f"--preset {preset}", *remedies[:1]]))
     advice = f"this would fit: {fitting_command}" if remedies else "no setting makes it fit"
     return make_plans(ChosenPreset("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}"))
 
@@ -398,3 +387,69 @@ def _check_cluster(study: PreparedStudy, options: LaunchRequest, nodes: tuple[No
     host_bytes = 0 if memory is None else memory.host_bytes
     node_checks.check_capacity(reports, n_gpus, resource_plan.runs_per_node, scratch_bytes, host_bytes)
     return memory
+
+
+def run_suite(
+    plans: Sequence[StudyPlan],
+    prepare_study: Callable[[StudyPlan], PreparedStudy],
+    run_study: Callable[[PreparedStudy, SuiteContext], int],
+    console: Console,
+    is_local: bool,
+) -> int:
+    """Run `plans` one after another until all have run or one is interrupted; a failed study does not end the suite.
+
+    prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used disk
+    space; raises PlanError. is_local: False on a cluster.
+
+    Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C or the time limit,
+    and else 1. Raises FolderLockedError, and writes nothing, while another suite runs in the output folder, since both
+    would write its index.
+    """
+    exit_code, n_started, is_indexed = 0, 0, False
+
+    def finish_suite() -> None:
+        """Name the studies that were not started, and write the index. The watchdog calls this if Ray is lost."""
+        nonlocal is_indexed
+        if n_started < len(plans):
+            names = ", ".join(plan.study.name for plan in plans[n_started:])
+            print_line(console, f"Not started: {names}. Type the same command again to continue.")
+        try:
+            from analysis.report.pages import write_index  # imports pandas
+
+            print_line(console, f"Index: {write_index(plans[0].output)}")
+            is_indexed = True
+        except (OSError, ValueError) as error:
+            print_error(f"The index of the studies in {plans[0].output} could not be written: {error}")
+
+    is_refused = False
+    with (
+        outputs.lock_folder(plans[0].folder.parent, "a suite"),
+        LocalRay([plan.folder for plan in plans], console, is_local=is_local) as local_ray,
+    ):
+        try:
+            for plan in plans:
+                print_line(console, format_position(plans, n_started))
+                suite = SuiteContext(local_ray, make_interrupt(plan.folder), finish_suite)
+                # One interrupt covers training and all that follows, so that files being written are finished.
+                with suite.interrupt.handle_signals(lambda text: print_line(console, text)):
+                    prepared_study = prepare_study(plan)
+                    n_started += 1  # not before: a study whose requirements are no longer met does not start
+                    exit_code = max(exit_code, run_study(prepared_study, suite))
+                # If an interrupt comes as the last runs of a study end, the study still returns 0.
+                if n_started < len(plans) and suite.interrupt.is_requested:
+                    exit_code = _INTERRUPTED_EXIT_CODE
+                if exit_code == _INTERRUPTED_EXIT_CODE:
+                    break
+        except outputs.FolderLockedError:
+            is_refused = n_started == 1  # nothing was run, so the index is not ours to write
+            raise
+        finally:
+            # After an error, too, the index covers the studies that have ended.
+            if not is_refused:
+                finish_suite()
+    return max(exit_code, int(not is_indexed))
+
+
+def format_position(plans: Sequence[StudyPlan], index: int) -> str:
+    """Format the position and name of a study within its suite."""
+    return f"Study {index + 1} of {len(plans)}: {plans[index].study.name}"

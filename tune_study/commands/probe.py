@@ -25,7 +25,7 @@ from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import make_console, print_line, show_phases
 from tune_study.placement.model_files import check_model
-from tune_study.placement.samplers import check_sampler
+from tune_study.placement.resources import check_sampler
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import load_typed_code
 

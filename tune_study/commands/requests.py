@@ -9,10 +9,10 @@ from typer import Option
 
 from tune_study.commands.arguments import options as opt
 from tune_study.commands.arguments.options import Setting, option
-from tune_study.commands.arguments.settings_file import merge_assignments
 from tune_study.folder.statuses import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, load_typed_code
+from tune_study.plan.typed_settings import merge_assignments
 
 
 @dataclass(frozen=True)

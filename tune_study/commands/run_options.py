@@ -20,13 +20,17 @@ from tune_study.commands.requests import RunRequest, list_assigned_settings
 from tune_study.folder import locate
 from tune_study.folder.study_file import read_study
 from tune_study.placement.model_files import make_absolute
-from tune_study.placement.samplers import TORCH_SETTINGS, find_compiled_obstacle
+from tune_study.placement.resources import TORCH_SETTINGS, find_compiled_obstacle
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_parts import load_game_settings, load_named_files
-from tune_study.plan.own_study import StudySource, is_study_file, load_own_study
-from tune_study.plan.study_names import find_study, normalize_study_name
+from tune_study.plan.own_study import StudySource, is_study_file, load_game_settings, load_named_files, load_own_study
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
-from tune_study.plan.typed_settings import collect_overrides, expand_groups, parse_values
+from tune_study.plan.typed_settings import (
+    collect_overrides,
+    expand_groups,
+    find_study,
+    normalize_study_name,
+    parse_values,
+)
 
 VALUES_OPTION = "--values"
 """The option for the values of any study's axis; some studies have a published one in addition."""

@@ -21,8 +21,7 @@ from tune_study.host.gpus import Gpu
 from tune_study.host.interrupt import start_time_limit
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, StudySource
-from tune_study.plan.search import DEFAULT_POINT, make_point_study
-from tune_study.plan.search_space import make_space
+from tune_study.plan.search import DEFAULT_POINT, make_point_study, make_space
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.search.rounds import draw_first_points, plan_next_round
 

@@ -14,13 +14,13 @@ from urllib.parse import parse_qsl, urlsplit
 from trainable.config.setting_types import format_value, is_loopback
 from trainable.files.paths import check_tree
 from trainable.runs.study_record import STUDY_FILE
-from tune_study.folder import outputs
 from tune_study.folder.origin import NOTHING, list_plan_values, list_typed_before
 from tune_study.folder.study_file import (
     NO_OVERRIDES,
     check_same_storage,
     check_storage_usable,
     check_unchanged,
+    is_running,
     merge_with_folder,
     plan_from_folder,
     read_study,
@@ -190,14 +190,14 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
     folder = _check_local_path(text)
     study = read_study(folder)
     check_tree(folder, [folder / "runs" / entry.run_id for entry in study.runs])
-    is_running = outputs.is_running(folder)
-    if study.storage is not None and not is_running:
+    has_driver = is_running(folder)
+    if study.storage is not None and not has_driver:
         check_uri(study.storage)  # before a message repeats it
         print_error(
             f"The folder is read. The storage of the study, {format_value(study.storage, 1000)}, may be newer: type "
             f"<storage>/<run> in the place of the folder to read it."
         )
-    yield folder, is_running
+    yield folder, has_driver
 
 
 def fetch_for_writing(text: str) -> Path:

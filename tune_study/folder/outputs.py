@@ -37,9 +37,9 @@ from trainable.runs.study_record import (
 )
 from tune_study.folder.origin import remember_origin
 from tune_study.folder.statuses import make_timestamp, read_statuses
+from tune_study.folder.study_file import is_running
 from tune_study.plan.errors import PlanError
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan, make_base_config
+from tune_study.plan.study_plan import RunSpec, StudyPlan, make_base_config
 
 if TYPE_CHECKING:
     from analysis.report.pages import Conclusion
@@ -344,18 +344,6 @@ def lock_folder(folder: Path, task: str = "the study") -> Iterator[None]:
             end = f"type `{format_command('stop', folder)}`" if task == "the study" else "end it"
             raise FolderLockedError(f"Another process is running {task} in {folder}: wait for it, or {end}.") from None
         yield
-
-
-def is_running(folder: Path) -> bool:
-    """Check whether a process holds the lock of the study's folder. Writes nothing."""
-    try:
-        with open_regular(folder / ".lock", "r") as handle:
-            lock_file(handle, is_shared=True)
-    except BlockingIOError:
-        return True
-    except OSError:  # no lock file: the study has never been started in this folder
-        return False
-    return False
 
 
 def write_tables(folder: Path) -> None:

@@ -11,8 +11,7 @@ from trainable.runs.checkpoint import iter_checkpoints, read_values
 from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import STATE_FOLDER
 from tune_study.plan.errors import PlanError
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 
 @dataclass(frozen=True)

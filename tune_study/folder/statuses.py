@@ -30,7 +30,8 @@ def read_statuses(plan: StudyPlan) -> dict[str, StatusRecord]:
 
 def find_finished_runs(plan: StudyPlan, skipped_statuses: Container[str] = ENDED_STATUSES) -> dict[str, StatusRecord]:
     """Find the runs that are not run again, with a status in `skipped_statuses`. Returns their statuses by run_id."""
-    return {run_id: status for run_id, status in read_statuses(plan).items() if status.status in skipped_statuses}
+    statuses = read_statuses(plan) if plan.folder.exists() else {}
+    return {run_id: status for run_id, status in statuses.items() if status.status in skipped_statuses}
 
 
 def parse_skipped_statuses(text: str) -> tuple[str, ...]:
@@ -103,20 +104,17 @@ class StudyStatuses:
         error_text = ""
         for run_id, status in self._statuses.items():
             if status.status in OPEN_STATUSES:
-                self._statuses[run_id] = self._close_run(status, reason)
+                rows = read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE)
+                final_status = settle_status(status, reason, rows)
+                # A run that never started gets no end time, and no line in the summary log. A run that was to be
+                # continued keeps its earlier reason.
+                if status.status == "running":
+                    final_status = replace(final_status, ended_at=make_timestamp())
+                elif final_status.status == "never_ran":
+                    final_status = replace(final_status, reason=f"{reason} before it started")
+                self._statuses[run_id] = final_status
             try:
                 self.restore_file(run_id)
             except OSError as error:
                 error_text = f"The statuses could not be written: {error}."
         return error_text
-
-    def _close_run(self, status: StatusRecord, reason: str) -> StatusRecord:
-        """Make the final status of a run that has not ended: interrupted if it has a row, else never_ran."""
-        final_status = settle_status(status, reason, read_rows(self._plan.get_run_dir(status.run_id) / METRICS_FILE))
-        if status.status == "running":
-            return replace(final_status, ended_at=make_timestamp())
-        # A run that never started gets no end time, and no line in the summary log. A run that was to be continued
-        # keeps its earlier reason.
-        if final_status.status == "never_ran":
-            return replace(final_status, reason=f"{reason} before it started")
-        return final_status

@@ -26,9 +26,8 @@ from trainable.files.paths import atomic_write, check_tree, read_bytes
 from trainable.runs.run_files import CHECKSUMS_FILE, LINE_FILES, PROBES_FILE, STATE_FOLDER
 from trainable.runs.study_record import RUN_FILE, STATUS_FILE, STUDY_FILE
 from tune_study.plan.errors import PlanError
-from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.storage_uri import join_uri, split_uri
-from tune_study.plan.study_plan import StudyPlan, find_output
+from tune_study.plan.study_plan import RunSpec, StudyPlan, find_output
 
 DRIVER_FILE = "driver.json"
 STATUS_FILES = (RUN_FILE, STATUS_FILE, PROBES_FILE)

@@ -19,7 +19,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import format_value
 from trainable.files.json_values import DamagedFileError
-from trainable.files.paths import UnsafePathError
+from trainable.files.paths import UnsafePathError, lock_file, open_regular
 from trainable.runs.stop_rules import RULES
 from trainable.runs.study_record import (
     RUN_FILE,
@@ -31,13 +31,11 @@ from trainable.runs.study_record import (
 )
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage, list_plan_values
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_parts import check_recorded_files
-from tune_study.plan.own_study import OwnStudy, check_same_source, explain_missing_file
+from tune_study.plan.own_study import OwnStudy, check_recorded_files, check_same_source, explain_missing_file
 from tune_study.plan.search import find_search_differences, make_point_study
 from tune_study.plan.storage_uri import is_same_folder
-from tune_study.plan.study_names import find_study
 from tune_study.plan.study_plan import StudyPlan, build_plan, make_arm_config, rebuild_plan, set_max_seeds, set_points
-from tune_study.plan.typed_settings import format_values
+from tune_study.plan.typed_settings import find_study, format_values
 
 _MAX_SUGGESTIONS = 3
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
@@ -74,6 +72,18 @@ def read_study(folder: Path) -> StudyRecord:
             f"It reads {', '.join(FAMILIES)}: install the version that wrote the study."
         )
     return study
+
+
+def is_running(folder: Path) -> bool:
+    """Check whether a process holds the lock of the study's folder. Writes nothing."""
+    try:
+        with open_regular(folder / ".lock", "r") as handle:
+            lock_file(handle, is_shared=True)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock file: the study has never been started in this folder
+        return False
+    return False
 
 
 def plan_from_folder(

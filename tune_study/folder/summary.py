@@ -15,9 +15,7 @@ from trainable.files.paths import write_text
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import OPEN_STATUSES, StatusRecord, find_record
 from tune_study.folder.statuses import make_timestamp
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 from tune_study.plan.typed_settings import format_values
 
 # For each of our statuses, the status in the published logs, which record only whether a run's process ended normally.
@@ -117,45 +115,36 @@ def write_summary(
     ]
     # Lines are in the order in which runs ended, as in the published logs.
     ended_runs.sort(key=lambda pair: pair[1].ended_at or "")
-    lines = [*_format_heading(plan, resource_plan)]
+    trainer, model = plan.base_config.trainer, "" if plan.model is None else f" ({get_model_name(plan.model)})"
+    utilization = None if plan.model is None else plan.ppo_config.rollout.gpu_memory_utilization
+    memory_text = "" if utilization is None else f"GPU memory util: {utilization} | "
+    steps, title = trainer.total_training_steps, plan.study.name_templates.title
+    lines = [
+        f"=== {title} Runner{model}: {make_timestamp()} ===",
+        f"Values: {format_values(plan.study, plan.values)} | Steps: {steps} | GPUs per exp: {resource_plan.gpu_label}",
+        f"Groups: {' '.join(resource_plan.gpu_slots) or 'none'} | {memory_text}"
+        f"ray_num_cpus: {resource_plan.cpus} | save_freq: {trainer.save_freq}",
+    ]
     lines += [
         format_summary_line(plan, spec, status, resource_plan.gpu_label, run_times) for spec, status in ended_runs
     ]
     if is_closing:
-        steps = plan.base_config.trainer.total_training_steps
-        lines += ["", f"=== {plan.study.name_templates.title} Summary ==="]
+        lines += ["", f"=== {title} Summary ==="]
         lines += [f"Project: {plan.wandb_project} | Steps: {steps} | GPU per exp: {resource_plan.gpu_label}"]
         lines += [
             format_summary_line(plan, spec, status, resource_plan.gpu_label, run_times) for spec, status in run_statuses
         ]
-        lines += [_format_counts([status for _, status in run_statuses])]
+        # The published scripts count lines, including retries.
+        names = [status.status if status else "never_ran" for _, status in run_statuses]
+        published = Counter(_PUBLISHED_STATUS.get(name, "missing") for name in names)
+        counts = {
+            "Total": len(names),
+            "Success": published["success"],
+            "Failed": published["fail"],
+            "Early stopped": names.count("early_stopped"),
+            "Not ended": len(names) - published["success"] - published["fail"],
+        }
+        lines += [" | ".join(f"{label}: {count}" for label, count in counts.items())]
     # Reasons may come from an untrusted folder, and users print logs with `cat`.
     write_text(plan.summary_log, escape_controls("\n".join(lines) + "\n", allowed="\n"))
     return plan.summary_log
-
-
-def _format_counts(statuses: Sequence[StatusRecord | None]) -> str:
-    """Format how many runs there are and how they ended. The published scripts count lines, including retries."""
-    names = [status.status if status else "never_ran" for status in statuses]
-    published = Counter(_PUBLISHED_STATUS.get(name, "missing") for name in names)
-    counts = {
-        "Total": len(names),
-        "Success": published["success"],
-        "Failed": published["fail"],
-        "Early stopped": names.count("early_stopped"),
-        "Not ended": len(names) - published["success"] - published["fail"],
-    }
-    return " | ".join(f"{label}: {count}" for label, count in counts.items())
-
-
-def _format_heading(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
-    trainer, model = plan.base_config.trainer, "" if plan.model is None else f" ({get_model_name(plan.model)})"
-    utilization = None if plan.model is None else plan.ppo_config.rollout.gpu_memory_utilization
-    memory_text = "" if utilization is None else f"GPU memory util: {utilization} | "
-    return [
-        f"=== {plan.study.name_templates.title} Runner{model}: {make_timestamp()} ===",
-        f"Values: {format_values(plan.study, plan.values)} | Steps: {trainer.total_training_steps} | "
-        f"GPUs per exp: {resource_plan.gpu_label}",
-        f"Groups: {' '.join(resource_plan.gpu_slots) or 'none'} | {memory_text}"
-        f"ray_num_cpus: {resource_plan.cpus} | save_freq: {trainer.save_freq}",
-    ]

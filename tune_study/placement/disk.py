@@ -18,9 +18,7 @@ from tune_study.folder.statuses import find_finished_runs
 from tune_study.placement import model_size
 from tune_study.placement.model_size import ModelShape
 from tune_study.plan.errors import MisfitError, PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 
 _HEADER_BYTES, _CHECKPOINT_JSON_BYTES = 100, 3_000
 """Bytes per tensor in the header of a safetensors file, and of a checkpoint's JSON files."""

@@ -15,9 +15,7 @@ from tune_study.placement import memory
 from tune_study.placement.memory import GIB, PHASES, Allocation
 from tune_study.placement.model_size import ModelShape, count_trained_parameters, read_model_shape
 from tune_study.plan.errors import MisfitError, PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 
 ASSUMED_GIB, _ASSUMED_GPUS = 80.0, 8
 """Memory, as of an H100, and number of GPUs that the plan assumes for an unknown machine."""

@@ -1,14 +1,19 @@
-"""Check that the model and other files of a study exist, without loading them, before anything starts."""
+"""Check that the models and other files of a study exist, and make missing teachers, before anything starts."""
 
 import glob
 import json
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from rich.console import Console
 
 from trainable.config.command_lines import quote_argument
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
 from trainable.config.setting_types import format_value
-from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, is_made
+from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, format_teacher_command, is_made
+from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
 
 _STAYS = "keeps it, because it is one of the settings that identify its runs: put {what}, or a link to it, there"
@@ -124,3 +129,45 @@ def _check_folder(folder: Path, chat_format: str) -> None:
             check_template(folder)
     except ValueError as error:
         raise PlanError(str(error)) from None
+
+
+def find_missing_teachers(paths: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Find the teachers among the models at `paths` that this machine has not made yet, each once."""
+    names = [path for path in dict.fromkeys(paths) if path in TEACHERS]
+    return [name for name in names if not is_made(find_teacher_folder(name, environ))]
+
+
+def describe_teachers(paths: Sequence[str], environ: Mapping[str, str], is_local: bool) -> list[str]:
+    """Describe the teachers among the models at `paths` for the plan: what is made first, or what every node needs.
+
+    is_local: whether the study runs on this machine instead of a cluster.
+    """
+    if is_local:
+        return [
+            f"Teacher: {name} is made first, in about two CPU minutes, in {find_teacher_folder(name, environ)}"
+            for name in find_missing_teachers(paths, environ)
+        ]
+    return [
+        f"Teacher: every node needs {name}, and all nodes the same: make it once with "
+        f"`{format_teacher_command(name)}`, and copy it to the folder that this prints"
+        for name in dict.fromkeys(paths)
+        if name in TEACHERS
+    ]
+
+
+def make_missing_teachers(paths: Sequence[str], environ: Mapping[str, str], console: Console) -> None:
+    """Make every teacher among `paths` that this machine lacks by its command; raise PlanError if that fails."""
+    for name in find_missing_teachers(paths, environ):
+        print_line(console, f"Making the teacher {name}, once on this machine: about two CPU minutes.")
+        command = ["-m", "trainable.tiny", "--policy", name]
+        with subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, text=True, encoding="utf-8", env=dict(environ)
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print_line(console, line.rstrip("\n"))
+        if process.returncode != 0:
+            raise PlanError(
+                f"The teacher {name} could not be made: the command ended with code {process.returncode}. Its message "
+                f"is above; try it with `python {' '.join(command)}`."
+            )

@@ -16,9 +16,7 @@ from tune_study.placement import memory, model_size
 from tune_study.placement.disk import count_validations
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_size import ModelShape
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
 """Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach."""

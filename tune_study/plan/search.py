@@ -1,17 +1,29 @@
 """Define a search over settings: its space, its points, and the study whose arms are the points."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from search_spaces.declaration.study import Axis, Study
-from trainable.families import Settings
+from trainable.config.aliases import flatten_settings
+from trainable.config.base_config import BaseRunConfig
+from trainable.config.run_config import resolve_key
+from trainable.config.setting_types import format_value
+from trainable.families import Family, Settings
 from trainable.runs.study_record import Dimension, Search
+from tune_study.plan.errors import PlanError
+from tune_study.plan.typed_settings import can_apply, check_varied
 
 DEFAULT_POINT = "default"
 """The arm with the preset's settings: the first point of every search, and the one that others are compared with."""
 
 FIRST_POINTS = 10
 """Number of points, including the default, that are drawn before results are used, as by default in Optuna."""
+
+EXAMPLES = "--vary actor.lr=1e-5:1e-3:log, --vary algorithm.adv_estimator=gae,grpo"
+_CONDITION_EXAMPLE = "'actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=True'"
+LOG_RATIO = 10
+"""An interval with positive ends that differ by at least this factor gets a log scale, unless a scale is typed."""
 
 
 def name_point(number: int) -> str:
@@ -63,3 +75,122 @@ def format_dimension(dimension: Dimension) -> str:
         text = f"{dimension.low:g}:{dimension.high:g}:{'log' if dimension.is_log else 'linear'}"
     condition = f" if {'='.join(dimension.condition)}" if dimension.condition else ""
     return f"{dimension.setting}={text}{condition}"
+
+
+def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str]) -> tuple[Dimension, ...]:
+    """Make the space of a search, with absolute intervals, from the values of --vary, or else from the family's space.
+
+    base_config: the settings that all points share. Raises PlanError or ConfigError if a text is not a dimension, if a
+    setting does not take a value, or if a condition can never be met.
+    """
+    if not texts and not family.search_space:
+        raise PlanError(f"A search over this study needs the settings to change: type {EXAMPLES}, or similar.")
+    dimensions = [dimension for text in texts for dimension in _parse(text, family)] or family.search_space
+    # Two settings may depend on the same third one, which is then listed with both.
+    space = tuple(_resolve(dimension, base_config) for dimension in dict.fromkeys(dimensions))
+    for number, dimension in enumerate(space):
+        _check_condition(dimension, space[:number])
+        for value in dimension.values or (f"{dimension.low:g}", f"{dimension.high:g}"):
+            check_varied(base_config, _make_point(dimension, value))
+    return space
+
+
+def _parse(text: str, family: Family) -> list[Dimension]:
+    """Parse one --vary: KEY, KEY=LOW:HIGH[:SCALE] or KEY=VALUE,VALUE, the last two optionally with `if KEY=VALUE`."""
+    body, _, condition_text = text.partition(" if ")
+    key, sign, values_text = body.strip().partition("=")
+    setting = resolve_key(key.strip(), family.config_class)
+    if setting == "seed":
+        raise PlanError("Seeds are not searched: type --seeds N for the number of seeds per point.")
+    condition: tuple[str, str] | tuple[()] = ()
+    if condition_text:
+        condition_key, _, condition_value = map(str.strip, condition_text.partition("="))
+        if not condition_value:
+            raise PlanError(
+                f"--vary {format_value(text)} has a condition without a value: type it like {_CONDITION_EXAMPLE}."
+            )
+        condition = resolve_key(condition_key, family.config_class), condition_value
+    if not sign:
+        if condition:
+            raise PlanError(
+                f"--vary {format_value(text)} has a condition and no values: type them, like {_CONDITION_EXAMPLE}."
+            )
+        return _find_declared(text, setting, family)
+    # The name of a plug-in has a colon as well, but a choice has at least one comma.
+    if ":" in values_text and "," not in values_text:
+        return [replace(_parse_interval(text, setting, values_text), condition=condition)]
+    values = tuple(value.strip() for value in values_text.split(","))
+    if len(values) < 2 or not all(values) or len(set(values)) < len(values):
+        raise PlanError(
+            f"--vary {format_value(text)} has neither an interval nor two different values: type {EXAMPLES}, or "
+            "similar."
+        )
+    return [Dimension(setting, values=values, condition=condition)]
+
+
+def _find_declared(text: str, setting: str, family: Family) -> list[Dimension]:
+    """Find the dimensions that the family declares for a setting, and those on which they depend."""
+    dimensions = [dimension for dimension in family.search_space if dimension.setting == setting]
+    if not dimensions:
+        names = ", ".join(dict.fromkeys(dimension.setting for dimension in family.search_space)) or "none"
+        raise PlanError(
+            f"--vary {format_value(text)} has no values, and only these settings have some of their own: {names}. Type "
+            f"{EXAMPLES}, or similar."
+        )
+    settings = {setting, *(dimension.condition[0] for dimension in dimensions if dimension.condition)}
+    return [dimension for dimension in family.search_space if dimension.setting in settings]
+
+
+def _parse_interval(text: str, setting: str, values_text: str) -> Dimension:
+    """Parse LOW:HIGH or LOW:HIGH:SCALE."""
+    low_text, high_text, *rest = (field.strip() for field in values_text.split(":"))
+    try:
+        low, high = float(low_text), float(high_text)
+    except ValueError:
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low < high) or rest not in ([], [""], ["log"], ["linear"]):
+        raise PlanError(
+            f"--vary {format_value(text)} is not an interval: type KEY=LOW:HIGH, with :log or :linear if the scale "
+            "matters, like actor.lr=1e-5:1e-3:log."
+        )
+    if rest == ["log"] and low <= 0:
+        raise PlanError(f"--vary {format_value(text)}: a log scale has no 0: type a positive lower end, or :linear.")
+    is_log = rest == ["log"] or (rest != ["linear"] and low > 0 and high / low >= LOG_RATIO)
+    return Dimension(setting, low, high, is_log)
+
+
+def _resolve(dimension: Dimension, base_config: BaseRunConfig) -> Dimension:
+    """Convert the interval to the setting's units, with whole numbers if the setting takes no others."""
+    if dimension.values:
+        return dimension
+    if dimension.is_relative:
+        value = flatten_settings(base_config.model_dump(mode="json"))[dimension.setting]
+        return replace(dimension, low=dimension.low * value, high=dimension.high * value, is_relative=False)
+    takes_low, takes_half = (
+        can_apply(base_config, _make_point(dimension, f"{dimension.low + step:g}")) for step in (0, 0.5)
+    )
+    are_whole = dimension.low.is_integer() and dimension.high.is_integer()
+    return replace(dimension, is_integer=are_whole and takes_low and not takes_half)
+
+
+def _make_point(dimension: Dimension, value: str) -> dict[str, str]:
+    """Make the settings of a point that has this value of a dimension and meets its condition."""
+    condition = dict([dimension.condition]) if dimension.condition else {}
+    return {**condition, dimension.setting: value}
+
+
+def _check_condition(dimension: Dimension, earlier: Sequence[Dimension]) -> None:
+    """Raise PlanError if the condition can never be met, or if a point could have two values of the setting."""
+    condition = dimension.condition
+    values = [value for other in earlier if condition and other.setting == condition[0] for value in other.values]
+    if condition and condition[1] not in values:
+        advice = f"its values are {', '.join(values)}" if values else f"type a --vary {condition[0]}=VALUE,VALUE before"
+        raise PlanError(f"--vary {format_value(dimension.name)} can never be met: {advice}.")
+    for other in earlier:
+        # Only conditions on different values of one setting exclude each other.
+        excludes = condition and other.condition and condition[0] == other.condition[0] and condition != other.condition
+        if dimension.setting == other.setting and not excludes:
+            raise PlanError(
+                f"--vary has {format_value(dimension.setting)} twice, and a point could meet both: give it once, "
+                "or under conditions on different values of one setting."
+            )

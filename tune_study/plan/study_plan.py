@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from search_spaces.declaration.study import Study, make_value_label
 from search_spaces.language_model.family import as_run_config
@@ -18,10 +18,9 @@ from trainable.files.control_characters import is_printable
 from trainable.runs.study_record import MAX_RUNS, MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget, is_run_id
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import StudySource, list_resume_options
-from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.search import make_point_study
 from tune_study.plan.storage_uri import join_uri
-from tune_study.plan.study_names import is_same_number, parse_number
+from tune_study.plan.typed_settings import is_same_number, parse_number
 
 NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
@@ -29,6 +28,53 @@ MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 """Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings like `.log`."""
 WANDB_MODES: tuple[WandbMode, ...] = get_args(WandbMode)
 NO_WANDB = WandbTarget()
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run: one arm with one seed."""
+
+    run_id: str
+    """Unique name of the run and of its folder."""
+    study_name: str
+    arm: str
+    """Value of the axis, as it was typed."""
+    label: str
+    """The arm as it appears in file names."""
+    seed: int
+    experiment_name: str
+    """Name of the arm's experiment, the same for all seeds."""
+    config: BaseRunConfig
+    """All settings of the run."""
+    log_path: Path
+    """Path of the run's log, relative to the output folder."""
+    checkpoint_dir: Path
+    """Folder of the run's saved checkpoints, relative to the output folder."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run where a person reads it, within its study."""
+        return f"arm {self.arm} seed {self.seed}"
+
+    @property
+    def ppo_config(self) -> RunConfig:
+        """The settings as a RunConfig. Raises TypeError if the run does not fine-tune a language model with PPO."""
+        return as_run_config(self.config)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best validation is kept. Only language models have the setting."""
+        return bool(getattr(self.config.trainer, "keep_best", False))
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the last state is kept after the run's end. It always is in families without the setting."""
+        return bool(getattr(self.config.trainer, "keep_last", True))
+
+    @property
+    def steps(self) -> int:
+        """Number of training steps."""
+        return self.config.trainer.total_training_steps
 
 
 @dataclass(frozen=True)
@@ -170,6 +216,31 @@ class StudyPlan:
     def get_run_dir(self, run_id: str) -> Path:
         """Return the folder of a run's rows, status and rolling checkpoint."""
         return self.folder / "runs" / run_id
+
+
+class ResourcePlan(NamedTuple):
+    """The resources of a study."""
+
+    bundles: tuple[dict[str, float], ...]
+    """Resources that one run reserves, one dict per bundle."""
+    cpus: int
+    """Number of CPUs that Ray may use."""
+    gpus: tuple[str, ...]
+    """Ids of the GPUs that Ray may use; empty on a cluster, where Ray chooses a run's GPUs as it starts."""
+    gpu_slots: tuple[str, ...]
+    """The GPUs of each concurrent run, one entry per slot; empty for runs without a GPU."""
+    max_concurrent: int
+    """Maximum number of concurrent trials."""
+    gpu_label: str
+    """Label of one run's GPUs in the published form, such as 1xH100."""
+    notes: tuple[str, ...] = ()
+    """Remarks that the plan prints, such as settings without an effect."""
+    cluster_address: str = ""
+    """Address of the Ray cluster; empty for this machine, where the study starts Ray itself."""
+    runs_per_node: int = 0
+    """Maximum number of concurrent runs per node of the cluster; 0 without a cluster."""
+    placement_settings: Mapping[str, object] = MappingProxyType({})
+    """Settings of the trials that follow from the GPUs' memory and change no result."""
 
 
 def find_output(folder: Path, run: str) -> Path:

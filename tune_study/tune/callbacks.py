@@ -24,10 +24,8 @@ from tune_study.folder.outputs import append_line
 from tune_study.folder.statuses import StudyStatuses, make_timestamp
 from tune_study.folder.summary import RunTimes, write_summary
 from tune_study.host.interrupt import Interrupt
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.run_spec import RunSpec
 from tune_study.plan.storage_uri import split_uri
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 from tune_study.tune.progress import Progress, format_step
 from tune_study.tune.search.halving import SIBLING_REASON, Rungs
 from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
@@ -71,35 +69,12 @@ class SilentReporter(StatelessCallback, TrialProgressCallback):  # type: ignore[
     on_trial_result = on_trial_complete = on_trial_error = _report_nothing
 
 
-class CheckpointFollower(StatelessCallback):
-    """A callback that tells the study's storage of new checkpoints, and fetches rows when a trial fails or ends.
-
-    Register it before the Recorder, which reads from the last row how a run ended.
-    """
-
-    def __init__(self, storage: "StoredStudy") -> None:
-        self._storage = storage
-
-    def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
-        """Follow the checkpoint that Tune has stored."""
-        self._storage.follow(trial.config["run"], checkpoint.path)
-
-    def _fetch_rows(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        deadline = time.monotonic() + PULL_PATIENCE_S
-        while True:
-            try:
-                self._storage.pull()
-                return
-            except OSError:
-                if time.monotonic() >= deadline:
-                    return  # rows that could not be fetched stay in the storage
-            time.sleep(1.0)
-
-    on_trial_recover = on_trial_complete = on_trial_error = _fetch_rows
-
-
 class Recorder(StatelessCallback):
-    """A callback that keeps the status.json, log and displayed progress of every run up to date."""
+    """A callback that keeps the status.json, log and displayed progress of every run up to date.
+
+    It also tells the study's storage of new checkpoints, and W&B's log of new rows and ended runs. Runs that ended in
+    an earlier start get what they lack in W&B at the end of the study.
+    """
 
     def __init__(
         self,
@@ -108,8 +83,10 @@ class Recorder(StatelessCallback):
         progress: Progress,
         statuses: StudyStatuses,
         rungs: Rungs | None = None,
+        storage: "StoredStudy | None" = None,
+        wandb: WandbLog | None = None,
     ) -> None:
-        self._plan = plan
+        self._plan, self._storage, self._wandb = plan, storage, wandb
         self._resource_plan, self._run_times = resource_plan, RunTimes()
         self._progress, self._statuses, self.rungs = progress, statuses, rungs
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
@@ -135,8 +112,8 @@ class Recorder(StatelessCallback):
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """Record the rows of a step and the decisions of stop rules, which are in `result`."""
-        # `note` and `saved` are messages to the driver; `InterruptStopper` has already read `saved`. Both are removed,
-        # so that they do not become columns of Tune's progress.csv or of the W&B run.
+        # `note` and `saved` are messages to the driver, and a stopper has already read `saved`. Both are removed, so
+        # that they do not become columns of Tune's progress.csv or of the W&B run.
         note = result.pop("note", "")
         result.pop("saved", None)
         for run_id in list_run_ids(trial.config) if note else ():
@@ -156,6 +133,25 @@ class Recorder(StatelessCallback):
                 )
         if kind := result.get("failure_class"):
             self._fail_runs(trial, Failure(kind, result["failure"], False, result.get("failure_trace", "")))
+        if self._wandb is not None:
+            self._wandb.send_rows(split_rows_by_run(trial.config, result))
+
+    def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
+        """Follow the checkpoint that Tune has stored."""
+        if self._storage is not None:
+            self._storage.follow(trial.config["run"], checkpoint.path)
+
+    def _fetch_rows(self) -> None:
+        """Fetch rows from the storage before the last one tells how a run ended."""
+        deadline = time.monotonic() + PULL_PATIENCE_S
+        while self._storage is not None:
+            try:
+                self._storage.pull()
+                return
+            except OSError:
+                if time.monotonic() >= deadline:
+                    return  # rows that could not be fetched stay in the storage
+            time.sleep(1.0)
 
     def _record_row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
         """Log and display one row. ends_alone: a stop rule ended the run while the others of its trial continue."""
@@ -177,6 +173,7 @@ class Recorder(StatelessCallback):
         Tune retries without a limit (`max_failures=-1`); here, the MAX_ATTEMPTS-th failure without progress is final,
         because a run that takes days may have many failures in total. The loss of a node does not count.
         """
+        self._fetch_rows()
         trial_failure, is_preempted = read_failure(trial)
         is_counted = not (is_preempted or self._may_wait_for_storage(trial, trial_failure))
         failure_count = self._count_failure(trial) if is_counted else 0
@@ -228,10 +225,13 @@ class Recorder(StatelessCallback):
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """End runs that have trained all their steps, were stopped by a rule, or were interrupted."""
+        self._fetch_rows()
         for status in self._get_statuses(trial):
             if status.status == "running":  # a run that waits, or that failed alone, keeps its status
                 self._conclude_run(status)
         clear_metric_windows(trial)
+        if self._wandb is not None:
+            self._wandb.end_runs(list_run_ids(trial.config))
 
     def _conclude_run(self, status: StatusRecord, last_row: Mapping[str, Any] | None = None) -> None:
         """End a run. Its last row tells how it ended, including the decision of a stop rule.
@@ -253,7 +253,10 @@ class Recorder(StatelessCallback):
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record a failure that Tune considers final: with `max_failures=-1`, only of a trial that was not running."""
+        self._fetch_rows()
         self._fail_runs(trial, read_failure(trial)[0])
+        if self._wandb is not None:
+            self._wandb.end_runs(list_run_ids(trial.config))
 
     def _fail_runs(self, trial: Any, trial_failure: Failure) -> None:
         kind, message = trial_failure.kind, trial_failure.message
@@ -319,25 +322,6 @@ def clear_metric_windows(trial: Any) -> None:
     """
     trial.run_metadata.metric_n_steps.clear()
     trial.run_metadata.invalidate_cache()
-
-
-class WandbCallback(StatelessCallback):
-    """A callback that tells W&B's log of new rows and ended runs. Register it after the Recorder.
-
-    Runs that ended in an earlier start get what they lack at the end of the study. log: the session's log.
-    """
-
-    def __init__(self, log: WandbLog) -> None:
-        self._log = log
-
-    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
-        """Pass on the rows of a step."""
-        self._log.send_rows(split_rows_by_run(trial.config, result))
-
-    def _end_runs(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._log.end_runs(list_run_ids(trial.config))
-
-    on_trial_complete = on_trial_error = _end_runs
 
 
 class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyped

@@ -12,8 +12,7 @@ from trainable.config.setting_types import format_value
 from tune_study.host.gpus import Gpu
 from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
 _CONNECT_TIMEOUT_S = 10.0
 """Seconds to wait for a connection to --address."""
@@ -32,14 +31,11 @@ class Node(NamedTuple):
 
 
 @contextmanager
-def join_cluster(address: str | None) -> Iterator[tuple[Node, ...] | None]:
-    """Join the cluster at `address` during the body, and yield its nodes; None without an address.
+def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
+    """Join the cluster at `address` during the body, and yield its nodes.
 
     address: host:port or auto, as for `ray.init`. Raises PlanError if the cluster cannot be joined.
     """
-    if address is None:
-        yield None
-        return
     _check_address(address)
     from tune_study.tune.run import prepare_environment
 

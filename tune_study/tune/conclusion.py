@@ -52,10 +52,11 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
             print_line(console, f"Optuna storage: {outputs.write_search_store(plan)}")
         except Exception as error:  # nothing here reads this storage, so an error must not end the search
             problems.append(f"The Optuna storage could not be written: {type(error).__name__}: {error}.")
-    for status in statuses.list_all():
+    for spec in plan.runs:
+        status = statuses.get(spec.run_id)
         # Each round of a search lists only its runs.
-        if plan.search is None or status.run_id not in session.finished_statuses:
-            print_line(console, f"{status.run_id} {status.display_text}: {status.reason}")
+        if plan.search is None or spec.run_id not in session.finished_statuses:
+            print_line(console, f"{spec.name} {status.display_text}: {status.reason}")
     final_statuses = get_final_statuses(plan)
     unfinished_statuses = [status for status in statuses.list_all() if status.status not in final_statuses]
     # Between rounds of a search there is no report, which would take longer than drawing the next points.

@@ -14,9 +14,8 @@ from rich.console import Console
 from trainable.files.run_marks import MARK_ENV
 from trainable.runs.orphans import make_ray_mark
 from tune_study.host.console import print_line
-from tune_study.host.machine_checks import find_ray_folder
-from tune_study.host.session_folder import make_session_folder
-from tune_study.plan.resource_plan import ResourcePlan
+from tune_study.host.machine_checks import find_ray_folder, make_session_folder
+from tune_study.plan.study_plan import ResourcePlan
 
 if TYPE_CHECKING:
     from tune_study.tune.watchdog import Daemon

@@ -12,13 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from trainable.families import Family
+from trainable.files.json_values import parse_finite
 from trainable.files.step_phase import QUIET_SECONDS, read_phase
 from trainable.runs.history import find_signal_problem, format_signal_problems, format_stop_reason
-from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import OPEN_STATUSES
 from tune_study.host.console import SECONDS_PER_PHASE_LINE, EscapedRenderable
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 _STEPS_PER_LINE = 10
 """Without a terminal, a run prints a line at every 10th step and at every step with a validation."""
@@ -234,7 +233,7 @@ class Progress:
         )
         # Phases are shown below the table, where they do not change the widths of columns.
         phases = [
-            f"arm {view.spec.arm}, seed {view.spec.seed}, step {view.step + 1}: {view.phase}"
+            f"{view.spec.name} step {view.step + 1}/{view.spec.steps}: {view.phase}"
             for view in self.views.values()
             if view.phase
         ]
@@ -283,7 +282,7 @@ class Progress:
     def print_note(self, run_id: str, text: str) -> None:
         """Print a plain line, such as a failure that is retried, unless there is a live table."""
         if not self._console.is_terminal:
-            self._console.print(f"{run_id} {text}", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(f"{self.views[run_id].spec.name} {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _count_frame(columns: Sequence[str]) -> int:

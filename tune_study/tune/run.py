@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trainable.config.command_lines import format_command
+from trainable.files.json_values import parse_finite
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import MAX_ROLLING_CHECKPOINTS, METRICS_FILE, read_rows
-from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import ENDED_STATUSES
 from tune_study.folder import outputs
 from tune_study.folder.statuses import StudyStatuses, find_finished_runs
@@ -22,8 +22,7 @@ from tune_study.host.interrupt import TimeLimit, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 from tune_study.tune.conclusion import (
     conclude_study,
     end_wandb,
@@ -35,6 +34,7 @@ from tune_study.tune.conclusion import (
 )
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
+from tune_study.tune.search.halving import Rungs
 from tune_study.tune.search.rounds import plan_next_round
 from tune_study.tune.session import StudySession, SuiteContext, plan_next_look
 from tune_study.tune.trials import list_run_ids, make_trial_configs
@@ -163,10 +163,23 @@ def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
 def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
     """Train the runs of the plan, write tables and report, and return the exit code.
 
-    names_finished: print each run that is not run again.
+    names_finished: print each run that is not run again. Raises PlanError if the study's files cannot be written.
     """
     plan, console = session.plan, session.console
-    _write_study_files(session)
+    try:
+        # In a suite, Ctrl-C may be pressed before this study starts, and that request must not be cleared.
+        if not session.interrupt.is_requested:
+            session.interrupt.clear()
+        changes = outputs.write_study(plan)
+    except OSError as error:
+        raise PlanError(
+            f"{plan.folder} cannot be written ({error}): free disk space there, or type another --output."
+        ) from None
+    # The storage needs study.json before runs write rows there, because `resume` reads the study from it.
+    if session.storage is not None and (problem := session.storage.push()):
+        raise PlanError(problem)
+    for change in changes:
+        print_line(console, f"Continuing with a different {change}: earlier and later rows may differ because of it")
     _show_earlier_rows(session, names_finished=names_finished)
     statuses, problem = StudyStatuses(plan, session.finished_statuses), ""
     if len(session.finished_statuses) < len(plan.runs):
@@ -178,36 +191,15 @@ def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
         return 130
 
 
-def _write_study_files(session: StudySession) -> None:
-    """Write the files that must be on disk before anything starts. Raises PlanError if they cannot be written."""
-    try:
-        # In a suite, Ctrl-C may be pressed before this study starts, and that request must not be cleared.
-        if not session.interrupt.is_requested:
-            session.interrupt.clear()
-        changes = outputs.write_study(session.plan)
-    except OSError as error:
-        raise PlanError(
-            f"{session.plan.folder} cannot be written ({error}): free disk space there, or type another --output."
-        ) from None
-    # The storage needs study.json before runs write rows there, because `resume` reads the study from it.
-    if session.storage is not None and (problem := session.storage.push()):
-        raise PlanError(problem)
-    for change in changes:
-        print_line(
-            session.console, f"Continuing with a different {change}: earlier and later rows may differ because of it"
-        )
-
-
 def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     """Train the remaining runs until all have a final status; return an error text, or ""."""
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
-    from tune_study.tune.search.halving import Rungs
 
     plan, rungs, problem = session.plan, None, ""
     if plan.search is not None and plan.search.grace_steps is not None:
         rungs = Rungs(plan, plan.study.family.is_higher_better, session.finished_statuses)
-    recorder = Recorder(plan, session.resource_plan, session.progress, statuses, rungs)
+    recorder = Recorder(plan, session.resource_plan, session.progress, statuses, rungs, session.storage, session.wandb)
     try:
         _fit_tuner(session, statuses, recorder)
     except KeyboardInterrupt:
@@ -218,7 +210,9 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
         # have ended, only Tune's record is affected.
         is_over = not any(view.is_open for view in session.progress.views.values())
         summary = "Ray Tune could not complete its own record of the study" if is_over else "The study ended early"
-        problem = f"{summary}: {_format_error(error)}."
+        # The last line names the cause in Tune's errors. `KeyError: 'x'` says more than `'x'`.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+        problem = f"{summary}: {lines[-1] if len(lines) > 1 else f'{type(error).__name__}: {lines[0]}'}."
     recorder.censor_waiting()  # again, since an error may have ended the study
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
@@ -234,15 +228,6 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     elif session.interrupt.is_any_arm_requested and not problem:
         reason = "the arm was stopped by `stop --arm`"
     return " ".join(filter(None, (problem, statuses.close(reason))))
-
-
-def _format_error(error: Exception) -> str:
-    """Return the last line of an error's message, which names the cause in Tune's errors.
-
-    A single line gets the type of the error before it: `KeyError: 'x'` says more than `'x'`.
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    return lines[-1] if len(lines) > 1 else f"{type(error).__name__}: {lines[0]}"
 
 
 def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> None:
@@ -263,20 +248,15 @@ def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> N
 
 def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Recorder") -> None:
     """Start Ray if necessary, and train all remaining runs."""
-    from tune_study.tune.callbacks import WandbCallback  # imports Ray, as does the next one
-    from tune_study.tune.watchdog import DiskSpaceGuard, watch_daemons
+    from tune_study.tune.watchdog import watch_daemons  # imports Ray
 
-    plan, print_text = session.plan, partial(print_line, session.console)
+    plan = session.plan
     # Ray installs a SIGTERM handler when it starts, so our handlers are installed afterwards.
     with (
         session.suite.ray.acquire(plan.folder, session.resource_plan, has_next_round=plan.has_next_round) as daemons,
-        session.interrupt.handle_signals(print_text),
+        session.interrupt.handle_signals(partial(print_line, session.console)),
     ):
-        # Ray keeps logs and sockets in a separate folder, often on another disk than the results.
-        folders = (plan.folder, find_ray_folder(os.environ))
-        disk_space = DiskSpaceGuard(folders, plan.base_config.trainer.disk_patience, session.interrupt, print_text)
-        wandb_callbacks = [] if session.wandb is None else [WandbCallback(session.wandb)]
-        tuner = make_study_tuner(session, recorder, [disk_space, *wandb_callbacks])
+        tuner = make_study_tuner(session, recorder)
         with (
             session.progress.show_live(),
             watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
@@ -314,7 +294,7 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
     os._exit(finish_output(exit_code))
 
 
-def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
+def make_study_tuner(session: StudySession, recorder: "Recorder") -> Any:
     """Make the Tune experiment of the plan's remaining runs."""
     import_tensorboard()
     from ray import tune
@@ -341,7 +321,7 @@ def make_study_tuner(session: StudySession, recorder: "Recorder", extra_callback
             trial_name_creator=make_name,
             trial_dirname_creator=make_name,
         ),
-        **make_run_options(session, recorder, extra_callbacks),
+        **make_run_options(session, recorder),
     )
 
 
@@ -356,18 +336,20 @@ def import_tensorboard() -> None:
         del sys.modules["torch"]
 
 
-def make_run_options(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> dict[str, Any]:
+def make_run_options(session: StudySession, recorder: "Recorder") -> dict[str, Any]:
     """Make the arguments of Tune's RunConfig: where it writes, its callbacks, and its stoppers."""
     from ray import tune
 
-    from tune_study.tune.callbacks import CheckpointFollower, SilentReporter
-    from tune_study.tune.search.halving import HalvingStopper
-    from tune_study.tune.stoppers import InterruptStopper, rules
+    from tune_study.tune.callbacks import SilentReporter
+    from tune_study.tune.stoppers import make_interrupt_stopper, rules
+    from tune_study.tune.watchdog import DiskSpaceGuard
 
     plan = session.plan
     # First, because Tune asks no further stopper after one that ends the run, and the rungs need every row.
-    halving_stoppers = [] if recorder.rungs is None else [HalvingStopper(recorder.rungs)]
-    followers = [] if session.storage is None else [CheckpointFollower(session.storage)]
+    halving_stoppers = [] if recorder.rungs is None else [tune.stopper.FunctionStopper(recorder.rungs.ends_trial)]
+    # Ray keeps logs and sockets in a separate folder, often on another disk than the results.
+    folders, patience = (plan.folder, find_ray_folder(os.environ)), plan.base_config.trainer.disk_patience
+    disk_space = DiskSpaceGuard(folders, patience, session.interrupt, partial(print_line, session.console))
     place: dict[str, Any] = {"storage_path": str(plan.folder.parent)}
     if plan.storage is not None:
         from tune_study.folder.storage import StoredFolder
@@ -378,9 +360,9 @@ def make_run_options(session: StudySession, recorder: "Recorder", extra_callback
         "name": plan.folder.name,
         **place,
         "stop": tune.stopper.CombinedStopper(
-            *halving_stoppers, rules(plan.study, plan.preset), InterruptStopper(session.interrupt)
+            *halving_stoppers, rules(plan.study, plan.preset), make_interrupt_stopper(session.interrupt)
         ),
-        "callbacks": [SilentReporter(), *followers, recorder, *extra_callbacks],
+        "callbacks": [SilentReporter(), recorder, disk_space],
         "failure_config": tune.FailureConfig(max_failures=-1),  # the Recorder limits failures without progress
         # On this machine a run writes its state once, into its folder, and Tune's checkpoint names that folder. With a
         # storage, a run asks for a checkpoint whenever its state is on the disk of its node.
@@ -403,6 +385,6 @@ def _show_earlier_rows(session: StudySession, *, names_finished: bool) -> None:
         status = finished_statuses.get(spec.run_id)
         session.progress.continue_run(spec.run_id, step, last_value, status.status if status else "waiting")
         if status and names_finished:
-            print_line(console, f"{spec.run_id} is {status.status} and is not run again")
+            print_line(console, f"{spec.name} is {status.status} and is not run again")
     if finished_statuses:
         print_line(console, f"{len(plan.runs) - len(finished_statuses)} of {len(plan.runs)} runs remain")

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from trainable.runs.study_record import StatusRecord
 from tune_study.host.interrupt import Interrupt
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, add_seeds
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, add_seeds
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
 

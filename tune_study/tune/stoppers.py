@@ -11,10 +11,11 @@ from search_spaces.declaration.study import Study
 from trainable.config.alarm_rule import parse_alarm_rule
 from trainable.config.run_config import apply_overrides
 from trainable.config.sections import EarlyStopConfig
+from trainable.files.json_values import parse_finite
 from trainable.runs.records import drop_carried
-from trainable.runs.stop_rules import ALARM, HISTORY_COLUMNS, RULES, evaluate_stop_rules, parse_finite
+from trainable.runs.stop_rules import ALARM, HISTORY_COLUMNS, RULES, evaluate_stop_rules
 from tune_study.host.interrupt import Interrupt
-from tune_study.plan.study_names import find_study
+from tune_study.plan.typed_settings import find_study
 
 DEFAULT_COLUMNS = MappingProxyType({name: name for name in HISTORY_COLUMNS})
 """For each column that the rules read, its key in a result."""
@@ -114,28 +115,22 @@ def rules(study: str | Study, preset: str = "laptop") -> tune.stopper.CombinedSt
     return tune.stopper.CombinedStopper(*(RuleStopper(name, settings) for name in names))
 
 
-class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
-    """A Stopper that ends each trial at its next result once the user has asked the study, or its arm, to stop.
+def make_interrupt_stopper(interrupt: Interrupt) -> tune.stopper.FunctionStopper:
+    """Make a Stopper that ends each trial at its next result once the user has asked the study, or its arm, to stop.
 
     A result that was under way when the request came may have no checkpoint (its `saved` is False). The run then trains
     one more step, for which it writes a checkpoint. Only trials are stopped, never the whole experiment: Tune would
     mark the interrupted trials as complete without calling any callback, and their runs would have no status.
     """
 
-    def __init__(self, interrupt: Interrupt) -> None:
-        self._interrupt = interrupt
-
-    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Decide whether the trial ends after this result."""
+    def ends_trial(trial_id: str, result: dict[str, Any]) -> bool:
         # A Trainable ends at once if it does not report `saved`, or if Tune takes a last checkpoint.
         is_saved = bool(result.get("saved", True)) or SHOULD_CHECKPOINT in result
-        if not self._interrupt.is_requested:
+        if not interrupt.is_requested:
             arm = str(result.get("config", {}).get("run", {}).get("arm", ""))
-            return is_saved and self._interrupt.is_arm_requested(arm)
+            return is_saved and interrupt.is_arm_requested(arm)
         # If the file of the request could not be written (full disk), runs do not see it and write no checkpoint, so
         # waiting for one would keep them training.
-        return is_saved or not self._interrupt.is_visible
+        return is_saved or not interrupt.is_visible
 
-    def stop_all(self) -> bool:
-        """Never stop the experiment: its runs would end without a status."""
-        return False
+    return tune.stopper.FunctionStopper(ends_trial)

@@ -14,8 +14,7 @@ from trainable.runs.study_record import StatusRecord
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.time_estimate import estimate_update_flops
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan, find_changed_settings
+from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
 
 
 def list_run_ids(config: Mapping[str, Any]) -> tuple[str, ...]:

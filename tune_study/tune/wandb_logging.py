@@ -14,8 +14,7 @@ from typing import Any
 
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE, read_rows
 from trainable.runs.study_record import OPEN_STATUSES, StatusRecord, find_record
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 OPEN_TIMEOUT_S = 30.0
 """Seconds to wait for opening a run, and at the end of a study, in addition to RUN_TIMEOUT_S per run. W&B has copies of

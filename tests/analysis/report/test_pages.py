@@ -31,13 +31,14 @@ from analysis.report.results import SweepResults
 from analysis.report.section import Section, Table, name, say
 from analysis.report.sweep import DOSE_RESPONSE
 from analysis.sweep import findings, tables
-from analysis.sweep.collapse import COLLAPSE_DEFINITION, count_collapses, find_run_ends
+from analysis.sweep.collapse import count_collapses, find_run_ends
 from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
 from trainable.families import list_families
 from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.files.json_values import write_object
+from trainable.runs.history import COLLAPSE_DEFINITION
 from trainable.runs.study_record import SCHEMA
 
 STOP = ("low_validation_success", 0.002, 0.01)

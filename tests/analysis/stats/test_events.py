@@ -196,19 +196,3 @@ def test_without_an_event_before_the_horizon_nothing_is_excluded() -> None:
 def test_one_censored_run_of_few_gives_no_difference() -> None:
     arm, baseline = EventTimes([20, 30], [True, False]), EventTimes([20, 30], [True, True])
     assert math.isnan(events.compare_restricted_means(arm, baseline, HORIZON, np.random.default_rng(0)).value)
-
-
-def test_collapse_is_the_second_validation_in_a_row_below_half() -> None:
-    steps = np.arange(7) * 10
-    assert events.find_collapse(steps, [0.3, 0.6, 0.2, 0.5, 0.29, 0.29, 0.1]) == 50
-    assert math.isnan(events.find_collapse(steps, [0.3, 0.6, 0.2, 0.5, 0.29, 0.3, 0.1]))
-    assert events.find_collapse(steps, [0.3, 0.6, 0.2, np.nan, 0.29, 0.3, 0.1]) == 40
-    assert math.isnan(events.find_collapse([], []))
-    assert math.isnan(events.find_collapse(steps, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1]))
-
-
-def test_a_collapse_with_few_episodes_is_more_than_noise() -> None:
-    steps, success = [0, 10, 20, 30], [0.04, 0.04, 0.01, 0.01]
-    # 2 sqrt(2 * .04 * .96 / n) is .049 for 128 episodes, and .0245 for 512.
-    assert math.isnan(events.find_collapse(steps, success, 128))
-    assert events.find_collapse(steps, success, 512) == 30

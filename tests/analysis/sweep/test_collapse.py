@@ -13,7 +13,6 @@ from analysis.sweep.collapse import (
     HALVED_SUCCESS,
     compute_survival,
     count_collapses,
-    find_collapse_step,
     find_run_ends,
     make_validations,
 )
@@ -54,7 +53,7 @@ def test_a_run_collapses_by_a_rule_or_by_its_success(frames: StudyFrames) -> Non
 def test_the_files_of_a_run_tell_the_same_collapse(frames: StudyFrames) -> None:
     for end in find_run_ends(frames).to_dict("records"):
         history = RunHistory.read(frames.folders[0] / "runs" / end["run_id"], 60)
-        assert find_collapse_step(history) == (end["end_step"] if end["is_collapse"] else None)
+        assert history.find_collapse() == (end["end_step"] if end["is_collapse"] else math.inf)
 
 
 def test_survival_is_the_fraction_of_runs_without_collapse(frames: StudyFrames) -> None:

@@ -1,5 +1,7 @@
 """Steps and runs in which nothing can be learned are told by their rows, and no other ones."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from trainable.runs.history import (
     ZERO_GRADIENTS,
     describe_end,
     describe_missing_signal,
+    find_collapse,
     find_signal_problem,
     format_signal_problems,
 )
@@ -138,3 +141,26 @@ def test_a_stop_at_high_success_says_so(success: float, words: str) -> None:
     # The episodes of the last step failed: the validation is old.
     end = describe_end([*rows, {"step": 22, "train_success": 0.2, **stop}], 60)
     assert end.reason.endswith("is below the threshold 0.05")
+
+
+def find_collapse_of(success: Sequence[float], episodes: float = math.inf, stop_step: float = math.inf) -> float:
+    return find_collapse([(10 * n, value, episodes) for n, value in enumerate(success)], stop_step)
+
+
+def test_collapse_is_the_second_validation_in_a_row_below_half() -> None:
+    assert find_collapse_of([0.3, 0.6, 0.2, 0.5, 0.29, 0.29, 0.1]) == 50
+    assert find_collapse_of([0.3, 0.6, 0.2, 0.5, 0.29, 0.3, 0.1]) == math.inf
+    assert find_collapse_of([0.3, 0.6, 0.2, math.nan, 0.29, 0.3, 0.1]) == 40
+    assert find_collapse_of([]) == math.inf
+    assert find_collapse_of([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1]) == math.inf
+
+
+def test_a_stop_is_a_collapse_unless_there_was_one_before() -> None:
+    assert [find_collapse_of([0.3, 0.1, 0.1], stop_step=step) for step in (10, 30)] == [10, 20]
+    assert find_collapse_of([0.3, 0.3], stop_step=10) == 10
+
+
+def test_a_collapse_with_few_episodes_is_more_than_noise() -> None:
+    # 2 sqrt(2 * .04 * .96 / n) is .049 for 128 episodes, and .0245 for 512.
+    assert find_collapse_of([0.04, 0.04, 0.01, 0.01], 128) == math.inf
+    assert find_collapse_of([0.04, 0.04, 0.01, 0.01], 512) == 30

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.oracles.stop_rules import LiveStopRules
 from trainable.config.sections import EarlyStopConfig
-from trainable.runs.stop_rules import RULES, History, StopDecision, evaluate_stop_rules, parse_finite
+from trainable.files.json_values import parse_finite
+from trainable.runs.stop_rules import RULES, History, StopDecision, evaluate_stop_rules
 
 SETTINGS = EarlyStopConfig()
 SMALL = EarlyStopConfig(

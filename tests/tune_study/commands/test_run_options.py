@@ -15,7 +15,7 @@ from search_spaces.language_model.family import PPO, as_run_config
 from tune_study.commands.cli import app
 from tune_study.commands.requests import RunRequest
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
-from tune_study.plan.study_names import find_study
+from tune_study.plan.typed_settings import find_study
 
 
 def dry_run(folder: Path, words: str) -> tuple[int, str, str]:

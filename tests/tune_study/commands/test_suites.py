@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from search_spaces.catalog import STUDIES
-from tune_study.commands import preflight, suites
+from tune_study.commands import preflight
 from tune_study.commands.describe import PreparedStudy
 from tune_study.commands.requests import LaunchRequest
 from tune_study.folder import outputs
@@ -44,7 +44,7 @@ def run_suite(
         outputs.write_study(plan)
         return run_one(plan, suite)
 
-    monkeypatch.setattr(suites, "execute_study", fake_execute)
+    monkeypatch.setattr(preflight, "execute_study", fake_execute)
     console = Console(record=True, width=300)
     exit_code = preflight.start_studies(plans, LaunchRequest(), (), False, console)
     return exit_code, started_names, console.export_text()

@@ -23,9 +23,9 @@ from trainable.runs.records import STATUSES
 from trainable.runs.run_files import read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, write_record
 from tune_study.folder import summary
-from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
+from tune_study.folder.outputs import check_writable, lock_folder, read_git_state, write_study
 from tune_study.folder.statuses import StudyStatuses, find_finished_runs, make_timestamp, parse_skipped_statuses
-from tune_study.folder.study_file import check_unchanged, plan_from_folder
+from tune_study.folder.study_file import check_unchanged, is_running, plan_from_folder
 from tune_study.folder.summary import (
     format_run_times,
     format_summary_line,
@@ -35,8 +35,7 @@ from tune_study.folder.summary import (
 from tune_study.placement.model_files import check_model, find_hub_cache, make_absolute
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
 
 
 def make_plan_in(output: Path, study: str = "kl", values: tuple[str, ...] = ("0", "0.1"), seeds: int = 1) -> StudyPlan:

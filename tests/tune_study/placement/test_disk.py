@@ -29,9 +29,7 @@ from tune_study.placement.disk import (
 from tune_study.placement.model_size import ModelShape, count_policy_parameters, read_model_shape
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan, make_plan
 from tune_study.plan.typed_settings import collect_overrides
 from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config

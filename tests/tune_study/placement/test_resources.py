@@ -8,7 +8,7 @@ from search_spaces.catalog import STUDIES
 from trainable.backend.gpus import make_bundles
 from trainable.config.run_config import ConfigError
 from tune_study.host.gpus import Gpu, detect_gpus, select_visible
-from tune_study.placement import resources, samplers
+from tune_study.placement import resources
 from tune_study.placement.resources import (
     check_engines,
     choose_preset,
@@ -17,8 +17,7 @@ from tune_study.placement.resources import (
     preflight,
 )
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
 
 EIGHT_GPUS = tuple(Gpu(str(i), f"GPU-{i}{i}{i}{i}-ab", "NVIDIA H100 80GB HBM3") for i in range(8))
 
@@ -112,8 +111,7 @@ def test_what_this_machine_cannot_run_is_refused_unless_dry(
 
 def install_engines(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """Pretend that exactly these engines are installed."""
-    for module in (resources, samplers):
-        monkeypatch.setattr(module, "find_spec", lambda name: name if name in packages else None)
+    monkeypatch.setattr(resources, "find_spec", lambda name: name if name in packages else None)
 
 
 @pytest.mark.parametrize(

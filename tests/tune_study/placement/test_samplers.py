@@ -20,8 +20,8 @@ from trainable.kernels import compiled as kernels
 from trainable.kernels.cache import find_marker
 from tune_study.commands.cli import app
 from tune_study.folder.outputs import write_study
-from tune_study.placement import samplers
-from tune_study.placement.samplers import TORCH_SETTINGS, check_sampler, find_compiled_obstacle
+from tune_study.placement import resources
+from tune_study.placement.resources import TORCH_SETTINGS, check_sampler, find_compiled_obstacle
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import make_plan
 
@@ -30,7 +30,7 @@ COMPILED_SETTINGS = {"rollout.name": "compiled", "model.compiled_passes": True}
 
 def hide_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec: Callable[[str], object] = importlib.util.find_spec
-    monkeypatch.setattr(samplers, "find_spec", lambda name: None if name == "numba" else find_spec(name))
+    monkeypatch.setattr(resources, "find_spec", lambda name: None if name == "numba" else find_spec(name))
 
 
 def test_the_versions_are_those_of_the_extras() -> None:
@@ -142,7 +142,7 @@ def test_a_study_is_continued_with_the_code_with_which_it_began(
 
 def compile_and_print(config: RunConfig, environment: dict[str, str]) -> str:
     output = io.StringIO()
-    samplers.compile_kernels([config], environment, Console(file=output, width=200))
+    resources.compile_kernels([config], environment, Console(file=output, width=200))
     return output.getvalue()
 
 

@@ -8,9 +8,12 @@ import pytest
 from rich.console import Console
 
 from trainable.models.teachers import find_teacher_folder
-from tune_study.placement import teachers
-from tune_study.placement.model_files import check_model
-from tune_study.placement.teachers import describe_teachers, find_missing_teachers, make_missing_teachers
+from tune_study.placement.model_files import (
+    check_model,
+    describe_teachers,
+    find_missing_teachers,
+    make_missing_teachers,
+)
 from tune_study.plan.errors import PlanError
 
 NAME = "sokoban-tiny-teacher"
@@ -66,4 +69,4 @@ def test_the_command_is_run_and_its_lines_are_shown(
         make_missing_teachers(PATHS, environment, console)
     assert isinstance(console.file, io.StringIO)
     assert f"typed: -m trainable.tiny --policy {NAME}" in console.file.getvalue()
-    assert teachers.find_missing_teachers(PATHS, environment) == [NAME]
+    assert find_missing_teachers(PATHS, environment) == [NAME]

@@ -11,8 +11,7 @@ from trainable.rollout.kv_cache_size import compute_max_tokens
 from tune_study.placement import time_estimate
 from tune_study.placement.memory_plan import plan_memory
 from tune_study.placement.model_size import ModelShape
-from tune_study.placement.resources import preflight
-from tune_study.placement.samplers import TORCH_SETTINGS
+from tune_study.placement.resources import TORCH_SETTINGS, preflight
 from tune_study.placement.time_estimate import (
     GpuRates,
     estimate_cpu_run_seconds,

@@ -3,7 +3,7 @@
 import pytest
 
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_names import find_arm
+from tune_study.plan.typed_settings import find_arm
 
 KL = "actor.kl_loss_coef"
 

@@ -17,7 +17,7 @@ from tune_study.commands.requests import RunRequest
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.folder.outputs import make_study_record
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_parts import check_recorded_files, load_named_files, load_typed_files
+from tune_study.plan.own_study import check_recorded_files, load_named_files, load_typed_files
 from tune_study.plan.study_plan import make_plan
 from tune_study.tune.trials import make_trial_config
 

@@ -20,8 +20,8 @@ from tune_study.plan.search import (
     describe_space,
     format_dimension,
     make_point_study,
+    make_space,
 )
-from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan, make_base_config, make_plan, set_points
 
 BASE = make_base_config(STUDIES["kl"], "laptop")

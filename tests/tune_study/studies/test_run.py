@@ -47,8 +47,7 @@ from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
-from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
 from tune_study.tune.callbacks import Recorder
 from tune_study.tune.conclusion import list_reading_commands
 from tune_study.tune.local_ray import LocalRay
@@ -354,7 +353,7 @@ def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> No
 
 @pytest.mark.slow
 def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: Outcome) -> None:
-    assert f"{find_run_id(extended.plan, COLLAPSES)} is early_stopped and is not run again" in extended.text
+    assert f"arm {COLLAPSES} seed 0 is early_stopped and is not run again" in extended.text
     assert "7 of 10 runs remain" in extended.text
     for arm in ("0", COLLAPSES, CRASHES_ONCE):
         name = find_run_id(extended.plan, arm)
@@ -468,9 +467,8 @@ def test_an_arm_that_is_stopped_ends_alone_and_can_be_resumed(tmp_path: Path) ->
 
 def test_an_interrupted_study_says_only_that_waiting_runs_never_ran(interrupted: Outcome) -> None:
     assert interrupted.other_text == ""  # neither Tune's "completed" nor an error of its own record
-    waiting_id = find_run_id(interrupted.plan, "0")
-    lines = [line for line in interrupted.text.splitlines() if line.startswith(waiting_id)]
-    assert lines == [f"{waiting_id} never_ran: the study was interrupted before it started"]
+    lines = [line for line in interrupted.text.splitlines() if line.startswith("arm 0 seed 0 ")]
+    assert lines == ["arm 0 seed 0 never_ran: the study was interrupted before it started"]
 
 
 def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(
@@ -529,7 +527,7 @@ def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
     console = Console(quiet=True)
     suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
     session = StudySession(plan, resource_plan, console, suite, {}, progress)
-    grid = make_study_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ())), []).fit()
+    grid = make_study_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ()))).fit()
     ray.kill(barrier)
     assert not grid.errors
     return [json.loads(result.metrics["place"]) for result in grid]

@@ -41,7 +41,7 @@ def read_study_name(folder: Path) -> str:
 def test_a_suite_with_more_seeds_goes_on_with_each_of_its_studies(tmp_path: Path) -> None:
     run_smoke(tmp_path, "sandbox-evidence")
     output_text = run_smoke(tmp_path, "sandbox-evidence", "--seeds", "2", "--extend")
-    assert "influence-DG is completed and is not run again" in output_text
+    assert "arm DG seed 0 is completed and is not run again" in output_text
     for name in SUITES["sandbox-evidence"]:
         trials = pd.read_parquet(tmp_path / "results" / name.replace("-", "_") / "trials.parquet")
         assert len(trials) == 2 * len(STUDIES[name].axis.grids["laptop"])

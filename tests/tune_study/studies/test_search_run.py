@@ -129,7 +129,7 @@ def test_halved_runs_are_censored_and_have_no_outcome(tmp_path: Path) -> None:
         # A run that had trained all its steps when another one of its point was stopped stays as it is.
         elif status.status != "completed":
             assert status.status == "censored"
-            assert f"{spec.run_id} censored: " in text
+            assert f"{spec.name} censored: " in text
             assert "a censored run, not a failed one" in status.reason
     assert "censored by successive halving, which have no outcome" in text
     # A censored run is over: the same command again trains nothing.

@@ -15,7 +15,7 @@ import psutil
 from rich.console import Console
 
 from trainable.backend.gpus import make_bundles
-from tune_study.plan.resource_plan import ResourcePlan
+from tune_study.plan.study_plan import ResourcePlan
 from tune_study.tune.run import prepare_environment
 
 STRANGER = """

@@ -178,7 +178,7 @@ def test_a_terminal_shows_the_table_with_times_and_keeps_it() -> None:
     assert first not in text
 
 
-def test_without_a_terminal_lines_carry_full_names() -> None:
+def test_without_a_terminal_lines_name_arm_and_seed() -> None:
     progress, screen, (first, _) = make_progress(make_study_plan())
     with progress.show_live():
         progress.start_run(first)
@@ -188,7 +188,7 @@ def test_without_a_terminal_lines_carry_full_names() -> None:
             )
         progress.print_note(first, "failed, retrying: ValueError: no")
         progress.end_run(first, "completed", "trained 12 of 12 steps")
-    name = "sokoban_kl_sweep_nofilter_0-sokoban-tiny"
+    name = "arm 0 seed 0"
     numbers = "reward_std=2.0000 groups_kept=8"
     assert screen.getvalue().splitlines() == [
         f"{name} started",
@@ -241,7 +241,7 @@ def test_runs_that_cannot_learn_say_so_at_step_1_in_one_line() -> None:
         progress.record_row(run_id, make_row(1, **in_vain))
     progress.record_row(run_ids[2], make_row(1, seconds_total=2.0))
     lines = [line for line in screen.getvalue().splitlines() if not line.endswith(" started")]
-    assert lines == [f"{run_ids[0]} at step 1, no reply had a valid action: `transcripts` shows them"]
+    assert lines == ["arm 0 seed 0 at step 1, no reply had a valid action: `transcripts` shows them"]
     caption = "In {}, no reply had a valid action: `transcripts` shows them."
     assert str(progress.make_table().caption) == caption.format("2 of 3 runs (arms 0, 0.1)")
     progress.record_row(run_ids[1], make_row(2, seconds_total=4.0))  # it has found one
@@ -267,7 +267,7 @@ def test_the_table_says_what_a_long_step_does(tmp_path: Path, monkeypatch: pytes
     progress, _ = make_long_step(tmp_path, monkeypatch, is_terminal=True)
     cells = read_cells(progress)
     progress.look_at_phases()
-    assert str(progress.make_table().caption) == "arm 0, seed 0, step 2: rollout, turn 3 of 5"
+    assert str(progress.make_table().caption) == "arm 0 seed 0 step 2/60: rollout, turn 3 of 5"
     assert read_cells(progress) == cells  # no column gets wider
     progress.record_row(next(iter(progress.views)), make_row(2))
     assert progress.make_table().caption is None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tune_study.host import machine_checks
-from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER, make_session_folder, remove_abandoned_folders
+from tune_study.host.machine_checks import FOLDER_PREFIX, RAY_SUBFOLDER, make_session_folder, remove_abandoned_folders
 
 ROOT = Path(__file__).parents[3]
 REFUSED = "InvalidAuthToken"

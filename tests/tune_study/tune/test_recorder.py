@@ -19,7 +19,7 @@ from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune import callbacks
-from tune_study.tune.callbacks import MAX_ATTEMPTS, CheckpointFollower, Recorder
+from tune_study.tune.callbacks import MAX_ATTEMPTS, Recorder
 from tune_study.tune.progress import Progress
 from tune_study.tune.trials import make_trial_configs
 
@@ -163,12 +163,26 @@ def test_the_rows_of_the_newest_checkpoint_are_fetched_before_an_end_is_recorded
             calls.append("pull")
             raise OSError("the storage does not answer, which must not end the study")
 
-    follower: Any = CheckpointFollower(Storage())  # type: ignore[arg-type]
-    follower.on_checkpoint(0, [], recorded_trial.trial, SimpleNamespace(path="a/checkpoint_000000"))
-    for end in (follower.on_trial_recover, follower.on_trial_complete, follower.on_trial_error):
+    recorder: Any = recorded_trial.recorder
+    recorder._storage = Storage()
+    recorder.on_checkpoint(0, [], recorded_trial.trial, SimpleNamespace(path="a/checkpoint_000000"))
+    for end in (recorder.on_trial_recover, recorder.on_trial_complete, recorder.on_trial_error):
         end(0, [], recorded_trial.trial)
     run_ids = [spec.run_id for spec in recorded_trial.plan.runs]
     assert calls == [[*run_ids, "a/checkpoint_000000"], "pull", "pull", "pull"]
+
+
+def test_wandb_is_told_of_rows_and_ends(recorded_trial: RecordedTrial) -> None:
+    recorder, calls = recorded_trial.recorder, list[tuple[str, ...]]()
+    log: Any = SimpleNamespace(
+        send_rows=lambda run_ids: calls.append(("rows", *run_ids)),
+        end_runs=lambda run_ids: calls.append(("ends", *run_ids)),
+    )
+    recorder._wandb = log
+    recorded_trial.report_rows({0: {"step": 1}})
+    recorder.on_trial_complete(0, [], recorded_trial.trial)
+    first, second = (spec.run_id for spec in recorded_trial.plan.runs)
+    assert calls == [("rows", first), ("ends", first, second)]
 
 
 def test_a_node_that_is_taken_away_counts_for_no_failure(recorded_trial: RecordedTrial, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from trainable.config.sections import EarlyStopConfig
 from trainable.runs.records import make_empty_row
 from trainable.runs.stop_rules import RULES, evaluate_stop_rules
 from tune_study.host.interrupt import Interrupt
-from tune_study.tune.stoppers import InterruptStopper, RuleStopper
+from tune_study.tune.stoppers import RuleStopper, make_interrupt_stopper
 
 
 def make_own_result(step: int, rule: str = "", **columns: Any) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_odd_results_never_raise(results: list[dict[str, Any]]) -> None:
 
 def test_an_interrupt_ends_a_run_at_its_next_row_with_a_state(tmp_path: Path) -> None:
     interrupt = Interrupt(tmp_path / ".interrupt")
-    stopper = InterruptStopper(interrupt)
+    stopper = make_interrupt_stopper(interrupt)
     assert not stopper("trial", make_own_result(1, saved=False))
     interrupt.request()
     assert not stopper("trial", make_own_result(2, saved=False))  # this result was sent before the request

@@ -3,7 +3,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 from wandb.sdk.lib import wbauth
@@ -23,15 +22,7 @@ from tune_study.folder.origin import find_last_wandb
 from tune_study.folder.outputs import check_study_links, write_study
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.callbacks import WandbCallback
-from tune_study.tune.trials import make_trial_config
 from tune_study.tune.wandb_logging import WandbLog, select_loggable
-
-
-class Trial(NamedTuple):
-    """The part of a trial that the callback reads."""
-
-    config: dict[str, Any]
 
 
 def make_plan_in(output: Path, logger: str = "['console']", mode: WandbMode = "offline") -> StudyPlan:
@@ -50,7 +41,7 @@ def end_run(log: WandbLog, plan: StudyPlan, status: str = "completed") -> None:
     """End the first run as Tune does."""
     run_id = plan.runs[0].run_id
     write_record(plan.get_run_dir(run_id), StatusRecord(run_id, status))
-    WandbCallback(log).on_trial_complete(0, [], Trial(make_trial_config(plan, plan.runs[:1])))
+    log.end_runs([run_id])
 
 
 def test_trouble_ends_the_logging_and_is_told(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from analysis.data.frames import CONFIG_PREFIX, StudyFrames, to_records
 from analysis.data.load import find_study_folders, load
 from analysis.data.schemas import get_family
 from analysis.sweep.alarms import MAX_FALSE_ALARMS, compare_alarms, find_distinct_ends, replay_rules, score_rules
-from analysis.sweep.collapse import COLLAPSE_DEFINITION, find_run_ends
+from analysis.sweep.collapse import find_run_ends
 from search_spaces.catalog import STUDIES
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import format_value
+from trainable.runs.history import COLLAPSE_DEFINITION
 from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError, as_plan_error

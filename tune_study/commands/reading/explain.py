@@ -23,7 +23,7 @@ from trainable.runs.episode_lines import RecordedEpisode
 from tune_study.commands.reading.transcripts import print_episode
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError, as_plan_error
-from tune_study.plan.study_names import find_arm
+from tune_study.plan.typed_settings import find_arm
 
 _TOO_SHORT = f"No change can be resolved in fewer than {MIN_POINTS} steps."
 

@@ -28,9 +28,8 @@ from tune_study.host.console import print_line, show_phases
 from tune_study.placement.model_files import check_model
 from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.own_study import OwnStudy
-from tune_study.plan.run_spec import RunSpec
-from tune_study.plan.study_names import find_arm
-from tune_study.plan.study_plan import StudyPlan, find_changed_settings
+from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
+from tune_study.plan.typed_settings import find_arm
 
 BEST_STEP = "best"
 
@@ -107,7 +106,14 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
     """
     config = target.spec.ppo_config
     dtype = SHORT_DTYPES.get(dtype, dtype)
-    _check_options(config, folder, dtype, keeps_adapters)
+    if dtype not in DTYPES:
+        raise PlanError(f"--dtype {format_value(dtype)} is not a type: type one of {', '.join(DTYPES)}.")
+    if keeps_adapters and not config.model.lora_rank:
+        raise PlanError("--adapters belongs to runs with LoRA (model.lora_rank), and this run has none: leave it out.")
+    if keeps_adapters and dtype != "auto":
+        raise PlanError("--dtype does not belong to --adapters, which are written as they were trained: leave it out.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PlanError(f"{format_value(folder, 1000)} is there already and not empty: type another --to.")
     check_model(config.model.path, os.environ)
     try:
         with show_phases(console, f"loading {config.model.path}"):
@@ -131,22 +137,11 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
             write_tokenizer(policy, staging)
             (staging / "README.md").write_text(card, encoding="utf-8")
             if folder.exists():
-                folder.rmdir()  # empty, see `_check_options`
+                folder.rmdir()  # empty, see above
             staging.rename(folder)
     except OSError as error:
         raise PlanError(f"{format_value(folder, 1000)} cannot be written ({error}): type another --to.") from None
     print_line(console, f"{target.spec.run_id} after step {target.step}: {folder}")
-
-
-def _check_options(config: RunConfig, folder: Path, dtype: str, keeps_adapters: bool) -> None:
-    if dtype not in DTYPES:
-        raise PlanError(f"--dtype {format_value(dtype)} is not a type: type one of {', '.join(DTYPES)}.")
-    if keeps_adapters and not config.model.lora_rank:
-        raise PlanError("--adapters belongs to runs with LoRA (model.lora_rank), and this run has none: leave it out.")
-    if keeps_adapters and dtype != "auto":
-        raise PlanError("--dtype does not belong to --adapters, which are written as they were trained: leave it out.")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PlanError(f"{format_value(folder, 1000)} is there already and not empty: type another --to.")
 
 
 def _make_card(target: RunCheckpoint, config: RunConfig, chat: ChatFormat) -> str:

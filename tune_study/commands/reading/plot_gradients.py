@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+import pandas as pd
 from rich.console import Console
 
 from analysis.charts.gradients import FILTER_LABELS
@@ -20,14 +20,6 @@ from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.typed_settings import parse_values
 
 FIGURE_DIR = Path("figures") / "gradients"
-
-
-class StepSelection(NamedTuple):
-    """The selected steps of one run and source (train or probe), in increasing order."""
-
-    run_id: str
-    source: str
-    steps: tuple[int, ...]
 
 
 def read_analyses(folder: Path) -> StudyFrames:
@@ -52,12 +44,10 @@ def read_analyses(folder: Path) -> StudyFrames:
     return frames
 
 
-def select_steps(
-    frames: StudyFrames, trial: str | None, source: str | None, steps: Sequence[int]
-) -> list[StepSelection]:
+def select_steps(frames: StudyFrames, trial: str | None, source: str | None, steps: Sequence[int]) -> pd.DataFrame:
     """Select analyses by run (run_id or arm), source (train or probe) and steps; None and no steps select all.
 
-    Returns every run and source with at least one selected step. Raises PlanError if there is none.
+    Returns rows of `make_analysis_table`. Raises PlanError if there is none.
     """
     if source is not None and source not in ANALYSIS_SOURCES:
         raise PlanError(f"There is no source `{format_value(source)}`: type --source train or --source probe.")
@@ -81,11 +71,7 @@ def select_steps(
             f"Step {', '.join(map(str, unknown_steps))} was not analyzed: type --step with one of "
             f"{', '.join(map(str, sorted(set(table['step']))))}."
         )
-    table = table[table["step"].isin(steps)] if steps else table
-    return [
-        StepSelection(str(run_id), str(name), tuple(sorted(set(rows["step"]))))
-        for (run_id, name), rows in table.groupby(["run_id", "source"], sort=False)
-    ]
+    return table[table["step"].isin(steps)] if steps else table
 
 
 def parse_steps(texts: Sequence[str]) -> tuple[int, ...]:
@@ -100,9 +86,8 @@ def parse_steps(texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(int(entry) for entry in entries)
 
 
-def print_steps(console: Console, frames: StudyFrames, selections: Sequence[StepSelection]) -> None:
+def print_steps(console: Console, table: pd.DataFrame) -> None:
     """Print the selected analyses: run, source, step, before or after the filter, and their sizes."""
-    selected_keys = {(selection.run_id, selection.source, step) for selection in selections for step in selection.steps}
     rows = [
         [
             row["run_id"],
@@ -114,41 +99,41 @@ def print_steps(console: Console, frames: StudyFrames, selections: Sequence[Step
             str(row["buckets"]),
             row["components"],
         ]
-        for row in to_records(make_analysis_table(frames.gradients))
-        if (row["run_id"], row["source"], row["step"]) in selected_keys
+        for row in to_records(table)
     ]
     headers = ("run", "source", "step", "analyzed", "groups", "sequences", "buckets", "components")
     print_table(console, headers, rows)
 
 
 def write_plots(
-    console: Console, folder: Path, frames: StudyFrames, selections: Sequence[StepSelection], output_dir: Path | None
+    console: Console, folder: Path, frames: StudyFrames, table: pd.DataFrame, output_dir: Path | None
 ) -> None:
-    """Write the figures of the selected analyses and print their paths.
+    """Write the figures of the selected analyses, rows of `table`, and print their paths.
 
     Figures are written to `output_dir`, else to <folder>/figures/gradients/<run_id>/, or its subfolder probe/ for
     probes. Raises PlanError if several runs or sources are selected for `output_dir`, or if a folder cannot be written.
     """
+    selections = {key: sorted(set(rows["step"])) for key, rows in table.groupby(["run_id", "source"], sort=False)}
     # File names do not contain the run, so figures of two runs in one folder would overwrite each other.
     if output_dir is not None and len(selections) > 1:
         option_examples = ", ".join(
-            f"--trial {quote_argument(selection.run_id)} --source {selection.source}" for selection in selections[:4]
+            f"--trial {quote_argument(run_id)} --source {source}" for run_id, source in list(selections)[:4]
         )
         raise PlanError(
             f"--output-dir takes the figures of one run and source, and {len(selections)} were analyzed: add one of "
             f"{option_examples}{', ...' * (len(selections) > 4)}."
         )
-    for selection in selections:
-        folder_names = (*FIGURE_DIR.parts, selection.run_id, *(["probe"] if selection.source == "probe" else []))
+    for (run_id, source), steps in selections.items():
+        folder_names = (*FIGURE_DIR.parts, run_id, *(["probe"] if source == "probe" else []))
         target = output_dir or folder.joinpath(*folder_names)
-        tables = (frames.gradients, frames.gradient_groups)
         gradients, groups = (
-            table[(table["run_id"] == selection.run_id) & (table["source"] == selection.source)] for table in tables
+            rows[(rows["run_id"] == run_id) & (rows["source"] == source)]
+            for rows in (frames.gradients, frames.gradient_groups)
         )
         try:
             if output_dir is None:  # below the study's folder, links are refused
                 make_folder(folder, *folder_names)
-            written_paths = write_analyses(gradients, groups, selection.steps, target)
+            written_paths = write_analyses(gradients, groups, steps, target)
         except OSError as error:
             raise PlanError(f"{target} cannot be written ({error}): type another --output-dir.") from None
         for path in written_paths:

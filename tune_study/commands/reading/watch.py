@@ -24,7 +24,8 @@ from search_spaces.language_model.family import PPO
 from trainable.files.json_values import DamageWarning
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import OPEN_STATUSES
-from tune_study.folder import locate, outputs
+from tune_study.folder import locate
+from tune_study.folder.study_file import is_running
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.storage_uri import is_uri
@@ -132,7 +133,7 @@ class LiveReport:
         folder = Path(self._run)
         paths = sorted([*folder.glob(f"runs/*/{METRICS_FILE}"), *folder.glob("runs/*/status.json")])
         stats = [(str(path), path.lstat()) for path in paths]
-        return outputs.is_running(folder), tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+        return is_running(folder), tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
     def _read(self, earlier: LivePage | None) -> LivePage:
         """Read the study, and draw its report unless `earlier` has one."""

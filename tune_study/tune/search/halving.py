@@ -7,11 +7,9 @@ https://arxiv.org/abs/1810.05934, in the variant that stops runs instead of paus
 from collections.abc import Mapping
 from typing import Any
 
-from ray import tune
-
+from trainable.files.json_values import parse_finite
 from trainable.runs.records import drop_carried
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.stop_rules import parse_finite
 from trainable.runs.study_record import CENSORED, StatusRecord
 from tune_study.plan.search import DEFAULT_POINT
 from tune_study.plan.study_plan import StudyPlan
@@ -87,6 +85,16 @@ class Rungs:
                 return reason
         return ""
 
+    def ends_trial(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Decide, for Tune's FunctionStopper, whether a trial ends after a result."""
+        row = drop_carried(result)
+        if row.get("failure_class"):
+            return False
+        if row.get("stop_rule"):  # the run ends in any case, but others are compared with it
+            self.record(row["run_id"], row)
+            return False
+        return bool(self.decide(row["run_id"], row))
+
     def _judge(self, run_id: str, step: int) -> str:
         """Explain why the run does not get past the rung at `step`; empty if it does."""
         values = self._values[step]
@@ -98,24 +106,3 @@ class Rungs:
             f"successive halving at step {step}: {num_better} of {len(values)} runs were better, and the best "
             f"{num_promoted} continue; a censored run, not a failed one"
         )
-
-
-class HalvingStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
-    """A Stopper that ends a trial whose run does not get past a rung."""
-
-    def __init__(self, rungs: Rungs) -> None:
-        self._rungs = rungs
-
-    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Decide whether the trial ends after this result."""
-        row = drop_carried(result)
-        if row.get("failure_class"):
-            return False
-        if row.get("stop_rule"):  # the run ends in any case, but others are compared with it
-            self._rungs.record(row["run_id"], row)
-            return False
-        return bool(self._rungs.decide(row["run_id"], row))
-
-    def stop_all(self) -> bool:
-        """Never stop the experiment: other runs may get past the rung."""
-        return False

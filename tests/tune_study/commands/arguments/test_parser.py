@@ -14,8 +14,8 @@ from tests.tune_study.commands.test_cli import Answer, type_in
 from trainable.config.aliases import SYNONYMS
 from trainable.config.run_config import list_field_names
 from tune_study.commands.arguments.options import complete_preset, complete_study
-from tune_study.commands.arguments.settings_file import merge_assignments, read_assignments
 from tune_study.plan.errors import PlanError
+from tune_study.plan.typed_settings import merge_assignments, read_assignments
 
 DRY_RUN = "run kl --preset laptop --seeds 1 --dry-run"
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -13,7 +14,7 @@ from tests.fakes import sandbox_folders
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 from trainable.files.json_values import DamageWarning
 from tune_study.commands.cli import app
-from tune_study.commands.reading.plot_gradients import StepSelection, parse_steps, read_analyses, select_steps
+from tune_study.commands.reading.plot_gradients import parse_steps, read_analyses, select_steps
 from tune_study.plan.errors import PlanError
 
 STUDY = FakeStudy(total_steps=3, test_freq=2, levels=10)
@@ -69,6 +70,11 @@ def list_expected_files(*steps: int, prefix: str = "") -> set[str]:
     return {prefix + name for name in file_names | {"gradient_analysis_steps.png"}}
 
 
+def list_selections(table: pd.DataFrame) -> list[tuple[object, ...]]:
+    groups = table.groupby(["run_id", "source"], sort=False)
+    return [(*names, tuple(sorted(set(rows["step"])))) for names, rows in groups]
+
+
 @pytest.mark.slow
 def test_the_pictures_of_every_step_go_into_the_runs_folder(single_run_study: Path) -> None:
     answer = type_in(single_run_study)
@@ -82,8 +88,8 @@ def test_the_pictures_of_every_step_go_into_the_runs_folder(single_run_study: Pa
 
 @pytest.mark.parametrize("texts", [("11", "1"), ("1,11",), ("11, 1", "11")])
 def test_steps_are_chosen_in_any_spelling(single_run_study: Path, texts: tuple[str, ...]) -> None:
-    selections = select_steps(read_analyses(single_run_study), None, None, parse_steps(texts))
-    assert selections == [StepSelection("arm0-seed0", "train", (1, 11))]
+    table = select_steps(read_analyses(single_run_study), None, None, parse_steps(texts))
+    assert list_selections(table) == [("arm0-seed0", "train", (1, 11))]
 
 
 @pytest.mark.slow
@@ -123,7 +129,7 @@ def test_a_run_a_source_and_steps_can_be_chosen(
     steps: tuple[int, ...],
     selections: list[tuple[object, ...]],
 ) -> None:
-    assert select_steps(read_analyses(mixed_study), trial, source, steps) == selections
+    assert list_selections(select_steps(read_analyses(mixed_study), trial, source, steps)) == selections
 
 
 def test_steps_are_listed_and_nothing_is_drawn(mixed_study: Path) -> None:

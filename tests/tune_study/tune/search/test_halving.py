@@ -17,11 +17,10 @@ from trainable.runs.study_record import StatusRecord
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.host.interrupt import make_interrupt
-from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study
-from tune_study.plan.search_space import make_space
+from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study, make_space
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
 from tune_study.tune.run import make_run_options
-from tune_study.tune.search.halving import SIBLING_REASON, HalvingStopper, Rungs
+from tune_study.tune.search.halving import SIBLING_REASON, Rungs
 
 NUM_POINTS = 8
 
@@ -132,23 +131,21 @@ def test_no_run_of_a_censored_point_goes_on_or_starts(tmp_path: Path) -> None:
 
 
 def test_the_stopper_follows_the_rungs_but_not_for_runs_that_have_ended(plan: StudyPlan) -> None:
-    stopper = HalvingStopper(Rungs(plan, True, {}))
+    rungs = Rungs(plan, True, {})
     results = [
         {**make_row(5, value), "run_id": spec.run_id}
         for spec, value in zip(plan.runs[1:5], (0.9, 0.8, 0.1, 0.1), strict=True)
     ]
-    assert [stopper("trial", result) for result in results[:3]] == [False, False, True]
-    rungs = stopper._rungs
-    assert not stopper("trial", {**results[3], "stop_rule": "low_validation_success"})
+    assert [rungs.ends_trial("trial", result) for result in results[:3]] == [False, False, True]
+    assert not rungs.ends_trial("trial", {**results[3], "stop_rule": "low_validation_success"})
     assert rungs._values[5][plan.runs[4].run_id] == 0.1  # others are compared with a run that a rule has stopped
-    assert not stopper("trial", {"failure_class": "error", "failure": "before the first row", "done": True})
-    assert not stopper.stop_all()
+    assert not rungs.ends_trial("trial", {"failure_class": "error", "failure": "before the first row", "done": True})
 
 
 def test_the_rungs_have_the_rows_with_which_another_stopper_ends_a_run(plan: StudyPlan, tmp_path: Path) -> None:
     rungs, interrupt = Rungs(plan, True, {}), make_interrupt(tmp_path)
-    session = SimpleNamespace(plan=plan, interrupt=interrupt, storage=None)
-    stoppers = make_run_options(session, SimpleNamespace(rungs=rungs), [])["stop"]
+    session = SimpleNamespace(plan=plan, interrupt=interrupt, console=None)
+    stoppers = make_run_options(session, SimpleNamespace(rungs=rungs))["stop"]
     ids = [spec.run_id for spec in plan.runs[1:5]]
     first, second, third, fourth = (
         {**make_row(5, value), "run_id": run_id, "saved": True}

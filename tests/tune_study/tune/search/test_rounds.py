@@ -12,8 +12,7 @@ from analysis.search.points import COMPLETE
 from search_spaces.catalog import STUDIES
 from search_spaces.language_model.family import PPO
 from tune_study.plan.errors import PlanError
-from tune_study.plan.search import DEFAULT_POINT, FIRST_POINTS, Search, make_point_study
-from tune_study.plan.search_space import make_space
+from tune_study.plan.search import DEFAULT_POINT, FIRST_POINTS, Search, make_point_study, make_space
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
 from tune_study.tune.search import rounds
 from tune_study.tune.search.rounds import draw_first_points
