@@ -40,6 +40,16 @@ def test_it_is_the_f1_of_marked_characters(predictions: list[str], texts: list[s
     assert score == pytest.approx(score_literally(list(parse_predictions(answer)), papers, evidence))
 
 
+def test_scores_by_hand() -> None:
+    # 9 of 28 characters, of which "is 40" are 5; the evidence has 12: "is 40 metres".
+    assert compute_char_f1("['bridge is', 'is 40']", PAPERS, ["is 40 metres"]) == pytest.approx(10 / 24)
+    assert compute_char_f1("['is 40 metres']", PAPERS, ["is 40 metres"]) == 1
+    # What does not occur marks nothing.
+    assert compute_char_f1("['is 40 metres', 'is 90 metres']", PAPERS, ["is 40 metres"]) == 1
+    assert compute_char_f1("['is']", PAPERS, ["tower is"]) == 0  # only the first occurrence is marked
+    assert compute_char_f1("", PAPERS, ["tower"]) == 0
+
+
 def test_more_than_twelve_passages_cost() -> None:
     papers = {"a": " ".join(f"word{number:03d}" for number in range(300))}
     evidence = [f"word{number:03d}" for number in range(300)]
