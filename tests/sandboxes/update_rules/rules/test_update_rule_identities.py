@@ -142,19 +142,6 @@ def test_relations_of_clipped_rules_off_policy(case: Case) -> None:
     )
 
 
-def test_a_sample_beyond_the_clip_has_no_gradient() -> None:
-    case = keep_all(make_random_case(0, "GRPO", 1, 4, 2))
-    old_log_probs = case.to_on_policy().rollouts.behavior_log_probs - 0.25  # r = 1.284
-    likelier_case = replace_rollouts(case, behavior_log_probs=old_log_probs)
-    scores = standardize_rewards(case).flatten(1).unsqueeze(-1).expand(-1, -1, 2)
-    assert (scores > 0).any()
-    grpo_gradient = gather_taken(case, compute_gradient(likelier_case, grpo_beta=0, clip_low=0.2))
-    assert torch.equal(grpo_gradient[scores > 0], torch.zeros_like(grpo_gradient[scores > 0]))
-    assert (grpo_gradient[scores < 0] > 0).all()
-    dapo_gradient = gather_taken(case, compute_gradient(likelier_case, "DAPO", clip_low=0.2, clip_high=0.3))
-    assert (dapo_gradient[scores > 0] < 0).all()
-
-
 @given(case=cases(("TPO",)))
 @examples
 def test_gradient_of_tpo_is_p_minus_q(case: Case) -> None:
