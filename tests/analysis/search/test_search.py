@@ -180,30 +180,13 @@ def test_the_state_of_a_point_is_that_of_its_trial(frames: StudyFrames, state: s
     assert (trial.values is not None) == (state == COMPLETE)
 
 
-def make_drawn_points(seed: int, count: int = 40) -> pd.DataFrame:
-    """Make points whose outcome depends on the learning rate alone."""
-    generator = np.random.default_rng(seed)
-    rates, epochs = 10 ** generator.uniform(-5, -2, count), generator.integers(1, 5, count)
-    return pd.DataFrame(
-        {
-            "arm": [f"point-{number}" for number in range(count)],
-            "number": range(count),
-            "state": COMPLETE,
-            "seeds": 2,
-            "violations": 0,
-            "is_feasible": True,
-            "success": -np.abs(np.log10(rates) + 3.0),
-            "cost": generator.uniform(1, 2, count),
-            "values": [
-                {"actor.lr": float(rate), "actor.use_kl_loss": "False", "actor.ppo_epochs": int(epoch)}
-                for rate, epoch in zip(rates, epochs, strict=True)
-            ],
-        }
-    )
-
-
 def test_the_pareto_front_is_that_of_an_exhaustive_comparison() -> None:
-    points = make_drawn_points(3).assign(is_feasible=lambda table: table["number"] % 5 != 0)
+    generator, count = np.random.default_rng(3), 40
+    values = {"actor.lr": 1e-3, "actor.use_kl_loss": "False", "actor.ppo_epochs": 1}
+    points = pd.DataFrame({"number": range(count), "success": generator.normal(size=count), "values": [values] * count})
+    points["arm"] = [f"point-{number}" for number in range(count)]
+    points["cost"] = generator.uniform(1, 2, count)
+    points = points.assign(state=COMPLETE, seeds=2, violations=0, is_feasible=points["number"] % 5 != 0)
     feasible = points[points["is_feasible"]]
     front = [
         row.arm
