@@ -205,13 +205,6 @@ def test_no_interval_is_narrower_than_the_evaluation_allows() -> None:
     )
 
 
-def test_the_weights_of_a_contrast_scale_its_error() -> None:
-    """The mean of two pairs with an arm in common has the weights (1, -1/2, -1/2)."""
-    noise = Noise(Pool(0.02**2, 30.0, np.zeros(3)), None)
-    estimate = estimate_paired_contrast([0.1], noise, weight_norm=1.5)
-    assert estimate.se == pytest.approx(0.02 * math.sqrt(1.5))
-
-
 # Equivalence
 
 
