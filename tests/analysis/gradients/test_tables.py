@@ -234,13 +234,6 @@ def test_tables_of_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> None
     assert gradients.make_share_lines(make_rows(tmp_path / "task", FakeAnalysis(components=("task",)))).empty
 
 
-def test_subsample_evenly_keeps_the_ends() -> None:
-    assert gradients.subsample_evenly([1, 51, 101], 3) == [1, 51, 101]
-    assert gradients.subsample_evenly(list(range(1, 102)), 3) == [1, 51, 101]
-    assert gradients.subsample_evenly([1, 2], 3) == [1, 2]
-    assert gradients.subsample_evenly([], 3) == []
-
-
 def test_a_trend_is_spearmans_with_an_exact_p(tmp_path: Path, generator: np.random.Generator) -> None:
     rows = make_rows(tmp_path, BEFORE, AFTER)
     table = gradients.compute_trends(rows, generator)
