@@ -71,22 +71,24 @@ SLOW_SCRIPTS = (
 PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic", "update_actor"]
 
 
+def import_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module(name)
+
+
 @pytest.fixture
 def gpu_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("gpu_step")
+    return import_benchmark("gpu_step", monkeypatch)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("machine")
+    return import_benchmark("machine", monkeypatch)
 
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("figures")
+    return import_benchmark("figures", monkeypatch)
 
 
 @functools.cache
@@ -99,10 +101,9 @@ def run_benchmark(script: str, *options: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@functools.cache
-def run_shortly(script: str) -> dict[str, Any]:
-    """Run a benchmark once for all tests, with its short options, and return what it prints."""
-    process = run_benchmark(script, *SHORT[script])
+def measure(script: str, *options: str) -> dict[str, Any]:
+    """Run a benchmark, with its short options unless others are given, and return what it prints."""
+    process = run_benchmark(script, *(options or SHORT[script]))
     assert process.returncode == 0, process.stderr[-2000:]
     figures: dict[str, Any] = json.loads(process.stdout)
     return figures
@@ -116,7 +117,7 @@ def test_every_benchmark_prints_what_it_measured_and_where(script: str, machine:
     package = REQUIRED_PACKAGES.get(script)
     if package is not None and importlib.util.find_spec(package) is None:
         pytest.skip(f"{script} needs {package}, which is not installed here")
-    figures = run_shortly(script)
+    figures = measure(script)
     assert figures["benchmark"] == script.removesuffix(".py")
     assert set(machine.describe()) < set(figures)
 
@@ -132,18 +133,27 @@ def test_what_a_machine_lacks_or_does_not_tell_is_null(machine: ModuleType, monk
     assert description["load_average"] is None
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
-def test_a_count_below_one_is_refused(value: str) -> None:
-    process = run_benchmark("environment.py", "--repetitions", value)
+COUNT = "argument --repetitions: '{}' is not an integer of at least 1"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [
+        *(("environment.py", ("--repetitions", value), COUNT.format(value)) for value in ("0", "-1", "1.5", "many")),
+        ("gpu_step.py", (*TINY_OPTIONS, "--episodes", "20"), "--episodes=20: must be a multiple of 16"),
+        ("gpu_step.py", (*TINY_OPTIONS, "--tokens", "1"), "--tokens=1: must be at least 2"),
+        ("figures.py", ("rolout",), "'rolout' is no script of the table of figures. Allowed: environment, rollout, "),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(script: str, options: tuple[str, ...], message: str) -> None:
+    process = run_benchmark(script, *options)
     assert process.returncode == 2
-    assert f"argument --repetitions: '{value}' is not an integer of at least 1" in process.stderr
+    assert message in process.stderr
 
 
 @pytest.mark.parametrize("dtype", thin_out(["bfloat16", "float32"], 2))
 def test_a_step_of_the_tiny_shape_is_measured_phase_by_phase(dtype: str) -> None:
-    process = run_benchmark("gpu_step.py", *TINY_OPTIONS, "--dtype", dtype)
-    assert process.returncode == 0, process.stderr[-2000:]
-    figures = json.loads(process.stdout)
+    figures = measure("gpu_step.py", *TINY_OPTIONS, "--dtype", dtype)
     assert list(figures["phases"]) == PHASES
     assert figures["episodes"] == 16
     assert 16 * 5 <= figures["trained_tokens"] <= 16 * 5 * 4
@@ -163,26 +173,11 @@ def test_the_share_is_operations_over_seconds_times_the_rate(
 
 @pytest.mark.slow
 def test_passes_without_padding_are_measured_beside_padded_ones() -> None:
-    process = run_benchmark("packing.py", *SHORT["packing.py"])
-    assert process.returncode == 0, process.stderr[-2000:]
-    figures = json.loads(process.stdout)
+    figures = measure("packing.py")
     for case in ("laptop", "laptop, every token four times"):
         for work in ("update", "reference"):
             assert 0 < figures[case][work]["padding_fraction"] < 1
             assert figures[case][work]["relative_difference"] < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--episodes", "20"), "--episodes=20: must be a multiple of 16"),
-        (("--tokens", "1"), "--tokens=1: must be at least 2"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(options: tuple[str, ...], message: str) -> None:
-    process = run_benchmark("gpu_step.py", *TINY_OPTIONS, *options)
-    assert process.returncode == 2
-    assert message in process.stderr
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("tiny", 111_232), ("0.5b", 494_032_768), ("3b", 3_085_938_688)])
@@ -195,9 +190,7 @@ def test_shapes_are_those_of_the_models_they_are_named_for(gpu_step: ModuleType,
 
 @pytest.mark.slow
 def test_the_sandbox_is_measured_together_and_one_by_one() -> None:
-    process = run_benchmark("update_rules.py", "--steps", "1", "--seeds", "2")
-    assert process.returncode == 0, process.stderr[-2000:]
-    figures = json.loads(process.stdout)
+    figures = measure("update_rules.py", "--steps", "1", "--seeds", "2")
     assert list(figures["conditions"]) == ["DG", "GRPO, 4 inner epochs", "TPOToken, 4 inner epochs"]
     assert all(condition["sequential_over_ensemble"] > 0 for condition in figures["conditions"].values())
 
@@ -227,7 +220,7 @@ def test_every_figure_of_the_table_is_printed_by_its_script(figures: ModuleType)
     for script in dict.fromkeys(row.script for row in rows):
         if f"{script}.py" in SLOW_SCRIPTS or f"{script}.py" in REQUIRED_PACKAGES:
             continue
-        result = run_shortly(f"{script}.py")
+        result = measure(f"{script}.py")
         for row in rows:
             # The short options of a grid make two of its four reports.
             if row.script == script and not row.keys.startswith(("grids > 2", "grids > 3")):
@@ -241,21 +234,13 @@ def test_new_figures_stand_beside_the_last_ones(tmp_path: Path) -> None:
     process = run_benchmark("figures.py", *command)
     assert process.returncode == 1, process.stderr  # a key is missing
     lines = [line for line in process.stdout.splitlines() if "environment" in line]
-    assert [word for line in lines for word in ("better", "same", "missing") if word in line] == [
-        "better",
-        "same",
-        "missing",
-    ]
+    verdicts = ["better", "same", "missing"]
+    assert [word for line in lines for word in verdicts if word in line] == verdicts
     assert "1 of 3 figures moved." in process.stdout
     result = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))["environment"]
     rate = result["env_steps_per_cpu_second"]
-    before, after = ROWS.splitlines(), path.read_text(encoding="utf-8").splitlines()
-    assert [(old, new) for old, new in zip(before, after, strict=True) if old != new] == [
-        (
-            "| environment | env_steps_per_cpu_second | 1 | more | 25% | steps |",
-            f"| environment | env_steps_per_cpu_second | {rate:g} | more | 25% | steps |",
-        )
-    ]
+    row = "| environment | env_steps_per_cpu_second | {:g} | more | 25% | steps |"
+    assert path.read_text(encoding="utf-8") == ROWS.replace(row.format(1), row.format(rate))
 
 
 @pytest.mark.parametrize(
@@ -297,12 +282,6 @@ def test_a_wrong_row_is_named(figures: ModuleType, row: str, message: str) -> No
         figures.parse_row(row)
 
 
-def test_a_script_that_the_table_lacks_is_refused() -> None:
-    process = run_benchmark("figures.py", "rolout")
-    assert process.returncode == 2
-    assert "'rolout' is no script of the table of figures. Allowed: environment, rollout, " in process.stderr
-
-
 def run_gpu_checks(*options: str) -> list[dict[str, object]]:
     process = run_python([str(FOLDER / "gpu_checks.py"), "--short", "--device", "cpu", *options], Path.cwd())
     assert process.returncode == 0, process.stderr[-2000:] + process.stdout[-2000:]
@@ -313,12 +292,8 @@ def run_gpu_checks(*options: str) -> list[dict[str, object]]:
 def test_every_check_of_a_gpu_runs_or_says_what_is_missing(tmp_path: Path) -> None:
     lines = run_gpu_checks("--groups", "torch", "step", "system", "--output", str(tmp_path / "checks.jsonl"))
     assert {line["status"] for line in lines} == {"ok", "skipped"}
-    assert [line["check"] for line in lines if line["status"] == "skipped"] == [
-        "pinned",
-        "share",
-        "gpu tests",
-        "step 3b without recomputation",
-    ]
+    skipped = ["pinned", "share", "gpu tests", "step 3b without recomputation"]
+    assert [line["check"] for line in lines if line["status"] == "skipped"] == skipped
     assert [json.loads(line) for line in (tmp_path / "checks.jsonl").read_text().splitlines()] == lines
 
 
@@ -335,8 +310,7 @@ def test_checks_of_torch_need_torch_alone() -> None:
 
 
 def test_a_check_without_its_packages_is_skipped_and_a_failure_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    gpu_checks = importlib.import_module("gpu_checks")
+    gpu_checks = import_benchmark("gpu_checks", monkeypatch)
     check = gpu_checks.Check("torch", gpu_checks.measure_versions, 60, needs=("no_such_package",))
     line = gpu_checks.run_check("versions", check, [], "cpu")
     assert (line["status"], line["reason"]) == ("skipped", "not installed: no_such_package")

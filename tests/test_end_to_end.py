@@ -16,17 +16,14 @@ from tests.fakes.ray_frames import check_trials
 pytestmark = pytest.mark.slow
 
 # An entropy bonus this large ruins the policy within a few steps. A validation at each step lets a rule stop it early.
-OPTIONS = [
-    "--preset=laptop",
-    "--entropy-values=0,5",
-    "--seeds=1",
-    "--steps=9",
-    "--set=trainer.test_freq=1",
-    "--set=actor.lr=3e-3",
-    "--set=env.val_env_groups=32",
-    "--set=env.test_env_groups=8",
-    "--set=env.env_groups=4",
-]
+SETTINGS = (
+    "trainer.test_freq=1",
+    "actor.lr=3e-3",
+    "env.val_env_groups=32",
+    "env.test_env_groups=8",
+    "env.env_groups=4",
+)
+OPTIONS = ["--preset=laptop", "--entropy-values=0,5", "--seeds=1", "--steps=9", *(f"--set={name}" for name in SETTINGS)]
 COMMAND = [sys.executable, "-m", "tune_study", "run", "entropy", *OPTIONS]
 RUN = "results/entropy_sweep_sokoban-tiny"
 
@@ -79,17 +76,6 @@ def test_interrupted_and_resumed_equals_straight_through(uninterrupted_folder: P
     )
     assert resume_process.returncode == 0, resume_process.stderr[-3000:]
     assert analysis.diff_frames(analysis.load(uninterrupted_folder).steps, analysis.load(tmp_path).steps) == []
-    compared_columns = [
-        "run_id",
-        "status",
-        "stop_rule",
-        "stop_step",
-        "steps_done",
-        "test_success",
-        "test_greedy_success",
-    ]
-    assert (
-        analysis.load(uninterrupted_folder)
-        .trials[compared_columns]
-        .equals(analysis.load(tmp_path).trials[compared_columns])
-    )
+    columns = ["run_id", "status", "stop_rule", "stop_step", "steps_done", "test_success", "test_greedy_success"]
+    straight, resumed = (analysis.load(folder).trials[columns] for folder in (uninterrupted_folder, tmp_path))
+    assert straight.equals(resumed)

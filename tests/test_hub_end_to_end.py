@@ -40,6 +40,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_model(tmp_path_factory.mktemp("hub") / "small-llama")
 
 
+def run_command(model: Path, output: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    words = ["run", "kl", "--preset=laptop", f"--model={model}", f"--output={output}", *options]
+    return subprocess.run([sys.executable, "-m", "tune_study", *words], capture_output=True, text=True)
+
+
 def get_trainer(trial: PPO) -> PPOTrainer:
     return trial.begin().trainer.trainer
 
@@ -59,10 +64,8 @@ def test_it_trains_and_resumed_equals_straight_through(llama: Path, tmp_path: Pa
     expected_rows = [uninterrupted_trial.step() for _ in range(2)]
     conversation = play_opening(get_trainer(uninterrupted_trial))
     assert conversation.startswith("<s><|turn|>system\n\nSokoban<|end|><|turn|>user\n\nTurn 1:")
-    assert (
-        get_trainer(uninterrupted_trial).stop_token
-        == load_policy(str(llama), get_trainer(uninterrupted_trial).device).stop_token
-    )
+    trainer = get_trainer(uninterrupted_trial)
+    assert trainer.stop_token == load_policy(str(llama), trainer.device).stop_token
     clean_up_trials()
     interrupted_trial = start_trial(tmp_path / "cut", **settings)
     first_row = interrupted_trial.step()
@@ -90,28 +93,10 @@ def test_a_template_without_a_place_for_the_system(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # the tests above run the steps without the command
 def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tune_study",
-        "run",
-        "kl",
-        "--preset=laptop",
-        f"--model={llama}",
-        "--kl-values=0.01",
-        "--seeds=1",
-        "--steps=2",
-        "--set=env.env_groups=2",
-        "--set=env.group_size=4",
-        "--set=env.val_env_groups=4",
-        "--set=env.test_env_groups=2",
-        "--set=rollout.response_length=8",
-        "--set=actor.ppo_mini_batch_size=4",
-        "--set=critic.ppo_mini_batch_size=4",
-        "--set=env.max_turn=2",
-        f"--output={tmp_path}",
-    ]
-    process = subprocess.run(command, capture_output=True, text=True)
+    sizes = ("env.env_groups=2", "env.group_size=4", "env.val_env_groups=4", "env.test_env_groups=2", "env.max_turn=2")
+    sizes += ("rollout.response_length=8", "actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=4")
+    options = ("--kl-values=0.01", "--seeds=1", "--steps=2", *(f"--set={size}" for size in sizes))
+    process = run_command(llama, tmp_path, *options)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
     (trial,) = analysis.load(tmp_path).trials.to_dict("records")
     assert (trial["status"], trial["steps_done"]) == ("completed", 2)
@@ -123,17 +108,7 @@ def test_a_model_that_is_not_run_starts_nothing(llama: Path, tmp_path: Path) -> 
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     output = tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "tune_study",
-        "run",
-        "kl",
-        f"--model={model}",
-        "--preset=laptop",
-        f"--output={output}",
-    ]
-    process = subprocess.run(command, capture_output=True, text=True)
+    process = run_command(model, output)
     assert process.returncode == 2, process.stderr
     assert "is a LlamaForCausalLM, and its weights are quantized" in " ".join((process.stdout + process.stderr).split())
     assert not output.exists()

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from tests.oracles.algo import softmax
+from tests.oracles.mutual_information import mean, population_std
 
 Table = list[list[list[float]]]
 """[B][T][A] log-probabilities."""
@@ -70,21 +72,8 @@ Oracle = Callable[[Member, Table, Table, UpdateRuleConfig], float]
 Weight = Callable[[int, int], float]
 
 
-def mean(x: Sequence[float]) -> float:
-    return math.fsum(x) / len(x)
-
-
-def population_std(x: Sequence[float]) -> float:
-    return math.sqrt(mean([(value - mean(x)) ** 2 for value in x]))
-
-
 def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
-
-
-def softmax(x: Sequence[float]) -> list[float]:
-    total = math.fsum(math.exp(value) for value in x)
-    return [math.exp(value) / total for value in x]
 
 
 def sum_squared_probs(row: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ import pytest
 from analysis.charts import chart as charts
 from analysis.charts.curves import draw_arm_lines, draw_curves, draw_intervals, draw_onsets, draw_survival
 from analysis.charts.dose import draw_dose_response
+from analysis.charts.gradients import COMPONENT_COLORS
 from analysis.data.frames import StudyFrames
 from analysis.sweep import series, symptoms, tables
 from analysis.sweep.collapse import compute_survival
@@ -32,19 +33,19 @@ def compute_contrast(color: str, other: str) -> float:
 @pytest.mark.parametrize("num_words", range(6))
 def test_every_arm_has_a_color_of_its_own_that_can_be_seen(num_words: int) -> None:
     words = [f"word {index}" for index in range(num_words)]
-    for num_ordered in range(21):
+    for num_ordered in (*range(21), 100):
         ordered = [str(index) for index in range(num_ordered)]
         colors = charts.make_arm_colors([*ordered, *words], words)
         assert set(colors) == {*ordered, *words}
         assert len(set(colors.values())) == len(colors)
         assert all(compute_contrast(color, background) >= 3 for color in colors.values() for background in BACKGROUNDS)
-        if num_words <= len(charts.WORD_COLORS):
+        if num_words <= len(charts.WORD_COLORS) and num_ordered <= 20:
             # Lightness says the order, and words have none.
             assert np.all(np.diff([compute_luminance(colors[arm]) for arm in ordered]) > 0)
             assert {colors[word] for word in words} <= set(charts.WORD_COLORS)
 
 
-@pytest.mark.parametrize("color", [*charts.HUES, charts.STOPPED_COLOR, charts.POINT_COLOR])
+@pytest.mark.parametrize("color", [*charts.HUES, charts.STOPPED_COLOR, charts.POINT_COLOR, *COMPONENT_COLORS.values()])
 def test_other_colors_can_be_seen_and_are_distinct(color: str) -> None:
     assert min(compute_contrast(color, background) for background in BACKGROUNDS) >= 3
     assert charts.HUES.count(color) <= 1

@@ -70,13 +70,6 @@ def test_the_order_of_the_studies_turns_the_sign(studies: dict[str, StudyFrames]
     assert turned.loc[turned["other_arm"] == "0.01", "verdict"].item() == "worse"
 
 
-def test_a_copy_of_a_study_is_equal(studies: dict[str, StudyFrames]) -> None:
-    table = tables.compare_arms({"A": studies["A"], "B": studies["A"]})
-    assert set(table["difference"]) == {0.0}
-    assert set(table["verdict"]) == {"no effect"}
-    assert table["p_holm"].isna().all()
-
-
 def test_equal_rows_are_seen_whatever_other_arms_measured(studies: dict[str, StudyFrames]) -> None:
     frames = studies["A"]
     is_baseline = frames.steps["arm"] == "0"

@@ -1,5 +1,6 @@
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,6 @@ def read_with_problems(folder: Path) -> tuple[list[RecordedEpisode], list[str]]:
         episodes = read_episodes(folder)
     assert all(warning.category is DamageWarning for warning in caught)
     return episodes, [str(warning.message) for warning in caught]
-
-
-def test_episodes_are_read_as_they_were_recorded(tmp_path: Path) -> None:
-    episodes = [make_episode(0, 123), make_episode(0, 124), make_episode(5, 123), make_episode(5, 124)]
-    write_run(tmp_path, *episodes)
-    assert read_with_problems(tmp_path) == (episodes, [])
 
 
 def test_trained_episodes_are_read_beside_those_of_validations(tmp_path: Path) -> None:
@@ -123,12 +118,7 @@ def test_a_tree_is_read_and_written_with_its_children(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "children",
     [
-        3,
-        {},
-        [1],
-        [{}],
-        [{"parent_turn": -1, "turns": [], "stop_reason": "x"}],
-        [{"parent_turn": 0, "turns": 1}],
+        *(3, {}, [1], [{}], [{"parent_turn": -1, "turns": [], "stop_reason": "x"}], [{"parent_turn": 0, "turns": 1}]),
         [{"parent_turn": 0, "turns": [], "stop_reason": "x", "answer": 1}],
     ],
 )
@@ -152,22 +142,29 @@ def test_a_repeated_episode_replaces_the_earlier_one_and_drops_later_steps(tmp_p
     assert read_with_problems(tmp_path) == ([make_episode(0, 123), make_episode(5, 123, 10.7)], [])
 
 
-def test_a_changed_line_is_left_out_and_named(tmp_path: Path) -> None:
-    write_run(tmp_path, make_episode(0, 123), make_episode(0, 124), make_episode(0, 125))
+@pytest.mark.parametrize(
+    ("change", "levels", "problem"),
+    [
+        (
+            lambda content: content.replace(b'"level": 124', b'"level": 134'),
+            [123, 125],
+            "does not match its checksums at line 2",
+        ),
+        (
+            lambda content: content[: content.rindex(b"\n", 0, -1) + 1],
+            [123, 124],
+            "lacks lines: it had 3 when the last row was written",
+        ),
+    ],
+)
+def test_a_changed_or_lost_line_is_left_out_and_named(
+    tmp_path: Path, change: Callable[[bytes], bytes], levels: list[int], problem: str
+) -> None:
+    write_run(tmp_path, *(make_episode(0, level) for level in (123, 124, 125)))
     path = tmp_path / EPISODES_FILE
-    path.write_bytes(path.read_bytes().replace(b'"level": 124', b'"level": 134'))
-    episodes, problems = read_with_problems(tmp_path)
-    assert episodes == [make_episode(0, 123), make_episode(0, 125)]
-    assert problems == [f"{tmp_path}: episodes.jsonl does not match its checksums at line 2."]
-
-
-def test_a_lost_line_is_named(tmp_path: Path) -> None:
-    write_run(tmp_path, make_episode(0, 123), make_episode(0, 124))
-    path = tmp_path / EPISODES_FILE
-    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
-    episodes, problems = read_with_problems(tmp_path)
-    assert episodes == [make_episode(0, 123)]
-    assert problems == [f"{tmp_path}: episodes.jsonl lacks lines: it had 2 when the last row was written."]
+    path.write_bytes(change(path.read_bytes()))
+    expected = [make_episode(0, level) for level in levels]
+    assert read_with_problems(tmp_path) == (expected, [f"{tmp_path}: episodes.jsonl {problem}."])
 
 
 def test_a_file_that_is_refused_is_named(tmp_path: Path) -> None:

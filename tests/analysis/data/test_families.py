@@ -20,6 +20,7 @@ from analysis.sweep.series import make_curves
 from sandboxes.update_rules import records as sandbox
 from sandboxes.update_rules.read import summarize_run
 from search_spaces.catalog import FAMILIES
+from tests.analysis.data.comparing import check_parquet, diff_all_frames
 from tests.fakes import run_folders
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, write_sandbox
@@ -38,10 +39,6 @@ COMMON = (
 
 def read_one_run(folder: Path, run: FakeRun, study: FakeStudy = SHORT) -> StudyFrames:
     return read_study(write_sandbox(folder, [run], study))
-
-
-def diff_all_frames(a: StudyFrames, b: StudyFrames) -> list[str]:
-    return [line for name in FRAME_NAMES for line in analysis.diff_frames(getattr(a, name), getattr(b, name))]
 
 
 def test_columns_are_those_of_the_family(tmp_path: Path) -> None:
@@ -70,14 +67,11 @@ def test_a_study_without_a_family_is_of_language_models(tmp_path: Path) -> None:
     assert diff_all_frames(frames, read_study(folder)) == []
 
 
-def test_names_that_families_share_have_one_type() -> None:
+def test_names_that_families_share_have_one_type_and_times_are_not_compared() -> None:
     for name in FRAME_NAMES:
         column_types = [set(get_schemas(family.name)[name].items()) for family in FAMILIES.values()]
         merged_types = set.union(*column_types)
         assert len(merged_types) == len({column for column, _ in merged_types})
-
-
-def test_times_of_every_family_are_left_out_of_comparisons() -> None:
     assert {column.name for column in TOY_TIME_COLUMNS} <= NONDETERMINISTIC_COLUMNS
 
 
@@ -88,36 +82,24 @@ def test_rows_start_at_step_0_and_a_trial_has_the_values_of_its_last_row(tmp_pat
     trial = frames.trials.iloc[0]
     assert (trial["steps_done"], trial["steps_total"], trial["status"]) == (60, 60, "completed")
     assert (trial["final_test_error"], trial["final_entropy"], trial["final_chain_reward"]) == (0.0, 0.1, 0.75)
-    assert (trial["first_step_error_zero"], trial["first_step_entropy_low"]) == (
-        60,
-        60,
-    )  # an error of 0, and an entropy of at most 0.1
+    # An error of 0, and an entropy of at most 0.1.
+    assert (trial["first_step_error_zero"], trial["first_step_entropy_low"]) == (60, 60)
     assert np.isnan(trial["final_perplexity"])
-    high_trial = read_one_run(
-        tmp_path / "high", FakeRun("DG", steps=60, error=(0.6, 0.001), entropy=(1.0, 0.101))
-    ).trials.iloc[0]
-    assert np.isnan(high_trial["first_step_error_zero"])
-    assert np.isnan(high_trial["first_step_entropy_low"])
+    high = read_one_run(tmp_path / "high", FakeRun("DG", steps=60, error=(0.6, 0.001), entropy=(1.0, 0.101))).trials
+    assert high[["first_step_error_zero", "first_step_entropy_low"]].isna().all(axis=None)
 
 
 def test_first_steps_and_ages_weighted_by_batches(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
     path = folder / "runs" / "DG-seed0" / "metrics.jsonl"
     rows = read_lines(path).records
-    changes = [
-        {"entropy": 0.5, "age_mean": 4.0},
-        {"entropy": 0.05, "age_mean": 6.0},
-        {"entropy": 0.5},
-        {"entropy": 0.01, "age_mean": 8.0},
-    ]
+    ages = ({"age_mean": 4.0}, {"age_mean": 6.0}, {}, {"age_mean": 8.0})
+    changes = [{"entropy": entropy, **age} for entropy, age in zip((0.5, 0.05, 0.5, 0.01), ages, strict=True)]
     write_lines(path, [{**row, **change} for row, change in zip(rows, changes, strict=True)])
     trial = read_study(folder).trials.iloc[0]
     assert trial["first_step_entropy_low"] == 20
-    batches = {
-        4.0: 1,
-        6.0: 20,
-        8.0: 19,
-    }  # step 0, steps 1 to 20, and steps 41 to 59: no batch follows the last evaluation
+    # Step 0, steps 1 to 20, and steps 41 to 59: no batch follows the last evaluation.
+    batches = {4.0: 1, 6.0: 20, 8.0: 19}
     assert trial["mean_replay_age"] == pytest.approx(sum(age * n for age, n in batches.items()) / 40)
     assert np.isnan(trial["mean_effective_age"])
 
@@ -158,13 +140,8 @@ def test_mean_entropy_is_the_area_over_its_length(
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 3)), min_size=1, max_size=8, unique_by=lambda row: row[0]))
-def test_mean_entropy_equals_a_fine_sum_and_ignores_rows_on_the_curve(
-    points: list[tuple[int, float]],
-) -> None:
-    rows: list[Row] = [
-        {"step": 0, "entropy": 1.0},
-        *({"step": step, "entropy": height} for step, height in sorted(points)),
-    ]
+def test_mean_entropy_equals_a_fine_sum_and_ignores_rows_on_the_curve(points: list[tuple[int, float]]) -> None:
+    rows: list[Row] = [{"step": step, "entropy": height} for step, height in [(0, 1.0), *sorted(points)]]
     end = rows[-1]["step"]
     steps, heights = ([row[name] for row in rows] for name in ("step", "entropy"))
     mean_entropy = summarize_run(rows, None)["mean_entropy"]
@@ -217,13 +194,7 @@ def test_odd_lines_are_left_out(tmp_path: Path) -> None:
 
 def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
     runs = [FakeRun("DG", steps=60), FakeRun("GRPO", steps=40, status="early_stopped", stop=UNIFORM_STOP)]
-    folder = write_sandbox(tmp_path, [*runs, FakeRun("TPO", steps=None, status="")], SHORT)
-    frames = read_study(folder)
-    frames.write_parquet(folder)
-    loaded_frames = load(folder)
-    assert diff_all_frames(frames, loaded_frames) == []
-    for name in FRAME_NAMES:
-        assert getattr(loaded_frames, name).dtypes.equals(getattr(frames, name).dtypes)
+    check_parquet(write_sandbox(tmp_path, [*runs, FakeRun("TPO", steps=None, status="")], SHORT))
 
 
 @pytest.mark.long
@@ -242,12 +213,8 @@ def test_studies_of_two_families_are_loaded_into_the_same_frames(tmp_path: Path)
             columns = [column for column in getattr(separate_frames, frame_name) if not column.startswith("config/")]
             extra_columns = [column for column in getattr(selected_frames, frame_name) if column not in columns]
             assert all(column.startswith("config/") for column in extra_columns)
-            assert (
-                analysis.diff_frames(
-                    getattr(selected_frames, frame_name)[columns], getattr(separate_frames, frame_name)[columns]
-                )
-                == []
-            )
+            selected, separate = (getattr(each, frame_name)[columns] for each in (selected_frames, separate_frames))
+            assert analysis.diff_frames(selected, separate) == []
 
 
 def test_an_unknown_family_is_named(tmp_path: Path) -> None:
@@ -265,22 +232,18 @@ def test_a_column_of_no_family_has_no_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("curve", "end_step", "expected"),
+    ("curve", "expected"),
     [
-        ([(0, 9.0), (5, 1.0), (10, 2.0), (15, 3.0), (20, 4.0), (25, 5.0)], None, 3.5),  # the last four
-        ([(0, 9.0), (5, 1.0), (10, 2.0)], None, 1.5),  # all, without the one before training
-        ([(0, 9.0)], None, 9.0),
-        ([], None, None),
-        ([(0, 9.0), (5, 1.0), (10, 2.0)], 12, (1.0 + 2.0 + 2.0) / 3),  # stopped; missed the last step
-        ([(0, 9.0), (5, 1.0), (10, 2.0)], 20, (1.0 + 2.0 + 2.0 + 2.0) / 4),  # missed 15 and 20
-        ([(0, 9.0), (5, 1.0), (10, 2.0)], 60, 2.0),
-        ([(5, 1.0), (10, 2.0), (15, 3.0), (20, 4.0)], 20, 2.5),  # stopped at its last step
+        ([(0, 9.0), (5, 1.0), (10, 2.0), (15, 3.0), (20, 4.0), (25, 5.0)], 3.5),  # the last four
+        ([(0, 9.0), (5, 1.0), (10, 2.0)], 1.5),  # all, without the one before training
+        ([(0, 9.0)], 9.0),
+        ([], None),
     ],
 )
 def test_the_outcome_is_the_mean_of_the_last_four_evaluations(
-    curve: list[tuple[int, float]], end_step: int | None, expected: float | None
+    curve: list[tuple[int, float]], expected: float | None
 ) -> None:
-    assert compute_late_mean(curve, end_step) == expected
+    assert compute_late_mean(curve, None) == expected
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.integers(1, 7), st.integers(0, 30))

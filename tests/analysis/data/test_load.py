@@ -4,20 +4,21 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
 import analysis
 from analysis import diff_frames
-from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames, cast_frame
+from analysis.data.frames import SCHEMAS, cast_frame
 from analysis.data.load import load, read_study
 from analysis.data.schemas import CATEGORY
 from analysis.data.tables import write_table
+from tests.analysis.data.comparing import check_parquet, diff_all_frames
 from tests.fakes.lines import append_record, change_records
-from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.json_values import DamageWarning, read_object, write_object
 from trainable.files.paths import UnsafePathError
@@ -33,6 +34,7 @@ from trainable.runs.study_record import MAX_RUNS, SCHEMA
 from tune_study.folder.outputs import lock_folder, write_tables
 
 SHORT = FakeStudy(total_steps=3, test_freq=2, levels=10)
+RUN = FakeRun("0", steps=3)
 STOPPED = FakeRun(
     "0.3", status="early_stopped", steps=3, success=(0.35, 0.0), stop=("low_validation_success", 0.002, 0.01)
 )
@@ -42,34 +44,40 @@ def get_path(folder: Path, run: FakeRun, name: str) -> Path:
     return folder / "runs" / run.run_id / name
 
 
-def diff_all_frames(a: StudyFrames, b: StudyFrames) -> list[str]:
-    return [line for name in FRAME_NAMES for line in analysis.diff_frames(getattr(a, name), getattr(b, name))]
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A study of one completed run."""
+    return write_study(tmp_path, [RUN], SHORT)
 
 
-def test_one_call_opens_a_study(tmp_path: Path) -> None:
-    write_study(tmp_path, [FakeRun("0", steps=3), FakeRun("0.1", steps=3)], SHORT)
-    frames = analysis.load(tmp_path)
-    assert len(frames.trials) == 2
-    assert len(frames.steps) == 6
-    assert frames.trials["status"].to_list() == ["completed", "completed"]
+@pytest.fixture
+def metrics(folder: Path) -> Path:
+    """The rows of the run."""
+    return get_path(folder, RUN, "metrics.jsonl")
 
 
-def test_columns_are_those_of_the_records(tmp_path: Path) -> None:
-    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=3)], SHORT))
+def test_columns_are_those_of_the_records_and_settings_of_their_own_types(tmp_path: Path) -> None:
+    frames = analysis.load(write_study(tmp_path, [RUN, FakeRun("0.1", steps=3)], SHORT))
+    assert (len(frames.steps), frames.trials["status"].to_list()) == (6, ["completed", "completed"])
     assert list(frames.steps) == [column.name for column in (*ROW_COLUMNS, *STEP_COLUMNS, *STOP_COLUMNS)]
     expected = {column.name for column in (*TRIAL_COLUMNS, *STOP_COLUMNS)} | set(TRIAL_LAST_VALUES)
     expected |= {"run_id", "study", "arm", "seed", "axis_setting", "axis_value"}
     assert {name for name in frames.trials if not name.startswith("config/")} == expected
     assert list(frames.levels) == list(SCHEMAS["levels"])
-
-
-def test_settings_are_columns_of_their_own_types(tmp_path: Path) -> None:
-    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=3), FakeRun("0.1", steps=3)], SHORT))
     assert frames.trials["config/actor.kl_loss_coef"].to_list() == [0.0, 0.1]
     assert frames.trials["config/actor.use_kl_loss"].to_list() == [False, True]
     assert frames.trials["config/env.group_size"].to_list() == [16, 16]
     assert frames.trials["config/actor.betas"].to_list() == ["[0.9, 0.999]"] * 2
     assert frames.trials["config/algorithm.kl_ctrl.type"].to_list() == ["fixed"] * 2
+    assert list(frames.settings.index) == list(frames.trials["run_id"])
+    assert frames.settings["actor", "kl_loss_coef"].tolist() == [0, 0.1]
+    assert frames.settings["actor"]["lr"].equals(frames.settings["actor", "lr"])
+    assert frames.settings[""].columns.tolist() == ["seed"]
+    assert len(frames.settings.columns) == sum(str(name).startswith("config/") for name in frames.trials)
+    assert repr(frames) == (
+        f"StudyFrames of kl (2 runs); rows: trials 2, steps 6, levels {len(frames.levels)}, gradients 0, "
+        "gradient_groups 0"
+    )
 
 
 def test_the_numbers_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
@@ -89,11 +97,9 @@ def test_the_numbers_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
     assert trial["started_at"] == pd.Timestamp("2026-01-02T03:04:06Z")
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run], SHORT)
+def test_a_torn_last_line_is_left_out(folder: Path) -> None:
     for name in ("metrics.jsonl", "levels.jsonl"):
-        path = get_path(folder, run, name)
+        path = get_path(folder, RUN, name)
         path.write_bytes(path.read_bytes()[:-30])
     frames = read_study(folder)
     assert frames.steps["step"].to_list() == [1, 2]
@@ -101,46 +107,31 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert ("test", "greedy") not in set(zip(frames.levels["split"], frames.levels["mode"], strict=True))
 
 
-def test_a_line_torn_before_a_restart_is_left_out_and_its_repetition_counts(tmp_path: Path) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run], SHORT)
-    path = get_path(folder, run, "metrics.jsonl")
-    first, second, third = path.read_text().splitlines()
-    path.write_text("\n".join([first, second[:40], second, "7", third]) + "\n")
+def test_a_line_torn_before_a_restart_is_left_out_and_its_repetition_counts(folder: Path, metrics: Path) -> None:
+    first, second, third = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([first, second[:40], second, "7", third]) + "\n")
     assert read_study(folder).steps["step"].to_list() == [1, 2, 3]
 
 
-def test_a_repeated_step_counts_and_gives_up_every_later_one(tmp_path: Path) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run], SHORT)
-    path = get_path(folder, run, "metrics.jsonl")
-    append_record(path, {**read_lines(path).records[1], "train_success": 0.875})
+def test_a_repeated_step_counts_and_gives_up_every_later_one(folder: Path, metrics: Path) -> None:
+    append_record(metrics, {**read_lines(metrics).records[1], "train_success": 0.875})
     frames = read_study(folder)
     assert frames.steps["step"].to_list() == [1, 2]
     assert frames.steps.loc[1, "train_success"] == 0.875
     assert frames.trials.loc[0, "steps_done"] == 2
 
 
-def test_of_repeated_evaluations_the_last_line_counts(tmp_path: Path) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run], SHORT)
-    path = get_path(folder, run, "levels.jsonl")
+def test_of_repeated_evaluations_the_last_line_counts_and_others_are_refused(folder: Path) -> None:
+    path = get_path(folder, RUN, "levels.jsonl")
     level_count = len(read_study(folder).levels)
     line = read_lines(path).records[-1]
     append_record(path, {**line, "success": "1" * len(line["success"])})
     levels = read_study(folder).levels
     names = ["step", "split", "mode"]
     repeated = levels[(levels[names] == [line[name] for name in names]).all(axis=1)]
-    assert len(levels) == level_count
-    assert len(repeated) == len(line["success"])
+    assert (len(levels), len(repeated)) == (level_count, len(line["success"]))
     assert repeated["success"].all()
-
-
-def test_levels_that_do_not_match_their_outcomes_are_refused(tmp_path: Path) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run], SHORT)
-    path = get_path(folder, run, "levels.jsonl")
-    write_lines(path, [{**read_lines(path).records[0], "success": "101"}])
+    write_lines(path, [{**line, "success": "101"}])
     with pytest.raises(ValueError, match="10 levels, 10 clusters and 3 outcomes"):
         read_study(folder)
 
@@ -179,59 +170,50 @@ def test_statuses(tmp_path: Path, status: str, steps: int, live: bool, expected:
     assert (trial["status"], trial["reason"]) == (expected, reason)
 
 
-def test_a_stop_that_no_row_tells_of_did_not_happen(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", status="early_stopped", steps=2)], SHORT)
-    trial = read_study(folder).trials.iloc[0]
-    assert trial["status"] == "interrupted"
-    assert trial["reason"] == "recorded as early_stopped, but interrupted after step 2 of 3"
+def test_reasons(tmp_path: Path) -> None:
+    # A stop that no row tells of did not happen.
+    runs = [FakeRun("0", status="early_stopped", steps=2), FakeRun("1", status="failed", steps=2, reason="no memory")]
+    assert read_study(write_study(tmp_path, runs, SHORT)).trials[["status", "reason"]].to_numpy().tolist() == [
+        ["interrupted", "recorded as early_stopped, but interrupted after step 2 of 3"],
+        ["failed", "no memory"],
+    ]
 
 
 def test_without_status_json_the_last_row_tells_which_rule_stopped_the_run(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [STOPPED], SHORT)
-    expected = read_study(folder).trials.iloc[0]
-    (folder / "runs" / STOPPED.run_id / "status.json").unlink()
-    trial = read_study(folder).trials.iloc[0]
     names = ["status", "stop_rule", "stop_value", "stop_threshold", "stop_step"]
-    assert trial[names].to_list() == expected[names].to_list()
-    assert trial["status"] == "early_stopped"
+    expected = read_study(folder).trials[names]
+    (folder / "runs" / STOPPED.run_id / "status.json").unlink()
+    trials = read_study(folder).trials
+    assert diff_frames(trials[names], expected) == []
+    assert trials.loc[0, "status"] == "early_stopped"
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "levels.jsonl"])
-def test_a_completed_run_with_a_changed_digit_is_not_shown_as_whole(tmp_path: Path, name: str) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run], SHORT)
-    path = get_path(folder, run, name)
+def test_a_completed_run_with_a_changed_digit_is_not_shown_as_whole(folder: Path, name: str) -> None:
+    path = get_path(folder, RUN, name)
     path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
     trial = read_study(folder).trials.iloc[0]
     assert trial["status"] == "interrupted"
     assert trial["reason"] == f"recorded as completed, but {name} does not match its checksums at line 1"
 
 
-def test_a_completed_run_without_a_recorded_episode_is_not_shown_as_whole(tmp_path: Path) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run], SHORT)
-    path = get_path(folder, run, "episodes.jsonl")
+def test_a_completed_run_without_a_recorded_episode_is_not_shown_as_whole(folder: Path, metrics: Path) -> None:
+    path = get_path(folder, RUN, "episodes.jsonl")
     for step in (0, 2):
         append_record(path, {"step": step, "level": 123})
     ends = {path.name: list(read_lines(path).end)}
-    change_records(get_path(folder, run, "metrics.jsonl"), lambda rows: rows[-1].update({ENDS_KEY: ends}))
+    change_records(metrics, lambda rows: rows[-1].update({ENDS_KEY: ends}))
     assert read_study(folder).trials.loc[0, "status"] == "completed"
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     trial = read_study(folder).trials.iloc[0]
     assert trial["status"] == "interrupted"
-    problem = "episodes.jsonl lacks lines: it had 2 when the last row was written"
-    assert trial["reason"] == f"recorded as completed, but {problem}"
-
-
-def test_a_reason_is_kept(tmp_path: Path) -> None:
-    run = FakeRun("0", status="failed", steps=2, reason="RuntimeError: no memory")
-    assert read_study(write_study(tmp_path, [run], SHORT)).trials.loc[0, "reason"] == "RuntimeError: no memory"
+    assert trial["reason"].endswith("but episodes.jsonl lacks lines: it had 2 when the last row was written")
 
 
 def test_a_run_that_only_study_json_knows_never_ran(tmp_path: Path) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run, FakeRun("0.1", steps=3)], SHORT)
-    shutil.rmtree(folder / "runs" / run.run_id)
+    folder = write_study(tmp_path, [RUN, FakeRun("0.1", steps=3)], SHORT)
+    shutil.rmtree(folder / "runs" / RUN.run_id)
     trials = read_study(folder).trials
     assert trials["arm"].to_list() == ["0", "0.1"]
     assert trials["status"].to_list() == ["never_ran", "completed"]
@@ -239,7 +221,7 @@ def test_a_run_that_only_study_json_knows_never_ran(tmp_path: Path) -> None:
 
 
 def test_a_stop_is_in_the_row_at_which_it_fired_and_only_there(tmp_path: Path) -> None:
-    frames = read_study(write_study(tmp_path, [STOPPED, FakeRun("0", steps=3)], SHORT))
+    frames = read_study(write_study(tmp_path, [STOPPED, RUN], SHORT))
     rows = frames.steps[frames.steps["stop_rule"] != ""]
     assert rows[["arm", "step", "stop_step"]].to_numpy().tolist() == [["0.3", 3, 3]]
     assert rows[["stop_value", "stop_threshold"]].to_numpy().tolist() == [[0.002, 0.01]]
@@ -248,22 +230,15 @@ def test_a_stop_is_in_the_row_at_which_it_fired_and_only_there(tmp_path: Path) -
 
 
 def test_types_do_not_depend_on_what_is_missing(tmp_path: Path) -> None:
-    stopped_frames = read_study(write_study(tmp_path / "a", [STOPPED], SHORT))
-    never_ran_frames = read_study(write_study(tmp_path / "b", [FakeRun("0", status="", steps=0)], SHORT))
-    empty_frames = read_study(write_study(tmp_path / "c", [], SHORT))
-    for name in FRAME_NAMES:
+    no_entropy = FakeRun("0", steps=3, rows={"entropy": None})
+    cases = ([STOPPED], [FakeRun("0", status="", steps=0)], [], [no_entropy])
+    studies = [read_study(write_study(tmp_path / str(index), runs, SHORT)) for index, runs in enumerate(cases)]
+    for name, schema in SCHEMAS.items():
         # As text, since two types of categories are equal only if the categories are.
-        frame_dtypes = [
-            getattr(frames, name).dtypes.astype("str") for frames in (stopped_frames, never_ran_frames, empty_frames)
-        ]
-        for dtypes in frame_dtypes[1:]:
-            assert dtypes[list(SCHEMAS[name])].equals(frame_dtypes[0][list(SCHEMAS[name])])
-    assert len(empty_frames.trials) == 0
-    frames_without_entropy = read_study(
-        write_study(tmp_path / "d", [FakeRun("0", steps=3, rows={"entropy": None})], SHORT)
-    )
-    assert frames_without_entropy.steps["entropy"].dtype == np.float64
-    assert frames_without_entropy.steps["entropy"].isna().all()
+        first, *others = (getattr(frames, name).dtypes.astype("str")[list(schema)] for frames in studies)
+        assert all(dtypes.equals(first) for dtypes in others)
+    assert len(studies[2].trials) == 0
+    assert studies[3].steps["entropy"].isna().all()
 
 
 def test_rows_are_in_the_order_of_the_study(tmp_path: Path) -> None:
@@ -276,15 +251,25 @@ def test_rows_are_in_the_order_of_the_study(tmp_path: Path) -> None:
     assert frames.trials["axis_value"].isna().to_list() == [False, False, True, True, False, False]
 
 
-def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", steps=3), STOPPED, FakeRun("1", status="", steps=0)], SHORT)
-    frames = read_study(folder)
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_parquet_holds_the_same_rows(tmp_path: Path, has_gradients: bool) -> None:
+    folder = write_study(tmp_path, [RUN, STOPPED, FakeRun("1", status="", steps=0)], SHORT)
+    if has_gradients:
+        write_analyses(folder, RUN, [FakeAnalysis(1), FakeAnalysis(1, prefilter=True), FakeAnalysis(51, "probe")])
+    check_parquet(folder)
+    assert load(folder).study == read_study(folder).study
+
+
+def test_a_folder_of_an_older_version_is_read_from_its_lines_and_a_probe_makes_tables_out_of_date(folder: Path) -> None:
+    write_marked_tables(folder)
+    for name in ("gradients", "gradient_groups"):
+        (folder / f"{name}.parquet").unlink()
+    frames = load(folder)
+    assert (frames.steps["train_success"] != -1).all()
+    assert frames.gradients.empty
     frames.write_parquet(folder)
-    loaded_frames = load(folder)
-    assert diff_all_frames(frames, loaded_frames) == []
-    for name in FRAME_NAMES:
-        assert getattr(loaded_frames, name).dtypes.equals(getattr(frames, name).dtypes)
-    assert loaded_frames.study == frames.study
+    write_analyses(folder, RUN, [FakeAnalysis(51, "probe")])
+    assert set(load(folder).gradients["source"]) == {"probe"}
 
 
 def write_marked_tables(folder: Path) -> None:
@@ -294,24 +279,15 @@ def write_marked_tables(folder: Path) -> None:
     frames.write_parquet(folder)
 
 
-def test_tables_are_read_while_they_are_newest(tmp_path: Path) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run], SHORT)
+def test_tables_are_read_while_they_are_newest_also_in_a_moved_folder(folder: Path, metrics: Path) -> None:
     write_marked_tables(folder)
     assert (load(folder).steps["train_success"] == -1).all()
     oldest = min(path.stat().st_mtime_ns for path in folder.glob("*.parquet"))
-    path = get_path(folder, run, "metrics.jsonl")
-    os.utime(path, ns=(oldest - 1, oldest - 1))
-    assert (load(folder).steps["train_success"] == -1).all()
-    os.utime(path, ns=(oldest, oldest))
-    assert (load(folder).steps["train_success"] != -1).all()
-
-
-def test_tables_of_a_moved_folder_are_read(tmp_path: Path) -> None:
-    folder = write_study(tmp_path / "here", [FakeRun("0", steps=3)], SHORT)
-    write_marked_tables(folder)
-    (tmp_path / "here").rename(tmp_path / "there")
-    assert (load(tmp_path / "there").steps["train_success"] == -1).all()
+    os.utime(metrics, ns=(oldest - 1, oldest - 1))
+    moved = folder.rename(folder.with_name("there"))
+    assert (load(moved).steps["train_success"] == -1).all()
+    os.utime(get_path(moved, RUN, "metrics.jsonl"), ns=(oldest, oldest))
+    assert (load(moved).steps["train_success"] != -1).all()
 
 
 def test_a_running_status_in_the_tables_is_settled_when_it_is_read_later(tmp_path: Path) -> None:
@@ -322,11 +298,11 @@ def test_a_running_status_in_the_tables_is_settled_when_it_is_read_later(tmp_pat
 
 
 def test_several_studies_are_distinguished(tmp_path: Path) -> None:
-    write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+    write_study(tmp_path, [RUN], SHORT)
     entropy_study = FakeStudy(
         name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", total_steps=3, levels=10
     )
-    write_study(tmp_path, [FakeRun("0", steps=3), FakeRun("0.1", steps=3)], entropy_study)
+    write_study(tmp_path, [RUN, FakeRun("0.1", steps=3)], entropy_study)
     frames = load(tmp_path)
     assert frames.trials["study"].to_list() == ["entropy", "entropy", "kl"]
     assert [study.name for study in frames.studies] == ["entropy", "kl"]
@@ -338,16 +314,13 @@ def test_several_studies_are_distinguished(tmp_path: Path) -> None:
 
 def test_studies_of_one_name_are_distinguished_by_their_run(tmp_path: Path) -> None:
     for model in ("a", "b"):
-        write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(run=f"kl_sweep_{model}", total_steps=3, levels=10))
-    frames = load(tmp_path)
+        for output in (tmp_path / "one", tmp_path / "two" / model):
+            write_study(output, [RUN], FakeStudy(run=f"kl_sweep_{model}", total_steps=3, levels=10))
+    frames = load(tmp_path / "one")
     assert frames.trials["study"].to_list() == ["kl_sweep_a", "kl_sweep_b"]
     assert len(frames.select_study("kl_sweep_b").steps) == 3
     # In two outputs too, the folder's name is enough.
-    for model in ("a", "b"):
-        write_study(
-            tmp_path / "outputs" / model, [FakeRun("0", steps=1)], FakeStudy(run=f"kl_sweep_{model}", levels=10)
-        )
-    assert [study.name for study in load(tmp_path / "outputs").studies] == ["kl_sweep_a", "kl_sweep_b"]
+    assert [study.name for study in load(tmp_path / "two").studies] == ["kl_sweep_a", "kl_sweep_b"]
 
 
 def test_studies_of_one_run_are_distinguished_by_their_folders(tmp_path: Path) -> None:
@@ -363,38 +336,46 @@ def test_studies_of_one_run_are_distinguished_by_their_folders(tmp_path: Path) -
     assert all(len(frames.select_study(name).trials) == 1 for name in names)
 
 
-def test_a_folder_without_a_study_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"There is no study at .*: give an output folder"):
-        load(tmp_path)
+def test_what_is_no_study_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"contains no study\.json"):
         read_study(tmp_path)
-
-
-def test_a_broken_study_json_is_named(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+    (tmp_path / "link").symlink_to(folder)
+    assert len(load(tmp_path / "link").steps) == 3
+    # Below a folder, a study is looked for only where no link leads to it.
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match=r"There is no study at .*: give an output folder"):
+        load(tmp_path / "other")
+    (tmp_path / "other" / "results").mkdir()
+    (tmp_path / "other" / "results" / "linked").symlink_to(folder)
+    with pytest.raises(ValueError, match="There is no study"):
+        load(tmp_path / "other")
     (folder / "study.json").write_text("{")
     with pytest.raises(ValueError, match=r"study\.json is damaged: it is not valid JSON"):
         read_study(folder)
 
 
-def test_diff_frames_names_what_differs(tmp_path: Path) -> None:
-    steps = read_study(write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)).steps
+def test_diff_frames_names_what_differs(folder: Path) -> None:
+    steps = read_study(folder).steps
     other = steps.assign(seconds_step=9.0, tokens_per_second=1.0, entropy=[*steps["entropy"][:2], 7.0])
-    assert analysis.diff_frames(steps, steps.assign(seconds_total=0.0, tokens_per_second=1.0)) == []
-    (difference,) = analysis.diff_frames(steps, other)
+    assert diff_frames(steps, steps.assign(seconds_total=0.0, tokens_per_second=1.0)) == []
+    (difference,) = diff_frames(steps, other)
     assert difference.startswith("entropy: 1 of 3 rows differ, first 2:")
-    assert analysis.diff_frames(steps, other, ignored_columns=["entropy"]) == []
-    assert analysis.diff_frames(steps, steps.iloc[:2]) == ["3 rows against 2"]
-    assert analysis.diff_frames(steps, steps.drop(columns="entropy")) == ["columns differ: ['entropy']"]
-    assert "type" in analysis.diff_frames(steps, steps.assign(groups=steps["groups"].astype("int64")))[0]
+    assert diff_frames(steps, other, ignored_columns=["entropy"]) == []
+    assert diff_frames(steps, steps.iloc[:2]) == ["3 rows against 2"]
+    assert diff_frames(steps, steps.drop(columns="entropy")) == ["columns differ: ['entropy']"]
+    assert "type" in diff_frames(steps, steps.assign(groups=steps["groups"].astype("int64")))[0]
 
 
 @pytest.mark.parametrize("schema", [None, 0, SCHEMA + 1, "1"])
-def test_a_study_of_another_schema_is_refused(tmp_path: Path, schema: object) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
-    write_object(folder / "study.json", {**read_object(folder / "study.json"), "schema": schema})
+def test_a_study_of_another_schema_is_refused(folder: Path, schema: object) -> None:
+    change_study(folder, schema=schema)
     with pytest.raises(ValueError, match=f"this version reads schema {SCHEMA}"):
         load(folder)
+
+
+def change_study(folder: Path, **changes: object) -> None:
+    """Change entries of study.json, with the checksum that belongs to them."""
+    write_object(folder / "study.json", {**read_object(folder / "study.json"), **changes})
 
 
 @pytest.mark.parametrize(
@@ -406,8 +387,7 @@ def test_a_study_of_another_schema_is_refused(tmp_path: Path, schema: object) ->
         lambda content: content[:4] + bytes(200) + content[204:],
     ],
 )
-def test_rows_are_read_where_a_table_is_damaged(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+def test_rows_are_read_where_a_table_is_damaged(folder: Path, damage: Callable[[bytes], bytes]) -> None:
     frames = read_study(folder)
     frames.write_parquet(folder)
     path = folder / "steps.parquet"
@@ -426,9 +406,9 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def replace_by_link(path: Path) -> None:
-    path.rename(path.with_suffix(".moved"))
-    path.symlink_to(path.with_suffix(".moved"))
+def replace_by_link(path: Path, place: Path | None = None) -> None:
+    moved = path.rename(place or path.with_suffix(".moved"))
+    path.symlink_to(moved)
 
 
 def write_wrong_types(path: Path) -> None:
@@ -438,32 +418,23 @@ def write_wrong_types(path: Path) -> None:
 DAMAGES = (flip, replace_by_link, write_wrong_types)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_status_is_named_and_the_rows_say_how_the_run_ended(
-    tmp_path: Path, damage: Callable[[Path], None]
+@pytest.mark.parametrize("name", ["status.json", "run.json"])
+@pytest.mark.parametrize("damage", [*DAMAGES, Path.unlink])
+def test_a_damaged_file_of_a_run_is_named_and_the_rows_are_read(
+    tmp_path: Path, damage: Callable[[Path], None], name: str
 ) -> None:
-    run = FakeRun("0", steps=SHORT.total_steps)
-    folder = write_study(tmp_path, [run, FakeRun("0.1", status="interrupted", steps=3)], SHORT)
+    runs = [FakeRun("0.1", steps=SHORT.total_steps), FakeRun("1", status="interrupted", steps=3)]
+    folder = write_study(tmp_path, runs, SHORT)
     expected = read_study(folder)
-    damage(folder / "runs" / run.run_id / "status.json")
-    with pytest.warns(DamageWarning, match=r"0.*status\.json is "):
+    damage(folder / "runs" / runs[0].run_id / name)
+    is_named = name == "run.json" or damage is not Path.unlink
+    with pytest.warns(DamageWarning, match=rf"0.*{name} is ") if is_named else nullcontext():
         frames = read_study(folder)
     assert frames.trials["status"].to_list() == ["completed", "interrupted"]
     assert diff_frames(frames.steps, expected.steps) == []
-    names = [name for name in expected.trials if name not in ("trial_id", "started_at", "ended_at", "reason")]
-    assert diff_frames(frames.trials[names], expected.trials[names]) == []
-
-
-@pytest.mark.parametrize("damage", [*DAMAGES, Path.unlink])
-def test_a_damaged_run_json_is_named_and_the_rows_are_read(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    run = FakeRun("0.1", steps=3)
-    folder = write_study(tmp_path, [FakeRun("0", steps=3), run], SHORT)
-    expected = read_study(folder)
-    damage(folder / "runs" / run.run_id / "run.json")
-    with pytest.warns(DamageWarning, match=r"run\.json is "):
-        frames = read_study(folder)
-    assert diff_frames(frames.steps, expected.steps) == []
-    names = ["run_id", "arm", "seed", "status", "steps_total", "final_val_success"]
+    names = [column for column in expected.trials if column not in ("trial_id", "started_at", "ended_at", "reason")]
+    if name == "run.json":
+        names = ["run_id", "arm", "seed", "status", "steps_total", "final_val_success"]
     assert diff_frames(frames.trials[names], expected.trials[names]) == []
 
 
@@ -481,9 +452,8 @@ def test_a_damaged_run_json_is_named_and_the_rows_are_read(tmp_path: Path, damag
         [{"run_id": "a"}] * (MAX_RUNS + 1),
     ],
 )
-def test_runs_that_are_no_names_of_folders_are_refused(tmp_path: Path, runs: object) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
-    write_object(folder / "study.json", {**read_object(folder / "study.json"), "runs": runs})
+def test_runs_that_are_no_names_of_folders_are_refused(folder: Path, runs: object) -> None:
+    change_study(folder, runs=runs)
     with pytest.raises(ValueError, match=r"study\.json is (damaged|incomplete)"):
         load(folder)
 
@@ -504,15 +474,13 @@ def test_runs_that_are_no_names_of_folders_are_refused(tmp_path: Path, runs: obj
         {"preset_steps": 10**400},
     ],
 )
-def test_a_study_json_of_the_wrong_shape_is_named(tmp_path: Path, changes: dict[str, object]) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
-    write_object(folder / "study.json", {**read_object(folder / "study.json"), **changes})
+def test_a_study_json_of_the_wrong_shape_is_named(folder: Path, changes: dict[str, object]) -> None:
+    change_study(folder, **changes)
     with pytest.raises(ValueError, match=rf"study\.json is damaged, or from another version: {next(iter(changes))}"):
         load(folder)
 
 
-def test_a_study_json_of_a_version_without_checksums_is_of_another_schema(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+def test_a_study_json_of_a_version_without_checksums_is_of_another_schema(folder: Path) -> None:
     content = read_object(folder / "study.json")
     del content["schema"]
     (folder / "study.json").write_text(json.dumps(content))
@@ -520,30 +488,14 @@ def test_a_study_json_of_a_version_without_checksums_is_of_another_schema(tmp_pa
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["runs", "runs/{run_id}", "study.json"])
-def test_no_link_below_the_folder_is_followed(tmp_path: Path, name: str) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path / "out", [run], SHORT)
-    path = folder / name.format(run_id=run.run_id)
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
+@pytest.mark.parametrize("name", ["runs", f"runs/{RUN.run_id}", "study.json"])
+def test_no_link_below_the_folder_is_followed(folder: Path, tmp_path: Path, name: str) -> None:
+    replace_by_link(folder / name, tmp_path / "elsewhere")
     with pytest.raises(UnsafePathError, match="is a symbolic link"):
         load(folder)
 
 
-def test_the_folder_itself_may_be_reached_through_links(tmp_path: Path) -> None:
-    folder = write_study(tmp_path / "out", [FakeRun("0", steps=3)], SHORT)
-    (tmp_path / "link").symlink_to(folder)
-    assert len(load(tmp_path / "link").steps) == 3
-    # A study below the folder is found only where no link leads to it.
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "linked").symlink_to(folder)
-    with pytest.raises(ValueError, match="There is no study"):
-        load(tmp_path)
-
-
-def test_a_table_of_another_schema_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+def test_a_table_of_another_schema_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = read_study(folder)
     frames.write_parquet(folder)
     with monkeypatch.context() as patch:
@@ -554,10 +506,8 @@ def test_a_table_of_another_schema_is_made_again(tmp_path: Path, monkeypatch: py
     assert diff_frames(loaded_frames.steps, frames.steps) == []
 
 
-def test_tables_made_from_damaged_files_say_so(tmp_path: Path) -> None:
-    run = FakeRun("0", steps=3)
-    folder = write_study(tmp_path, [run], SHORT)
-    path = folder / "runs" / run.run_id / "run.json"
+def test_tables_made_from_damaged_files_say_so(folder: Path) -> None:
+    path = get_path(folder, RUN, "run.json")
     content = path.read_bytes()
     path.write_bytes(content[:-20])
     with pytest.warns(DamageWarning, match=r"run\.json is damaged"):
@@ -574,17 +524,14 @@ def test_tables_made_from_damaged_files_say_so(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_measures_of_a_game_of_the_user_are_columns_of_steps(tmp_path: Path) -> None:
+def test_measures_of_a_game_of_the_user_are_columns_of_steps_but_not_without_end(tmp_path: Path) -> None:
     rows = {"val_standing": 0.25, "train_standing": 0.5, "nonsense": 1.0, "val_not a name": 1.0}
-    steps = load(write_study(tmp_path, [FakeRun("0", steps=5, rows=rows), FakeRun("0.1", steps=5)])).steps
+    steps = load(write_study(tmp_path / "a", [FakeRun("0", steps=5, rows=rows), FakeRun("0.1", steps=5)])).steps
     assert {name for name in steps if name not in SCHEMAS["steps"]} == {"val_standing", "train_standing"}
     assert steps.loc[steps["arm"] == "0", "val_standing"].eq(0.25).all()
     assert steps.loc[steps["arm"] == "0.1", "val_standing"].isna().all()
-
-
-def test_a_folder_cannot_add_columns_without_end(tmp_path: Path) -> None:
     runs = [FakeRun("0", seed, steps=5, rows={f"val_x{seed}_{number}": 1.0 for number in range(40)}) for seed in (0, 1)]
-    steps = load(write_study(tmp_path, runs)).steps
+    steps = load(write_study(tmp_path / "b", runs)).steps
     assert len(set(steps) - set(SCHEMAS["steps"])) == 32
 
 
@@ -610,24 +557,6 @@ def test_columns_of_categories_are_equal_if_their_texts_are() -> None:
     )
     assert diff_frames(a, b) == []
     assert diff_frames(a, b.iloc[::-1]) == ["arm: 2 of 2 rows differ, first 0: 'x' against 'y'"]
-
-
-def test_frames_are_described_without_their_rows(tmp_path: Path) -> None:
-    frames = load(write_study(tmp_path, [FakeRun("0", seed) for seed in (0, 1)]))
-    assert repr(frames) == (
-        f"StudyFrames of kl (2 runs); rows: trials 2, steps 120, levels {len(frames.levels)}, gradients 0, "
-        "gradient_groups 0"
-    )
-
-
-def test_settings_are_a_frame_by_section(tmp_path: Path) -> None:
-    frames = load(write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")]))
-    settings = frames.settings
-    assert list(settings.index) == list(frames.trials["run_id"])
-    assert settings["actor", "kl_loss_coef"].tolist() == frames.trials["config/actor.kl_loss_coef"].tolist() == [0, 0.1]
-    assert settings["actor"]["lr"].equals(settings["actor", "lr"])
-    assert settings[""].columns.tolist() == ["seed"]
-    assert len(settings.columns) == sum(str(name).startswith("config/") for name in frames.trials)
 
 
 def test_tables_that_are_made_while_a_study_runs_say_so(tmp_path: Path) -> None:

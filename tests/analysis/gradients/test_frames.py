@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import analysis
-from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames
+from analysis.data.frames import SCHEMAS, StudyFrames
 from analysis.data.load import load, read_study
+from tests.analysis.data.comparing import diff_all_frames
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 from tests.strategies.examples import thin_out
 from trainable.files.json_lines import write_lines
@@ -31,10 +31,6 @@ def write_analyzed_study(output: Path, *analyses: FakeAnalysis) -> Path:
 
 def get_path(folder: Path, name: str = "gradients.jsonl") -> Path:
     return folder / "runs" / RUN.run_id / name
-
-
-def diff_all_frames(a: StudyFrames, b: StudyFrames) -> list[str]:
-    return [line for name in FRAME_NAMES for line in analysis.diff_frames(getattr(a, name), getattr(b, name))]
 
 
 def list_analyses(frames: StudyFrames) -> list[tuple[int, str, bool]]:
@@ -76,21 +72,11 @@ def test_the_last_line_of_an_analysis_counts(tmp_path: Path) -> None:
 
 
 def test_a_run_that_went_back_loses_later_analyses_and_no_probe(tmp_path: Path) -> None:
-    analyses = [
-        FIRST_ANALYSIS,
-        LATER_ANALYSIS,
-        replace(LATER_ANALYSIS, prefilter=True),
-        FakeAnalysis(11, prefilter=True),
-    ]
+    later = [LATER_ANALYSIS, replace(LATER_ANALYSIS, prefilter=True), FakeAnalysis(11, prefilter=True)]
     probes = [FakeAnalysis(step, "probe") for step in (101, 51, 75)]
-    frames = read_study(write_analyzed_study(tmp_path, *analyses, *probes))
-    training_analyses = [(1, "train", False), (11, "train", True)]
-    assert list_analyses(frames) == [
-        *training_analyses,
-        (51, "probe", False),
-        (75, "probe", False),
-        (101, "probe", False),
-    ]
+    frames = read_study(write_analyzed_study(tmp_path, FIRST_ANALYSIS, *later, *probes))
+    expected = [(1, "train", False), (11, "train", True), *((step, "probe", False) for step in (51, 75, 101))]
+    assert list_analyses(frames) == expected
 
 
 def test_the_last_probe_of_a_checkpoint_counts(tmp_path: Path) -> None:
@@ -149,34 +135,20 @@ def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
         assert list_analyses(read_study(folder)) == [(1, "train", False)]
 
 
-def test_a_value_that_does_not_fit_its_column_is_missing(tmp_path: Path) -> None:
+def test_a_value_that_does_not_fit_its_column_is_missing_and_types_stay(tmp_path: Path) -> None:
     folder = write_analyzed_study(tmp_path)
-    line = change_first_row(
-        change_first_row(FIRST_ANALYSIS.make_line(), "rows", "snr", "large"), "groups", "reward_std", "wide"
-    )
-    write_lines(get_path(folder), [change_first_row(line, "rows", "surplus", 1)])
-    frames = read_study(folder)
-    assert pd.isna(frames.gradients.loc[0, "snr"])
-    assert frames.gradients.loc[0, "noise"] == line["rows"][0]["noise"]
-    assert pd.isna(frames.gradient_groups.loc[0, "reward_std"])
-
-
-def test_types_do_not_depend_on_what_is_missing(tmp_path: Path) -> None:
-    bare_line = {
-        **FIRST_ANALYSIS.make_line(),
-        "rows": [{"bucket": "all", "component": "task", "uses_training_batch": True}],
-    }
-    full_folder, empty_folder, bare_folder = (
-        write_analyzed_study(tmp_path / "a", FIRST_ANALYSIS),
-        write_analyzed_study(tmp_path / "b"),
-        write_analyzed_study(tmp_path / "c"),
-    )
-    write_lines(get_path(bare_folder), [bare_line])
-    for name in ("gradients", "gradient_groups"):
-        for study_folder in (full_folder, empty_folder, bare_folder):
-            dtypes = getattr(read_study(study_folder), name).dtypes
-            assert {column: str(dtype) for column, dtype in dtypes.items()} == SCHEMAS[name]
-    assert read_study(empty_folder).gradients.empty
+    line = change_first_row(FIRST_ANALYSIS.make_line(), "rows", "snr", "large")
+    line = change_first_row(line, "groups", "reward_std", "wide")
+    bare_row = {"bucket": "all", "component": "task", "uses_training_batch": True}
+    for rows in ([], [line["rows"][0] | {"surplus": 1}], [bare_row]):
+        write_lines(get_path(folder), [{**line, "rows": rows}] * bool(rows))
+        frames = read_study(folder)
+        for name in ("gradients", "gradient_groups"):
+            assert {column: str(dtype) for column, dtype in getattr(frames, name).dtypes.items()} == SCHEMAS[name]
+        assert frames.gradients["snr"].isna().all()
+        assert len(frames.gradients) == len(rows)
+        assert frames.gradients["noise"].dropna().to_list() == [row["noise"] for row in rows if "noise" in row]
+        assert frames.gradient_groups["reward_std"].isna().to_list() == ([True] + [False] * 23) * bool(rows)
 
 
 def test_frames_without_analyses_can_be_made_by_hand(tmp_path: Path) -> None:
@@ -184,39 +156,6 @@ def test_frames_without_analyses_can_be_made_by_hand(tmp_path: Path) -> None:
     built_frames = StudyFrames(loaded_frames.trials, loaded_frames.steps, loaded_frames.levels, loaded_frames.study)
     assert diff_all_frames(built_frames, loaded_frames) == []
     assert built_frames.gradients.dtypes.equals(loaded_frames.gradients.dtypes)
-
-
-def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
-    folder = write_analyzed_study(
-        tmp_path, FIRST_ANALYSIS, replace(FIRST_ANALYSIS, prefilter=True), FakeAnalysis(51, "probe")
-    )
-    frames = read_study(folder)
-    frames.write_parquet(folder)
-    frames.gradients["norm"] = -1.0  # marks the tables, so that the test sees that they were read
-    frames.write_parquet(folder)
-    loaded_frames = load(folder)
-    assert diff_all_frames(loaded_frames, frames) == []
-    for name in FRAME_NAMES:
-        assert getattr(loaded_frames, name).dtypes.equals(getattr(frames, name).dtypes)
-
-
-def test_a_folder_of_an_older_version_is_read_from_its_lines(tmp_path: Path) -> None:
-    folder = write_analyzed_study(tmp_path)
-    frames = read_study(folder)
-    frames.steps["train_success"] = -1.0
-    frames.write_parquet(folder)
-    for name in ("gradients", "gradient_groups"):
-        (folder / f"{name}.parquet").unlink()
-    loaded_frames = load(folder)
-    assert (loaded_frames.steps["train_success"] != -1).all()
-    assert loaded_frames.gradients.empty
-
-
-def test_a_probe_makes_tables_out_of_date(tmp_path: Path) -> None:
-    folder = write_analyzed_study(tmp_path, FIRST_ANALYSIS)
-    read_study(folder).write_parquet(folder)
-    write_analyses(folder, RUN, [FakeAnalysis(51, "probe")])
-    assert list_analyses(load(folder)) == [(1, "train", False), (51, "probe", False)]
 
 
 def test_analyses_of_several_studies_are_distinguished(tmp_path: Path) -> None:

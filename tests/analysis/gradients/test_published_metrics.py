@@ -13,51 +13,21 @@ from tests.analysis.gradients.test_tables import AFTER, ALL, BEFORE, make_frames
 from tests.fakes.run_folders import FakeAnalysis, FakeRun
 from trainable.files.json_lines import write_lines
 
-BUCKETS = ("all", "bucket_1", "bucket_2")
+BUCKET_KEYS = (
+    *("task", "entropy", "kl", "per_sample/task", "per_sample/entropy", "per_sample/kl", "per_token/task"),
+    *("per_token/entropy", "per_token/kl", "loss/policy", "loss/entropy", "loss/kl", "loss/total", "sample_count"),
+    *("sample_pct", "reward_std_mean", "reward_std_min", "reward_std_max", "group_rv_count"),
+)
+ANALYSIS_KEYS = (
+    *("source_env_groups", "source_group_size", "source_batch_size", "adjusted_batch_size", "empty_after_filter"),
+    *("uses_training_batch", "filter_kept_count", "filter_kept_ratio", "filter_zero_count", "in_group_reward_std"),
+    "chosen_in_group_reward_std",
+)
 PUBLISHED = {
-    *(
-        f"grad_norm/{bucket}/{key}"
-        for bucket in BUCKETS
-        for key in (
-            "task",
-            "entropy",
-            "kl",
-            "per_sample/task",
-            "per_sample/entropy",
-            "per_sample/kl",
-            "per_token/task",
-            "per_token/entropy",
-            "per_token/kl",
-            "loss/policy",
-            "loss/entropy",
-            "loss/kl",
-            "loss/total",
-            "sample_count",
-            "sample_pct",
-            "reward_std_mean",
-            "reward_std_min",
-            "reward_std_max",
-            "group_rv_count",
-        )
-    ),
-    "actor/loss/policy",
-    "actor/loss/entropy",
-    "actor/loss/kl",
-    "actor/loss/total",
-    "actor/grad_norm/task",
-    "actor/grad_norm/entropy",
-    "actor/grad_norm/kl",
-    "grad_analysis/source_env_groups",
-    "grad_analysis/source_group_size",
-    "grad_analysis/source_batch_size",
-    "grad_analysis/adjusted_batch_size",
-    "grad_analysis/empty_after_filter",
-    "grad_analysis/uses_training_batch",
-    "grad_analysis/filter_kept_count",
-    "grad_analysis/filter_kept_ratio",
-    "grad_analysis/filter_zero_count",
-    "grad_analysis/in_group_reward_std",
-    "grad_analysis/chosen_in_group_reward_std",
+    *(f"grad_norm/{bucket}/{key}" for bucket in ("all", "bucket_1", "bucket_2") for key in BUCKET_KEYS),
+    *(f"actor/loss/{name}" for name in ("policy", "entropy", "kl", "total")),
+    *(f"actor/grad_norm/{name}" for name in ("task", "entropy", "kl")),
+    *(f"grad_analysis/{key}" for key in ANALYSIS_KEYS),
 }
 
 
@@ -99,40 +69,17 @@ def test_the_value_loss_has_no_published_key_and_is_in_the_total(tmp_path: Path)
     fake_analysis = FakeAnalysis(1, components=("task", "value"), buckets=1)
     metrics = make_published_metrics(make_rows(tmp_path, fake_analysis))
     assert not [key for key in metrics if key.endswith("value")]
-    (total,) = (
-        row["loss"]
-        for row in fake_analysis.make_line()["rows"]
-        if (row["bucket"], row["component"]) == ("all", "total")
-    )
-    assert metrics["actor/loss/total"] == total
+    losses = {(row["bucket"], row["component"]): row["loss"] for row in fake_analysis.make_line()["rows"]}
+    assert metrics["actor/loss/total"] == losses["all", "total"]
     assert metrics["actor/loss/total"] != metrics["actor/loss/policy"]
 
 
 def test_a_filter_that_kept_nothing_has_a_key_that_says_so(tmp_path: Path) -> None:
     empty_analysis = replace(AFTER, buckets=0)
-    both_metrics, empty_metrics = (
-        make_published_metrics(make_rows(tmp_path / name, *analyses))
-        for name, analyses in (
-            ("both", [BEFORE, empty_analysis]),
-            ("alone", [empty_analysis]),
-        )
-    )
-    expected = {
-        f"grad_analysis/{name}": value
-        for name, value in {
-            "empty_after_filter": 1,
-            "source_env_groups": 24,
-            "source_group_size": 16,
-            "source_batch_size": 384,
-            "adjusted_batch_size": 0,
-            "uses_training_batch": 0,
-            "filter_kept_count": 0,
-            "filter_kept_ratio": 0,
-            "filter_zero_count": 24,
-            "in_group_reward_std": 0,
-            "chosen_in_group_reward_std": 0,
-        }.items()
-    }
+    both_metrics = make_published_metrics(make_rows(tmp_path / "both", BEFORE, empty_analysis))
+    empty_metrics = make_published_metrics(make_rows(tmp_path / "alone", empty_analysis))
+    values = (24, 16, 384, 0, 1, 0, 0, 0, 24, 0, 0)
+    expected = {f"grad_analysis/{key}": value for key, value in zip(ANALYSIS_KEYS, values, strict=True)}
     assert empty_metrics == expected
     assert {key: value for key, value in both_metrics.items() if "_prefilter" not in key} == expected
     assert "grad_norm_prefilter/all/task" in both_metrics
@@ -149,16 +96,8 @@ def test_a_run_that_only_analyzes_has_keys_for_what_it_skips(tmp_path: Path, for
 
 def test_rows_of_an_older_version_have_the_keys_of_their_columns(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, AFTER)
-    added_columns = [
-        "empty_after_filter",
-        "analysis_only",
-        *(
-            name
-            for name in rows
-            if name.startswith("source_")
-            and name not in ("source_env_groups", "source_group_size", "source_batch_size")
-        ),
-    ]
+    older = {f"source_{name}" for name in ("env_groups", "group_size", "batch_size")}
+    added_columns = ["empty_after_filter", "analysis_only", *(set(rows.filter(like="source_")) - older)]
     metrics = make_published_metrics(rows.assign(**dict.fromkeys(added_columns, math.nan)))
     assert metrics["grad_analysis/empty_after_filter"] == 0
     assert "grad_analysis/filter_kept_count" not in metrics
@@ -169,11 +108,8 @@ def test_groups_have_one_table_per_bucket_and_one_of_all(tmp_path: Path) -> None
     frames = make_frames(tmp_path, [(FakeRun("0", steps=3), [BEFORE, AFTER])])
     group_tables = make_published_tables(frames.gradient_groups)
     prefixes = ("grad_norm", "grad_norm_prefilter")
-    assert set(group_tables) == {
-        f"{prefix}/{bucket}/group_rv_table"
-        for prefix in prefixes
-        for bucket in ("all", *(f"bucket_{number}" for number in range(1, 7)))
-    }
+    buckets = ("all", *(f"bucket_{number}" for number in range(1, 7)))
+    assert set(group_tables) == {f"{prefix}/{bucket}/group_rv_table" for prefix in prefixes for bucket in buckets}
     expected_rows = [[group["bucket"], group["group"], group["reward_std"]] for group in AFTER.make_line()["groups"]]
     assert group_tables["grad_norm/all/group_rv_table"] == expected_rows
     assert group_tables["grad_norm/bucket_3/group_rv_table"] == [row for row in expected_rows if row[0] == "bucket_3"]
@@ -185,13 +121,8 @@ def test_metrics_of_a_step_are_read_from_the_lines_of_a_run(tmp_path: Path) -> N
     path = tmp_path / "run" / "gradients.jsonl"
     assert read_published_metrics(path, 1) == ({}, {})
     path.parent.mkdir()
-    write_lines(
-        path,
-        [
-            fake_analysis.make_line()
-            for fake_analysis in (FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0), AFTER)
-        ],
-    )
+    analyses = (FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0), AFTER)
+    write_lines(path, [fake_analysis.make_line() for fake_analysis in analyses])
     first, last = (read_published_metrics(path, step) for step in (1, 51))
     assert first.numbers["grad_analysis/empty_after_filter"] == 1
     assert set(first.tables) == {key for key in first.tables if key.startswith("grad_norm_prefilter/")} != set()

@@ -18,6 +18,10 @@ STUDY = FakeStudy(total_steps=3, test_freq=2, levels=10)
 ALL = ("task", "entropy", "kl")
 AFTER = FakeAnalysis(51)
 BEFORE = replace(AFTER, prefilter=True)
+TABLES = (
+    *(gradients.make_analysis_table, gradients.make_signal_table, gradients.make_share_table),
+    *(gradients.make_signal_lines, gradients.make_share_lines),
+)
 
 
 def make_frames(output: Path, runs: list[tuple[FakeRun, list[FakeAnalysis]]]) -> StudyFrames:
@@ -45,20 +49,16 @@ def test_rows_of_two_steps_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_analysis_is_listed(tmp_path: Path) -> None:
-    table = gradients.make_analysis_table(
-        make_rows(tmp_path, BEFORE, AFTER, FakeAnalysis(51, "probe", components=ALL, buckets=3))
-    )
+    probe = FakeAnalysis(51, "probe", components=ALL, buckets=3)
+    table = gradients.make_analysis_table(make_rows(tmp_path, BEFORE, AFTER, probe))
     names = ["source", "step", "prefilter", "groups", "sequences", "buckets", "components"]
     assert table[names].to_numpy().tolist() == [
         ["train", 51, False, 24, 384, 6, "task, entropy"],
         ["train", 51, True, 24, 384, 6, "task, entropy"],
         ["probe", 51, False, 12, 192, 3, "task, entropy, kl"],
     ]
-    assert gradients.make_analysis_table(make_rows_without_buckets(tmp_path)).empty
-
-
-def make_rows_without_buckets(tmp_path: Path) -> pd.DataFrame:
-    return make_rows(tmp_path / "whole", AFTER)[lambda rows: rows["bucket"] == "all"]
+    whole_batch = make_rows(tmp_path / "whole", AFTER)[lambda rows: rows["bucket"] == "all"]
+    assert gradients.make_analysis_table(whole_batch).empty
 
 
 def test_the_grid_of_buckets_is_complete_and_says_what_is_off(tmp_path: Path) -> None:
@@ -74,9 +74,8 @@ def test_the_grid_of_buckets_is_complete_and_says_what_is_off(tmp_path: Path) ->
 def test_buckets_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, FakeAnalysis(1, buckets=12), FakeAnalysis(51, buckets=3))
     bucket_rows = gradients.select_buckets(rows.iloc[::-1])
-    assert bucket_rows.loc[bucket_rows["step"] == 1, "bucket"].drop_duplicates().to_list() == [
-        f"bucket_{n}" for n in range(1, 13)
-    ]
+    names = bucket_rows.loc[bucket_rows["step"] == 1, "bucket"].drop_duplicates().to_list()
+    assert names == [f"bucket_{n}" for n in range(1, 13)]
     assert bucket_rows["step"].is_monotonic_decreasing  # the order of the analyses does not change
     assert list(bucket_rows) == list(rows)
 
@@ -108,9 +107,8 @@ def test_steps_have_the_batch_that_was_trained_on(tmp_path: Path) -> None:
     assert table["step"].to_list() == [1] * 6 + [51] * 6
     assert table["prefilter"].to_list() == [True] * 6 + [False] * 6
     for fake_analysis, step in ((empty_after_filter, 1), (AFTER, 51)):
-        reward_stds = [
-            row["reward_std_mean"] for row in fake_analysis.make_line()["rows"] if row["component"] == "task"
-        ][:6]
+        task_rows = [row for row in fake_analysis.make_line()["rows"] if row["component"] == "task"]
+        reward_stds = [row["reward_std_mean"] for row in task_rows[:6]]
         assert table.loc[table["step"] == step, "reward_std_mean"].to_list() == reward_stds
 
 
@@ -172,16 +170,9 @@ def test_what_the_filter_left_empty_is_in_no_table(tmp_path: Path, generator: np
     pd.testing.assert_frame_equal(
         gradients.select_trained(rows).reset_index(drop=True), gradients.select_trained(rows_before)
     )
-    for make_table in (
-        gradients.make_analysis_table,
-        gradients.make_signal_table,
-        gradients.make_share_table,
-        gradients.make_signal_lines,
-        gradients.make_share_lines,
-    ):
-        pd.testing.assert_frame_equal(
-            make_table(rows).reset_index(drop=True), make_table(rows_before).reset_index(drop=True)
-        )
+    for make_table in TABLES:
+        table, expected = (make_table(each).reset_index(drop=True) for each in (rows, rows_before))
+        pd.testing.assert_frame_equal(table, expected)
     assert gradients.make_steps_table(rows, [51])["prefilter"].to_list() == [True] * 6
     assert len(gradients.compute_trends(rows, generator)) == len(gradients.compute_trends(rows_before, generator))
 
@@ -189,14 +180,9 @@ def test_what_the_filter_left_empty_is_in_no_table(tmp_path: Path, generator: np
 def test_labels_are_the_buckets_own_numbers(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, replace(AFTER, mode="fixed_rv"))
     some = rows[~rows["bucket"].isin(["bucket_1", "bucket_4"])]
-    assert gradients.make_summary_table(some)["label"].to_list() == ["2", "3", "5", "6"]
-    assert gradients.make_summary_table(some.assign(bucket_mode="quantile"))["label"].to_list() == [
-        "Q2",
-        "Q3",
-        "Q5",
-        "Q6",
-    ]
-    assert gradients.make_summary_table(some.assign(bucket_mode=""))["label"].to_list() == ["2", "3", "5", "6"]
+    for mode, prefix in (("fixed_rv", ""), ("quantile", "Q"), ("", "")):
+        labels = gradients.make_summary_table(some.assign(bucket_mode=mode))["label"].to_list()
+        assert labels == [f"{prefix}{number}" for number in (2, 3, 5, 6)]
 
 
 @pytest.mark.parametrize(
@@ -217,21 +203,16 @@ def test_the_interval_of_the_regularizer_is_that_of_its_term_or_of_the_remainder
     table = gradients.make_share_table(make_rows(tmp_path, fake_analysis), "signal_share")
     rows = {(row["bucket"], row["component"]): row for row in fake_analysis.make_line()["rows"]}
     for share in table.itertuples():
+        numbers = [share.regularizer, share.regularizer_low, share.regularizer_high]
+        columns = ["signal_share", "signal_share_low", "signal_share_high"]
         if expected == "none":
-            assert math.isnan(share.regularizer_low)
-            assert math.isnan(share.regularizer_high)
+            assert np.isnan(numbers[1:]).all()
         elif expected == "own":
             row = rows[share.bucket, "kl" if "kl" in components else "entropy"]
-            assert (share.regularizer_low, share.regularizer_high) == (
-                row["signal_share_low"],
-                row["signal_share_high"],
-            )
-            assert share.regularizer == row["signal_share"]
+            assert numbers == [row[name] for name in columns]
         else:
-            row = rows[share.bucket, "task"]
-            assert share.regularizer == pytest.approx(1 - row["signal_share"], rel=1e-12)
-            assert share.regularizer_low == pytest.approx(1 - row["signal_share_high"], rel=1e-12)
-            assert share.regularizer_high == pytest.approx(1 - row["signal_share_low"], rel=1e-12)
+            value, low, high = (rows[share.bucket, "task"][name] for name in columns)
+            assert numbers == pytest.approx([1 - value, 1 - high, 1 - low], rel=1e-12)
 
 
 @pytest.mark.long
@@ -251,13 +232,6 @@ def test_tables_of_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> None
     assert older_share.loc[~older_share["prefilter"], "value"].to_list() == [row["share"] for row in expected_rows]
     assert older_share["low"].isna().all()
     assert gradients.make_share_lines(make_rows(tmp_path / "task", FakeAnalysis(components=("task",)))).empty
-
-
-def test_subsample_evenly_keeps_the_ends() -> None:
-    assert gradients.subsample_evenly([1, 51, 101], 3) == [1, 51, 101]
-    assert gradients.subsample_evenly(list(range(1, 102)), 3) == [1, 51, 101]
-    assert gradients.subsample_evenly([1, 2], 3) == [1, 2]
-    assert gradients.subsample_evenly([], 3) == []
 
 
 def test_a_trend_is_spearmans_with_an_exact_p(tmp_path: Path, generator: np.random.Generator) -> None:
@@ -339,14 +313,6 @@ def test_one_analysis_has_the_same_p_alone_and_together(tmp_path: Path, generato
 
 def test_no_analysis_gives_empty_tables(tmp_path: Path, generator: np.random.Generator) -> None:
     no_rows = make_rows(tmp_path)
-    table_functions = (
-        gradients.make_analysis_table,
-        gradients.make_signal_table,
-        gradients.make_share_table,
-        gradients.make_signal_lines,
-        gradients.make_share_lines,
-    )
-    for make_table in table_functions:
-        assert make_table(no_rows).empty
+    assert all(make_table(no_rows).empty for make_table in TABLES)
     assert gradients.compute_trends(no_rows, generator).empty
     assert gradients.summarize_trends(no_rows, generator).empty

@@ -212,12 +212,11 @@ def test_shifts_are_those_of_the_declared_contrasts(frames: StudyFrames) -> None
 
 @pytest.mark.long
 def test_p_of_a_shift_counts_all_exchanges_within_seeds(tmp_path: Path) -> None:
-    frames = make_frames(tmp_path, {"a": (0, 0, 3, 3, 3), "b": (0, 0, 0, 0, 3)})
-    # All three seeds have two collapses more without the KL term: 2 of 8 exchanges are as far from 0.
-    assert compare(frames)["KL, with a critic"]["p"] == 2 / 8
-    frames = make_frames(tmp_path / "two", {"a": (0, 0, 2, 2, 3), "b": (0, 0, 0, 0, 3)})
-    # Seeds 0 and 1 differ by two and seed 2 by none, so half of the exchanges are as far.
-    assert compare(frames)["KL, with a critic"]["p"] == 4 / 8
+    # All three seeds have two collapses more without the KL term: 2 of 8 exchanges are as far from 0. Where seeds 0
+    # and 1 differ by two and seed 2 by none, half of the exchanges are as far.
+    for numbers, p in (((0, 0, 3, 3, 3), 2 / 8), ((0, 0, 2, 2, 3), 4 / 8)):
+        frames = make_frames(tmp_path / str(p), {"a": numbers, "b": (0, 0, 0, 0, 3)})
+        assert compare(frames)["KL, with a critic"]["p"] == p
 
 
 def test_a_contrast_of_several_lines_or_without_arms_has_no_shift(frames: StudyFrames) -> None:
@@ -250,8 +249,8 @@ def test_the_dose_is_the_horizontal_axis_of_the_grid(frames: StudyFrames) -> Non
     grid = layout.find_grid(frames)
     assert grid is not None
     assert (grid.x, grid.y, grid.panels) == ("actor.lr", "actor.kl_loss_coef", ("algorithm.adv_estimator",))
-    other_axis = replace(frames.studies[0].axis, dose="actor.kl_loss_coef")
-    other_study = replace(frames.studies[0], axis=other_axis)
+    study = frames.studies[0]
+    other_study = replace(study, axis=replace(study.axis, dose="actor.kl_loss_coef"))
     other_grid = layout.find_grid(replace(frames, study=other_study))
     assert other_grid is not None
     assert (other_grid.x, other_grid.y) == ("actor.kl_loss_coef", "actor.lr")
@@ -331,8 +330,7 @@ def test_the_report_has_the_edges_and_their_files(folder: Path, frames: StudyFra
     assert "separated: no run collapsed up to 0.001, and all did from 0.0017 on" in words
     assert "How far the edge moves KL, with a critic" not in words  # the head of the table is between them
     assert all(name in words for name in (*NAMES.values(), *CONTRASTS))
-    for name, table in (("edge", edge.summarize_edges(frames)), ("edge_shifts", None), ("edge_doses", None)):
-        written = pd.read_csv(folder / "figures" / f"{name}.csv")
-        assert len(written)
-        if table is not None:
-            assert written["edge"].to_list() == pytest.approx(table["edge"].to_list(), nan_ok=True)
+    written = {name: pd.read_csv(folder / "figures" / f"{name}.csv") for name in ("edge", "edge_shifts", "edge_doses")}
+    assert all(len(table) for table in written.values())
+    edges = edge.summarize_edges(frames)["edge"].to_list()
+    assert written["edge"]["edge"].to_list() == pytest.approx(edges, nan_ok=True)

@@ -41,13 +41,9 @@ def write_frames(folder: Path, num_seeds: int, without: tuple[str, int] | None =
         for seed in range(num_seeds)
     ]
     entry = {"setting": axis.setting, "option": axis.option, "values": list(axis.named_settings)}
-    contrasts: list[dict[str, Any]] = [
-        *({"name": name, "pairs": pairs} for name, pairs in make_grid_contrasts(FACTORS).items()),
-        *(
-            {"name": name, "pairs": pairs, "needs_all_pairs": True}
-            for name, pairs in make_grid_interactions(FACTORS).items()
-        ),
-    ]
+    effects, interactions = make_grid_contrasts(FACTORS), make_grid_interactions(FACTORS)
+    contrasts: list[dict[str, Any]] = [{"name": name, "pairs": pairs} for name, pairs in effects.items()]
+    contrasts += [{"name": name, "pairs": pairs, "needs_all_pairs": True} for name, pairs in interactions.items()]
     extra = {"axis": {**entry, "factors": list(axis.factors)}, "contrasts": contrasts}
     study = FakeStudy(baseline=next(iter(axis.named_settings)), total_steps=20, levels=40, extra=extra)
     return load(write_study(folder, runs, study))
@@ -132,7 +128,7 @@ def test_seeds_without_every_arm_do_not_count_and_three_are_needed(tmp_path: Pat
 def test_main_effects_and_interactions_are_contrasts_of_the_arms(tmp_path: Path) -> None:
     frames = write_frames(tmp_path, num_seeds=3)
     values = frames.trials.groupby("arm")["late_val_success"].mean()
-    rows = [row for row in to_records(compute_contrasts(frames)) if row["column"] == "late_val_success"]
+    rows = list_success_contrasts(frames)
     low_gae, low_grpo, high_gae, high_grpo = (values[arm] for arm in make_grid_axis(FACTORS).named_settings)
     expected = {
         "lr 1e-3 against 1e-4": (high_gae - low_gae + high_grpo - low_grpo) / 2,
@@ -153,12 +149,9 @@ def test_three_factors_have_all_main_effects_and_two_way_interactions() -> None:
         assert {arm for pairs in declared.values() for pair in pairs for arm in pair} == set(arms)
 
 
-def test_a_value_that_is_a_part_is_shown_without_its_digest() -> None:
+def test_a_part_is_shown_without_its_digest_and_names_an_arm_without_its_file() -> None:
     assert layout.label_value("my.py:soft#0123456789abcdef") == "my.py:soft"
     assert layout.label_value("#0123456789abcdef") == "#0123456789abcdef"
-
-
-def test_an_arm_is_named_after_its_part_without_the_file() -> None:
     axis = make_grid_axis({"actor.lr": ("1e-4", "1e-3"), "actor.policy_loss": ("ppo_clip", "parts/my.py:soft")})
     assert axis.grids["laptop"][:2] == ("lr1e-4-policy_lossppo_clip", "lr1e-4-policy_losssoft")
     assert axis.named_settings["lr1e-4-policy_losssoft"]["actor.policy_loss"] == "parts/my.py:soft"

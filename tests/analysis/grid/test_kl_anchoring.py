@@ -72,14 +72,9 @@ def test_the_fake_grid_shows_that_k1_does_not_anchor(kl_table: pd.DataFrame) -> 
 @pytest.mark.long
 def test_a_k1_that_anchors_the_policy_is_reported_so(tmp_path: Path) -> None:
     """With the two forms exchanged, the sentences follow: the report repeats its data and not a theory."""
-    table = kl_anchoring.make_kl_table(
-        make_frames(
-            tmp_path,
-            GROUPS,
-            lambda form, coefficient: compute_anchored_kl("kl" if form == "mse" else "mse", coefficient),
-        )
-    )
-    words = describe(table)
+    exchanged = {"kl": "mse", "mse": "kl"}
+    frames = make_frames(tmp_path, GROUPS, lambda form, number: compute_anchored_kl(exchanged[form], number))
+    words = describe(kl_anchoring.make_kl_table(frames))
     assert "Under the loss kl, KL to the reference falls with the coefficient" in words
     assert "pulls the policy toward the reference and k1 does not" not in words
 
@@ -97,22 +92,13 @@ def test_nothing_is_claimed_without_runs_of_k1(tmp_path: Path) -> None:
 def make_table(rhos: dict[str, list[list[float]]], sets_per_seed: int = 1) -> pd.DataFrame:
     """Make a table of the measured KL (nats) of each form, with one list per set, over rising coefficients."""
     rows = [
-        {
-            "run_id": f"{form}{match}{index}",
-            "form": form,
-            "coefficient": 10.0**index,
-            "match": match,
-            "seed": match // sets_per_seed,
-            "status": "completed",
-            "first_step": 1,
-            "last_step": 4,
-            "kl": kl,
-        }
+        (f"{form}{match}{index}", form, 10.0**index, match, match // sets_per_seed, kl)
         for form, sets in rhos.items()
         for match, kls in enumerate(sets)
         for index, kl in enumerate(kls)
     ]
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows, columns=["run_id", "form", "coefficient", "match", "seed", "kl"])
+    return table.assign(status="completed", first_step=1, last_step=4)
 
 
 def test_the_difference_is_paired_and_signed() -> None:

@@ -1,6 +1,5 @@
 """Tests of grids: factors come from configurations alone, cells are numbers of runs or say why there is none."""
 
-import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.data import compare
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import layout
 from analysis.grid.contrasts import compare_switch, list_switches
-from analysis.report.grid import GRID_SECTIONS
-from analysis.report.results import SweepResults
-from analysis.report.section import Table
-from analysis.report.sweep import VERDICTS
 from analysis.stats.noise import estimate_paired_contrast, fit_noise
 from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, make_runs, make_study, write_grid
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -61,19 +55,10 @@ def test_the_factors_of_the_smoke_grid(one_loss_frames: StudyFrames, three_loss_
 
 def test_panels_and_their_sizes_are_those_of_the_groups(one_loss_frames: StudyFrames) -> None:
     grid = find_grid(one_loss_frames)
-    sizes = (
-        layout.make_cell_table(grid, layout.make_member_table(one_loss_frames, grid))
-        .groupby("panel", sort=False)
-        .size()
-        .to_dict()
-    )
-    assert sizes == {
-        "filter 1": 25,
-        "filter 1, zero task advantage": 16,
-        "filter 0.8": 9,
-        "filter 0.6": 9,
-        "filter 0.4": 9,
-    }
+    cells = layout.make_cell_table(grid, layout.make_member_table(one_loss_frames, grid))
+    assert cells.groupby("panel", sort=False).size().to_dict() == {
+        "filter 1": 25, "filter 1, zero task advantage": 16, "filter 0.8": 9, "filter 0.6": 9, "filter 0.4": 9,
+    }  # fmt: skip
 
 
 @pytest.mark.long
@@ -88,11 +73,8 @@ def test_one_factor_is_no_grid_and_two_are(tmp_path: Path) -> None:
     two_factor_frames = make_named_frames(
         tmp_path / "two", {"a": {ENTROPY: 0.0, FILTER: 1.0}, "b": {ENTROPY: 0.1, FILTER: 0.5}}
     )
-    assert (find_grid(two_factor_frames).x, find_grid(two_factor_frames).y, find_grid(two_factor_frames).panels) == (
-        ENTROPY,
-        FILTER,
-        (),
-    )
+    grid = find_grid(two_factor_frames)
+    assert (grid.x, grid.y, grid.panels) == (ENTROPY, FILTER, ())
 
 
 def test_the_plane_is_the_pair_with_the_most_points(tmp_path: Path) -> None:
@@ -167,11 +149,8 @@ def test_labels_name_points_and_are_unique(three_loss_frames: StudyFrames) -> No
     assert labels[name] == "filter 1 · loss mse · zero task advantage · KL 0.01 · entropy 0.003"
     renamed_frames = layout.rename_arms(three_loss_frames, labels)
     assert renamed_frames.studies[0].baseline == "filter 1 · KL 0 · entropy 0"
-    assert (
-        renamed_frames.steps["arm"]
-        .map({label: arm for arm, label in labels.items()})
-        .equals(three_loss_frames.steps["arm"])
-    )
+    arms = {label: arm for arm, label in labels.items()}
+    assert renamed_frames.steps["arm"].map(arms).equals(three_loss_frames.steps["arm"])
 
 
 def test_equal_points_keep_their_own_names(tmp_path: Path) -> None:
@@ -181,10 +160,8 @@ def test_equal_points_keep_their_own_names(tmp_path: Path) -> None:
         "c": {ENTROPY: 0.1, FILTER: 0.5},
     }
     frames = make_named_frames(tmp_path, arms)
-    assert list(layout.make_arm_labels(frames, find_grid(frames)).values())[:2] == [
-        "entropy 0 · filter 1 (a)",
-        "entropy 0 · filter 1 (b)",
-    ]
+    labels = list(layout.make_arm_labels(frames, find_grid(frames)).values())
+    assert labels[:2] == ["entropy 0 · filter 1 (a)", "entropy 0 · filter 1 (b)"]
     table = layout.make_cell_table(find_grid(frames), layout.make_member_table(frames, find_grid(frames)))
     assert table["arms"].to_list() == ["c", "a, b"]
 
@@ -248,29 +225,3 @@ def test_each_form_of_the_loss_has_its_own_contrast(three_loss_frames: StudyFram
     table = compare_switch(grid, layout.make_member_table(three_loss_frames, grid), "algorithm.zero_task_advantage")
     assert list(dict.fromkeys(table["group"])) == ["kl", "mse", "low_var_kl"]
     assert (table["pairs"] == 16).all()
-
-
-@pytest.mark.slow
-def test_the_page_has_every_arm_once_and_counts_comparisons(
-    three_loss_frames: StudyFrames, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compare, "find_recorded_values", lambda study, column: (0.3, 0.32, 0.35))
-    results = SweepResults(three_loss_frames)
-    verdicts = [table for table in VERDICTS.tables(results) if isinstance(table, Table)]
-    labels = layout.make_arm_labels(three_loss_frames, find_grid(three_loss_frames))
-    assert sorted(row["arm"] for table in verdicts for row in table.rows) == sorted(labels.values())
-    for table in verdicts:
-        counts = [int(text) for text in re.findall(r"(\d+) ", table.fold.partition(";")[2])]
-        assert sum(counts) == len(table.rows)
-    assert all(np.isnan(arm["p"]) for arm in results.arms)  # one seed is no comparison
-    assert sum(not np.isnan(arm["difference_low"]) for arm in results.arms) == 161
-
-
-def test_tables_beside_the_pictures_hold_every_cell(three_loss_frames: StudyFrames) -> None:
-    results = SweepResults(three_loss_frames)
-    files = {name: table for section in GRID_SECTIONS for name, table in section.files(results).items()}
-    assert set(files) == {"grid_cells", "grid_zero_task_advantage", "grid_kl_to_reference"}
-    assert len(files["grid_cells"]) == len(results.cells)
-    pd.testing.assert_series_equal(files["grid_cells"]["success"], results.cells["success"])
-    assert {KL, ENTROPY} <= set(files["grid_cells"])
-    assert "match" not in files["grid_kl_to_reference"]

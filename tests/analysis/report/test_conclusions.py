@@ -19,21 +19,17 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
 
 
 @pytest.mark.long
-def test_arms_of_a_grid_are_named_as_they_are_typed(frames: StudyFrames) -> None:
-    arms = set(frames.trials["arm"])
+def test_arms_of_a_grid_are_named_as_they_are_typed_and_each_run_has_the_verdict_of_its_arm(
+    frames: StudyFrames,
+) -> None:
     headings, *rows = conclude(frames).verdicts
     assert headings[:2] == ("arm", "verdict")
-    assert {row[0] for row in rows} == arms
-    assert len(rows) == len(arms)
-    open_arms = {row[0] for row in rows if row[1] == "open"}
-    assert set(list_open_arms(frames)) == open_arms
-    assert 0 < len(open_arms) < len(arms)
-
-
-@pytest.mark.long
-def test_each_run_of_a_grid_has_the_verdict_of_its_arm(frames: StudyFrames) -> None:
-    _, *rows = conclude(frames).verdicts
     verdicts = {row[0]: row[1] for row in rows}
+    assert len(rows) == len(verdicts)
+    assert verdicts.keys() == set(frames.trials["arm"])
+    open_arms = {arm for arm, verdict in verdicts.items() if verdict == "open"}
+    assert set(list_open_arms(frames)) == open_arms
+    assert 0 < len(open_arms) < len(verdicts)
     summaries = summarize_runs(frames)
     arms = frames.trials.set_index("run_id")["arm"]
     assert {run_id: summary["verdict"] for run_id, summary in summaries.items()} == dict(arms.map(verdicts))

@@ -17,7 +17,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from markupsafe import escape
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load, read_study
@@ -109,6 +108,7 @@ def parse_page(text: str) -> Page:
     assert len(page.ids) == len(set(page.ids))
     assert page.links[: len(page.sections)] == [f"#{name}" for name in page.sections]
     assert {"main", "nav", "h1"} <= page.tags
+    assert page.tags.isdisjoint({"link", "iframe", "img", "object"})
     assert page.links[-1] == "#top"
     assert page.ids[0] == "top"
     return page
@@ -133,8 +133,8 @@ def render_frames(frames: StudyFrames) -> str:
     return render_page(pages.make_heading(report, results), view_sections(report.sections, results, ()))
 
 
-def render_without_figures(folder: Path, *, live: bool = False) -> Page:
-    return parse_page(render_frames(load(folder, live=live)))
+def render_without_figures(folder: Path) -> Page:
+    return parse_page(render_frames(load(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -159,35 +159,13 @@ def page(text: str) -> Page:
 
 
 @pytest.mark.long
-def test_the_report_has_every_arm_with_its_verdict_and_what_reproducing_it_needs(folder: Path, page: Page) -> None:
-    for row in tables.summarize_arms(name_arms(read_study(folder))).itertuples():
-        assert row.arm.startswith("KL ")
-        assert f"{row.arm} {row.outcome} {row.late_val_success:.3f} " in page.words
-        assert row.notes in page.words
-    for words in (
-        "Does a KL penalty to the initial policy prevent collapse",
-        "sokoban-tiny plays sokoban · preset laptop · 6 runs: 5 completed, 1 early stopped",
-        # A stop has its rule, value, threshold and step.
-        "low_validation_success stopped 1 of 1 runs (step 45: 0.002 < 0.01)",
-        "KL 0.3 0 low_validation_success 45 0.002 0.01 0.015 arm03-seed0",
-        "1 seed: nothing shows how much runs of one setting differ, so no difference has an interval.",
-        "the same 200 levels. 175 of them are distinct: levels that the game counts as equal, such as",
-        *("python -m tune_study run kl --preset laptop", "0123456789abcdef", "torch 2.13.0", "seeds 123 to 322"),
-    ):
-        assert words in page.words
-
-
-@pytest.mark.long
 def test_every_setting_is_listed_and_changed_ones_are_marked(folder: Path, text: str, tmp_path: Path) -> None:
     rows = make_settings_rows(load(folder).studies[0])
     assert len(rows) > 80
-    for row in rows:
-        assert f'<code>{row["name"]}</code></th><td class="text"><code>{escape(row["value"])}</code>' in text
     changed = {row["name"] for row in rows if row["changed"]}
     assert set(re.findall(r'<tr class="changed"><th scope="row"><code>([^<]*)</code>', text)) == changed
     assert {"model.path", "actor.lr", "trainer.total_training_steps"} <= changed
     assert not {"env.group_size"} & changed
-    # Without recorded defaults nothing is marked.
     unknown = render_frames(load(write_study(tmp_path, [FakeRun("0", steps=10)], SMALL)))
     assert 'class="changed"' not in unknown
     assert "The defaults are not recorded in study.json" in unknown
@@ -210,7 +188,6 @@ SCRIPT = re.compile(r"<script( [^>]*)?>(.*?)</script>", re.DOTALL)
 @pytest.mark.long
 def test_the_page_needs_nothing_from_outside_and_runs_only_the_script_of_its_charts(text: str, page: Page) -> None:
     assert all(link.startswith(("#", "data:")) for link in page.links)
-    assert page.tags.isdisjoint({"link", "iframe", "img", "object"})
     static_text = SCRIPT.sub("", text)
     addresses = re.findall(r"https?://[^\s\"'<>)]+", static_text)
     assert {url for url in addresses if not url.startswith("http://www.w3.org/")} == set()
@@ -245,6 +222,8 @@ def test_a_report_is_the_same_when_written_twice_and_ends_with_own_sections(tmp_
     frames = load(study_folder)
     assert write_frames_report(frames, study_folder, with_pictures=False).read_text() == first
     assert SCRIPT.sub("", first).count("<svg") == 7
+    assert "What changed before a collapse" not in first
+    assert not (study_folder / "figures" / "onsets.csv").exists()
     own = Section[Any](
         "own",
         "Steps of <each> arm",
@@ -335,13 +314,6 @@ def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path, pre
 
 
 @pytest.mark.long
-def test_a_running_study_can_be_reported(tmp_path: Path) -> None:
-    study_folder = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", status="running", steps=6)], SMALL)
-    assert "1 running" in render_without_figures(study_folder, live=True).words
-    assert "1 interrupted" in render_without_figures(study_folder).words
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "missing", thin_out(["entropy", "reward_std", "val_greedy_success", "base_val_success", "kept_ratio"], 5)
 )
@@ -382,28 +354,14 @@ def test_only_studies_of_trees_have_figures_of_children(tmp_path: Path) -> None:
             draw_figures(frames, names)
 
 
-BASE = ("test_success", "base_val_success", "base_val_greedy_success")
-
-
-@pytest.mark.parametrize(("num_seeds", "missing"), [(1, BASE), (2, ())])
-def test_the_caption_of_the_dose_response_names_what_is_drawn(
-    tmp_path: Path, num_seeds: int, missing: tuple[str, ...]
-) -> None:
-    runs = [FakeRun(arm, n, steps=3, rows=dict.fromkeys(missing)) for arm in ("0", "0.1") for n in range(num_seeds)]
+def test_the_caption_of_the_dose_response_names_only_what_is_drawn(tmp_path: Path) -> None:
+    missing = dict.fromkeys(("test_success", "base_val_success", "base_val_greedy_success"))
+    runs = [FakeRun(arm, steps=3, rows=missing) for arm in ("0", "0.1")]
     results = SweepResults(load(write_study(tmp_path, runs, TINY)))
-    caption = say(DOSE_RESPONSE.figures[0].caption, results)
-    if missing:
-        assert caption == (
-            "Success at the end of training, without 95 % intervals. Circles: validation levels, sampled. Triangles: "
-            "validation levels, greedy."
-        )
-    else:
-        assert caption == (
-            "Success at the end of training, with 95 % intervals. Circles: validation levels, sampled. Triangles: "
-            "validation levels, greedy. Squares: test levels, sampled. Dashed line: sampled success before training. "
-            "Dotted line: greedy success before training. "
-            f"{findings.describe_interval_basis(results.dose_response)}"
-        )
+    assert say(DOSE_RESPONSE.figures[0].caption, results) == (
+        "Success at the end of training, without 95 % intervals. Circles: validation levels, sampled. Triangles: "
+        "validation levels, greedy."
+    )
 
 
 CONTROLS = "\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
@@ -444,7 +402,7 @@ def test_the_index_links_every_study_and_compares_equal_runs(tmp_path: Path) -> 
     assert page.words.count("A short study: 10 training steps instead of the 60 of preset laptop") == 1
 
 
-def test_the_conclusion_has_the_verdicts_as_a_table(tmp_path: Path) -> None:
+def test_the_conclusion_counts_collapses_and_names_the_basis_of_intervals(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed, steps=10) for arm in ("0", "0.1") for seed in range(3)]
     runs[5] = FakeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP)
     runs[2] = FakeRun("0", 2, status="failed", steps=5)
@@ -453,10 +411,6 @@ def test_the_conclusion_has_the_verdicts_as_a_table(tmp_path: Path) -> None:
     assert findings.describe_collapses(count_collapses(frames)) == sentence
     conclusion = conclude(frames)
     assert conclusion.sentences[-1] == f"{sentence} {COLLAPSE_DEFINITION}"
-    (row, _) = tables.summarize_arms(frames).to_dict("records")
-    success = f"{row['late_val_success']:.3f} [{row['late_low']:.3f}, {row['late_high']:.3f}]"
-    assert conclusion.verdicts[0][2:4] == ("success, mean of the last 2 validations", "minus the baseline")
-    assert conclusion.verdicts[1][:4] == ("0", "baseline", success, "baseline")
     assert conclusion.verdicts[2][6] == "2 completed, 1 early stopped"
     assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
         "Intervals are over 2 seeds for arm 0; over 3 seeds for arm 0.1. They allow for the noise of these runs alone "
@@ -471,9 +425,8 @@ def test_a_run_is_summarized_with_the_verdict_of_its_arm(tmp_path: Path) -> None
     assert list(summaries) == [run.run_id for run in runs]
     assert [summary["collapsed"] for summary in summaries.values()] == [False] * 5 + [True]
     assert [summary["verdict"] for summary in summaries.values()] == ["baseline"] * 3 + ["open"] * 3
-    assert (
-        summaries[runs[5].run_id] | {"status": "early_stopped", "reason": "the rule fired"} == summaries[runs[5].run_id]
-    )
+    stopped = summaries[runs[5].run_id]
+    assert (stopped["status"], stopped["reason"]) == ("early_stopped", "the rule fired")
     never_started = FakeRun("0.3", steps=0, status="never_ran")
     summary = pages.summarize_runs(load(write_study(tmp_path / "more", [*runs, never_started], SMALL)))["arm03-seed0"]
     assert (summary["status"], "collapsed" in summary) == ("never_ran", False)
@@ -517,20 +470,6 @@ def test_sentences_on_learning_name_what_they_do_not_show(
     sentences = findings.describe_learning(row)
     assert any(words in sentence for sentence in sentences)
     assert "Sampled success at the end (0.650) is above the greedy success of the base policy (0.600)." in sentences
-
-
-def test_one_sentence_says_where_the_noise_comes_from(tmp_path: Path) -> None:
-    runs = [FakeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(5)]
-    frames = load(write_study(tmp_path, runs, FakeStudy(levels=10, total_steps=2)))
-    values = frames.trials.pivot(index="arm", columns="seed", values="late_val_success")
-    unpaired = math.sqrt(values.var(axis=1).mean())
-    paired = (values - values.mean()).sub(values.mean(axis=1) - values.mean(axis=None), axis=0)
-    assert findings.list_caveats(frames, tables.summarize_arms(frames))[0] == (
-        "5 seeds: the noise of a run is estimated from all arms together. An arm's noise is never taken to be smaller "
-        "than the spread of its own runs or the sampling error of its evaluation. "
-        f"The standard deviation of a run is {unpaired:.3g}, and "
-        f"{math.sqrt((paired**2).sum(axis=None) / 4):.3g} without what its seed does to all arms."
-    )
 
 
 BROWSER = next(

@@ -26,7 +26,10 @@ from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
 from trainable.runs.study_record import Search
 
-SPACE = [
+DEFAULTS: dict[str, Any] = {
+    "low": 0.0, "high": 0.0, "is_log": False, "is_relative": False, "is_integer": False, "values": [], "condition": [],
+}  # fmt: skip
+SPACE: list[dict[str, Any]] = [
     {"setting": "actor.lr", "low": 1e-5, "high": 1e-2, "is_log": True},
     {"setting": "actor.use_kl_loss", "values": ["False", "True"]},
     {
@@ -38,15 +41,6 @@ SPACE = [
     },
     {"setting": "actor.ppo_epochs", "low": 1.0, "high": 4.0, "is_integer": True},
 ]
-DEFAULTS: dict[str, Any] = {
-    "low": 0.0,
-    "high": 0.0,
-    "is_log": False,
-    "is_relative": False,
-    "is_integer": False,
-    "values": [],
-    "condition": [],
-}
 
 
 def make_entry(objectives: tuple[str, ...] = ("success",), num_points: int = 5) -> dict[str, Any]:
@@ -63,27 +57,25 @@ def make_search(objectives: tuple[str, ...] = ("success",)) -> Search:
 POINTS = {
     "default": {},
     "point-1": {"actor.lr": "0.001", "actor.use_kl_loss": "False", "actor.ppo_epochs": "2"},
-    "point-2": {
-        "actor.lr": "0.01",
-        "actor.use_kl_loss": "True",
-        "actor.kl_loss_coef": "0.1",
-        "actor.ppo_epochs": "1",
-    },
+    "point-2": {"actor.lr": "0.01", "actor.use_kl_loss": "True", "actor.kl_loss_coef": "0.1", "actor.ppo_epochs": "1"},
     "point-3": {"actor.lr": "0.0001", "actor.use_kl_loss": "False", "actor.ppo_epochs": "3"},
     "point-4": {"actor.lr": "0.0002", "actor.use_kl_loss": "False", "actor.ppo_epochs": "4"},
 }
 STOP = ("low_validation_success", 0.001, 0.01)
 
 
-def make_frames(folder: Path, runs: list[FakeRun], objectives: tuple[str, ...] = ("success",)) -> StudyFrames:
+def make_frames(
+    folder: Path, runs: list[FakeRun], objectives: tuple[str, ...] = ("success",), **extra: Any
+) -> StudyFrames:
+    """Load a search. extra: entries of study.json, also such as no search writes."""
     study = FakeStudy(
-        run="search_kl_sokoban-tiny",
+        run="search",
         setting="point",
         baseline="default",
         levels=40,
         total_steps=20,
         values=tuple(POINTS),
-        extra={"search": make_entry(objectives), "points": POINTS},
+        extra={"search": make_entry(objectives), "points": POINTS, **extra},
     )
     return load(write_study(folder, runs, study))
 
@@ -188,30 +180,13 @@ def test_the_state_of_a_point_is_that_of_its_trial(frames: StudyFrames, state: s
     assert (trial.values is not None) == (state == COMPLETE)
 
 
-def make_drawn_points(seed: int, count: int = 40) -> pd.DataFrame:
-    """Make points whose outcome depends on the learning rate alone."""
-    generator = np.random.default_rng(seed)
-    rates, epochs = 10 ** generator.uniform(-5, -2, count), generator.integers(1, 5, count)
-    return pd.DataFrame(
-        {
-            "arm": [f"point-{number}" for number in range(count)],
-            "number": range(count),
-            "state": COMPLETE,
-            "seeds": 2,
-            "violations": 0,
-            "is_feasible": True,
-            "success": -np.abs(np.log10(rates) + 3.0),
-            "cost": generator.uniform(1, 2, count),
-            "values": [
-                {"actor.lr": float(rate), "actor.use_kl_loss": "False", "actor.ppo_epochs": int(epoch)}
-                for rate, epoch in zip(rates, epochs, strict=True)
-            ],
-        }
-    )
-
-
 def test_the_pareto_front_is_that_of_an_exhaustive_comparison() -> None:
-    points = make_drawn_points(3).assign(is_feasible=lambda table: table["number"] % 5 != 0)
+    generator, count = np.random.default_rng(3), 40
+    values = {"actor.lr": 1e-3, "actor.use_kl_loss": "False", "actor.ppo_epochs": 1}
+    points = pd.DataFrame({"number": range(count), "success": generator.normal(size=count), "values": [values] * count})
+    points["arm"] = [f"point-{number}" for number in range(count)]
+    points["cost"] = generator.uniform(1, 2, count)
+    points = points.assign(state=COMPLETE, seeds=2, violations=0, is_feasible=points["number"] % 5 != 0)
     feasible = points[points["is_feasible"]]
     front = [
         row.arm
@@ -277,10 +252,8 @@ def test_the_history_has_every_point_and_the_best_so_far(frames: StudyFrames) ->
         # Without the points at which a run collapsed or failed.
         successes = [row["success"] for row in best]
         assert get_arms(best) == ["default", "point-1"]
-        assert [row["best"] for row in best] == [
-            successes[0],
-            max(successes) if is_higher_better else min(successes),
-        ]
+        best_of = max if is_higher_better else min
+        assert [row["best"] for row in best] == [successes[0], best_of(successes)]
         assert (circle["color"], get_arms(points)) == (POINT_COLOR, ["point-1"])
         assert (diamond["shape"], diamond["color"], get_arms(default)) == ("diamond", INK, ["default"])
         assert (cross["shape"], cross["color"], get_arms(failed)) == ("cross", STOPPED_COLOR, ["point-2", "point-3"])
@@ -296,21 +269,24 @@ def test_the_front_is_a_line_over_costs(frames: StudyFrames) -> None:
     assert drawn == pytest.approx(dict(zip(points["arm"], points["cost"] / 1e6, strict=True)))
 
 
-def make_foreign_frames(folder: Path, **changes: Any) -> StudyFrames:
-    """Load a search whose study.json has other values than a search writes."""
-    extra = {"search": make_entry(), "points": POINTS, **changes}
-    study = FakeStudy(run="search", setting="point", baseline="default", levels=40, total_steps=20, extra=extra)
-    return load(write_study(folder, make_runs(), study))
-
-
 @pytest.mark.long
 def test_texts_from_a_foreign_folder_stay_text(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>"
     entry = make_entry()
     entry["space"][0]["name"] = evil
     points = {**POINTS, "point-1": {"actor.lr": evil, "actor.use_kl_loss": evil, evil: evil}}
-    frames = make_foreign_frames(tmp_path, search=entry, points=points)
+    frames = make_frames(tmp_path, make_runs(), search=entry, points=points)
     assert evil not in write_report(frames.folders[0]).read_text()
+
+
+WRONG_SPACES: tuple[list[dict[str, Any]], ...] = (
+    [{**DEFAULTS, "low": 0.0, "high": 1.0, "is_log": True}],
+    [{**DEFAULTS, "low": 1.0, "high": 1.0}],
+    [{**DEFAULTS, "low": "0", "high": 1.0}],
+    [{**DEFAULTS, "values": ["1", "1"]}],
+    [{**DEFAULTS, "low": 0.5, "high": 4.0, "is_integer": True}],
+    [{**DEFAULTS, "low": 0.5, "high": 4.0}] * 2,
+)
 
 
 @pytest.mark.parametrize(
@@ -318,30 +294,25 @@ def test_texts_from_a_foreign_folder_stay_text(tmp_path: Path) -> None:
     [
         {"space": []},
         {"space": [{"setting": "actor.lr"}]},
-        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": 0.0, "high": 1.0, "is_log": True}]},
-        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": 1.0, "high": 1.0}]},
-        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": "0", "high": 1.0}]},
-        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "values": ["1", "1"]}]},
-        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": 0.5, "high": 4.0, "is_integer": True}]},
-        {"space": [{**DEFAULTS, "name": "a", "setting": "a", "low": 0.5, "high": 4.0}] * 2},
+        *({"space": [{"name": "a", "setting": "a", **dimension} for dimension in space]} for space in WRONG_SPACES),
         {"objectives": ["time"]},
         {"num_points": "many"},
     ],
 )
 def test_a_search_that_makes_no_sense_is_damage(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="damaged"):
-        make_foreign_frames(tmp_path, search={**make_entry(), **change})
+        make_frames(tmp_path, make_runs(), search={**make_entry(), **change})
 
 
 @pytest.mark.parametrize("points", [[], {"default": []}, {"default": {"actor.lr": 1}}])
 def test_points_without_settings_are_damage(tmp_path: Path, points: Any) -> None:
     with pytest.raises(ValueError, match="damaged"):
-        make_foreign_frames(tmp_path, points=points)
+        make_frames(tmp_path, make_runs(), points=points)
 
 
 @pytest.mark.slow
 def test_a_search_without_points_is_read_as_a_study(tmp_path: Path) -> None:
-    frames = make_foreign_frames(tmp_path, points={})
+    frames = make_frames(tmp_path, make_runs(), points={})
     assert make_points(frames).empty
     assert write_report(frames.folders[0]).is_file()
 

@@ -47,28 +47,21 @@ def test_mean_over_seeds_is_the_one_sample_t_test_of_scipy(values: list[float], 
     assert (estimate.df, estimate.n) == (expected.df, len(values))
 
 
-def test_one_seed_has_no_interval() -> None:
-    estimate = estimates.mean_over_seeds([0.1])
-    assert estimate.value == 0.1
-    assert math.isnan(estimate.low)
-    assert math.isnan(estimates.mean_over_seeds([]).value)
-
-
-@pytest.mark.parametrize("value", [0.0, 0.25, 0.1])
-def test_equal_differences_have_no_interval(value: float) -> None:
-    estimate = estimates.mean_over_seeds([value] * 3)
-    assert (estimate.value, estimate.n) == (pytest.approx(value), 3)
+@pytest.mark.parametrize("values", [[0.1], [0.0] * 3, [0.25] * 3, [0.1] * 3])
+def test_one_seed_and_equal_ones_have_no_interval(values: list[float]) -> None:
+    estimate = estimates.mean_over_seeds(values)
+    assert (estimate.value, estimate.n) == (pytest.approx(values[0]), len(values))
     assert np.isnan([estimate.low, estimate.high, estimate.p]).all()
-
-
-def summarize(values: list[float]) -> estimates.SampleStats:
-    return estimates.SampleStats(float(np.mean(values)), float(np.std(values, ddof=1)), len(values))
+    assert math.isnan(estimates.mean_over_seeds([]).value)
 
 
 @given(samples, samples)
 @examples
 def test_welch_t_test_is_that_of_scipy(sample: list[float], reference: list[float]) -> None:
-    estimate = estimates.welch_t_test(summarize(sample), summarize(reference))
+    summaries = (
+        estimates.SampleStats(float(np.mean(x)), float(np.std(x, ddof=1)), len(x)) for x in (sample, reference)
+    )
+    estimate = estimates.welch_t_test(*summaries)
     expected = scipy_stats.ttest_ind(sample, reference, equal_var=False)
     interval = expected.confidence_interval()
     assert (estimate.low, estimate.high) == pytest.approx((interval.low, interval.high), rel=1e-9, abs=1e-9)
@@ -103,13 +96,6 @@ def test_holm_rejects_what_its_steps_reject(thousandths: list[int | None], signi
     assert {index for index, rejected in enumerate(is_rejected) if rejected} == find_rejected(
         tested, significance_level
     )
-
-
-def test_holm_hand_values_and_missing() -> None:
-    assert estimates.holm_adjust([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    adjusted = estimates.holm_adjust([0.04, np.nan, 0.01])
-    assert math.isnan(adjusted[1])
-    assert adjusted[[0, 2]] == pytest.approx([0.04, 0.02])
 
 
 @cache
@@ -158,7 +144,6 @@ def test_spearman_rho_is_that_of_scipy(runs: list[tuple[int, float]]) -> None:
 def test_spearman_trend_enumerates_few_runs() -> None:
     axis, outcome = [0, 0.01, 0.03, 0.1, 0.3], [0.5, 0.6, 0.4, 0.3, 0.2]
     trend = estimates.spearman_trend(axis, outcome, [0] * 5, np.random.default_rng(0))
-    assert trend.rho == pytest.approx(scipy_stats.spearmanr(axis, outcome).statistic)
     at_least_as_extreme = [
         abs(scipy_stats.spearmanr(axis, order).statistic) >= abs(trend.rho) - 1e-9
         for order in itertools.permutations(outcome)
@@ -181,11 +166,7 @@ def test_spearman_trend_degenerate(axis: list[float], outcome: list[float]) -> N
     assert math.isnan(estimates.spearman_trend(axis, outcome, [0] * len(axis), np.random.default_rng(0)).rho)
 
 
-def test_page_trend_sees_both_directions() -> None:
-    rising = [[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.35, 0.5], [0.1, 0.15, 0.3, 0.6]]
-    expected = min(1.0, 2 * scipy_stats.page_trend_test(rising).pvalue)
-    assert estimates.page_trend_p_value(rising) == pytest.approx(expected)
-    assert estimates.page_trend_p_value([row[::-1] for row in rising]) == pytest.approx(expected)
+def test_page_trend_needs_two_seeds() -> None:
     assert math.isnan(estimates.page_trend_p_value([[0.1, 0.2, 0.3]]))
 
 
@@ -198,8 +179,6 @@ def test_area_equals_its_oracle(pieces: list[tuple[int, float]], extra_steps: in
     assert area == pytest.approx(oracles.area(steps, values, steps[0] + extra_steps), abs=2e-3)
 
 
-def test_area_carries_the_last_value() -> None:
-    assert estimates.area_under_curve([0, 10], [0.4, 0.0], 40) == pytest.approx(0.05)
-    assert estimates.area_under_curve([0, 10], [0.2, 0.2], 60) == pytest.approx(0.2)
+def test_area_of_a_single_step_and_of_nothing() -> None:
     assert estimates.area_under_curve([5], [0.3], 5) == 0.3
     assert math.isnan(estimates.area_under_curve([], [], 10))

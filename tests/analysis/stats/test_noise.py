@@ -103,10 +103,12 @@ def test_an_arm_without_a_second_run_shows_no_noise(table: list[list[float]], se
             assert beside.prominence == pytest.approx([*alone.prominence, 0.0], abs=1e-6)
 
 
-def test_equal_arms_leave_no_residual() -> None:
-    y = np.array([[0.1, 0.3, 0.7], [0.1, 0.3, 0.7], [0.2, 0.4, 0.8]])
-    assert fit_noise(y).paired is None
-    assert fit_noise(y).unpaired is not None
+def test_equal_arms_leave_no_residual_and_recorded_runs_do_not_count_beside_two_seeds() -> None:
+    noise = fit_noise(np.array([[0.1, 0.3, 0.7], [0.1, 0.3, 0.7], [0.2, 0.4, 0.8]]))
+    assert noise.paired is None
+    assert noise.unpaired is not None
+    y = np.array([[0.80, 0.82, 0.81], [0.70, 0.71, 0.73]])
+    assert str(fit_noise(y, RECORDED)) == str(fit_noise(y))
 
 
 def test_samples_are_pooled_by_their_degrees_of_freedom() -> None:
@@ -179,27 +181,14 @@ def test_one_seed_needs_recorded_replicates() -> None:
     y = np.array([[0.8], [0.7]])
     alone = estimate_paired_contrast(y[1] - y[0], fit_noise(y))
     assert alone.value == pytest.approx(-0.1)
-    assert math.isnan(alone.low)
-    assert math.isnan(alone.p)
+    assert np.isnan([alone.low, alone.p]).all()
     estimate = estimate_paired_contrast(y[1] - y[0], fit_noise(y, RECORDED))
-    assert estimate.se == pytest.approx(0.02 * math.sqrt(2))
-    assert estimate.df == 19
+    assert (estimate.se, estimate.df) == (pytest.approx(0.02 * math.sqrt(2)), 19)
     assert estimate.high - estimate.value == pytest.approx(stats.t.ppf(0.975, 19) * 0.02 * math.sqrt(2))
-
-
-def test_recorded_runs_do_not_count_beside_two_seeds() -> None:
-    y = np.array([[0.80, 0.82, 0.81], [0.70, 0.71, 0.73]])
-    assert str(fit_noise(y, RECORDED)) == str(fit_noise(y))
-
-
-def test_one_run_against_several_of_the_baseline() -> None:
-    y = np.array([[0.80, math.nan, math.nan], [math.nan, 0.70, math.nan]])
-    noise = fit_noise(y, RECORDED)
-    one = estimate_unpaired_difference([0.7], [0.8], noise)
-    four = estimate_unpaired_difference([0.7], [0.8, 0.81, 0.79, 0.80], noise)
-    assert one.se == pytest.approx(0.02 * math.sqrt(2))
-    assert four.se == pytest.approx(0.02 * math.sqrt(1 + 1 / 4))
-    assert one.df == four.df == 19
+    noise = fit_noise(np.array([[0.80, math.nan, math.nan], [math.nan, 0.70, math.nan]]), RECORDED)
+    for baseline in ([0.8], [0.8, 0.81, 0.79, 0.80]):
+        unpaired = estimate_unpaired_difference([0.7], baseline, noise)
+        assert (unpaired.se, unpaired.df) == (pytest.approx(0.02 * math.sqrt(1 + 1 / len(baseline))), 19)
 
 
 def test_no_interval_is_narrower_than_the_evaluation_allows() -> None:
@@ -216,22 +205,6 @@ def test_no_interval_is_narrower_than_the_evaluation_allows() -> None:
     )
 
 
-def test_the_weights_of_a_contrast_scale_its_error() -> None:
-    """The mean of two pairs with an arm in common has the weights (1, -1/2, -1/2)."""
-    noise = Noise(Pool(0.02**2, 30.0, np.zeros(3)), None)
-    estimate = estimate_paired_contrast([0.1], noise, weight_norm=1.5)
-    assert estimate.se == pytest.approx(0.02 * math.sqrt(1.5))
-
-
-def test_a_sign_is_kept() -> None:
-    y = np.array([[0.8, 0.81, 0.79], [0.6, 0.62, 0.61], [0.8, 0.79, 0.8]])
-    estimate = estimate_paired_contrast(y[1] - y[0], fit_noise(y))
-    assert estimate.high < 0 < estimate.se
-    mirrored = estimate_paired_contrast(y[0] - y[1], fit_noise(y))
-    assert (mirrored.low, mirrored.high) == pytest.approx((-estimate.high, -estimate.low))
-    assert mirrored.p == estimate.p < 1e-4
-
-
 # Equivalence
 
 
@@ -240,14 +213,9 @@ def test_equal_within_a_margin_is_a_90_percent_interval_inside_it(value: float, 
     margin = 0.05
     p = compute_equivalence_p_value(Estimate(value, se=se, df=df), margin)
     half_width = stats.t.ppf(0.95, df) * se
+    assert math.isnan(compute_equivalence_p_value(Estimate(value), margin))
     if abs(p - 0.05) > 1e-9:
         assert (p < 0.05) == (-margin < value - half_width and value + half_width < margin)
-
-
-def test_equivalence_by_hand() -> None:
-    assert compute_equivalence_p_value(Estimate(0.0, se=0.05 / 1.812461, df=10), 0.05) == pytest.approx(0.05, abs=1e-6)
-    assert compute_equivalence_p_value(Estimate(0.05, se=0.01, df=10), 0.05) == 0.5
-    assert math.isnan(compute_equivalence_p_value(Estimate(0.0), 0.05))
 
 
 # Error rates. benchmarks/verdict_errors.py has the same on 4,000 studies per cell; here a bound is missed if the rate

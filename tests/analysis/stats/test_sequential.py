@@ -153,15 +153,6 @@ def test_estimate_is_that_of_the_t_test_with_a_wider_interval(values: list[int])
     assert several.p == estimate.p
 
 
-@given(difference_lists)
-@draw_examples(60)
-def test_negated_differences_negate_the_estimate(values: list[int]) -> None:
-    estimate = sequential.estimate_mean_sequentially(values)
-    negated = sequential.estimate_mean_sequentially([-value for value in values])
-    assert (negated.value, negated.low, negated.high) == pytest.approx((-estimate.value, -estimate.high, -estimate.low))
-    assert negated.p == pytest.approx(estimate.p)
-
-
 # Degenerate cases and golden numbers.
 
 
@@ -196,28 +187,16 @@ def test_too_few_seeds_leave_every_mean_possible(differences: list[float]) -> No
     assert math.isnan(estimate.value) == (not differences)
 
 
-def test_a_single_difference_is_no_evidence() -> None:
+def test_a_single_or_missing_difference_is_no_evidence() -> None:
     assert sequential.compute_e_value([NAN, INF, 3.0, 3.0], [1, 1, 1, 0]).tolist() == [1, 1, 1, 1]
-
-
-def test_a_missing_difference_is_no_evidence() -> None:
     estimate = sequential.estimate_mean_sequentially([0.1, 0.2, NAN, 0.1, 0.3, 0.2])
-    assert estimate.p == 1
-    assert math.isnan(estimate.low)
+    assert (estimate.p, math.isnan(estimate.low)) == (1, True)
 
 
 def test_huge_evidence_is_no_overflow() -> None:
     assert sequential.compute_e_value(1e6, 5000) == INF
     assert sequential.compute_e_value(1e200, 5) == pytest.approx(36)
     assert sequential.estimate_mean_sequentially(1e6 + np.arange(5000) % 2).p == 0
-
-
-def test_hand_values() -> None:
-    # n = 2, t = 1: ((1 + 1) / (1 + 1/3)) / sqrt(3).
-    assert sequential.compute_e_value(1.0, 2) == pytest.approx(1.5 / math.sqrt(3))
-    # n = 10, m = 1: R = (11 * 400)^(1/10), and 9 (R - 1) / (1 - R/11) = 3.87^2. The t test has 2.26.
-    assert sequential.compute_critical_t(10) == pytest.approx(3.87, abs=0.005)
-    assert sequential.compute_critical_t(10) / scipy_stats.t.ppf(0.975, 9) == pytest.approx(1.71, abs=0.005)
 
 
 @given(difference_lists, st.floats(0.01, 2))
@@ -236,9 +215,7 @@ def test_equivalence_is_not_shown_without_a_spread_or_a_margin() -> None:
         assert (estimate.p, sequential.compute_sequential_equivalence_p_value(estimate, 0.2)) == (1, 1)
     spread = sequential.estimate_mean_sequentially([0.1, 0.2] * 4)
     assert math.isnan(sequential.compute_sequential_equivalence_p_value(spread, math.nan))
-
-
-def test_the_baseline_itself_is_no_comparison() -> None:
+    # The baseline itself is no comparison.
     assert math.isnan(sequential.compute_sequential_equivalence_p_value(Estimate(), 0.2))
 
 

@@ -72,11 +72,8 @@ def test_the_rule_with_the_published_numbers_is_the_published_rule() -> None:
         assert (alarm and alarm.step) == (decision and decision.step)
 
 
-def test_every_symptom_can_be_watched() -> None:
+def test_every_symptom_can_be_watched_and_has_thresholds_in_its_direction() -> None:
     assert tuple(symptom.column for symptom in SYMPTOMS) == ALARM_COLUMNS
-
-
-def test_every_symptom_has_thresholds_in_its_direction() -> None:
     for symptom in SYMPTOMS:
         assert bool(symptom.lows) == (symptom.direction <= 0)
         assert bool(symptom.highs) == (symptom.direction >= 0)

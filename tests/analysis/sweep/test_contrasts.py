@@ -10,10 +10,9 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from analysis.charts.chart import make_spec
-from analysis.data.compare import collect_outcomes, estimate_evaluation_variances
+from analysis.data.compare import estimate_evaluation_variances
 from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, cast_frame, make_empty_frame, to_records
 from analysis.data.load import load
@@ -62,51 +61,18 @@ def get_row(table: pd.DataFrame, contrast: str, column: str = ERROR) -> dict[str
     return row
 
 
-def test_a_contrast_equals_a_computation_by_hand(tmp_path: Path) -> None:
+def test_a_contrast_has_its_counts_and_its_pairs(tmp_path: Path) -> None:
     frames = write_and_load(tmp_path, FOUR_ARMS, ("first up", [["A", "B"], ["C", "D"]]))
     row = get_row(compute_contrasts(frames), "first up")
-    per_seed = [(0.10 + 0.06) / 2, (0.08 + 0.04) / 2, (0.06 + 0.02) / 2]  # 0.08, 0.06, 0.04
-    # Without the means of arms and seeds, the twelve outcomes have 6 degrees of freedom. One arm stands out by chance,
-    # so the variance lies between the common one and that of the three numbers, which have 2. The arms have the
-    # weights 1/2, -1/2, 1/2, -1/2.
-    outcomes = np.array([A, B, C, D])
-    residuals = outcomes - outcomes.mean(axis=1, keepdims=True) - outcomes.mean(axis=0) + outcomes.mean()
-    pool = collect_outcomes(frames, row["column"]).noise.paired
-    assert pool is not None
-    assert (pool.variance, pool.df) == pytest.approx(((residuals**2).sum() / 6, 6))
-    doubt = (max(pool.prominence) - 0.6) / 0.35
-    assert 0.4 < doubt < 0.6
-    own_variance = 0.02**2  # of 0.08, 0.06, 0.04, with a sum of squared weights of 1
-    variance = max(pool.variance, own_variance) ** (1 - doubt) * own_variance**doubt
-    df = 6 ** (1 - doubt) * 2**doubt
-    half_width = stats.t.ppf(0.975, df) * math.sqrt(variance / 3)
-    assert row["difference"] == pytest.approx(sum(per_seed) / 3)
-    assert row["difference"] == pytest.approx(0.06)
-    assert row["difference_low"] == pytest.approx(0.06 - half_width)
-    assert row["difference_high"] == pytest.approx(0.06 + half_width)
-    assert (row["seeds"], row["pairs"], row["pairs_used"]) == (3, 2, 2)
-    assert (row["lower"], row["higher"], row["equal"]) == (0, 2, 0)
-    assert (row["run_pairs_used"], row["run_pairs"], row["excluded_runs"], row["early_stopped_runs"]) == (6, 6, "", "")
-    assert row["verdict"] == "worse"  # the first arms have the higher error
+    assert row["difference"] == pytest.approx(((0.10 + 0.06) / 2 + (0.08 + 0.04) / 2 + (0.06 + 0.02) / 2) / 3)
+    assert (row["seeds"], row["pairs"], row["verdict"]) == (3, 2, "worse")  # the first arms have the higher error
+    assert (row["run_pairs"], row["excluded_runs"], row["early_stopped_runs"]) == (6, "", "")
     pair_row = to_records(compute_pair_differences(frames))[0]
     assert (pair_row["first"], pair_row["second"], pair_row["seeds"]) == ("A", "B", 3)
     assert (pair_row["first_mean"], pair_row["second_mean"]) == (pytest.approx(0.33), pytest.approx(0.25))
     assert pair_row["difference"] == pytest.approx(0.08)
     assert (pair_row["lower"], pair_row["higher"], pair_row["equal"]) == (0, 3, 0)
     assert (pair_row["first_steps"], pair_row["second_steps"]) == ("300", "300")
-
-
-def test_pairs_of_one_seed_are_not_independent(tmp_path: Path) -> None:
-    """Four copies of a pair have the interval of one. An interval over pairs and seeds would be half as wide."""
-    copies = [run for n in range(4) for arm, ends in (("A", A), ("B", B)) for run in make_seed_runs(f"{arm}{n}", ends)]
-    contrast = ("four", [[f"A{n}", f"B{n}"] for n in range(4)])
-    table = compute_contrasts(write_and_load(tmp_path, copies, contrast, ("one", [["A0", "B0"]])))
-    row_of_four, row_of_one = get_row(table, "four"), get_row(table, "one")
-    assert row_of_four["difference"] == pytest.approx(row_of_one["difference"])
-    width_of_four, width_of_one = (row["difference_high"] - row["difference_low"] for row in (row_of_four, row_of_one))
-    assert width_of_four > 0.9 * width_of_one
-    # The standard error of the four is that of their seeds' means, which no common variance can make smaller.
-    assert row_of_four["se"] == pytest.approx(np.std([0.10, 0.08, 0.06], ddof=1) / math.sqrt(3))
 
 
 def test_no_interval_is_narrower_than_that_of_the_evaluation(tmp_path: Path) -> None:
@@ -137,20 +103,10 @@ EMPTY_FRAMES = {name: make_empty_frame(name) for name in ("steps", "levels", "gr
 
 def make_frames(cells: dict[tuple[str, int], tuple[str, float]], contrasts: list[dict[str, Any]]) -> StudyFrames:
     """Make frames in memory from `cells`, the status and the test error by arm and seed."""
-    rows = [
-        {
-            "run_id": f"{arm}-{seed}",
-            "study": "s",
-            "arm": arm,
-            "seed": seed,
-            "status": status,
-            ERROR: value,
-            "steps_done": 40,
-            "steps_total": 300,
-        }
-        for (arm, seed), (status, value) in cells.items()
-    ]
-    trials = cast_frame(pd.DataFrame(rows, columns=list(rows[0])), get_schemas("update_rules")["trials"])
+    rows = [(f"{arm}-{seed}", arm, seed, status, value) for (arm, seed), (status, value) in cells.items()]
+    table = pd.DataFrame(rows, columns=["run_id", "arm", "seed", "status", ERROR])
+    table = table.assign(study="s", steps_done=40, steps_total=300)
+    trials = cast_frame(table, get_schemas("update_rules")["trials"])
     study = make_study_record(family="update_rules", contrasts=contrasts)
     return StudyFrames(trials, study=study, **EMPTY_FRAMES)
 
@@ -238,84 +194,37 @@ def test_every_run_that_a_pair_lacks_is_named(
         assert bool(row["excluded_runs"]) == (row["run_pairs_used"] < row["run_pairs"])
 
 
-def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts(tmp_path: Path) -> None:
-    runs = [run for run in FOUR_ARMS if (run.arm, run.seed) != ("D", 0)]
-    runs = [replace(run, status="failed", steps=40) if (run.arm, run.seed) == ("B", 1) else run for run in runs]
-    stopped_runs = {("C", 2), ("A", 1)}  # B of seed 1 failed, so A of seed 1 does not count
-    runs = [
-        replace(run, status="early_stopped", steps=107, stop=UNIFORM_STOP)
-        if (run.arm, run.seed) in stopped_runs
-        else run
-        for run in runs
-    ]
-    frames = write_and_load(
-        tmp_path, runs, ("up", [["A", "B"], ["C", "D"], ["C", "nobody"]]), ("none", [["A", "nobody"]])
-    )
-    row = get_row(compute_contrasts(frames), "up")
-    assert row["excluded_runs"] == "B failed: seed 1; D not run: seed 0; nobody not run: seeds 0, 1, 2"
-    assert (row["early_stopped_runs"], row["num_early_stopped"]) == ("C: seed 2 at step 107", 1)
-    per_seed = [0.10, 0.04, (0.06 + 0.02) / 2]
-    assert row["difference"] == pytest.approx(np.mean(per_seed))
-    # Seed 0 and seed 1 have one pair, with the squared weights 1 + 1; seed 2 has two, with 4 / 4.
-    norm = (2 + 2 + 1) / 3
-    variance = blend(frames, row, np.var(per_seed, ddof=1) / norm, "ABCD")
-    assert row["se"] == pytest.approx(math.sqrt(norm * variance / 3))
-    assert (row["run_pairs_used"], row["run_pairs"], row["pairs"], row["pairs_used"]) == (4, 9, 3, 2)
-    assert math.isnan(row["difference_same_pairs"])  # A with B lacks seed 1, C with D lacks seed 0
-    empty_row = get_row(compute_contrasts(frames), "none")
-    assert (empty_row["verdict"], empty_row["seeds"], empty_row["run_pairs_used"]) == ("no comparison", 0, 0)
-    assert empty_row["excluded_runs"] == "nobody not run: seeds 0, 1, 2"
+def test_without_a_pair_that_every_seed_has_there_is_no_difference_over_the_same_pairs(tmp_path: Path) -> None:
+    runs = [run for run in FOUR_ARMS if (run.arm, run.seed) not in (("B", 1), ("D", 0))]
+    row = get_row(compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]]))), "up")
+    assert (row["run_pairs_used"], math.isnan(row["difference_same_pairs"])) == (4, True)
 
 
-def get_variance(frames: StudyFrames, row: dict[str, Any]) -> float:
-    """The common variance of the study's runs, which is larger here than that of the contrast itself."""
-    noise = collect_outcomes(frames, row["column"]).noise
-    assert noise.paired is not None
-    return noise.paired.variance
-
-
-def blend(frames: StudyFrames, row: dict[str, Any], own_variance: float, arms: str) -> float:
-    """The variance of a contrast of these arms over three seeds, between the common one and its own."""
-    outcomes = collect_outcomes(frames, row["column"])
-    doubt = outcomes.get_doubt(outcomes.noise.paired, *arms)
-    return max(get_variance(frames, row), own_variance) ** (1 - doubt) * own_variance**doubt
+def stop(run: FakeRun) -> FakeRun:
+    return replace(run, status="early_stopped", steps=107, stop=UNIFORM_STOP)
 
 
 def test_many_stopped_runs_are_counted_in_words_and_named_in_the_table(tmp_path: Path) -> None:
-    runs = [
-        replace(run, status="early_stopped", steps=107, stop=UNIFORM_STOP) if run.arm in "AB" else run
-        for run in FOUR_ARMS
-    ]
-    table = compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
-    row = get_row(table, "up")
+    runs = [stop(run) if run.arm in "AB" else run for run in FOUR_ARMS]
+    row = get_row(compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]]))), "up")
     assert row["num_early_stopped"] == row["early_stopped_runs"].count(" at step 107") == 6
     assert format_sentence(row).endswith("; 6 runs stopped by a rule, counted with the last row")
 
 
-def test_a_pair_that_lacks_a_seed_moves_the_mean_and_the_line_says_so(tmp_path: Path) -> None:
-    runs = [run for run in FOUR_ARMS if (run.arm, run.seed) != ("D", 0)]
-    table = compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
-    row = get_row(table, "up")
-    assert row["difference"] == pytest.approx((0.10 + 0.06 + 0.04) / 3)
-    assert row["difference_same_pairs"] == pytest.approx((0.10 + 0.08 + 0.06) / 3)
-    assert "seeds have different pairs: +0.08 over the pairs that every seed has" in format_sentence(row)
-
-
-def test_two_seeds_have_an_interval_of_their_own_and_no_word_and_one_seed_has_none(tmp_path: Path) -> None:
-    frames = write_and_load(tmp_path, [run for run in FOUR_ARMS if run.seed < 2], ("up", [["A", "B"]]))
-    row = get_row(compute_contrasts(frames), "up")
-    assert row["difference"] == pytest.approx(0.09)
-    assert (row["seeds"], row["df"]) == (2, 1)
-    assert row["difference_low"] < 0 < row["difference_high"]
-    assert math.isnan(row["p_holm"])
-    assert row["verdict"] == "open"
-    frames = write_and_load(tmp_path / "one", [run for run in FOUR_ARMS if run.seed < 1], ("up", [["A", "B"]]))
-    table = compute_contrasts(frames)
-    row = get_row(table, "up")
-    assert row["difference"] == pytest.approx(0.10)
-    assert np.isnan([row["difference_low"], row["difference_high"], row["p"], row["p_holm"]]).all()
-    assert row["verdict"] == "open"
-    assert "+0.1 over 1 seed, without an interval, because no arm has runs that differ" in format_sentence(row)
+@pytest.mark.parametrize("num_seeds", [1, 2])
+def test_two_seeds_have_an_interval_of_their_own_and_no_word_and_one_seed_has_none(
+    tmp_path: Path, num_seeds: int
+) -> None:
+    runs = [run for run in FOUR_ARMS if run.seed < num_seeds]
+    row = get_row(compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"]]))), "up")
+    assert row["difference"] == pytest.approx({1: 0.10, 2: 0.09}[num_seeds])
+    assert (row["seeds"], row["verdict"], math.isnan(row["p_holm"])) == (num_seeds, "open", True)
+    if num_seeds == 2:
+        assert row["df"] == 1
+        assert row["difference_low"] < 0 < row["difference_high"]
+    else:
+        assert np.isnan([row["difference_low"], row["difference_high"], row["p"]]).all()
+        assert "+0.1 over 1 seed, without an interval, because no arm has runs that differ" in format_sentence(row)
 
 
 def test_the_contrasts_of_the_primary_outcome_are_one_family_and_all_others_another(tmp_path: Path) -> None:
@@ -350,14 +259,9 @@ def test_columns_of_some_tasks_are_contrasted_where_all_runs_have_them(tmp_path:
     age_rows = table[table["column"] == "mean_replay_age"]
     assert age_rows["contrast"].to_list() == ["aged"]
     assert age_rows["verdict"].to_list() == ["open"]
-    runs_without_entropy = [
-        replace(run, rows={"entropy": None}) if (run.arm, run.seed) == ("A", 1) else run for run in FOUR_ARMS
-    ]
-    row = get_row(
-        compute_contrasts(write_and_load(tmp_path / "one", runs_without_entropy, ("up", [["A", "B"]]))),
-        "up",
-        "mean_entropy",
-    )
+    runs = [replace(run, rows={"entropy": None}) if (run.arm, run.seed) == ("A", 1) else run for run in FOUR_ARMS]
+    table = compute_contrasts(write_and_load(tmp_path / "one", runs, ("up", [["A", "B"]])))
+    row = get_row(table, "up", "mean_entropy")
     assert row["excluded_runs"] == "A without a value: seed 1"
 
 
@@ -369,25 +273,26 @@ def test_every_trial_column_is_contrasted_or_left_out_with_a_reason() -> None:
     for family in FAMILIES.values():
         assert set(family.common_columns) <= set(family.contrasted_columns)
         assert {family.primary_column} <= set(family.common_columns)
-
-
-def test_contrasts_of_a_language_model_are_of_its_outcomes() -> None:
     family = FAMILIES["ppo"]
     assert set(family.contrasted_columns) == {family.primary_column, *family.secondary_columns}
 
 
-@pytest.mark.parametrize("extra", [{}, {"contrasts": []}])
-def test_without_contrasts_the_tables_are_empty(tmp_path: Path, extra: dict[str, Any]) -> None:
-    frames = load(write_sandbox(tmp_path, FOUR_ARMS, FakeStudy("some-study", extra=extra)))
+@pytest.mark.parametrize(
+    ("extra", "runs"),
+    [
+        ({}, FOUR_ARMS),
+        ({"contrasts": []}, FOUR_ARMS),
+        ({"contrasts": [{"name": "up", "pairs": [["A", "B"]]}]}, []),
+        ({"contrasts": [{"name": "up", "pairs": [["A", "B"]]}]}, [FakeRun(arm, steps=None, status="") for arm in "AB"]),
+    ],
+)
+def test_without_contrasts_or_runs_the_tables_are_empty(
+    tmp_path: Path, extra: dict[str, Any], runs: list[FakeRun]
+) -> None:
+    frames = load(write_sandbox(tmp_path, runs, FakeStudy("some-study", extra=extra)))
     assert compute_contrasts(frames).empty
     assert compute_pair_differences(frames).empty
     assert list(compute_contrasts(frames)) == list(module._CONTRAST_COLUMNS)
-
-
-def test_without_a_run_the_table_is_empty(tmp_path: Path) -> None:
-    assert compute_contrasts(write_and_load(tmp_path, [], ("up", [["A", "B"]]))).empty
-    never_run = [FakeRun(arm, steps=None, status="") for arm in "AB"]
-    assert compute_contrasts(write_and_load(tmp_path / "never", never_run, ("up", [["A", "B"]]))).empty
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,9 @@ def test_a_curve_starts_before_training(frames: StudyFrames) -> None:
     assert table.drop_duplicates("run_id")["arm"].to_list() == ["0", "0", "0.1", "0.1"]
 
 
-def test_a_curve_of_another_column_has_its_steps_only(frames: StudyFrames) -> None:
+def test_a_curve_of_another_column_has_its_steps_only_and_an_unknown_one_is_named(frames: StudyFrames) -> None:
     table = series.make_curves(frames, "reward_std")
-    assert table["step"].min() == 1
-    assert len(table) == 60 * 3 + 20
-
-
-def test_an_unknown_column_is_named(frames: StudyFrames) -> None:
+    assert (table["step"].min(), len(table)) == (1, 60 * 3 + 20)
     with pytest.raises(ValueError, match="There is no step column `success`"):
         series.make_curves(frames, "success")
 
@@ -58,11 +54,9 @@ def test_the_mean_curve_carries_a_stopped_run(frames: StudyFrames) -> None:
     assert carried["value"].iloc[2] == pytest.approx(wide.iloc[2].mean())
 
 
-def test_one_run_has_no_mean_curve(tmp_path: Path) -> None:
-    curves = series.compute_mean_curves(
-        series.make_curves(read_study(write_study(tmp_path, [FakeRun("0")], STUDY)), "val_success")
-    )
-    assert curves.empty
+def test_one_run_has_no_mean_curve(frames: StudyFrames) -> None:
+    table = series.make_curves(frames, "val_success")
+    assert series.compute_mean_curves(table[table["run_id"] == "arm0-seed0"]).empty
 
 
 def test_kept_groups_first_and_last_quarter(frames: StudyFrames) -> None:
@@ -172,31 +166,39 @@ def test_figures_say_what_their_numbers_come_to() -> None:
     )
     assert findings.describe_run_spread(table) == "Runs of one arm end at most 0.2 apart (a)."
     assert findings.describe_run_spread(table[table["arm"] == "b"]) == ""  # one run of two is scored
-    lines = pd.DataFrame(
-        [(arm, "retrieval, all turns (fraction)", 5, value, 0.02) for arm, value in (("a", 0.9), ("b", 0.3))],
-        columns=["arm", "measure", "step", "value", "chance"],
-    )
-    entropy = pd.DataFrame([("a", "entropy (nats per token)", 5, 1.0, float("nan"))], columns=lines.columns)
-    assert findings.describe_retrieval(pd.concat([lines, entropy])) == (
-        "Retrieval, all turns: between 0.3 (b) and 0.9 (a) at the end; guessing would reach 0.02."
-    )
 
 
-def test_arms_whose_lines_hide_each_other_are_named() -> None:
-    table = pd.DataFrame({"arm": ["KL 0", "KL 0", "KL 0.1", "KL 1"], "collapsed": [1, 1, 0, 0]})
-    assert findings.describe_survivors(table) == "No run of arms KL 0.1, 1 collapsed: they share the line at 1."
-    assert findings.describe_survivors(table[:3]) == "No run of arm KL 0.1 collapsed."
-    assert findings.describe_survivors(table[:2]) == ""
+@pytest.mark.parametrize(
+    ("arms", "sentence"),
+    [
+        (["KL 0.1", "KL 1"], "No run of arms KL 0.1, 1 collapsed: they share the line at 1."),
+        (["KL 0.1"], "No run of arm KL 0.1 collapsed."),
+        ([], ""),
+        (list("abcdefg"), "No run of arms a, b, c, d, e and 2 others collapsed: they share the line at 1."),
+    ],
+)
+def test_arms_whose_lines_hide_each_other_are_named(arms: list[str], sentence: str) -> None:
+    table = pd.DataFrame({"arm": ["KL 0", "KL 0", *arms], "collapsed": [1, 1, *[0] * len(arms)]})
+    assert findings.describe_survivors(table) == sentence
 
 
-def test_many_arms_are_counted_and_long_names_are_cut_to_what_differs() -> None:
-    table = pd.DataFrame({"arm": list("abcdefg"), "collapsed": 0})
-    assert findings.describe_survivors(table).startswith("No run of arms a, b, c, d, e and 2 others collapsed:")
-    values = pd.Series({f"smoke-ppo-sokoban-topk{k}-kl0-low_var_kl": 0.1 * k for k in (4, 2, 3)})
-    assert findings.describe_span(values) == "between 0.2 (topk2) and 0.4 (topk4)"
-    short = pd.Series({"a-1": 0.1, "a-2": 0.2})
-    assert findings.describe_span(short) == "between 0.1 (a-1) and 0.2 (a-2)"
-    rates = pd.Series({f"smoke-ppo-sokoban-topk-lr{rate}-kl0": float(rate) for rate in ("1e-4", "2e-4")})
-    assert findings.describe_span(rates) == "between 0.0001 (lr1e-4) and 0.0002 (lr2e-4)"
-    labels = pd.Series({f"learning rate 1e-{n}, advantage gae": 0.1 * n for n in (1, 2)})
-    assert findings.describe_span(labels).startswith("between 0.1 (learning rate 1e-1, advantage gae)")
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {f"smoke-ppo-sokoban-topk{k}-kl0-low_var_kl": 0.1 * k for k in (4, 2, 3)},
+            "between 0.2 (topk2) and 0.4 (topk4)",
+        ),
+        ({"a-1": 0.1, "a-2": 0.2}, "between 0.1 (a-1) and 0.2 (a-2)"),
+        (
+            {f"smoke-ppo-sokoban-topk-lr{rate}-kl0": float(rate) for rate in ("1e-4", "2e-4")},
+            "between 0.0001 (lr1e-4) and 0.0002 (lr2e-4)",
+        ),
+        (
+            {f"learning rate 1e-{n}, advantage gae": 0.1 * n for n in (1, 2)},
+            "between 0.1 (learning rate 1e-1, advantage gae) and 0.2 (learning rate 1e-2, advantage gae)",
+        ),
+    ],
+)
+def test_long_names_are_cut_to_what_differs(values: dict[str, float], words: str) -> None:
+    assert findings.describe_span(pd.Series(values)) == words

@@ -12,9 +12,7 @@ from scipy import stats
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
-from analysis.report import pages
 from analysis.sweep import symptoms
-from tests.analysis.report.test_pages import parse_page
 from tests.fakes.lines import change_records
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
@@ -202,23 +200,3 @@ def test_a_short_run_has_no_order(tmp_path: Path) -> None:
     assert onsets.loc[onsets["is_collapse"], "onset"].isna().all()
     (sentence,) = symptoms.describe_order(onsets)
     assert sentence.startswith("In the only run that collapsed, no change is resolved: a change needs at least 8")
-
-
-@pytest.mark.long
-def test_the_report_tells_the_order(tmp_path: Path) -> None:
-    folder = write_collapse(tmp_path, (10, 12))
-    pages.write_report(folder)
-    text = (folder / "report.html").read_text()
-    page = parse_page(text)
-    assert "What changed before a collapse" in page.words
-    assert "spread of the rewards in a group 2 of 2 1 of 1 2 " in page.words
-    assert page.sections.index("verdicts") < page.sections.index("collapse") < page.sections.index("order")
-    assert {"survival.png", "onsets.png", "onsets.csv"} <= {path.name for path in (folder / "figures").iterdir()}
-
-
-@pytest.mark.slow
-def test_a_study_without_collapse_has_no_such_section(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", steps=10)], STUDY)
-    pages.write_frames_report(load(folder), folder, with_pictures=False)
-    assert "What changed before a collapse" not in (folder / "report.html").read_text()
-    assert not (folder / "figures" / "onsets.csv").exists()

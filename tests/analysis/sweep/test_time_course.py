@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
-from analysis.report import pages
 from analysis.stats.estimates import holm_adjust
-from analysis.sweep.collapse import make_validations
 from analysis.sweep.time_course import make_costs, summarize_collapse, summarize_curves
-from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 STOP = ("low_validation_success", 0.0, 0.01)
@@ -50,18 +46,6 @@ def test_a_stopped_run_has_collapsed_and_a_completed_one_has_not(tmp_path: Path)
     assert rows["0.1"]["p"] == rows["0.1"]["p_holm"] == 2 / 64
     assert (rows["0.1"]["difference_low"], rows["0.1"]["difference_high"]) == (15, 40)
     assert (rows["0.3"]["runs"], math.isnan(rows["0.3"]["mean_steps"])) == (0, True)  # a failed run says nothing
-
-
-def test_a_loss_of_half_the_success_is_a_collapse_without_a_rule(tmp_path: Path) -> None:
-    falls = FakeRun("0.1", success=(0.6, 0.0))
-    frames = make_frames(tmp_path, [FakeRun("0"), falls])
-    row = collapse(frames)["0.1"]
-    curve = make_validations(frames).query("arm == '0.1'").set_index("step")["value"]
-    below = curve < curve.cummax() / 2
-    pairs = zip(curve.index, curve.index[1:], strict=False)
-    second = next(step for before, step in pairs if below[before] and below[step])
-    assert row["collapsed"] == 1
-    assert row["collapse_steps"] == str(second)
 
 
 @pytest.mark.long
@@ -116,22 +100,6 @@ def test_one_seed_gives_curves_without_intervals(tmp_path: Path) -> None:
     table = summarize_curves(load(write_study(tmp_path, runs, FakeStudy(levels=200))), np.random.default_rng(0))
     assert table["ceiling"].between(0.4, 1).all()
     assert table[["ceiling_low", "p_ceiling", "midpoint_low"]].isna().all(axis=None)
-
-
-@pytest.mark.long
-def test_the_report_has_both_tables(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, make_runs(2), STUDY)
-    words = parse_page(pages.write_frames_report(load(folder), folder, with_pictures=False).read_text()).words
-    assert "Which runs collapsed" in words
-    assert (
-        "Arm KL 0 collapsed in 2 of 2 runs, at steps 20 and 25 (seeds 0, 1); no run of arm KL 0.1 collapsed." in words
-    )
-    assert "0 2 of 2 20, 25 22" in words
-    assert "an interval needs 6 seeds" in words
-    # The page names arms by their setting; tables beside it have the arms of the frames.
-    for name in ("collapse.csv", "learning_curves.csv"):
-        arms = set(pd.read_csv(folder / "figures" / name, dtype={"arm": str})["arm"])
-        assert {"0", "0.1"} <= arms <= {"0", "0.1", "0.3"}
 
 
 def test_a_study_without_rows_has_neither(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from sandboxes.trees.recipe import MAX_TURNS, PAPERS_TINY, make_dialogue, write_
 from sandboxes.trees.repl.char_f1 import compute_char_f1
 from sandboxes.trees.repl.session import ReplSession, RolloutAnswer, TreeLimits, TurnObservation
 from sandboxes.trees.repl.texts import format_observation
-from tests.fakes.scripted import make_small_config
+from tests.sandboxes.trees.test_runs import make_trainer
 from trainable.algo.filters import compute_group_scores
 from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import END_OF_MESSAGE
@@ -83,17 +83,7 @@ def test_the_programs_of_a_root_score_as_they_should() -> None:
 
 @pytest.fixture(scope="module")
 def trainer() -> PPOTrainer:
-    return PPOTrainer(
-        make_small_config(
-            env__name="papers",
-            env__max_turn=MAX_TURNS,
-            env__group_size=16,
-            env__format_penalty=0.0,
-            model__path="papers-tiny",
-            rollout__response_length=PAPERS_TINY.response_length,
-            **{name.replace(".", "__"): value for name, value in PAPERS_TINY.settings.items()},
-        )
-    )
+    return make_trainer(env__max_turn=MAX_TURNS, env__group_size=16)
 
 
 @pytest.mark.long

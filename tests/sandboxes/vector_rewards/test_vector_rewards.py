@@ -128,14 +128,6 @@ def test_scores_are_those_of_loops(seed: int) -> None:
         assert float(over_weights[member, index]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_set_of_copies_is_worth_one_of_them_and_a_second_extreme_adds_to_it() -> None:
-    weights = fronts.make_simplex_points(2).float()[None, None]
-    first, second = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-    copies, extremes = torch.stack((first, first))[None, None], torch.stack((first, second))[None, None]
-    assert float(fronts.score_over_weights(copies, weights, 1)) == pytest.approx(0.5)
-    assert float(fronts.score_over_weights(extremes, weights, 1)) == pytest.approx(0.75)
-
-
 def test_the_sets_of_a_group_are_scored_with_the_same_weights_which_are_on_the_simplex() -> None:
     algorithm = VectorRewardAlgorithm(make_config(group_size=4), (0, 1))
     weights = algorithm._draw_weights(3, 8)

@@ -78,31 +78,11 @@ def test_a_member_is_torchs_encoder_with_its_weights() -> None:
             )
 
 
-def test_weights_and_gradients_of_a_member_do_not_depend_on_the_other_members() -> None:
-    tokens = make_tokens(3, 6, 9)
+def test_first_weights_of_a_member_do_not_depend_on_the_other_members() -> None:
     ensemble = init_transformer_ensemble(SHAPE, MemberRngs((7, 8, 9)))
-    logits = ensemble.compute_logits(tokens, 4)
-    logits.log_softmax(-1)[..., 0].sum().backward()
     for member, seed in enumerate((7, 8, 9)):
-        single = init_transformer_ensemble(SHAPE, MemberRngs((seed,)))
-        single_logits = single.compute_logits(tokens[member : member + 1], 4)
-        single_logits.log_softmax(-1)[..., 0].sum().backward()
-        torch.testing.assert_close(logits[member], single_logits[0], atol=1e-5, rtol=1e-5)
-        for name, weight in single.weights.items():
-            ensemble_weight = ensemble.weights[name]
-            torch.testing.assert_close(ensemble_weight[member].detach(), weight[0].detach(), atol=0, rtol=0)
-            assert ensemble_weight.grad is not None
-            assert weight.grad is not None
-            torch.testing.assert_close(ensemble_weight.grad[member], weight.grad[0], atol=1e-5, rtol=1e-5)
-
-
-def test_no_position_sees_a_later_one() -> None:
-    models, tokens = make_perturbed_models((3,)), make_tokens(1, 4, 9)
-    changed_tokens = tokens.clone()
-    changed_tokens[..., -1] = (changed_tokens[..., -1] + 1) % SHAPE.vocab_size
-    logits, changed_logits = models.compute_logits(tokens, 9), models.compute_logits(changed_tokens, 9)
-    torch.testing.assert_close(logits[:, :, :-1], changed_logits[:, :, :-1], atol=0, rtol=0)
-    assert not torch.allclose(logits[:, :, -1], changed_logits[:, :, -1], atol=1e-3)
+        for name, weight in init_transformer_ensemble(SHAPE, MemberRngs((seed,))).weights.items():
+            assert torch.equal(ensemble.weights[name][member], weight[0])
 
 
 @pytest.mark.parametrize("num_positions", [1, 4, 9])
@@ -122,13 +102,11 @@ def test_first_weights_are_distributed_as_torchs() -> None:
         name.replace("encoder.layers.", "blocks."): weight
         for name, weight in PlainTransformer(shape).state_dict().items()
     }
-    assert {name: weight.shape for name, weight in weights.items()} == {
-        name: torch_weight.shape for name, torch_weight in torch_weights.items()
-    }
+    shapes, torch_shapes = ({name: w.shape for name, w in each.items()} for each in (weights, torch_weights))
+    assert shapes == torch_shapes
     for name, weight in weights.items():
-        if (
-            weight.numel() >= 3000
-        ):  # enough entries to estimate a standard deviation, and the bounds of a uniform distribution
+        # Enough entries to estimate a standard deviation, and the bounds of a uniform distribution.
+        if weight.numel() >= 3000:
             std = float(torch_weights[name].std())
             assert float(weight.std()) == pytest.approx(std, abs=0.05 * std)
             assert float(weight.mean()) == pytest.approx(0, abs=0.06 * std)

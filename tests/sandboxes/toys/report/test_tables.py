@@ -69,15 +69,11 @@ def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
 
 def test_without_common_seeds_runs_are_compared_unpaired_and_one_seed_has_no_interval(tmp_path: Path) -> None:
     runs_of_other_seeds = [replace(run, seed=run.seed + 5) for run in make_seed_runs("TPO", TPO)]
-    row = get_row(
-        tables.compute_differences(write_and_load(tmp_path / "a", [*make_seed_runs("DG", DG), *runs_of_other_seeds])),
-        "TPO",
-    )
+    frames = write_and_load(tmp_path / "a", [*make_seed_runs("DG", DG), *runs_of_other_seeds])
+    row = get_row(tables.compute_differences(frames), "TPO")
     # Both variances are near each other, so the common one counts, as in Student's test, unless its own is larger.
-    variance = max(np.var(TPO, ddof=1), (np.var(TPO, ddof=1) + np.var(DG, ddof=1)) / 2)
-    assert row["se"] == pytest.approx(
-        math.sqrt((variance + (np.var(TPO, ddof=1) + np.var(DG, ddof=1)) / 2) / 3), rel=1e-6
-    )
+    own, common = np.var(TPO, ddof=1), (np.var(TPO, ddof=1) + np.var(DG, ddof=1)) / 2
+    assert row["se"] == pytest.approx(math.sqrt((max(own, common) + common) / 3), rel=1e-6)
     frames = write_and_load(tmp_path / "b", [*make_seed_runs("DG", DG[:1]), *make_seed_runs("TPO", TPO[:1])])
     row_of_one_seed = get_row(tables.compute_differences(frames), "TPO")
     assert row_of_one_seed["difference"] == pytest.approx(0.20 - 0.30)
@@ -87,9 +83,8 @@ def test_without_common_seeds_runs_are_compared_unpaired_and_one_seed_has_no_int
 
 def test_the_arms_in_the_primary_outcome_are_one_family_and_all_other_tests_another(tmp_path: Path) -> None:
     arms = {"DG": DG, "TPO": TPO, "GRPO": (0.33, 0.30, 0.36), "ASPO": (0.45, 0.5, 0.49)}
-    table = tables.compute_differences(
-        write_and_load(tmp_path, [run for arm, ends in arms.items() for run in make_seed_runs(arm, ends)])
-    )
+    runs = [run for arm, ends in arms.items() for run in make_seed_runs(arm, ends)]
+    table = tables.compute_differences(write_and_load(tmp_path, runs))
     assert set(table["column"]) == {"late_test_error", "final_entropy", "mean_entropy"}
     assert set(table["arm"]) == {"TPO", "GRPO", "ASPO"}
     is_primary = table["column"] == "late_test_error"
@@ -100,17 +95,13 @@ def test_the_arms_in_the_primary_outcome_are_one_family_and_all_other_tests_anot
 
 
 def test_only_the_primary_outcome_has_a_better_side(tmp_path: Path) -> None:
-    frames = write_and_load(
-        tmp_path,
-        [
-            run
-            for arm, error, entropy in (("DG", 0.3, 0.4), ("TPO", 0.2, 0.8))
-            for seed in range(3)
-            for run in [FakeRun(arm, seed, error=(0.6, error + 0.01 * seed), entropy=(1.0, entropy + 0.003 * seed**2))]
-        ]
-        + [FakeRun("GRPO", seed, error=(0.6, 0.5 + 0.013 * seed**2)) for seed in range(3)],
-    )
-    table = tables.compute_differences(frames)
+    runs = [FakeRun("GRPO", seed, error=(0.6, 0.5 + 0.013 * seed**2)) for seed in range(3)]
+    runs += [
+        FakeRun(arm, seed, error=(0.6, error + 0.01 * seed), entropy=(1.0, entropy + 0.003 * seed**2))
+        for arm, error, entropy in (("DG", 0.3, 0.4), ("TPO", 0.2, 0.8))
+        for seed in range(3)
+    ]
+    table = tables.compute_differences(write_and_load(tmp_path, runs))
     assert get_row(table, "TPO")["verdict"] == "better"
     assert get_row(table, "TPO", "final_entropy")["verdict"] == "higher"
 
@@ -128,11 +119,10 @@ def test_a_band_is_the_standard_error_of_the_mean(tmp_path: Path) -> None:
     last = table.iloc[-1]
     assert (last["value"], last["runs"]) == (pytest.approx(0.33), 3)
     assert last["standard_error"] == pytest.approx(np.std(DG, ddof=1) / math.sqrt(3))
-    table_of_one_run = tables.compute_mean_curves(
-        write_and_load(tmp_path / "one", make_seed_runs("DG", DG[:1])), "test_error"
-    )
-    assert table_of_one_run["standard_error"].isna().all()
-    assert table_of_one_run["runs"].to_list() == [1] * 16
+    frames = write_and_load(tmp_path / "one", make_seed_runs("DG", DG[:1]))
+    table = tables.compute_mean_curves(frames, "test_error")
+    assert table["standard_error"].isna().all()
+    assert table["runs"].to_list() == [1] * 16
 
 
 def test_a_stopped_run_keeps_its_last_value_in_the_mean_and_a_failed_one_is_in_none(tmp_path: Path) -> None:
@@ -162,19 +152,13 @@ def test_each_study_has_its_panels_and_only_what_was_measured(tmp_path: Path, st
     fake_study = FakeStudy(study, total_steps=40)
     frames = write_and_load(tmp_path / "all", [FakeRun("DG", steps=40, rows=rows)], fake_study)
     assert [panel.column for panel in tables.select_panels(frames)] == columns
-    frames_with_one_panel = write_and_load(
-        tmp_path / "few", [FakeRun("DG", steps=40, rows={columns[1]: None})], fake_study
-    )
-    assert [panel.column for panel in tables.select_panels(frames_with_one_panel)] == columns[:1]
+    frames = write_and_load(tmp_path / "few", [FakeRun("DG", steps=40, rows={columns[1]: None})], fake_study)
+    assert [panel.column for panel in tables.select_panels(frames)] == columns[:1]
 
 
 def test_arms_that_coincide_are_found(tmp_path: Path) -> None:
-    runs = [
-        *make_seed_runs("DG", DG),
-        *make_seed_runs("FilteredDG", DG),
-        *make_seed_runs("TPO", TPO),
-        *make_seed_runs("CE", DG[:2]),
-    ]
+    ends = {"DG": DG, "FilteredDG": DG, "TPO": TPO, "CE": DG[:2]}
+    runs = [run for arm, errors in ends.items() for run in make_seed_runs(arm, errors)]
     assert tables.find_equal_arms(write_and_load(tmp_path, runs)) == [("DG", "FilteredDG")]
 
 

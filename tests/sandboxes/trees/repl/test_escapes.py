@@ -215,10 +215,6 @@ def signals() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_there_are_at_least_forty() -> None:
-    assert len(ESCAPES) >= 40
-
-
 def iter_cases() -> Iterator[Any]:
     """Every escape; of those that run until a limit ends them, the first of each class in every CI."""
     seen_kinds = set()
@@ -298,13 +294,19 @@ def test_without_the_confinement_an_escape_succeeds(surroundings: Surroundings, 
 FORGE_CODE = (WALK + FORGE).replace("{{", "{").replace("}}", "}")
 
 
+def execute(repl: ReplProcess, code: str) -> Execution:
+    """Run code that asks no question."""
+    outcome = repl.execute(code)
+    assert isinstance(outcome, Execution)
+    return outcome
+
+
 def test_values_cross_as_data() -> None:
     """Nothing that comes from the process is unpickled, imported or called: an answer is a text."""
     with ReplProcess({}) as repl:
-        outcome = repl.execute("class A:\n    def __reduce__(self):\n        return (print, ('x',))\nFINAL(A())")
-        assert isinstance(outcome, Execution)
-        assert type(outcome.final) is str
-        assert "A object at" in outcome.final
+        final = execute(repl, "class A:\n    def __reduce__(self):\n        return (print, ('x',))\nFINAL(A())").final
+        assert type(final) is str
+        assert "A object at" in final
 
 
 def test_a_query_crosses_as_data() -> None:
@@ -312,17 +314,11 @@ def test_a_query_crosses_as_data() -> None:
         assert repl.execute("rlm_query('\\ud800', {'a': '\\ud800'})") == Query(("?",), ({"a": "?"},))
         assert repl.refuse("no") == Execution("", "ValueError: no\n", None)
         for context in ("print", "[1]", "{'a': [1, None]}", "{1: 'a'}", "1.5"):
-            outcome = repl.execute(f"rlm_query('x', {context})")
-            assert isinstance(outcome, Execution)
-            assert "a context is None for all papers, a text, or a dictionary of texts by id" in outcome.stderr
-        for forged in (
-            "prompts=['x'], contexts=[[1]]",
-            "prompts=['x'] * 99, contexts=[None] * 99",
-            "prompts=[], contexts=[]",
-        ):
-            outcome = repl.execute(FORGE_CODE + f"forge(kind='query', {forged})")
-            assert isinstance(outcome, Execution)
-            assert outcome.is_lost
+            stderr = execute(repl, f"rlm_query('x', {context})").stderr
+            assert "a context is None for all papers, a text, or a dictionary of texts by id" in stderr
+        for prompts, contexts in (("['x']", "[[1]]"), ("['x'] * 99", "[None] * 99"), ("[]", "[]")):
+            forged = f"forge(kind='query', prompts={prompts}, contexts={contexts})"
+            assert execute(repl, FORGE_CODE + forged).is_lost
 
 
 def test_the_parent_waits_for_nobody() -> None:
@@ -360,8 +356,7 @@ def test_a_reply_cannot_be_given_in_advance() -> None:
     code = "for final in ('first', 'second'):\n    forge(kind='result', stdout='', stderr='', final=final)"
     with ReplProcess({}, limits=LIMITS) as repl:
         repl.execute(FORGE_CODE + code)
-        outcome = repl.execute("1 / 0")
-        assert isinstance(outcome, Execution)
+        outcome = execute(repl, "1 / 0")
         assert outcome.final is None
         assert outcome.is_lost or "ZeroDivisionError" in outcome.stderr
 
@@ -383,14 +378,13 @@ def test_the_process_ends_with_its_parent() -> None:
 def test_the_process_has_no_variable_and_no_right_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "a key")
     with ReplProcess({}) as repl:
-        outcome = repl.execute(WALK + "print(json.dumps(dict(os.environ)))")
-        assert isinstance(outcome, Execution)
-        environment = json.JSONDecoder().raw_decode(outcome.stdout)[0]
+        stdout = execute(repl, WALK + "print(json.dumps(dict(os.environ)))").stdout
+        environment = json.JSONDecoder().raw_decode(stdout)[0]
         assert set(environment) <= {"PYTHONHASHSEED", "LC_CTYPE"}
         status = Path(f"/proc/{get_process(repl).pid}/status").read_text()
         assert "Seccomp:\t2\n" in status
         assert "CapEff:\t0000000000000000\n" in status
-        assert "a key" not in outcome.stdout
+        assert "a key" not in stdout
 
 
 def test_the_kernel_ends_repls_before_the_trial() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from sandboxes.trees.repl import process
 from sandboxes.trees.repl.process import ConfinementError, Execution, Query, ReplLimits, ReplProcess, find_obstacle
-from tests.sandboxes.trees.repl.test_escapes import ESCAPES, WALK
+from tests.sandboxes.trees.repl.test_escapes import ESCAPES, WALK, execute
 
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
 
@@ -22,9 +22,7 @@ PAPERS = {
 
 def run(code: str, context: dict[str, str] | None = None) -> Execution:
     with ReplProcess(context or PAPERS) as repl:
-        outcome = repl.execute(code)
-        assert isinstance(outcome, Execution)
-        return outcome
+        return execute(repl, code)
 
 
 def test_variables_persist_and_the_last_expression_is_shown() -> None:
@@ -107,34 +105,23 @@ def test_children_are_asked_as_one_batch_and_answers_are_parsed() -> None:
         assert repl.execute("rlm_query('c')") == Query(("c",), (None,))
         assert repl.refuse("at most 8 children") == Execution("", "ValueError: at most 8 children\n", None)
         for many in ("rlm_query_batched(['a'] * 65)", "rlm_query('a', 'b' * 3_000_000)"):
-            outcome = repl.execute(many)
-            assert isinstance(outcome, Execution)
-            assert "a call asks at most 64 children" in outcome.stderr
+            assert "a call asks at most 64 children" in execute(repl, many).stderr
         assert repl.execute("rlm_query_batched([])") == Execution("[]\n", "", None)
         repl.execute("rlm_query_batched(['a', 'b'])")
         assert repl.answer(["{{'a': 1}}", "{[1]: 2}"]) == Execution("""["{{'a': 1}}", '{[1]: 2}']\n""", "", None)
-        outcome = repl.execute("rlm_query_batched(['a'], [])")
-        assert isinstance(outcome, Execution)
-        assert "1 prompts and 0 contexts: give one context per prompt" in outcome.stderr
+        stderr = execute(repl, "rlm_query_batched(['a'], [])").stderr
+        assert "1 prompts and 0 contexts: give one context per prompt" in stderr
 
 
 def test_what_overruns_a_limit_loses_its_variables_and_says_so() -> None:
     with ReplProcess({}, limits=ReplLimits(seconds=0.3, message_bytes=10_000)) as repl:
         repl.execute("x = 1")
-        outcome = repl.execute("while True:\n    pass")
-        assert outcome == Execution(
-            "",
-            "TimeoutError: the execution took more than 0.3 seconds and was ended. All variables are lost.",
-            None,
-            True,
-        )
-        outcome = repl.execute("x")
-        assert isinstance(outcome, Execution)
-        assert "NameError" in outcome.stderr
+        words = "TimeoutError: the execution took more than 0.3 seconds and was ended. All variables are lost."
+        assert repl.execute("while True:\n    pass") == Execution("", words, None, True)
+        assert "NameError" in execute(repl, "x").stderr
         # A long output is cut, and nothing is lost.
         for code in ("print('a' * 20_000)", "print('\U0001f600' * 20_000)", "FINAL('\u4e2d' * 20_000)"):
-            outcome = repl.execute(code)
-            assert isinstance(outcome, Execution)
+            outcome = execute(repl, code)
             assert not outcome.is_lost
             assert 100 < len(outcome.stdout or outcome.final or "") < 10_000
 
@@ -170,9 +157,7 @@ def test_a_limit_does_not_depend_on_the_load() -> None:
 def test_code_that_uses_no_cpu_time_ends_too() -> None:
     with ReplProcess({}, limits=ReplLimits(seconds=0.1, wall_factor=5)) as repl:
         for code in ("sys.stdin.buffer.read()", "modules['time'].sleep(10**6)"):
-            outcome = repl.execute(WALK + code)
-            assert isinstance(outcome, Execution)
-            assert "TimeoutError: the execution took more than 0.1 seconds" in outcome.stderr
+            assert "TimeoutError: the execution took more than 0.1 seconds" in execute(repl, WALK + code).stderr
 
 
 def test_what_a_query_costs_elsewhere_is_time_of_its_execution() -> None:
@@ -191,9 +176,8 @@ def test_what_a_query_costs_elsewhere_is_time_of_its_execution() -> None:
 
 def test_a_context_is_read_within_the_limits() -> None:
     limits = ReplLimits(memory_bytes=64 * 2**20)
-    with pytest.raises(
-        ConfinementError, match=r"its texts need more memory than it may use \(env.papers.execution_mib"
-    ):
+    words = r"its texts need more memory than it may use \(env.papers.execution_mib"
+    with pytest.raises(ConfinementError, match=words):
         ReplProcess({"a": "x" * 2**25}, limits=limits)
     with ReplProcess({"a": "x" * 10**6}, limits=limits) as repl:
         assert repl.execute("len(context['a'])") == Execution("1000000\n", "", None)
@@ -212,27 +196,25 @@ def test_answers_without_a_query_are_refused() -> None:
         assert repl.answer(["1"]) == Execution("1\n", "", None)
 
 
-def test_two_processes_compute_the_same() -> None:
-    code = "hash('a'), {'a', 'b', 'c', 'd'}"
-    assert run(code) == run(code)
-
-
-def test_an_id_is_no_address() -> None:
-    code = "x, y = [], [context]\nprint(id(x), id(y), id(x), id([]) == id([]), id(context))"
-    assert run(code).stdout == run(code).stdout == "1 2 1 False 5\n"
-
-
-def test_a_hash_is_no_address() -> None:
-    code = (
-        "class Own:\n    def __hash__(self):\n        return 7\n"
-        "x, nan = object(), float('nan')\n"
-        "print(hash(x), hash(nan), hash(x), hash(len) > 9, hash(Own()), hash('a') == 'a'.__hash__(), hash((1, 2)))\n"
-        "hash([])"
-    )
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("print(hash('a'), {'a', 'b', 'c', 'd'})", ""),
+        ("x, y = [], [context]\nprint(id(x), id(y), id(x), id([]) == id([]), id(context))", "1 2 1 False 5\n"),
+        (
+            "class Own:\n    def __hash__(self):\n        return 7\n"
+            "x, nan = object(), float('nan')\n"
+            "print(hash(x), hash(nan), hash(x), hash(len) > 9, hash(Own()), hash('a') == 'a'.__hash__(), hash((1, 2)))"
+            "\nhash([])",
+            f"1 2 1 True 7 True {hash((1, 2))}\n",
+        ),
+    ],
+)
+def test_two_processes_compute_the_same_and_no_id_or_hash_is_an_address(code: str, shown: str) -> None:
     outcome = run(code)
     assert outcome == run(code)
-    assert outcome.stdout == f"1 2 1 True 7 True {hash((1, 2))}\n"
-    assert outcome.stderr == "TypeError: unhashable type: 'list'\n"
+    assert outcome.stdout.endswith(shown)
+    assert outcome.stderr == ("TypeError: unhashable type: 'list'\n" if "hash([])" in code else "")
 
 
 def test_an_address_is_no_text_and_other_numbers_are() -> None:
@@ -242,19 +224,22 @@ def test_an_address_is_no_text_and_other_numbers_are() -> None:
     assert outcome.final == "1 0x0, 0x100000 and 0x7ffff7a1b2c3d"
 
 
-def test_a_machine_that_cannot_confine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_find_library", lambda: None)
-    with pytest.raises(ConfinementError, match=r"libseccomp, which is missing: sudo apt-get install libseccomp2"):
+@pytest.mark.parametrize(
+    ("library", "problem"),
+    [
+        (None, r"libseccomp, which is missing: sudo apt-get install libseccomp2"),
+        # A library that loads and filters nothing is no confinement: the process ends before it runs any code.
+        ("libm.so.6", r"No code can be confined here: .*seccomp_init"),
+    ],
+)
+def test_a_machine_that_cannot_confine_refuses(
+    monkeypatch: pytest.MonkeyPatch, library: str | None, problem: str
+) -> None:
+    monkeypatch.setattr(process, "_find_library", lambda: library)
+    with pytest.raises(ConfinementError, match=problem):
         ReplProcess({})
     monkeypatch.setattr(process.sys, "platform", "darwin")
     assert find_obstacle().startswith("Model-written code is confined by Linux alone")
-
-
-def test_without_the_filter_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that loads and filters nothing is no confinement: the process ends before it runs any code."""
-    monkeypatch.setattr(process, "_find_library", lambda: "libm.so.6")
-    with pytest.raises(ConfinementError, match=r"No code can be confined here: .*seccomp_init"):
-        ReplProcess({})
 
 
 SNIPPETS = (

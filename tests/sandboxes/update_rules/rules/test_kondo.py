@@ -1,7 +1,6 @@
 """Tests of Kondo's screen: its threshold equals that of a root finder, its kept share, and its two special cases."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -94,12 +93,3 @@ def test_the_best_rollout_is_kept_where_none_would_be() -> None:
         candidates = [i for i, keep in enumerate(case.rollouts.keep_mask[e].tolist()) if keep]
         best = max(candidates, key=lambda i: scores[i])
         assert screened.keep_mask[e].nonzero().flatten().tolist() == [best]
-
-
-def test_better_rollouts_are_likelier_to_be_kept() -> None:
-    case = make_random_case(1, "Kondo", 1, 4, 1)
-    batch = replace(case.rollouts, keep_mask=torch.ones_like(case.rollouts.keep_mask), expected_reward=None)
-    uniforms = torch.full_like(batch.rewards, 0.5)
-    screened, _ = screen_rollouts(batch, uniforms, case.config)
-    scores = compute_behavior_delight(batch).amax(-1)
-    assert scores[screened.keep_mask].min() > scores[~screened.keep_mask].max()

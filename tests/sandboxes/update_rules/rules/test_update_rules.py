@@ -155,28 +155,6 @@ def test_every_documented_column_is_reported_by_some_rule() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_float32_agrees_with_float64(method: str) -> None:
-    case = make_random_case(1, method, 2, 3, 4)
-    float32_fields = {name: value.float() for name, value in vars(case.rollouts).items() if is_float(value)}
-    candidates = case.rollouts.candidates
-    if candidates is not None:
-        log_probs, rewards = candidates.log_probs.float(), candidates.rewards.float()
-        float32_fields["candidates"] = replace(candidates, log_probs=log_probs, rewards=rewards)
-    float32_case = case._replace(rollouts=replace(case.rollouts, **float32_fields), log_probs=case.log_probs.float())
-    (float64_loss, float64_gradient), (float32_loss, gradient) = (
-        compute_loss_and_gradient(case),
-        compute_loss_and_gradient(float32_case),
-    )
-    assert float32_loss.loss.dtype == torch.float32
-    torch.testing.assert_close(float32_loss.loss.double(), float64_loss.loss, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(gradient.double(), float64_gradient, rtol=1e-4, atol=1e-6)
-
-
-def is_float(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_docstring_says_source_reduction_and_axis(method: str) -> None:
     text = inspect.getdoc(UPDATE_RULES[method])
     assert text is not None

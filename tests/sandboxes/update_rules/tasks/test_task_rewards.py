@@ -63,18 +63,6 @@ def test_rewards_are_those_of_the_literal_version(
     assert rewards.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("task", SEQUENCE_TASKS)
-def test_the_right_answer_is_worth_one_and_the_separator_is_never_right(task: str) -> None:
-    prompts = torch.tensor(list(product(range(3), repeat=4)))
-    labels = SEQUENCE_KINDS[task].make_labels(prompts, 3)
-    assert not (labels == 3).any()
-    is_scored = torch.ones(4, dtype=torch.bool)
-    assert (compute_sequence_rewards(SEQUENCE_KINDS[task], labels == labels, is_scored, False) == 1).all()
-    assert (
-        compute_sequence_rewards(SEQUENCE_KINDS[task], torch.full_like(labels, 3) == labels, is_scored, False) == 0
-    ).all()
-
-
 @pytest.mark.parametrize("mode", NOISE_MODES)
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_noise_of_sequences_is_that_of_the_literal_version(mode: str, share: float) -> None:

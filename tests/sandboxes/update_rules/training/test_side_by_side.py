@@ -29,23 +29,14 @@ StartTrial = Callable[..., UpdateRules]
 def make_config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> dict[str, Any]:
     interrupt = settings.pop("interrupt", None)
     trial_settings = {**SMALL, **{name.replace("__", "."): value for name, value in settings.items()}}
+    places = {seed: (str(folder / f"s{seed}"), str(folder / f"kept{seed}")) for seed in seeds}
     runs = [
-        {
-            "run_id": f"a-s{seed}",
-            "seed": seed,
-            "run_dir": str(folder / f"s{seed}"),
-            "checkpoint_dir": str(folder / f"kept{seed}"),
-        }
-        for seed in seeds
+        {"run_id": f"a-s{seed}", "seed": seed, "run_dir": run_dir, "checkpoint_dir": checkpoint_dir}
+        for seed, (run_dir, checkpoint_dir) in places.items()
     ]
-    options = {
-        "study": "influence",
-        "arm": "DG",
-        "stop_rules": ["uniform_groups"],
-        "interrupts": [] if interrupt is None else [str(interrupt)],
-        "runs": runs,
-    }
-    return {**trial_settings, "seed": list(seeds), "run": options}
+    interrupts = [] if interrupt is None else [str(interrupt)]
+    options = {"study": "influence", "arm": "DG", "stop_rules": ["uniform_groups"], "interrupts": interrupts}
+    return {**trial_settings, "seed": list(seeds), "run": {**options, "runs": runs}}
 
 
 @pytest.fixture
@@ -110,9 +101,8 @@ def test_a_report_has_the_rows_of_all_runs_and_they_are_on_disk(uninterrupted: t
         for row in rows:
             assert {"run_id": f"a-s{seed}", "seed": seed, "study": "influence", "arm": "DG"}.items() <= row.items()
             assert 0 <= row["test_error"] <= 1
-    assert reports[0]["rows"]["a-s0"]["test_error"] != reports[0]["rows"]["a-s1"]["test_error"] or (
-        reports[0]["rows"]["a-s0"]["entropy"] != reports[0]["rows"]["a-s1"]["entropy"]
-    )
+    first, second = ((row["test_error"], row["entropy"]) for row in reports[0]["rows"].values())
+    assert first != second
     assert all(report["failed"] == {} and report["note"] == "" for report in reports)
     last_errors = [row["test_error"] for row in reports[-1]["rows"].values()]
     assert reports[-1]["test_error"] == sum(last_errors) / 2  # of the mean, which schedulers compare
@@ -175,45 +165,43 @@ def test_an_interrupted_trial_writes_its_states_at_once(
     assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
 
 
-def test_nothing_remains_of_a_state_that_is_refused_in_part(
-    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
-) -> None:
-    step_twice(start_trial(tmp_path))
-    for seed in (0, 1):
-        for checkpoint_folder in list((tmp_path / f"s{seed}" / "state").iterdir()):
-            tensors, values = read_checkpoint(checkpoint_folder)
-            shutil.rmtree(checkpoint_folder)
-            write_checkpoint(
-                checkpoint_folder, tensors, {name: value for name, value in values.items() if name != "batches"}
-            )
-    second_trial = start_trial(tmp_path, trainer__resume_every=100)
-    assert second_trial.training.trainer.step_index == 0
-    run_to_end(second_trial)
-    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
+def drop_batches(folder: Path) -> None:
+    """Leave states that are refused after a part of them was loaded."""
+    for path in list(folder.glob("s*/state/*")):
+        tensors, values = read_checkpoint(path)
+        shutil.rmtree(path)
+        write_checkpoint(path, tensors, {name: value for name, value in values.items() if name != "batches"})
 
 
-def test_a_damaged_state_is_named_and_the_one_before_is_used(
-    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
+DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
+    "states of another form": (drop_batches, 0, ""),
+    "a damaged state": (
+        lambda folder: (folder / "s1/state/step_4/state.safetensors").write_bytes(b"x"),
+        2,
+        "s1/state/step_4 is not used: ",
+    ),
+    "a missing state": (lambda folder: shutil.rmtree(folder / "s0/state/step_4"), 2, "training continues after step 2"),
+    "missing rows": (
+        lambda folder: (folder / "s0/metrics.jsonl").unlink(),
+        0,
+        "step_4 is not used: rows or evaluations up to step 4 are damaged or missing",
+    ),
+}
+"""What happens to the files of a trial -> the step after which it continues, and what it says."""
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_training_continues_from_the_newest_step_of_which_all_runs_have_whole_states(
+    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any, name: str
 ) -> None:
+    damage, step, note = DAMAGES[name]
     step_twice(start_trial(tmp_path))
-    (tmp_path / "s1" / "state" / "step_4" / "state.safetensors").write_bytes(b"x")
+    damage(tmp_path)
     second_trial = start_trial(tmp_path)
-    assert second_trial.training.trainer.step_index == 2
+    assert second_trial.training.trainer.step_index == step
     report = second_trial.step()
-    assert "s1/state/step_4 is not used: " in report["note"]
-    assert "training continues after step 2" in report["note"]
-    run_to_end(second_trial)
-    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
-
-
-def test_training_continues_from_the_newest_step_that_all_runs_have(
-    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
-) -> None:
-    step_twice(start_trial(tmp_path))
-    shutil.rmtree(tmp_path / "s0" / "state" / "step_4")
-    second_trial = start_trial(tmp_path)
-    assert second_trial.training.trainer.step_index == 2
-    assert second_trial.training.notes == ["training continues after step 2"]
+    assert note in report["note"]
+    assert ("training continues after step 2" in report["note"]) == (step == 2)
     run_to_end(second_trial)
     assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
 
@@ -250,15 +238,6 @@ def test_states_of_other_settings_or_seeds_are_not_used(
     second_trial = start_trial(tmp_path, **changes)
     assert second_trial.training.trainer.step_index == 0
     assert "other settings or another seed" in second_trial.step()["note"]
-
-
-def test_states_without_the_rows_before_them_are_not_used(tmp_path: Path, start_trial: StartTrial) -> None:
-    step_twice(start_trial(tmp_path))
-    (tmp_path / "s0" / "metrics.jsonl").unlink()
-    second_trial = start_trial(tmp_path)
-    assert second_trial.training.trainer.step_index == 0
-    note = second_trial.step()["note"]
-    assert "step_4 is not used: rows or evaluations up to step 4 are damaged or missing" in note
 
 
 def test_a_trial_that_had_ended_reports_its_last_rows(
@@ -306,10 +285,8 @@ def test_a_failed_run_is_reported_and_does_not_start_again(
 
         def compute_broken_objective(rollouts: Any, log_probs: Any, settings: Any) -> Any:
             rule_loss = objective(rollouts, log_probs, settings)
-            factor = torch.tensor(
-                [torch.nan if seed == 1 and trainer.step_index == 4 else 1.0 for seed in trainer.seeds]
-            )
-            return type(rule_loss)(rule_loss.loss * factor, rule_loss.metrics)
+            factors = [torch.nan if seed == 1 and trainer.step_index == 4 else 1.0 for seed in trainer.seeds]
+            return type(rule_loss)(rule_loss.loss * torch.tensor(factors), rule_loss.metrics)
 
         trainer.algorithm.objective = compute_broken_objective
         return trainer
