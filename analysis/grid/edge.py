@@ -11,13 +11,13 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, get_margin, make_estimate_columns, require_single_study
-from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.grid.layout import label_value, select_settings
 from analysis.stats.dose_response import DoseCounts, EdgeEstimate, count_events, estimate_edge, estimate_shift
 from analysis.stats.estimates import Estimate, Floats, wilson_interval
 from analysis.sweep.collapse import find_run_ends
+from analysis.sweep.contrasts import read_contrasts
 from trainable.config.aliases import shorten_setting
 
 SUCCESS_COLUMN = "late_val_success"

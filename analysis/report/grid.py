@@ -8,8 +8,7 @@ from analysis.charts.grid import draw_edges, draw_heat_maps
 from analysis.data.frames import to_records
 from analysis.data.schemas import Row
 from analysis.grid import factors, kl_anchoring, layout
-from analysis.grid.contrasts import compare_switch, list_switches
-from analysis.grid.layout import MEASURES, Measure
+from analysis.grid.layout import MEASURES, Measure, compare_switch, list_switches
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Figure, Section, Table, TableColumn, count_of, name, number, text

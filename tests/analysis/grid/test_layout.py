@@ -13,7 +13,7 @@ from analysis.data import compare
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import layout
-from analysis.grid.contrasts import compare_switch, list_switches
+from analysis.grid.layout import compare_switch, list_switches
 from analysis.report.grid import GRID_SECTIONS
 from analysis.report.results import SweepResults
 from analysis.report.section import Table
