@@ -6,7 +6,6 @@
 
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 
@@ -38,17 +37,11 @@ _FILTER_KEYS = {
 }
 
 Tables = dict[str, list[list[str | int | float]]]
+"""Rows with `TABLE_COLUMNS` by key."""
 
 
-class PublishedMetrics(NamedTuple):
-    """Published metrics of one step. numbers: {key: value}. tables: {key: rows with TABLE_COLUMNS}."""
-
-    numbers: dict[str, float]
-    tables: Tables
-
-
-def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
-    """Read numbers and tables of one step from a run's gradients.jsonl; empty if the step has no analysis."""
+def read_published_metrics(path: Path, step: int) -> tuple[dict[str, float], Tables]:
+    """Read numbers and tables of one step by key from a run's gradients.jsonl; empty if the step has no analysis."""
     lines = [line for line in select_lines(read_lines(path).records, get_analysis_key) if line["step"] == step]
     # A run's files do not contain its study and seed, and the metrics need neither: any value makes valid frames.
     frames = [
@@ -57,10 +50,8 @@ def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
         for rows in [make_analysis_rows(lines, name)]
     ]
     gradients, groups = frames
-    return PublishedMetrics(
-        {} if gradients is None else make_published_metrics(gradients),
-        {} if groups is None else make_published_tables(groups),
-    )
+    numbers = {} if gradients is None else make_published_metrics(gradients)
+    return numbers, {} if groups is None else make_published_tables(groups)
 
 
 def make_published_metrics(frame: pd.DataFrame) -> dict[str, float]:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from analysis.data.compare import cut_interval, make_estimate_columns
 from analysis.data.frames import to_records
-from analysis.stats.estimates import MIN_SEEDS, Estimate, mean_over_seeds, spearman_trend
+from analysis.stats.estimates import MIN_SEEDS, mean_over_seeds, spearman_trend
 
 T = TypeVar("T")
 
@@ -261,7 +261,7 @@ def compute_trends(
     for names, points in _make_points(gradients, measures).groupby(keys, sort=False):
         x, y = points["reward_std"], points["value"]
         trend = spearman_trend(x, y, np.zeros(len(points)), generator, NUM_PERMUTATIONS)
-        rows.append((*names, trend.n, trend.rho, trend.p, _compute_half_ratio(points)))
+        rows.append((*names, trend.n, trend.value, trend.p, _compute_half_ratio(points)))
     return pd.DataFrame(rows, columns=[*keys, "buckets", "rho", "p", "ratio"])
 
 
@@ -327,10 +327,7 @@ def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
     """Estimate mean and interval over runs of rho and ratio. trend_rows: from `compute_trends`."""
     log_rows = trend_rows.assign(ratio=np.log(trend_rows["ratio"].where(trend_rows["ratio"] > 0)))
     # Average over the steps of a run first, then over runs: steps of one run are not independent.
-    means = [log_rows.groupby("run_id")[name].mean().dropna() for name in ("rho", "ratio")]
-    rho, ratio = (
-        mean_over_seeds(values) if len(values) >= MIN_SEEDS else Estimate(float(values.mean()), n=len(values))
-        for values in means
-    )
+    means = (log_rows.groupby("run_id")[name].mean().dropna() for name in ("rho", "ratio"))
+    rho, ratio = (mean_over_seeds(values, min_seeds=MIN_SEEDS) for values in means)
     ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
     return make_estimate_columns("rho", cut_interval(rho, -1.0, 1.0)) | make_estimate_columns("ratio", ratio)

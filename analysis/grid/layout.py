@@ -103,10 +103,6 @@ class Grid:
             return shorten_setting(setting) if value else ""
         return f"{shorten_setting(setting)} {label_value(value)}"
 
-    def list_labels(self, setting: str) -> list[str]:
-        """List the labels of the values of a factor, in their order."""
-        return [self.format_factor(setting, value) for value in self.factor_values[setting]]
-
     def format_panel(self, row: dict[str, Any]) -> str:
         """Name the panel of a run, such as `filter 0.8, loss mse`. row: the settings of the run."""
         labels = [self.format_factor(setting, row[setting]) for setting in self.panels]

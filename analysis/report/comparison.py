@@ -24,7 +24,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.run_files import flatten_config
 from analysis.data.schemas import Row
 from analysis.report.common import format_p
-from analysis.report.page import draw_sections, render_page, view_sections, write_page
+from analysis.report.page import render_page, view_sections, write_page
 from analysis.report.section import Figure, Heading, Section, Table, TableColumn, name, number, text
 from analysis.sweep import findings
 from analysis.sweep.verdicts import (
@@ -220,9 +220,8 @@ def _describe_side(name: str, frames: StudyFrames, arm: str, values: "pd.Series[
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:
     """Write the page of a comparison to `path` and return it."""
-    figures = draw_sections(SECTIONS, comparison, with_charts=True)
     heading = Heading("", f"Comparison of {len(comparison.studies)} studies", lead=comparison.describe())
-    return write_page(path, render_page(heading, view_sections(SECTIONS, comparison, figures)))
+    return write_page(path, render_page(heading, view_sections(SECTIONS, comparison, with_charts=True)))
 
 
 def _make_arm_table(comparison: Comparison) -> Iterator[Table]:

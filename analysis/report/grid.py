@@ -130,7 +130,7 @@ EDGE: Section[SweepResults] = Section(
             "Top: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle: the edge of each "
             "line with its 95 % interval, an arrow where the runs do not bound it; the wide bar is the safe band. "
             "Bottom: mean success at the end.",
-            lambda results: results.edge_tables or None,
+            lambda results: results.edge_tables,
             lambda tables, results: draw_edges(
                 tables["edge_doses"], tables["edge"], shorten_setting(results.study.axis.dose)
             ),

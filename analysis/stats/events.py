@@ -66,11 +66,8 @@ def restricted_mean(end_steps: ArrayLike, is_event: ArrayLike, horizon: float) -
     Source: Royston and Parmar 2013. Without censoring before the horizon it is mean(min(T, horizon)). NaN without runs,
     and where the curve is unknown before the horizon because the runs with the latest ends were censored.
     """
-    ends = np.asarray(end_steps, dtype=float)
-    steps, fractions = kaplan_meier(ends, is_event)
-    if ends.size == 0 or (ends.max() < horizon and fractions[-1] > 0):
-        return NAN
-    return float(fractions @ np.diff(np.minimum([*steps, horizon], horizon)))
+    ends, is_observed = np.asarray(end_steps, dtype=float), np.asarray(is_event, dtype=bool)
+    return float(_compute_restricted_means(np.ones((1, ends.size), dtype=bool), ends, is_observed, horizon)[0])
 
 
 def compare_restricted_means(

@@ -14,7 +14,7 @@ from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
 from analysis.grid.layout import name_arms
 from analysis.report.gradients import GRADIENTS, describe_buckets
-from analysis.report.page import draw_sections, render_page, view_sections
+from analysis.report.page import render_page, view_sections
 from analysis.report.pages import write_report
 from analysis.report.results import SweepResults
 from analysis.report.section import Heading
@@ -73,8 +73,7 @@ def get_curves(spec: Spec) -> dict[tuple[str, str], int]:
 
 def make_page(frames: StudyFrames) -> Page:
     results = SweepResults(name_arms(frames))
-    figures = draw_sections(SECTIONS, results, with_charts=True)
-    return parse_page(render_page(Heading("", "title"), view_sections(SECTIONS, results, figures)))
+    return parse_page(render_page(Heading("", "title"), view_sections(SECTIONS, results, with_charts=True)))
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def draw_cells(results: SweepResults) -> dict[str, Any]:
 
 
 def show(sections: Any, results: SweepResults) -> Page:
-    return parse_page(render_page(Heading("", "title"), view_sections(sections, results, ())))
+    return parse_page(render_page(Heading("", "title"), view_sections(sections, results, None)))
 
 
 def read_marks(svg: str, kind: str) -> list[dict[str, str]]:
@@ -250,7 +250,7 @@ def test_a_grid_of_one_loss_does_not_mention_k1(tmp_path: Path) -> None:
     runs = [run for run in make_runs(ONE_TYPE) if run.arm.startswith(("g3", "g4", "g5"))]
     results = SweepResults(load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, levels=10)))
     assert len(results.frames.trials) == len(runs)
-    assert view_sections([ANCHOR], results, ()) == []
+    assert view_sections([ANCHOR], results, None) == []
     assert "k1 (kl_loss_type=kl)" not in show(GRID_SECTIONS, results).text
 
 
