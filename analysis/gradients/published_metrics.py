@@ -11,7 +11,7 @@ import pandas as pd
 
 from analysis.data.frames import SCHEMAS, cast_frame, to_records
 from analysis.data.run_files import get_analysis_key, make_analysis_rows
-from analysis.gradients.tables import COMPONENTS, WHOLE_BATCH, check_single_analysis, drop_empty_batches
+from analysis.gradients.tables import COMPONENTS, WHOLE_BATCH, drop_empty_batches
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.files.json_lines import read_lines
 from trainable.runs.run_files import select_lines
@@ -58,9 +58,8 @@ def make_published_metrics(frame: pd.DataFrame) -> dict[str, float]:
     """Convert the numbers of one run, source and step to their published keys. A missing number has no key.
 
     The value loss of a shared trunk has no published key; it is included in `loss/total`. frame: rows of
-    `StudyFrames.gradients`; ValueError if they belong to more than one step, source or run.
+    `StudyFrames.gradients`.
     """
-    check_single_analysis(frame, ["study", "run_id", "source", "step"])
     metrics: dict[str, float] = {}
     for prefilter, rows in frame.groupby("prefilter"):
         suffix = "_prefilter" if prefilter else ""

@@ -24,11 +24,6 @@ SUCCESS_COLUMN = "late_val_success"
 MIN_SEEDS_OF_EDGE = 2
 """A single seed does not show how much seeds differ, however many doses there are."""
 _RUN_COLUMNS = ("run_id", "arm", "seed", "line", "dose", "collapsed", "success")
-_EDGE_COLUMNS = (
-    *("line", "doses", "seeds", "runs", "collapsed", "edge", "edge_low", "edge_high", "method"),
-    *("bracket_low", "bracket_high", "safe_low", "safe_high", "safe_decades", "safe_decades_max", "collapse_bound"),
-    "note",
-)
 
 
 def make_run_table(frames: StudyFrames) -> pd.DataFrame:
@@ -89,7 +84,7 @@ def summarize_edges(frames: StudyFrames) -> pd.DataFrame:
     """
     margin = get_margin(frames.studies[0], SUCCESS_COLUMN)
     lines = make_run_table(frames).groupby("line", sort=False)
-    return pd.DataFrame([_make_edge_row(str(line), runs, margin) for line, runs in lines], columns=list(_EDGE_COLUMNS))
+    return pd.DataFrame([_make_edge_row(str(line), runs, margin) for line, runs in lines])
 
 
 def _make_edge_row(line: str, runs: pd.DataFrame, margin: float) -> Row:

@@ -10,7 +10,6 @@ import pandas as pd
 
 from analysis.charts.curves import draw_intervals
 from analysis.data.compare import (
-    TEST_COLUMNS,
     add_adjusted_p_values,
     collect_joint_outcomes,
     compare_with_baseline,
@@ -38,11 +37,6 @@ from analysis.sweep.verdicts import (
 from trainable.runs.records import Column
 from trainable.runs.study_record import StudyRecord
 
-ARM_COLUMNS = (
-    *("study", "arm", "other_arm", "reference", "other", "reference_runs", "other_runs"),
-    *("reference_stopped", "other_stopped", "column", *TEST_COLUMNS, "seeds", "basis"),
-    *("p_holm", "p_equal_holm", "verdict"),
-)
 VERDICTS = ("better", "worse", "equal", "no effect", "open", "no comparison")
 """In the order in which a sentence names them."""
 
@@ -205,8 +199,7 @@ def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
             }
         )
     table = add_adjusted_p_values(pd.DataFrame(rows), column)
-    verdicts = [name_verdict(row, family) for row in table.to_dict("records")]
-    return table.assign(verdict=verdicts)[list(ARM_COLUMNS)]
+    return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
 
 
 def _describe_side(name: str, frames: StudyFrames, arm: str, values: "pd.Series[float]") -> Row:

@@ -42,13 +42,13 @@ class Conclusion(NamedTuple):
     """A table: its headings, and a row per arm; empty in a search."""
 
 
-def write_report(folder: Path | str, *, live: bool = False) -> Path:
+def write_report(folder: Path | str) -> Path:
     """Write report.html and figures/ into a results/<run> folder, and return the path of the report.
 
     The page needs no network. A script makes most figures interactive; without it they are pictures. The family of the
-    study selects the sections. live: the process of the study is still running, so keep the status "running".
+    study selects the sections.
     """
-    return write_frames_report(load(folder, live=live), Path(folder))
+    return write_frames_report(load(folder), Path(folder))
 
 
 def write_frames_report(

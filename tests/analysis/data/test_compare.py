@@ -12,7 +12,7 @@ from analysis.data.frames import to_records
 from analysis.data.load import load
 from analysis.report.pages import list_open_arms
 from analysis.stats.sequential import compute_e_value, find_fewest_seeds
-from analysis.sweep.contrasts import compute_contrasts, format_sentences
+from analysis.sweep.contrasts import compute_contrasts, format_sentence
 from sandboxes.toys.report.tables import compute_differences, make_notes
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
@@ -145,6 +145,7 @@ def test_an_arm_without_evidence_counts_in_the_number_of_comparisons(tmp_path: P
 
 def test_contrasts_below_the_fewest_seeds_say_so(tmp_path: Path) -> None:
     table = compute_contrasts(load(write_study(tmp_path, 3, planned_seeds=3, max_seeds=20)))
-    (line,) = format_sentences(table[(table["column"] == "late_test_error") & (table["contrast"] == "apart from DG")])
+    (row,) = to_records(table[(table["column"] == "late_test_error") & (table["contrast"] == "apart from DG")])
+    line = format_sentence(row)
     assert "open: -0.2 over 3 seeds, too few for a test that is valid at every look" in line
     assert "nan" not in line

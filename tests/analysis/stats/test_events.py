@@ -58,11 +58,6 @@ def test_survival_without_an_event_is_one_point() -> None:
         assert (list(steps), list(surviving)) == ([0.0], [1.0])
 
 
-def test_an_unknown_last_step_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"end_steps has values that are not finite: \[nan\]"):
-        events.kaplan_meier([1, 2, math.nan], [True, True, False])
-
-
 @given(run_lists, st.integers(1, 15))
 @draw_examples(100)
 def test_restricted_mean_sums_survival_over_steps(runs: list[tuple[int, bool]], horizon: int) -> None:
