@@ -53,7 +53,7 @@ def draw(frames: StudyFrames) -> dict[str, Spec]:
     return {
         figure.name: charts.make_spec(figure.draw(table, results))
         for figure, table in tables.items()
-        if table is not None
+        if table is not None and len(table)
     }
 
 
