@@ -102,9 +102,9 @@ def make_opacity(choice: alt.Parameter | alt.PredicateComposition, on: float = 1
     return alt.OpacityValue(**condition)
 
 
-def make_legend(title: str | None = None, columns: int = 4) -> alt.Legend:
+def make_legend(columns: int = 4) -> alt.Legend:
     """Make a legend below the chart."""
-    return alt.Legend(title=title, orient="bottom", columns=columns, symbolOpacity=1, symbolLimit=60)
+    return alt.Legend(title=None, orient="bottom", columns=columns, symbolOpacity=1, symbolLimit=60)
 
 
 def make_step_axis() -> alt.X:

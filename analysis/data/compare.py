@@ -24,7 +24,7 @@ from analysis.stats.noise import (
     compute_equivalence_p_value,
     compute_level_variance,
     estimate_paired_contrast,
-    estimate_sample_mean,
+    estimate_pooled_mean,
     estimate_unpaired_difference,
     fit_noise,
 )
@@ -102,13 +102,11 @@ class Outcomes:
     is_fraction: bool = False
     """Whether the outcome is a fraction, so that no difference exceeds 1."""
 
-    @functools.cached_property
-    def _samples(self) -> dict[str, Floats]:
-        return dict(zip(self.values.index, self.values.to_numpy(dtype=float), strict=True))
-
     def get_sample(self, arm: str) -> Floats:
         """Return the outcomes (S,) of an arm in the order of the columns of `values`, NaN where one is missing."""
-        return self._samples.get(arm, np.full(self.values.shape[1], math.nan))
+        if arm not in self.values.index:
+            return np.full(self.values.shape[1], math.nan)
+        return self.values.loc[arm].to_numpy(dtype=float)
 
     def get_values(self, arm: str) -> "pd.Series[float]":
         """Return the outcomes of an arm by seed, without missing ones."""
@@ -323,9 +321,9 @@ def _count_missed_validations(levels: pd.DataFrame, scored_runs: pd.DataFrame) -
 
 def estimate_mean(outcomes: Outcomes, arm: str) -> Estimate:
     """Estimate the mean outcome of an arm over its seeds."""
-    values = _drop_missing(outcomes.get_sample(arm))
-    doubt = outcomes.get_doubt(outcomes.noise.unpaired, arm)
-    return estimate_sample_mean(values, outcomes.noise, outcomes.get_min_variance(arm), doubt)
+    pool = outcomes.noise.unpaired
+    min_variance, doubt = outcomes.get_min_variance(arm), outcomes.get_doubt(pool, arm)
+    return estimate_pooled_mean(outcomes.get_values(arm), pool, min_variance=min_variance, doubt=doubt)
 
 
 def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate:
@@ -384,13 +382,11 @@ def estimate_gain(outcomes: Outcomes, base_values: Outcomes, arm: str) -> Estima
     noise: the larger of its variance over seeds and `min_variances`. It is added to the noise of the runs.
     """
     differences = (outcomes.get_values(arm) - base_values.get_values(arm)).dropna().to_numpy()
-    seed_variance = base_values.noise.unpaired.variance if base_values.noise.unpaired is not None else 0.0
-    base_variance = max(seed_variance, base_values.get_min_variance(arm))
-    noise = outcomes.noise
-    if noise.unpaired is not None:
-        noise = noise._replace(unpaired=noise.unpaired._replace(variance=noise.unpaired.variance + base_variance))
-    doubt = outcomes.get_doubt(noise.unpaired, arm)
-    return estimate_sample_mean(differences, noise, outcomes.get_min_variance(arm) + base_variance, doubt)
+    pool, base_pool = outcomes.noise.unpaired, base_values.noise.unpaired
+    base_variance = max(base_pool.variance if base_pool else 0.0, base_values.get_min_variance(arm))
+    min_variance, doubt = outcomes.get_min_variance(arm) + base_variance, outcomes.get_doubt(pool, arm)
+    pool = pool and pool._replace(variance=pool.variance + base_variance)
+    return estimate_pooled_mean(differences, pool, min_variance=min_variance, doubt=doubt)
 
 
 def describe_difference_basis(outcomes: Outcomes, estimate: Estimate, arm: str, baseline: str) -> str:

@@ -132,11 +132,16 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
         key=lambda run: (rank.get(run.header.arm, len(rank)), run.header.arm, run.header.seed, run.header.run_id),
     )
     trials = [_make_trial_row(study, run, family) for run in runs]
-    steps = [row for run in runs for row in _make_step_rows(study, run, family)]
+    steps = [row for run in runs for row in _make_step_rows(study, run)]
+    configs = [flatten_config(run.header.config) for run in runs]
+    fields = dict.fromkeys(field for config in configs for field in config)
+    settings = {f"config/{field}": make_setting_column([config.get(field) for config in configs]) for field in fields}
     # Measures of a plug-in game follow the family's columns; only the first ones are kept if there are many.
     own_columns = list(dict.fromkeys(name for row in steps for name in row if name not in schemas["steps"]))
     frames = {
-        "trials": _make_trials_frame(trials, [flatten_config(run.header.config) for run in runs], schemas["trials"]),
+        "trials": pd.concat(
+            [_make_frame(trials, schemas["trials"]), pd.DataFrame(settings, index=range(len(runs)))], axis=1
+        ),
         "steps": _make_frame(steps, [*schemas["steps"], *own_columns[:MAX_OWN_COLUMNS]]),
         "levels": _make_levels_frame(study, runs, schemas["levels"]),
     }
@@ -173,8 +178,15 @@ def _read_runs(folder: Path, study: StudyRecord, family: Family, live: bool) -> 
 
 
 def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: Family, live: bool) -> RunFiles:
+    """Read the files of a run. If run.json is unreadable, warn and use the entry of study.json."""
     check_path(folder.parent, folder)
-    header = _read_header(folder, entry)
+    header = RunRecord(**asdict(entry))
+    try:
+        header = replace(read_record(RunRecord, folder), run_id=folder.name)
+    except FileNotFoundError:  # a run that has not started may have no files
+        pass
+    except (DamagedFileError, OSError) as error:
+        _warn(f"{error}.")
     # Without run.json, assume the study's number of steps, although an arm may have another.
     steps_total = find_total_steps(header.config) or study.total_steps
     history = RunHistory.read(folder, steps_total, is_live=live)
@@ -196,17 +208,6 @@ def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: F
         status=history.status,
         steps_total=steps_total,
     )
-
-
-def _read_header(folder: Path, entry: RunEntry) -> RunRecord:
-    """Read a run's run.json; if it is unreadable, warn and use the entry of study.json."""
-    try:
-        return replace(read_record(RunRecord, folder), run_id=folder.name)
-    except FileNotFoundError:  # a run that has not started may have no files
-        pass
-    except (DamagedFileError, OSError) as error:
-        _warn(f"{error}.")
-    return RunRecord(**asdict(entry))
 
 
 def _warn(message: str) -> None:
@@ -244,14 +245,7 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
     }
 
 
-def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) -> pd.DataFrame:
-    frame = _make_frame(trials, schema)
-    fields = dict.fromkeys(field for config in configs for field in config)
-    settings = {f"config/{field}": make_setting_column([config.get(field) for config in configs]) for field in fields}
-    return pd.concat([frame, pd.DataFrame(settings, index=frame.index)], axis=1)
-
-
-def _make_step_rows(study: StudyRecord, run: RunFiles, family: Family) -> list[Row]:
+def _make_step_rows(study: StudyRecord, run: RunFiles) -> list[Row]:
     """Make the rows of a run. Only the row of the step at which a rule stopped it has values in `STOP_COLUMNS`."""
     names = _make_run_columns(study, run)
     stop_columns = {column.name: getattr(run.status, column.name) for column in STOP_COLUMNS}
@@ -268,37 +262,34 @@ def _make_step_rows(study: StudyRecord, run: RunFiles, family: Family) -> list[R
 
 
 def _make_levels_frame(study: StudyRecord, runs: Iterable[RunFiles], schema: Schema) -> pd.DataFrame:
-    evaluations = [(_make_run_columns(study, run), line) for run in runs for line in run.evaluations]
-    if not evaluations:
+    heads: list[Row] = []
+    episodes: dict[str, list[Any]] = {"level": [], "cluster": [], "success": []}
+    for run in runs:
+        for line in run.evaluations:
+            # One character per episode: "1" for success, "0" otherwise.
+            success = np.frombuffer(line["success"].encode(), dtype=np.uint8) == ord("1")
+            if not len(line["levels"]) == len(line["clusters"]) == len(success):
+                raise ValueError(
+                    f"levels.jsonl of {run.header.run_id}, step {line['step']} {line['split']} {line['mode']}: "
+                    f"{len(line['levels'])} levels, {len(line['clusters'])} clusters and {len(success)} outcomes, but "
+                    "each episode needs one of each. The line has a right checksum, so another program wrote it: "
+                    "delete the folder of this run, and resume the study."
+                )
+            heads.append(_make_run_columns(study, run) | {name: line[name] for name in ("step", "split", "mode")})
+            for name, values in zip(episodes, (line["levels"], line["clusters"], success), strict=True):
+                episodes[name].append(np.asarray(values))
+    if not heads:
         return pd.DataFrame(columns=list(schema))
-    episodes = [_make_episode_columns(columns["run_id"], line) for columns, line in evaluations]
-    heads = [{**columns, **{name: line[name] for name in ("step", "split", "mode")}} for columns, line in evaluations]
     # Cast before rows are repeated: categories take a tenth of the memory of text.
     head_frame = cast_frame(pd.DataFrame(heads), {name: schema[name] for name in heads[0]})
-    frame = head_frame.loc[head_frame.index.repeat([len(columns["level"]) for columns in episodes])]
-    return frame.reset_index(drop=True).assign(
-        **{name: np.concatenate([columns[name] for columns in episodes]) for name in episodes[0]}
-    )
+    frame = head_frame.loc[head_frame.index.repeat([len(levels) for levels in episodes["level"]])]
+    return frame.reset_index(drop=True).assign(**{name: np.concatenate(values) for name, values in episodes.items()})
 
 
 def _make_frame(rows: Sequence[Row], columns: Iterable[str]) -> pd.DataFrame:
     """Make a frame of those `columns` that occur in `rows`; `cast_frame` adds the others faster than pandas does."""
     present_names = {name for row in rows for name in row}
     return pd.DataFrame(rows, columns=[name for name in columns if name in present_names], index=range(len(rows)))
-
-
-def _make_episode_columns(run_id: str, line: Row) -> dict[str, Any]:
-    """Make the columns level, cluster and success of the episodes of one evaluation, as arrays."""
-    # One character per episode: "1" for success, "0" otherwise.
-    success = np.frombuffer(line["success"].encode(), dtype=np.uint8) == ord("1")
-    if not len(line["levels"]) == len(line["clusters"]) == len(success):
-        raise ValueError(
-            f"levels.jsonl of {run_id}, step {line['step']} {line['split']} {line['mode']}: "
-            f"{len(line['levels'])} levels, {len(line['clusters'])} clusters and {len(success)} outcomes, but each "
-            "episode needs one of each. The line has a right checksum, so another program wrote it: delete the folder "
-            "of this run, and resume the study."
-        )
-    return {"level": np.array(line["levels"]), "cluster": np.array(line["clusters"]), "success": success}
 
 
 def _is_parquet_newest(folder: Path) -> bool:

@@ -98,7 +98,10 @@ def _read_bounded(path: Path) -> pd.DataFrame:
             raise ValueError(f"its column {field.name[:80]!r} has the type {str(field.type)[:80]}")
     text_names = [field.name for field in schema if str(_get_value_type(field.type)) in _TEXT_TYPES]
     table: Any = pq.read_table(pa.BufferReader(content), read_dictionary=text_names)
-    _check_size(sum(_measure_text(table[name]) for name in text_names))
+    # The size of the text columns once their dictionaries are decoded.
+    chunks = [chunk for name in text_names for chunk in table[name].chunks]
+    lengths = [pc.binary_length(chunk.dictionary).cast(pa.int64()).take(chunk.indices) for chunk in chunks]
+    _check_size(sum(pc.sum(length).as_py() or 0 for length in lengths))
     for name in text_names:  # a categorical column stays a dictionary
         if not pa.types.is_dictionary(schema.field(name).type):
             table = table.set_column(table.column_names.index(name), name, table[name].cast(schema.field(name).type))
@@ -112,14 +115,6 @@ def _read_bounded(path: Path) -> pd.DataFrame:
 def _get_value_type(column_type: Any) -> Any:
     """Return the type of a column's values, for a dictionary (category) column too."""
     return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
-
-
-def _measure_text(column: Any) -> int:
-    """Compute the size in bytes of a text column once its dictionaries are decoded."""
-    return sum(
-        pc.sum(pc.binary_length(chunk.dictionary).cast(pa.int64()).take(chunk.indices)).as_py() or 0
-        for chunk in column.chunks
-    )
 
 
 def _check_size(n_bytes: int) -> None:

@@ -6,13 +6,12 @@
 
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 
 from analysis.data.frames import SCHEMAS, cast_frame, to_records
 from analysis.data.run_files import get_analysis_key, make_analysis_rows
-from analysis.gradients.tables import COMPONENTS, WHOLE_BATCH, check_single_analysis, drop_empty_batches
+from analysis.gradients.tables import COMPONENTS, WHOLE_BATCH, drop_empty_batches
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.files.json_lines import read_lines
 from trainable.runs.run_files import select_lines
@@ -38,17 +37,11 @@ _FILTER_KEYS = {
 }
 
 Tables = dict[str, list[list[str | int | float]]]
+"""Rows with `TABLE_COLUMNS` by key."""
 
 
-class PublishedMetrics(NamedTuple):
-    """Published metrics of one step. numbers: {key: value}. tables: {key: rows with TABLE_COLUMNS}."""
-
-    numbers: dict[str, float]
-    tables: Tables
-
-
-def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
-    """Read numbers and tables of one step from a run's gradients.jsonl; empty if the step has no analysis."""
+def read_published_metrics(path: Path, step: int) -> tuple[dict[str, float], Tables]:
+    """Read numbers and tables of one step by key from a run's gradients.jsonl; empty if the step has no analysis."""
     lines = [line for line in select_lines(read_lines(path).records, get_analysis_key) if line["step"] == step]
     # A run's files do not contain its study and seed, and the metrics need neither: any value makes valid frames.
     frames = [
@@ -57,19 +50,16 @@ def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
         for rows in [make_analysis_rows(lines, name)]
     ]
     gradients, groups = frames
-    return PublishedMetrics(
-        {} if gradients is None else make_published_metrics(gradients),
-        {} if groups is None else make_published_tables(groups),
-    )
+    numbers = {} if gradients is None else make_published_metrics(gradients)
+    return numbers, {} if groups is None else make_published_tables(groups)
 
 
 def make_published_metrics(frame: pd.DataFrame) -> dict[str, float]:
     """Convert the numbers of one run, source and step to their published keys. A missing number has no key.
 
     The value loss of a shared trunk has no published key; it is included in `loss/total`. frame: rows of
-    `StudyFrames.gradients`; ValueError if they belong to more than one step, source or run.
+    `StudyFrames.gradients`.
     """
-    check_single_analysis(frame, ["study", "run_id", "source", "step"])
     metrics: dict[str, float] = {}
     for prefilter, rows in frame.groupby("prefilter"):
         suffix = "_prefilter" if prefilter else ""

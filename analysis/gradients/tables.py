@@ -14,8 +14,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import cut_interval, make_estimate_columns
-from analysis.data.frames import to_records
-from analysis.stats.estimates import MIN_SEEDS, Estimate, mean_over_seeds, spearman_trend
+from analysis.stats.estimates import MIN_SEEDS, mean_over_seeds, spearman_trend
 
 T = TypeVar("T")
 
@@ -36,6 +35,7 @@ SHARE_LABELS: Mapping[str, str] = {
 }
 # The smallest p is 1/2000. A sweep draws 9999 per test, but here a test is made per step, component and measure.
 NUM_PERMUTATIONS = 1999
+_MAX_LINES = 6
 
 
 def subsample_evenly(values: Sequence[T], max_count: int) -> list[T]:
@@ -72,16 +72,6 @@ def select_trained(frame: pd.DataFrame) -> pd.DataFrame:
     return filtered_rows if len(filtered_rows) else rows
 
 
-def check_single_analysis(frame: pd.DataFrame, columns: list[str]) -> None:
-    """Raise a ValueError unless all rows of `frame` have the same values in `columns`."""
-    distinct_rows = frame[columns].drop_duplicates()
-    if len(distinct_rows) != 1:
-        listing = "; ".join(
-            ", ".join(f"{name} {value}" for name, value in row.items()) for row in to_records(distinct_rows)
-        )
-        raise ValueError(f"These rows belong to {len(distinct_rows)} analyses ({listing}). Select the rows of one.")
-
-
 def select_buckets(frame: pd.DataFrame) -> pd.DataFrame:
     """Select the rows of single buckets (not `all`), sorted by bucket number within each analysis."""
     rows = frame[frame["bucket"] != WHOLE_BATCH]
@@ -99,10 +89,8 @@ def make_bucket_table(frame: pd.DataFrame) -> pd.DataFrame:
     A component that is off has `on` False and no numbers.
 
     Columns: bucket, component, on, norm, norm_per_sample, norm_per_token, loss, bucket_mode, reward_std_mean,
-    reward_std_min, reward_std_max, sample_count, group_count. frame: rows of `StudyFrames.gradients`; ValueError if
-    they belong to several analyses.
+    reward_std_min, reward_std_max, sample_count, group_count. frame: rows of one analysis in `StudyFrames.gradients`.
     """
-    check_single_analysis(frame, ANALYSIS_KEYS)
     value_columns = ["norm", "norm_per_sample", "norm_per_token", "loss"]
     bucket_columns = ["bucket_mode", *_REWARD_STDS, "sample_count", "group_count"]
     rows = select_buckets(drop_empty_batches(frame))
@@ -197,16 +185,16 @@ def _pivot_by_component(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     return wide.reindex(index=pd.MultiIndex.from_frame(rows[keys].drop_duplicates()), columns=components)
 
 
-def select_report_lines(gradients: pd.DataFrame, max_lines: int = 6) -> pd.DataFrame:
+def select_report_lines(gradients: pd.DataFrame) -> pd.DataFrame:
     """Select the rows of `gradients` that a report draws. The new column `line` names their line in the figure.
 
-    Analyses during training: with a single arm, one line per step, for at most `max_lines` evenly spaced steps; with
+    Analyses during training: with a single arm, one line per step, for at most `_MAX_LINES` evenly spaced steps; with
     several arms, one line per arm, from the last analysis of each run. Each probe is a separate line.
     """
     rows, has_several_arms = drop_empty_batches(gradients), gradients["arm"].nunique() > 1
     training_rows, probe_rows = rows[rows["source"] == "train"], rows[rows["source"] == "probe"]
     last_steps = training_rows.groupby(["study", "run_id"])["step"].transform("max")
-    steps = subsample_evenly(sorted(set(training_rows["step"])), max_lines)
+    steps = subsample_evenly(sorted(set(training_rows["step"])), _MAX_LINES)
     is_shown = training_rows["step"] == last_steps if has_several_arms else training_rows["step"].isin(steps)
     training_rows = training_rows[is_shown]
     probe_counts = probe_rows.groupby("arm")["step"].nunique().to_dict()
@@ -261,7 +249,7 @@ def compute_trends(
     for names, points in _make_points(gradients, measures).groupby(keys, sort=False):
         x, y = points["reward_std"], points["value"]
         trend = spearman_trend(x, y, np.zeros(len(points)), generator, NUM_PERMUTATIONS)
-        rows.append((*names, trend.n, trend.rho, trend.p, _compute_half_ratio(points)))
+        rows.append((*names, trend.n, trend.value, trend.p, _compute_half_ratio(points)))
     return pd.DataFrame(rows, columns=[*keys, "buckets", "rho", "p", "ratio"])
 
 
@@ -327,10 +315,7 @@ def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
     """Estimate mean and interval over runs of rho and ratio. trend_rows: from `compute_trends`."""
     log_rows = trend_rows.assign(ratio=np.log(trend_rows["ratio"].where(trend_rows["ratio"] > 0)))
     # Average over the steps of a run first, then over runs: steps of one run are not independent.
-    means = [log_rows.groupby("run_id")[name].mean().dropna() for name in ("rho", "ratio")]
-    rho, ratio = (
-        mean_over_seeds(values) if len(values) >= MIN_SEEDS else Estimate(float(values.mean()), n=len(values))
-        for values in means
-    )
+    means = (log_rows.groupby("run_id")[name].mean().dropna() for name in ("rho", "ratio"))
+    rho, ratio = (mean_over_seeds(values, min_seeds=MIN_SEEDS) for values in means)
     ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
     return make_estimate_columns("rho", cut_interval(rho, -1.0, 1.0)) | make_estimate_columns("ratio", ratio)

@@ -11,24 +11,19 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, get_margin, make_estimate_columns, require_single_study
-from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.grid.layout import label_value, select_settings
 from analysis.stats.dose_response import DoseCounts, EdgeEstimate, count_events, estimate_edge, estimate_shift
 from analysis.stats.estimates import Estimate, Floats, wilson_interval
 from analysis.sweep.collapse import find_run_ends
+from analysis.sweep.contrasts import read_contrasts
 from trainable.config.aliases import shorten_setting
 
 SUCCESS_COLUMN = "late_val_success"
 MIN_SEEDS_OF_EDGE = 2
 """A single seed does not show how much seeds differ, however many doses there are."""
 _RUN_COLUMNS = ("run_id", "arm", "seed", "line", "dose", "collapsed", "success")
-_EDGE_COLUMNS = (
-    *("line", "doses", "seeds", "runs", "collapsed", "edge", "edge_low", "edge_high", "method"),
-    *("bracket_low", "bracket_high", "safe_low", "safe_high", "safe_decades", "safe_decades_max", "collapse_bound"),
-    "note",
-)
 
 
 def make_run_table(frames: StudyFrames) -> pd.DataFrame:
@@ -89,7 +84,7 @@ def summarize_edges(frames: StudyFrames) -> pd.DataFrame:
     """
     margin = get_margin(frames.studies[0], SUCCESS_COLUMN)
     lines = make_run_table(frames).groupby("line", sort=False)
-    return pd.DataFrame([_make_edge_row(str(line), runs, margin) for line, runs in lines], columns=list(_EDGE_COLUMNS))
+    return pd.DataFrame([_make_edge_row(str(line), runs, margin) for line, runs in lines])
 
 
 def _make_edge_row(line: str, runs: pd.DataFrame, margin: float) -> Row:

@@ -19,7 +19,7 @@ import pandas as pd
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, cut_interval, make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import LATE_START
-from analysis.stats.estimates import MIN_SEEDS, Estimate, mean_over_seeds, spearman_trend
+from analysis.stats.estimates import MIN_SEEDS, mean_over_seeds, spearman_trend
 from analysis.sweep.verdicts import count_nouns, format_interval, format_p_value, format_signed_2
 
 K1_NAMES = ("kl", "k1")
@@ -92,7 +92,8 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
         runs = table[(table["form"] == form) & table["match"].isin(form_rhos["match"])]
         # Ranks relative to the size of the set, so that sets of different sizes can be pooled.
         kl_ranks = runs.groupby("match")["kl"].rank() / (1 + runs.groupby("match")["kl"].transform("size"))
-        rho_estimate = _estimate_over_seeds(form_rhos.set_index("seed")["rho"], limit=1.0)
+        per_seed = form_rhos.groupby("seed")["rho"].mean()
+        rho_estimate = cut_interval(mean_over_seeds(per_seed, min_seeds=MIN_SEEDS), -1.0, 1.0)
         smallest, largest = runs["coefficient"].min(), runs["coefficient"].max()
         # KL spans orders of magnitude over the runs of a grid: the largest would dominate an arithmetic mean.
         positive = runs[runs["kl"] > 0]
@@ -117,17 +118,6 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
     return pd.DataFrame(rows)
 
 
-def _estimate_over_seeds(values: "pd.Series[float]", limit: float) -> Estimate:
-    """Estimate the mean over seeds of each seed's mean value, with a t interval cut to [-limit, limit].
-
-    values: indexed by seed. There is no interval with fewer than `MIN_SEEDS` seeds, or if all of them are equal.
-    """
-    per_seed = values.groupby(level=0).mean()
-    if len(per_seed) < MIN_SEEDS:
-        return Estimate(float(per_seed.mean()), n=len(per_seed))
-    return cut_interval(mean_over_seeds(per_seed), -limit, limit)
-
-
 def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
     """Compare each other form with k1 over matching sets: form, sets, seeds, difference, low, high.
 
@@ -143,7 +133,8 @@ def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
             continue
         differences = (rhos[k1] - rhos[form]).dropna()
         if len(differences):
-            estimate = _estimate_over_seeds(differences.droplevel("match"), limit=2.0)
+            per_seed = differences.groupby(level="seed").mean()
+            estimate = cut_interval(mean_over_seeds(per_seed, min_seeds=MIN_SEEDS), -2.0, 2.0)
             rows.append((form, len(differences), estimate.n, *estimate[:3]))
     return pd.DataFrame(rows, columns=["form", "sets", "seeds", "difference", "low", "high"])
 

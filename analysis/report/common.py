@@ -11,23 +11,12 @@ import pandas as pd
 
 from analysis.charts.curves import draw_intervals
 from analysis.data.compare import has_added_seeds
-from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.report.section import (
-    Figure,
-    Listing,
-    Section,
-    Table,
-    TableColumn,
-    count_of,
-    name,
-    number,
-    text,
-)
+from analysis.report.section import Figure, Listing, Section, Table, TableColumn, count_of, name, number, text
 from analysis.search.points import COMPLETE, make_points
 from analysis.sweep import findings
-from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, format_sentence
+from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, format_sentence, read_contrasts
 from analysis.sweep.verdicts import (
     count_nouns,
     describe_stop,

@@ -31,8 +31,7 @@ def _make_figure(
 
     def make_table(results: SweepResults) -> pd.DataFrame | None:
         # The figure of a search would have a line for each of many points.
-        table = make_lines(results.frames.gradients)
-        return table if len(table) and not results.search else None
+        return None if results.search else make_lines(results.frames.gradients)
 
     def draw(table: pd.DataFrame, results: SweepResults) -> Any:
         arms = dict(zip(table["line"], table["arm"], strict=True))

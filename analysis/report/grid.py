@@ -8,8 +8,7 @@ from analysis.charts.grid import draw_edges, draw_heat_maps
 from analysis.data.frames import to_records
 from analysis.data.schemas import Row
 from analysis.grid import factors, kl_anchoring, layout
-from analysis.grid.contrasts import compare_switch, list_switches
-from analysis.grid.layout import MEASURES, Measure
+from analysis.grid.layout import MEASURES, Measure, compare_switch, list_switches
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Figure, Section, Table, TableColumn, count_of, name, number, text
@@ -131,7 +130,7 @@ EDGE: Section[SweepResults] = Section(
             "Top: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle: the edge of each "
             "line with its 95 % interval, an arrow where the runs do not bound it; the wide bar is the safe band. "
             "Bottom: mean success at the end.",
-            lambda results: results.edge_tables or None,
+            lambda results: results.edge_tables,
             lambda tables, results: draw_edges(
                 tables["edge_doses"], tables["edge"], shorten_setting(results.study.axis.dose)
             ),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from analysis.data.frames import StudyFrames, to_records
 from analysis.grid.layout import name_arms
 from analysis.report.common import STATUS
-from analysis.report.page import SectionView, draw_sections, render_page, view_sections
+from analysis.report.page import SectionView, render_page, view_sections
 from analysis.report.pages import find_report, make_heading
 from analysis.report.section import Table, TableColumn, name, number
 from analysis.sweep.verdicts import format_fraction
@@ -67,9 +67,8 @@ class LivePage:
         if earlier is None:
             report = find_report(frames)
             results = report.make_results(name_arms(frames))
-            figures = draw_sections(report.sections, results, with_charts=False)
             self._heading, self._drawn_at = make_heading(report, results), time
-            self._sections = view_sections(report.sections, results, figures)
+            self._sections = view_sections(report.sections, results, with_charts=False)
         else:
             self._heading, self._drawn_at, self._sections = earlier._heading, earlier._drawn_at, earlier._sections
 

@@ -45,31 +45,32 @@ class SectionView(NamedTuple):
     link: str = ""
 
 
-def view_sections(sections: Iterable[Section[Any]], results: Any, figures: Sequence[FigureView]) -> list[SectionView]:
-    """View the sections that have something to show. figures: those of all sections that were drawn."""
-    views = [
-        SectionView(
-            section.name,
-            say(section.title, results),
-            # The page has the sentences of a section that concludes in its head.
-            () if section.concludes else list(section.sentences(results)),
-            [view for view in figures if any(figure.name == view.name for figure in section.figures)],
-            [table for table in section.tables(results) if isinstance(table, Listing) or table.rows],
-            say(section.explanation, results),
-            section.is_warning,
-        )
-        for section in sections
-        if section.when(results)
-    ]
-    return [view for view in views if view.sentences or view.figures or view.tables]
+def view_sections(sections: Iterable[Section[Any]], results: Any, with_charts: bool | None) -> list[SectionView]:
+    """View the sections that have something to show.
 
-
-def draw_sections(sections: Iterable[Section[Any]], results: Any, with_charts: bool) -> list[FigureView]:
-    """Draw the figures that have something to show. with_charts: whether the page may draw them with a script, too."""
+    with_charts: whether the page may draw the figures with a script, too; None: leave out all figures.
+    """
     STEP_PHASE.enter("figures")
     views = []
-    for figure in [figure for section in sections if section.when(results) for figure in section.figures]:
-        if (table := figure.make_table(results)) is not None:
+    for section in sections:
+        if section.when(results):
+            figures = [] if with_charts is None else _draw_figures(section, results, with_charts)
+            tables = [table for table in section.tables(results) if isinstance(table, Listing) or table.rows]
+            # The page has the sentences of a section that concludes in its head.
+            sentences = [] if section.concludes else list(section.sentences(results))
+            title, explanation = say(section.title, results), say(section.explanation, results)
+            if sentences or figures or tables:
+                views.append(
+                    SectionView(section.name, title, sentences, figures, tables, explanation, section.is_warning)
+                )
+    return views
+
+
+def _draw_figures(section: Section[Any], results: Any, with_charts: bool) -> list[FigureView]:
+    """Draw the figures of a section that have something to show."""
+    views = []
+    for figure in section.figures:
+        if (table := figure.make_table(results)) is not None and len(table):
             spec = charts.make_spec(figure.draw(table, results))
             is_interactive = with_charts and charts.count_rows(spec) <= charts.MAX_ROWS
             chart, picture = charts.format_spec(spec) if is_interactive else "", charts.draw_svg(spec)

@@ -17,7 +17,6 @@ from analysis.data.load import find_study_folders, load
 from analysis.grid import layout
 from analysis.report.page import (
     SectionView,
-    draw_sections,
     format_plain,
     format_plain_cell,
     render_page,
@@ -43,13 +42,13 @@ class Conclusion(NamedTuple):
     """A table: its headings, and a row per arm; empty in a search."""
 
 
-def write_report(folder: Path | str, *, live: bool = False) -> Path:
+def write_report(folder: Path | str) -> Path:
     """Write report.html and figures/ into a results/<run> folder, and return the path of the report.
 
     The page needs no network. A script makes most figures interactive; without it they are pictures. The family of the
-    study selects the sections. live: the process of the study is still running, so keep the status "running".
+    study selects the sections.
     """
-    return write_frames_report(load(folder, live=live), Path(folder))
+    return write_frames_report(load(folder), Path(folder))
 
 
 def write_frames_report(
@@ -69,13 +68,12 @@ def write_frames_report(
     for name, table in (entry for tables in files for entry in tables.items()):
         with atomic_write(figures_folder / f"{name}.csv") as temp_path:
             table.replace(dict.fromkeys(_ARM_COLUMNS & set(table), arms)).to_csv(temp_path, index=False)
-    figures = draw_sections(report.sections, results, with_charts=True)
-    for figure in figures if with_pictures else ():
+    views = view_sections(report.sections, results, with_charts=True)
+    for figure in [figure for view in views for figure in view.figures] if with_pictures else ():
         with atomic_write(figures_folder / f"{figure.name}.png") as temp_path:
             temp_path.write_bytes(charts.draw_png(figure.picture))
         with atomic_write(figures_folder / f"{figure.name}.svg") as temp_path:
             temp_path.write_text(charts.make_svg_file(figure.picture), encoding="utf-8")
-    views = view_sections(report.sections, results, figures)
     return write_page(folder / "report.html", render_page(make_heading(report, results), views))
 
 
@@ -159,7 +157,7 @@ def draw_figures(frames: StudyFrames, names: Collection[str] | None = None) -> d
     return {
         name: charts.make_file_chart(figures[name].draw(table, results))
         for name, table in tables.items()
-        if table is not None
+        if table is not None and len(table)
     }
 
 
@@ -183,7 +181,7 @@ def write_index(output: Path | str) -> Path:
     title = f"{len(views)} stud{'y' if len(views) == 1 else 'ies'}"
     pairs = list_consistency(frames) or ["No two runs here have the same configuration and seed."]
     note = "p-values of arms are corrected within each study, not over studies."
-    views += view_sections(sections, frames, ())
+    views += view_sections(sections, frames, with_charts=None)
     views += [SectionView("consistency", "Consistency of equal runs", [*pairs, note])]
     return write_page(output / "index.html", render_page(Heading("", title), views))
 

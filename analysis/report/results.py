@@ -10,6 +10,7 @@ from analysis.charts.chart import make_arm_colors
 from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
+from analysis.data.summaries import LATE_EVALUATIONS
 from analysis.grid import edge, factors, kl_anchoring, layout
 from analysis.report.common import StudyResults
 from analysis.sweep import findings, symptoms, tables, time_course
@@ -63,7 +64,7 @@ class SweepResults(StudyResults):
     @property
     def late_name(self) -> str:
         """What `late_val_success` is: the last validation, or the mean of the last few."""
-        count = findings.count_late_validations(self.study)
+        count = min(findings.count_validations(self.study) or LATE_EVALUATIONS, LATE_EVALUATIONS)
         return "the last validation" if count == 1 else f"mean of the last {count} validations"
 
     @cached_property

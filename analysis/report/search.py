@@ -60,11 +60,6 @@ def _describe_outcome(row: Row) -> str:
     return f"{number} over {verdicts.count_nouns(row['seeds'], 'seed')}"
 
 
-def _list_conclusions(results: StudyResults) -> Iterator[str]:
-    yield describe_search(results)
-    yield "By chance alone, one of many points beats the default: only its confirmation on fresh seeds is a test."
-
-
 def make_complete_points(results: StudyResults) -> pd.DataFrame:
     """Make the table of the points with an outcome, with `is_front`: whether a point is in the Pareto front."""
     points = results.complete_points
@@ -116,7 +111,7 @@ FIGURES: tuple[Figure[StudyResults], ...] = (
         "Outcome of each point in the order of drawing, the mean over its seeds, with 95 % intervals from the noise of "
         "all points together. The line is the best outcome so far without a collapse, a diamond the default, a "
         "vermilion cross a point at which a run collapsed or failed.",
-        lambda results: table if len(table := make_complete_points(results)) else None,
+        make_complete_points,
         lambda table, results: charts.draw_history(table, _read_search(results)[1]),
     ),
     Figure(
@@ -130,7 +125,10 @@ FIGURES: tuple[Figure[StudyResults], ...] = (
 SEARCH: Section[Any] = Section(
     "search",
     "What the search came to",
-    sentences=_list_conclusions,
+    sentences=lambda results: [
+        describe_search(results),
+        "By chance alone, one of many points beats the default: only its confirmation on fresh seeds is a test.",
+    ],
     tables=_make_point_tables,
     explanation=_explain,
     files=make_files,

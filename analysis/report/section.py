@@ -134,7 +134,7 @@ class Figure(Generic[Results_contra]):
     caption: str | Callable[[Results_contra], str]
     """How to read the chart. Its first sentence is what a screen reader says of it."""
     make_table: Callable[[Results_contra], Any]
-    """Returns the data to draw, one DataFrame or several; None if there is nothing to show."""
+    """Returns the data to draw, one DataFrame or several; None or an empty one if there is nothing to show."""
     draw: Callable[[Any, Results_contra], alt.TopLevelMixin]
     """Draws that data."""
     describe: Callable[[Any, Results_contra], str] = lambda table, results: ""

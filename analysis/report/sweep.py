@@ -15,7 +15,7 @@ import pandas as pd
 from analysis.charts import curves as charts
 from analysis.charts.chart import make_arm_colors
 from analysis.charts.dose import draw_dose_response
-from analysis.data.frames import StudyFrames, to_records
+from analysis.data.frames import to_records
 from analysis.data.schemas import Row
 from analysis.grid import layout
 from analysis.report import common
@@ -114,11 +114,6 @@ CAVEATS: Section[SweepResults] = Section(
 )
 
 
-def _make_survival_table(results: SweepResults) -> pd.DataFrame | None:
-    table = compute_survival(results.line_frames)
-    return table if (table["collapsed"] > 0).any() else None
-
-
 def _make_collapse_table(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
@@ -145,7 +140,7 @@ COLLAPSE: Section[SweepResults] = Section(
             "survival",
             "Fraction of runs that have not collapsed (Kaplan-Meier estimate). A run that failed or was interrupted "
             "counts up to its last step.",
-            _make_survival_table,
+            lambda results: table if (table := compute_survival(results.line_frames))["collapsed"].any() else None,
             lambda table, results: charts.draw_survival(table, results.line_colors),
             lambda table, results: findings.describe_survivors(table),
         ),
@@ -225,15 +220,16 @@ def _make_dose_caption(results: SweepResults) -> str:
     return " ".join(sentence for sentence, is_shown in sentences.items() if is_shown)
 
 
-def _describe_trend(results: SweepResults) -> Iterator[str]:
-    trend, page_p_value = tables.compute_trend(results.frames, np.random.default_rng(PERMUTATION_SEED))
-    yield findings.describe_trend(trend, page_p_value, results.dose_response, results.study.axis.setting)
-
-
 DOSE_RESPONSE: Section[SweepResults] = Section(
     "dose-response",
     lambda results: f"Success against {results.study.axis.setting or 'the axis'}",
-    sentences=_describe_trend,
+    sentences=lambda results: [
+        findings.describe_trend(
+            *tables.compute_trend(results.frames, np.random.default_rng(PERMUTATION_SEED)),
+            results.dose_response,
+            results.study.axis.setting,
+        )
+    ],
     figures=(
         Figure(
             "dose_response",
@@ -260,14 +256,12 @@ class Curve:
     caption: str
     carry_forward: bool = False
     """Whether a stopped run keeps its last value in a mean over runs."""
-    is_uninformative: Callable[[StudyFrames], bool] = lambda frames: False
-    """Returns True if the column has nothing to show in these frames, so that the figure is left out."""
-    only_in_grids: bool = False
-    """Leave the figure out of one-axis reports."""
+    is_uninformative: Callable[[SweepResults], bool] = lambda results: False
+    """Returns True if the column has nothing to show in this study, so that the figure is left out."""
 
 
-def _has_no_trees(frames: StudyFrames) -> bool:
-    return bool(frames.steps["val_children"].isna().all())
+def _has_no_trees(results: SweepResults) -> bool:
+    return bool(results.frames.steps["val_children"].isna().all())
 
 
 VALIDATION_CURVE = Curve(
@@ -314,14 +308,14 @@ SIGNAL_CURVES = (
         "kl_to_reference",
         "KL to the reference (nats)",
         "KL to the reference at the trained tokens before each update: the k3 estimate, for every form of the loss.",
-        only_in_grids=True,
+        is_uninformative=lambda results: not results.grid,
     ),
     Curve(
         "kept_groups",
         "groups_kept",
         "groups trained on (groups)",
         "Number of collected groups that the filter kept.",
-        is_uninformative=lambda frames: bool((frames.steps["kept_ratio"].dropna() == 1).all()),
+        is_uninformative=lambda results: bool((results.frames.steps["kept_ratio"].dropna() == 1).all()),
     ),
 )
 CURVES = (*SUCCESS_CURVES, *SIGNAL_CURVES)
@@ -331,8 +325,8 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
     """Declare the figure of `curve`: one panel, or the panels of a grid with a line per run."""
 
     def make_tables(results: SweepResults) -> tuple[pd.DataFrame, pd.DataFrame] | None:
-        is_left_out = (curve.only_in_grids and not results.grid) or (results.search and curve is not VALIDATION_CURVE)
-        if results.frames.trials.empty or is_left_out or curve.is_uninformative(results.frames):
+        is_left_out = (results.search and curve is not VALIDATION_CURVE) or curve.is_uninformative(results)
+        if results.frames.trials.empty or is_left_out:
             return None
         if results.grid:
             runs = layout.make_panel_curves(results.frames, results.grid, results.members, curve.column)
@@ -358,7 +352,8 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
     def draw(curves: tuple[pd.DataFrame, pd.DataFrame], results: SweepResults) -> alt.TopLevelMixin:
         if not results.grid:
             return charts.draw_curves(*curves, results.arm_colors, curve.label)
-        colors = make_arm_colors(results.grid.list_labels(results.grid.x))
+        grid = results.grid
+        colors = make_arm_colors([grid.format_factor(grid.x, value) for value in grid.factor_values[grid.x]])
         return charts.draw_curves(*curves, colors, curve.label, dash="dash", panel="panel")
 
     return Figure(
@@ -516,10 +511,10 @@ def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
 
 
 def _describe_stops(results: SweepResults) -> Iterator[str]:
-    frames = results.frames
-    if not (frames.trials["status"] == "early_stopped").any():
+    trials = results.frames.trials
+    if not (trials["status"] == "early_stopped").any():
         yield "No rule stopped a run."
-    if len(frames.trials) and CURVES[-1].is_uninformative(frames):
+    if len(trials) and CURVES[-1].is_uninformative(results):
         yield "Every group was used for training in every step: the filter removed none."
 
 
@@ -532,11 +527,6 @@ STOPS: Section[SweepResults] = Section(
 )
 
 
-def _make_arm_lines(results: SweepResults) -> pd.DataFrame | None:
-    table = series.make_arm_lines(results.line_frames)
-    return table if len(table) and not results.search else None
-
-
 RETRIEVAL: Section[SweepResults] = Section(
     "retrieval",
     "Do thoughts still depend on their prompt?",
@@ -546,7 +536,7 @@ RETRIEVAL: Section[SweepResults] = Section(
             "Retrieval is the fraction of sampled thoughts that the policy finds more likely after their own prompt "
             "than after every other prompt; the dashed line is guessing. Each arm is one line, the mean of its runs. "
             "If retrieval falls to guessing while entropy stays high, thoughts vary without depending on the level.",
-            _make_arm_lines,
+            lambda results: None if results.search else series.make_arm_lines(results.line_frames),
             lambda table, results: charts.draw_arm_lines(table, results.line_colors),
             lambda table, results: findings.describe_retrieval(table),
         ),

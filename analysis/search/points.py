@@ -1,7 +1,6 @@
 """The points of a search and their outcomes: one row per arm."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, Final
 
 import pandas as pd
@@ -19,7 +18,7 @@ from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
 from analysis.sweep.collapse import find_run_ends
 from trainable.config.aliases import flatten_settings
-from trainable.runs.study_record import CENSORED, Dimension, Search
+from trainable.runs.study_record import CENSORED, Dimension
 
 SUCCESS: Final = "success"
 COST: Final = "cost"
@@ -56,7 +55,12 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
         runs = select_runs(frames, arm)
         scored_runs = select_runs(frames, arm, scored_only=True)
         texts = settings if number else base
-        dimensions = _list_dimensions(search, texts)
+        # Those whose condition the settings meet.
+        dimensions = [
+            entry
+            for entry in search.space
+            if not entry.condition or texts.get(entry.condition[0]) == entry.condition[1]
+        ]
         values = {
             entry.name: _parse_value(entry, texts.get(entry.setting), is_exact=not number) for entry in dimensions
         }
@@ -110,13 +114,6 @@ def find_best_point(points: pd.DataFrame, is_higher_better: bool) -> Row | None:
     feasible = points[points["is_feasible"] & points["success"].notna()]
     order = feasible.sort_values("success", ascending=not is_higher_better, kind="stable")
     return next(iter(to_records(order)), None)
-
-
-def _list_dimensions(search: Search, settings: Mapping[str, str]) -> list[Dimension]:
-    """List the dimensions of the space whose condition the settings meet."""
-    return [
-        entry for entry in search.space if not entry.condition or settings.get(entry.condition[0]) == entry.condition[1]
-    ]
 
 
 def _parse_value(dimension: Dimension, text: str | None, is_exact: bool) -> Any:

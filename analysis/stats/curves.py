@@ -71,17 +71,6 @@ class CurveEstimates(NamedTuple):
     refusal: str = ""
 
 
-class CurveComparison(NamedTuple):
-    """Ceiling of an arm minus its baseline's, and its midpoint divided by the baseline's.
-
-    p of the ratio is for a true ratio of 1; its `se` refers to its logarithm.
-    """
-
-    ceiling_difference: Estimate
-    midpoint_ratio: Estimate
-    refusal: str = ""
-
-
 def fit_curves(validations: Validations) -> CurveFit:
     """Fit the curves of an arm, whose seeds share y0, C and B, while each has its individual ceiling A.
 
@@ -143,8 +132,11 @@ def estimate_curve(validations: Validations, generator: np.random.Generator, num
     return CurveEstimates(ceiling, Estimate(fit.midpoint, *bounds, num_seeds, log_midpoint_se, df), fit)
 
 
-def compare_curves(arm: CurveEstimates, baseline: CurveEstimates) -> CurveComparison:
+def compare_curves(arm: CurveEstimates, baseline: CurveEstimates) -> tuple[Estimate, Estimate, str]:
     """Compare two arms: difference of ceilings, arm minus baseline, and ratio of midpoints, arm over baseline.
+
+    Also returns why there is no comparison, or an empty text. p of the ratio is for a true ratio of 1, and its `se`
+    refers to its logarithm.
 
     Welch's t intervals from the bootstrap standard errors, for the ratio on logarithms. A ratio below 1 means that the
     arm needs less cost for half of its gain. Seeds are not paired, which makes the intervals too wide, not too narrow,
@@ -155,7 +147,7 @@ def compare_curves(arm: CurveEstimates, baseline: CurveEstimates) -> CurveCompar
     ratio = welch_t_test(_summarize(log_midpoints[0]), _summarize(log_midpoints[1]))
     ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
     refusals = [f"{name}: {side.refusal}" for name, side in (("Arm", arm), ("Baseline", baseline)) if side.refusal]
-    return CurveComparison(difference, ratio, " ".join(refusals))
+    return difference, ratio, " ".join(refusals)
 
 
 def _summarize(estimate: Estimate) -> SampleStats:

@@ -42,14 +42,6 @@ class Estimate(NamedTuple):
     p: float = NAN
 
 
-class Trend(NamedTuple):
-    """Rank correlation of an outcome with an ordered axis. p: two-sided, from permuting the n runs."""
-
-    rho: float = NAN
-    p: float = NAN
-    n: int = 0
-
-
 def wilson_interval(successes: int, n: int) -> Estimate:
     """Compute Wilson's score interval of a fraction of n independent trials; n = 0: (NaN, 0, 1).
 
@@ -66,15 +58,16 @@ def wilson_interval(successes: int, n: int) -> Estimate:
     return Estimate(fraction, max(0.0, low), min(1.0, high), n=n)
 
 
-def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = CONFIDENCE_LEVEL) -> Estimate:
+def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = CONFIDENCE_LEVEL, *, min_seeds: int = 2) -> Estimate:
     """Estimate the mean of one number per seed (n,), such as a paired difference, with Student's t interval.
 
-    There is no interval if n < 2, or if all numbers are equal: zero width would claim more than a few seeds can show.
+    There is no interval if n < `min_seeds`, or if all numbers are equal: zero width would claim more than a few seeds
+    can show.
     """
     values = np.asarray(per_seed, dtype=float)
     mean = float(values.mean()) if values.size else NAN
     # Equal up to rounding of their mean.
-    if values.size < 2 or np.ptp(values) <= 1e-12 * np.abs(values).max():
+    if values.size < min_seeds or np.ptp(values) <= 1e-12 * np.abs(values).max():
         return Estimate(mean, n=values.size)
     squared_error = float(values.var(ddof=1)) / values.size
     return make_estimate(mean, squared_error, values.size - 1, values.size, confidence_level)
@@ -124,17 +117,14 @@ def holm_adjust(p_values: ArrayLike) -> Floats:
     """
     p = np.asarray(p_values, dtype=float)
     adjusted = np.full(p.shape, NAN)
-    order = [int(index) for index in np.argsort(p) if not np.isnan(p[index])]
-    largest = 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, (len(order) - rank) * float(p[index]))
-        adjusted[index] = min(1.0, largest)
+    order = np.argsort(p)[: np.count_nonzero(~np.isnan(p))]  # NaN comes last
+    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)), 1.0)
     return adjusted
 
 
 def spearman_trend(
     axis: ArrayLike, outcome: ArrayLike, blocks: ArrayLike, generator: np.random.Generator, num_permutations: int = 9999
-) -> Trend:
+) -> Estimate:
     """Compute Spearman's correlation of outcome (n,) with axis (n,), with p from permuting within each block (n,).
 
     Blocks are seeds: runs of one seed are exchangeable if the axis has no effect. For one block of at most 7 runs all
@@ -144,7 +134,7 @@ def spearman_trend(
     x, y, block = (np.asarray(values) for values in (axis, outcome, blocks))
     # The correlation of two runs is always 1 or -1, and constant values have no ranks to correlate.
     if len(x) < 3 or len(np.unique(x)) < 2 or len(np.unique(y)) < 2:
-        return Trend(n=len(x))
+        return Estimate(n=len(x))
     from scipy import stats
 
     ranks_x, ranks_y = (stats.rankdata(values) - (len(x) + 1) / 2 for values in (x, y))
@@ -160,7 +150,7 @@ def spearman_trend(
             permuted_ranks[1:, columns] = generator.permuted(permuted_ranks[1:, columns], axis=1)
     # The tolerance counts permutations that are equal up to rounding.
     is_extreme = np.abs(permuted_ranks @ ranks_x) / norm >= abs(rho) - 1e-12
-    return Trend(rho, float(is_extreme.mean()), len(x))
+    return Estimate(rho, n=len(x), p=float(is_extreme.mean()))
 
 
 def page_trend_p_value(outcomes: ArrayLike) -> float:

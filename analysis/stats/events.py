@@ -33,12 +33,9 @@ def kaplan_meier(end_steps: ArrayLike, is_event: ArrayLike) -> tuple[Floats, Flo
     """Estimate the fraction of runs without the event, at step 0 and after each step with one: (steps, fractions).
 
     end_steps (n,): last step of each run. is_event (n,): True if the event ended the run there, False if it ended for
-    another reason (censored). Without an event, the curve is the single point (0, 1). Raises ValueError if a last step
-    is not finite.
+    another reason (censored). Without an event, the curve is the single point (0, 1).
     """
     ends, is_observed = np.asarray(end_steps, dtype=float), np.asarray(is_event, dtype=bool)
-    if not np.isfinite(ends).all():
-        raise ValueError(f"end_steps has values that are not finite: {ends[~np.isfinite(ends)].tolist()}")
     event_steps, fractions = _estimate_survival(np.ones((1, ends.size), dtype=bool), ends, is_observed)
     return np.concatenate([[0.0], event_steps]), fractions[0]
 
@@ -49,11 +46,8 @@ def restricted_mean(end_steps: ArrayLike, is_event: ArrayLike, horizon: float) -
     Source: Royston and Parmar 2013. Without censoring before the horizon it is mean(min(T, horizon)). NaN without runs,
     and where the curve is unknown before the horizon because the runs with the latest ends were censored.
     """
-    ends = np.asarray(end_steps, dtype=float)
-    steps, fractions = kaplan_meier(ends, is_event)
-    if ends.size == 0 or (ends.max() < horizon and fractions[-1] > 0):
-        return NAN
-    return float(fractions @ np.diff(np.minimum([*steps, horizon], horizon)))
+    ends, is_observed = np.asarray(end_steps, dtype=float), np.asarray(is_event, dtype=bool)
+    return float(_compute_restricted_means(np.ones((1, ends.size), dtype=bool), ends, is_observed, horizon)[0])
 
 
 def compare_restricted_means(

@@ -195,12 +195,13 @@ def estimate_paired_contrast(
     weight_norm with n - 1 degrees of freedom; the standard error is sqrt(weight_norm v / n). With one seed the pool is
     the only estimate. There is no interval without any estimate, or if v is 0: equal numbers are no certainty.
     """
-    return _estimate_mean(per_seed, noise.paired, weight_norm, min_variance, doubt)
+    return estimate_pooled_mean(per_seed, noise.paired, weight_norm, min_variance, doubt)
 
 
-def _estimate_mean(
-    numbers: ArrayLike, pool: Pool | None, weight_norm: float, min_variance: float, doubt: float
+def estimate_pooled_mean(
+    numbers: ArrayLike, pool: Pool | None, weight_norm: float = 1.0, min_variance: float = 0.0, doubt: float = 0.0
 ) -> Estimate:
+    """Estimate the mean of numbers (n,), one per seed, with the noise of a pool; see `estimate_paired_contrast`."""
     values = np.asarray(numbers, dtype=float)
     if not values.size:
         return Estimate()
@@ -217,11 +218,6 @@ def _estimate_variance(
         return own_variance, own_df
     variance, df = blend_variances(own_variance, own_df, pool.variance, pool.df, doubt)
     return float(variance), float(df)
-
-
-def estimate_sample_mean(sample: ArrayLike, noise: Noise, min_variance: float = 0.0, doubt: float = 0.0) -> Estimate:
-    """Estimate the mean of one number per run (n,), such as an arm's outcome, with the noise of all arms."""
-    return _estimate_mean(sample, noise.unpaired, 1.0, min_variance, doubt)
 
 
 def estimate_unpaired_difference(

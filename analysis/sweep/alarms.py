@@ -6,7 +6,7 @@ other seeds: the best of hundreds looks better than it is on the runs on which i
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.summaries import compute_late_mean
 from analysis.stats.estimates import NAN, wilson_interval
 from analysis.sweep.collapse import find_run_ends
-from analysis.sweep.symptoms import SYMPTOMS, Symptom, estimate_median_lead
+from analysis.sweep.symptoms import SYMPTOMS, estimate_median_lead
 from trainable.config.alarm_rule import AlarmRule
 from trainable.config.sections import EarlyStopConfig
 from trainable.runs.stop_rules import RULES, History, find_alarm, list_active_rules
@@ -30,11 +30,11 @@ _TOLERANCE = 1e-9
 larger, at least a third of a level."""
 
 
-def list_rules(symptoms: Iterable[Symptom] = SYMPTOMS) -> list[AlarmRule]:
+def list_rules() -> list[AlarmRule]:
     """List every threshold of every symptom, with every window."""
     return [
         AlarmRule(symptom.column, threshold, symptom.is_relative, is_upper, window)
-        for symptom in symptoms
+        for symptom in SYMPTOMS
         for is_upper, thresholds in ((False, symptom.lows), (True, symptom.highs))
         for threshold in thresholds
         for window in WINDOWS

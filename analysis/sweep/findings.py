@@ -13,7 +13,7 @@ from analysis.data import compare
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import get_family
 from analysis.data.summaries import LATE_EVALUATIONS
-from analysis.stats.estimates import Trend
+from analysis.stats.estimates import Estimate
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,
     count_nouns,
@@ -199,23 +199,23 @@ def format_status_counts(trials: pd.DataFrame) -> str:
     return f"{count_nouns(len(trials), 'run')}: {', '.join(count_texts)}" if count_texts else "no run"
 
 
-def describe_trend(trend: Trend, page_p_value: float, dose_response: pd.DataFrame, setting: str = "") -> str:
+def describe_trend(trend: Estimate, page_p_value: float, dose_response: pd.DataFrame, setting: str = "") -> str:
     """The trend of success over the ordered axis in words.
 
     dose_response: from `tables.make_dose_response`. setting: the dotted setting of the axis. Empty if arms are words.
     """
-    if np.isnan(trend.rho):
+    if np.isnan(trend.value):
         if dose_response.empty or dose_response["is_word"].all():
             return ""
         return "A trend needs at least three scored runs, at two or more values of the axis, with different success."
     axis = setting or "the axis"
-    verb = "fall" if trend.rho < 0 else "rise"
+    verb = "fall" if trend.value < 0 else "rise"
     # The direction is a result only if chance alone would rarely produce it.
     is_resolved = trend.p < compare.SIGNIFICANCE_LEVEL
     claim = f"Success tends to {verb} as {axis} grows" if is_resolved else f"Success has no clear trend over {axis}"
     page_text = "" if np.isnan(page_p_value) else f" Page's test over the paired seeds: {format_p_value(page_p_value)}."
     return (
-        f"{claim} (rank correlation {format_signed(trend.rho, decimals=2)}, {format_p_value(trend.p)} over {trend.n} "
+        f"{claim} (rank correlation {format_signed(trend.value, decimals=2)}, {format_p_value(trend.p)} over {trend.n} "
         "runs)."
         f"{page_text}"
         f"{' Arms named by words are left out.' if dose_response['is_word'].any() else ''}"
@@ -566,12 +566,7 @@ def describe_confirmation(study: StudyRecord) -> str:
     )
 
 
-def count_late_validations(study: StudyRecord) -> int:
-    """Count the validations that success at the end is the mean of."""
-    return min(_count_validations(study) or LATE_EVALUATIONS, LATE_EVALUATIONS)
-
-
-def _count_validations(study: StudyRecord) -> int:
+def count_validations(study: StudyRecord) -> int:
     """Count the planned validations after step 0; 0 if their number is not known."""
     steps, test_freq = study.total_steps, flatten_settings(study.settings).get("trainer.test_freq")
     if steps is None or type(test_freq) is not int:
@@ -592,7 +587,7 @@ def describe_short_runs(study: StudyRecord) -> str:
         f"A short study: {steps:,} training step{'' if steps == 1 else 's'} instead of the {preset_steps:,} of preset "
         f"{study.preset}, so it may not show what longer runs do."
     )
-    count = _count_validations(study)
+    count = count_validations(study)
     if 1 < count <= LATE_EVALUATIONS and get_family(study).primary_column.startswith("late_"):
         sentence += (
             f" Success at the end is the mean of all {count} validations after step 0, so it does not show how they "

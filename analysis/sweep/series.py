@@ -1,7 +1,6 @@
 """Tables over the course of training: curves, kept groups, equal budgets, and consistency of identical runs."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from itertools import combinations
 
@@ -125,11 +124,6 @@ def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
     ]
     # A stopped run used less of every budget, so it must not set the amount.
     completed_runs = scored_runs[scored_runs["status"] == "completed"]
-    # Only rows with a validation are interpolated; dropping the others makes the loop over runs fast.
-    is_validation = frames.steps[["val_success", "base_val_success"]].notna().any(axis=1)
-    frames = replace(
-        frames, steps=frames.steps.loc[is_validation, ["run_id", "val_success", "base_val_success", *BUDGETS]]
-    )
     rows = []
     for budget in BUDGETS:
         amount = float(completed_runs[budget].min())

@@ -1,10 +1,8 @@
 """Tables that compare the arms of one study, with one row per arm or per run."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -13,7 +11,7 @@ from scipy import special
 from analysis.data import compare
 from analysis.data.frames import SCHEMAS, StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.stats.estimates import Estimate, Trend, holm_adjust, page_trend_p_value, spearman_trend, wilson_interval
+from analysis.stats.estimates import Estimate, holm_adjust, page_trend_p_value, spearman_trend, wilson_interval
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
 from analysis.sweep.series import BUDGETS
 from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, describe_verdict
@@ -48,23 +46,25 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     baseline = study.baseline
     # Settings columns are not needed, and copying them for every arm takes time.
     frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
-    measures = _Measures(
-        late=compare.collect_outcomes(frames, "late_val_success"),
-        base=replace(
-            compare.collect_outcomes(frames, "base_val_success"),
-            min_variances=compare.estimate_evaluation_variances(frames, before_training=True),
-        ),
-        greedy=compare.collect_outcomes(frames, "final_val_greedy_success"),
-        base_greedy=compare.collect_outcomes(frames, "base_val_greedy_success"),
-        margin=compare.get_margin(study, "late_val_success"),
-        level_variances=compare.estimate_level_variances(frames, baseline),
-    )
-    table = pd.DataFrame([_summarize_arm(frames, measures, arm, baseline) for arm in compare.list_arms(frames)])
+    names = ("late_val_success", "base_val_success", "final_val_greedy_success", "base_val_greedy_success")
+    late, base, greedy, base_greedy = (compare.collect_outcomes(frames, name) for name in names)
+    base = replace(base, min_variances=compare.estimate_evaluation_variances(frames, before_training=True))
+    margin = compare.get_margin(study, "late_val_success")
+    level_variances = compare.estimate_level_variances(frames, baseline)
+    rows = []
+    for arm in compare.list_arms(frames):
+        gain, gain_greedy = compare.estimate_gain(late, base, arm), compare.estimate_gain(greedy, base_greedy, arm)
+        row = {**_summarize_arm(frames, late, arm, baseline), **compare.make_estimate_columns("gain", gain)}
+        row["gain_basis"] = compare.describe_basis(late, gain, late.get_doubt(late.noise.unpaired, arm))
+        row |= compare.make_estimate_columns("gain_greedy", gain_greedy)
+        level_variance = level_variances.get(arm, math.nan)
+        rows.append(row | _compare_to_baseline(frames, late, arm, baseline, margin, level_variance))
+    table = pd.DataFrame(rows)
     if table.empty:
         return table
     table["p_holm"], table["p_equal_holm"] = holm_adjust(table["p"]), holm_adjust(table["p_equal"])
     table["p_stopped_holm"] = holm_adjust(table["p_stopped"])
-    table["detectable"] = [_find_detectable_difference(study, measures.late, row) for row in to_records(table)]
+    table["detectable"] = [_find_detectable_difference(study, late, row) for row in to_records(table)]
     table["outcome"] = [classify_outcome(row) for row in to_records(table)]
     table["other_scoring"] = _describe_other_scorings(frames, table, baseline)
     return table.assign(notes=[describe_verdict(row) for row in to_records(table)])
@@ -128,24 +128,10 @@ def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
     return compare.add_adjusted_p_values(table, family.primary_column)
 
 
-class _Measures(NamedTuple):
-    """The outcomes of all runs that `summarize_arms` needs: at the end and before, sampled and greedy."""
-
-    late: compare.Outcomes
-    base: compare.Outcomes
-    greedy: compare.Outcomes
-    base_greedy: compare.Outcomes
-    margin: float
-    level_variances: Mapping[str, float]
-
-
-def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
+def _summarize_arm(frames: StudyFrames, outcomes: compare.Outcomes, arm: str, baseline: str) -> Row:
     runs, scored_runs = compare.select_runs(frames, arm), compare.select_runs(frames, arm, scored_only=True)
     paid_runs = scored_runs if len(scored_runs) else runs
-    late = compare.cut_interval(compare.estimate_mean(measures.late, arm), 0.0, 1.0)
-    gain = compare.estimate_gain(measures.late, measures.base, arm)
-    gain_greedy = compare.estimate_gain(measures.greedy, measures.base_greedy, arm)
-    doubt = measures.late.get_doubt(measures.late.noise.unpaired, arm)
+    late = compare.cut_interval(compare.estimate_mean(outcomes, arm), 0.0, 1.0)
     is_stopped = compare.find_failed_stops(scored_runs)
     num_stopped = int(is_stopped.sum())
     stopped = wilson_interval(num_stopped, len(scored_runs)) if len(scored_runs) else Estimate()
@@ -160,10 +146,6 @@ def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline:
         "late_val_success": late.value,
         "late_low": late.low,
         "late_high": late.high,
-        **compare.make_estimate_columns("gain", gain),
-        "gain_basis": compare.describe_basis(measures.late, gain, doubt),
-        **compare.make_estimate_columns("gain_greedy", gain_greedy),
-        **_compare_to_baseline(frames, measures, arm, baseline),
         "failed_stops": num_stopped,
         "stopped_fraction": stopped.value,
         "stopped_low": stopped.low,
@@ -177,12 +159,14 @@ def _summarize_arm(frames: StudyFrames, measures: _Measures, arm: str, baseline:
     }
 
 
-def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, baseline: str) -> Row:
+def _compare_to_baseline(
+    frames: StudyFrames, outcomes: compare.Outcomes, arm: str, baseline: str, margin: float, level_variance: float
+) -> Row:
     """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
     runs, baseline_runs = (compare.select_runs(frames, name, scored_only=True) for name in (arm, baseline))
-    row = compare.compare_with_baseline(measures.late, arm, baseline, measures.margin)
+    row = compare.compare_with_baseline(outcomes, arm, baseline, margin)
     # A test at every look has no standard error to which the variance of levels could be added.
-    level_variance = math.nan if measures.late.num_comparisons else measures.level_variances.get(arm, math.nan)
+    level_variance = math.nan if outcomes.num_comparisons else level_variance
     half_width = special.stdtrit(row["df"], 0.975) * math.sqrt(row["se"] ** 2 + level_variance)
     return {
         **row,
@@ -191,7 +175,7 @@ def _compare_to_baseline(frames: StudyFrames, measures: _Measures, arm: str, bas
         "baseline_failed": bool(len(baseline_runs)) and bool(compare.find_failed_stops(baseline_runs).all()),
         # Fisher's test is not valid at several looks either.
         "p_stopped": math.nan
-        if arm == baseline or row["equal_rows"] or measures.late.num_comparisons
+        if arm == baseline or row["equal_rows"] or outcomes.num_comparisons
         else _compare_stops(runs, baseline_runs),
     }
 
@@ -256,10 +240,8 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     rows = []
     for arm, x in zip(names, positions, strict=True):
         runs, scored_runs = compare.select_runs(frames, arm), compare.select_runs(frames, arm, scored_only=True)
-        estimate, value = (
-            compare.cut_interval(compare.estimate_mean(outcomes, arm), 0.0, 1.0),
-            float(runs["axis_value"].iloc[0]),
-        )
+        estimate = compare.cut_interval(compare.estimate_mean(outcomes, arm), 0.0, 1.0)
+        value = float(runs["axis_value"].iloc[0])
         rows.append(
             {
                 "arm": arm,
@@ -285,7 +267,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[Trend, float]:
+def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[Estimate, float]:
     """Compute Spearman's trend of the outcome over the axis, and Page's p if all arms share two or more seeds.
 
     Only scored runs count. Arms named by words such as nofilter have no position in the order and are left out.

@@ -6,7 +6,7 @@ from string import Formatter
 import numpy as np
 import pytest
 
-from analysis.data.contrasts import read_contrasts
+from analysis.sweep.contrasts import read_contrasts
 from sandboxes.update_rules.studies.age_not_capacity import solve_decay
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.presets import PRESETS

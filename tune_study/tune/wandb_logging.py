@@ -120,9 +120,9 @@ class WandbLog:
 
         from analysis.gradients.published_metrics import TABLE_COLUMNS, read_published_metrics
 
-        analysis = read_published_metrics(self._plan.get_run_dir(run_id) / GRADIENTS_FILE, step)
-        tables = {key: wandb.Table(columns=list(TABLE_COLUMNS), data=rows) for key, rows in analysis.tables.items()}
-        return {**analysis.numbers, **tables, "timing_s/gradient_analysis": values["seconds_gradient_analysis"]}
+        numbers, rows_by_key = read_published_metrics(self._plan.get_run_dir(run_id) / GRADIENTS_FILE, step)
+        tables = {key: wandb.Table(columns=list(TABLE_COLUMNS), data=rows) for key, rows in rows_by_key.items()}
+        return {**numbers, **tables, "timing_s/gradient_analysis": values["seconds_gradient_analysis"]}
 
     def _open_run(self, spec: RunSpec) -> Any:
         """Open a W&B run.

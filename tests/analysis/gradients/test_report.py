@@ -13,7 +13,7 @@ from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
 from analysis.grid.layout import name_arms
 from analysis.report.gradients import GRADIENTS, describe_buckets
-from analysis.report.page import draw_sections, render_page, view_sections
+from analysis.report.page import render_page, view_sections
 from analysis.report.results import SweepResults
 from analysis.report.section import Heading
 from analysis.report.sweep import RETRIEVAL
@@ -51,7 +51,7 @@ def draw(frames: StudyFrames) -> dict[str, Spec]:
     return {
         figure.name: charts.make_spec(figure.draw(table, results))
         for figure, table in tables.items()
-        if table is not None
+        if table is not None and len(table)
     }
 
 
@@ -71,8 +71,7 @@ def get_curves(spec: Spec) -> dict[tuple[str, str], int]:
 
 def make_page(frames: StudyFrames) -> Page:
     results = SweepResults(name_arms(frames))
-    figures = draw_sections(SECTIONS, results, with_charts=True)
-    return parse_page(render_page(Heading("", "title"), view_sections(SECTIONS, results, figures)))
+    return parse_page(render_page(Heading("", "title"), view_sections(SECTIONS, results, with_charts=True)))
 
 
 @pytest.mark.long

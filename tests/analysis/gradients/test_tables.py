@@ -40,14 +40,6 @@ def generator() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def test_rows_of_two_steps_are_refused(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, FakeAnalysis(1), AFTER)
-    with pytest.raises(
-        ValueError, match=r"These rows belong to 2 analyses .*step 1.*step 51.*\. Select the rows of one"
-    ):
-        gradients.make_bucket_table(rows)
-
-
 def test_every_analysis_is_listed(tmp_path: Path) -> None:
     probe = FakeAnalysis(51, "probe", components=ALL, buckets=3)
     table = gradients.make_analysis_table(make_rows(tmp_path, BEFORE, AFTER, probe))

@@ -11,7 +11,7 @@ import pytest
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import layout
-from analysis.grid.contrasts import compare_switch, list_switches
+from analysis.grid.layout import compare_switch, list_switches
 from analysis.stats.noise import estimate_paired_contrast, fit_noise
 from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, make_runs, make_study, write_grid
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study

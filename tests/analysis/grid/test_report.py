@@ -52,7 +52,7 @@ def draw_cells(results: SweepResults) -> dict[str, Any]:
 
 
 def show(sections: Any, results: SweepResults) -> Page:
-    return parse_page(render_page(Heading("", "title"), view_sections(sections, results, ())))
+    return parse_page(render_page(Heading("", "title"), view_sections(sections, results, None)))
 
 
 def read_marks(svg: str, kind: str) -> list[dict[str, str]]:

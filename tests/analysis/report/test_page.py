@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from analysis.charts import chart as charts
 from analysis.report.page import (
-    draw_sections,
     format_cell,
     format_inline,
     format_plain,
@@ -52,7 +51,7 @@ def make_section(section_name: str, **changes: Any) -> Section[Any]:
 
 
 def render(*sections: Section[Any], with_charts: bool = True, **options: Any) -> str:
-    views = view_sections(sections, None, draw_sections(sections, None, with_charts))
+    views = view_sections(sections, None, with_charts)
     return render_page(Heading(HOSTILE, HOSTILE, [HOSTILE], [HOSTILE]), views, **options)
 
 
@@ -77,10 +76,10 @@ def test_a_page_without_a_chart_has_no_script_and_loads_itself_again_if_asked() 
 
 
 def test_a_chart_of_many_rows_is_left_to_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    (drawn,) = draw_sections([make_section("a")], None, with_charts=True)
+    (drawn,) = view_sections([make_section("a")], None, with_charts=True)[0].figures
     assert drawn.spec
     monkeypatch.setattr(charts, "MAX_ROWS", 1)
-    (picture,) = draw_sections([make_section("a")], None, with_charts=True)
+    (picture,) = view_sections([make_section("a")], None, with_charts=True)[0].figures
     assert picture == drawn._replace(spec="")
 
 

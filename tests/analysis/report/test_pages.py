@@ -130,7 +130,7 @@ def render_frames(frames: StudyFrames) -> str:
     """Render the report of a study without figures."""
     report = pages.find_report(frames)
     results = report.make_results(name_arms(frames))
-    return render_page(pages.make_heading(report, results), view_sections(report.sections, results, ()))
+    return render_page(pages.make_heading(report, results), view_sections(report.sections, results, None))
 
 
 def render_without_figures(folder: Path) -> Page:

@@ -137,7 +137,7 @@ def test_spearman_rho_is_that_of_scipy(runs: list[tuple[int, float]]) -> None:
     assume(len(set(axis)) > 1 and len(set(outcome)) > 1)
     blocks = [index % 2 for index in range(len(runs))]  # two seeds, so that few permutations are drawn
     trend = estimates.spearman_trend(axis, outcome, blocks, np.random.default_rng(0), num_permutations=9)
-    assert trend.rho == pytest.approx(scipy_stats.spearmanr(axis, outcome).statistic, abs=1e-12)
+    assert trend.value == pytest.approx(scipy_stats.spearmanr(axis, outcome).statistic, abs=1e-12)
     assert trend.n == len(runs)
 
 
@@ -145,7 +145,7 @@ def test_spearman_trend_enumerates_few_runs() -> None:
     axis, outcome = [0, 0.01, 0.03, 0.1, 0.3], [0.5, 0.6, 0.4, 0.3, 0.2]
     trend = estimates.spearman_trend(axis, outcome, [0] * 5, np.random.default_rng(0))
     at_least_as_extreme = [
-        abs(scipy_stats.spearmanr(axis, order).statistic) >= abs(trend.rho) - 1e-9
+        abs(scipy_stats.spearmanr(axis, order).statistic) >= abs(trend.value) - 1e-9
         for order in itertools.permutations(outcome)
     ]
     assert trend.p == pytest.approx(np.mean(at_least_as_extreme))
@@ -163,7 +163,7 @@ def test_spearman_trend_draws_within_seeds_and_from_the_generator_only() -> None
 
 @pytest.mark.parametrize(("axis", "outcome"), [([0, 1], [0.1, 0.2]), ([1, 1, 1], [1, 2, 3]), ([1, 2, 3], [5, 5, 5])])
 def test_spearman_trend_degenerate(axis: list[float], outcome: list[float]) -> None:
-    assert math.isnan(estimates.spearman_trend(axis, outcome, [0] * len(axis), np.random.default_rng(0)).rho)
+    assert math.isnan(estimates.spearman_trend(axis, outcome, [0] * len(axis), np.random.default_rng(0)).value)
 
 
 def test_page_trend_needs_two_seeds() -> None:

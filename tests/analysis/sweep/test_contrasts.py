@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from analysis.charts.chart import make_spec
 from analysis.data.compare import estimate_evaluation_variances
-from analysis.data.contrasts import read_contrasts
 from analysis.data.frames import StudyFrames, cast_frame, make_empty_frame, to_records
 from analysis.data.load import load
 from analysis.data.schemas import get_schemas
@@ -25,6 +24,7 @@ from analysis.sweep.contrasts import (
     compute_pair_differences,
     compute_seed_differences,
     format_sentence,
+    read_contrasts,
 )
 from analysis.sweep.tables import summarize_arms
 from sandboxes.update_rules.records import TRIAL_COLUMNS

@@ -14,7 +14,7 @@ from analysis.data import compare
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
 from analysis.report.pages import list_open_arms
-from analysis.stats.estimates import Trend, holm_adjust
+from analysis.stats.estimates import Estimate, holm_adjust
 from analysis.stats.noise import estimate_paired_contrast, fit_noise
 from analysis.sweep import findings, planned_power, tables, verdicts
 from analysis.sweep.collapse import find_run_ends
@@ -553,7 +553,7 @@ def test_no_run_at_all(tmp_path: Path) -> None:
     assert tables.summarize_arms(frames).empty
     assert tables.make_dose_response(frames).empty
     assert tables.make_run_outcomes(frames).empty
-    assert math.isnan(tables.compute_trend(frames, np.random.default_rng(0))[0].rho)
+    assert math.isnan(tables.compute_trend(frames, np.random.default_rng(0))[0].value)
 
 
 def test_several_studies_are_refused(six_arm_frames: StudyFrames) -> None:
@@ -613,11 +613,11 @@ def test_trend_leaves_words_out_and_pairs_seeds(three_seed_frames: StudyFrames) 
 
 def test_trend_of_one_seed_has_no_page_test(six_arm_frames: StudyFrames) -> None:
     trend, page_p = tables.compute_trend(six_arm_frames, np.random.default_rng(0))
-    assert (trend.n, trend.rho < 0, math.isnan(page_p)) == (6, True, True)
+    assert (trend.n, trend.value < 0, math.isnan(page_p)) == (6, True, True)
 
 
 def test_a_trend_has_its_direction_only_where_it_is_clear() -> None:
-    clear, unclear = Trend(-0.83, 0.012, 6), Trend(0.5, 0.31, 6)
+    clear, unclear = Estimate(-0.83, n=6, p=0.012), Estimate(0.5, n=6, p=0.31)
     plain, words_and_stops = (
         pd.DataFrame({"is_word": [is_word], "early_stopped": [n]}) for is_word, n in ((0, 0), (1, 2))
     )
@@ -628,7 +628,7 @@ def test_a_trend_has_its_direction_only_where_it_is_clear() -> None:
         "Success has no clear trend over the axis (rank correlation +0.50, p 0.31 over 6 runs). Page's test over the "
         "paired seeds: p 0.4. Arms named by words are left out. A stopped run counts with its last value."
     )
-    unknown = Trend(float("nan"), float("nan"), 2)
+    unknown = Estimate(n=2)
     assert findings.describe_trend(unknown, float("nan"), plain).startswith("A trend needs at least three scored runs")
     assert findings.describe_trend(unknown, float("nan"), words_and_stops) == ""
 

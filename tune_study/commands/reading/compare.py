@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from analysis.comparison.page import Comparison, compare, write_comparison
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
+from analysis.report.comparison import Comparison, compare, write_comparison
 from analysis.sweep.verdicts import format_fraction, format_interval, format_p_value, format_signed
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value

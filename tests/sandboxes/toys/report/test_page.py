@@ -11,7 +11,7 @@ from analysis.charts.chart import HUES, STOPPED_COLOR, make_spec
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.report import pages
-from analysis.report.page import draw_sections, render_page, view_sections
+from analysis.report.page import render_page, view_sections
 from sandboxes.toys.report.report import ToyResults
 from sandboxes.toys.report.tables import compute_chance_error, make_notes
 from tests.analysis.report.test_pages import parse_page
@@ -53,8 +53,7 @@ def read_words(text: str) -> str:
 def get_words(frames: StudyFrames) -> str:
     report = pages.find_report(frames)
     results = report.make_results(frames)
-    figures = draw_sections(report.sections, results, with_charts=False)
-    page = render_page(pages.make_heading(report, results), view_sections(report.sections, results, figures))
+    page = render_page(pages.make_heading(report, results), view_sections(report.sections, results, False))
     return read_words(page)
 
 

@@ -1,5 +1,7 @@
-"""The comparison of studies, its page, and its sentences for the terminal."""
+"""The comparison of studies: the settings in which they differ, the arms that they share, its page and sentences."""
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,16 +9,33 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.charts.curves import draw_intervals
-from analysis.comparison import tables
-from analysis.data.compare import label_arm, list_arms
+from analysis.data.compare import (
+    add_adjusted_p_values,
+    collect_joint_outcomes,
+    compare_with_baseline,
+    get_margin,
+    label_arm,
+    list_arms,
+    require_single_study,
+    select_runs,
+)
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.run_files import flatten_config
 from analysis.data.schemas import Row
 from analysis.report.common import format_p
-from analysis.report.page import draw_sections, render_page, view_sections, write_page
+from analysis.report.page import render_page, view_sections, write_page
 from analysis.report.section import Figure, Heading, Section, Table, TableColumn, name, number, text
 from analysis.sweep import findings
-from analysis.sweep.verdicts import count_nouns, format_fraction, format_number, format_p_value, format_signed
+from analysis.sweep.verdicts import (
+    count_nouns,
+    format_fraction,
+    format_number,
+    format_p_value,
+    format_signed,
+    name_verdict,
+)
 from trainable.runs.records import Column
+from trainable.runs.study_record import StudyRecord
 
 VERDICTS = ("better", "worse", "equal", "no effect", "open", "no comparison")
 """In the order in which a sentence names them."""
@@ -31,9 +50,9 @@ class Comparison:
     folders: Mapping[str, str]
     """Where each study is, as it was typed, by label."""
     arms: pd.DataFrame
-    """The result of `tables.compare_arms`."""
+    """The result of `compare_arms`."""
     settings: pd.DataFrame
-    """The result of `tables.compare_settings`."""
+    """The result of `compare_settings`."""
 
     @property
     def reference(self) -> str:
@@ -91,16 +110,111 @@ class Comparison:
 
 
 def compare(studies: Mapping[str, StudyFrames], folders: Mapping[str, str]) -> Comparison:
-    """Compare all studies with the first one; see `Comparison`, and `tables.compare_arms` for the errors."""
-    settings = tables.compare_settings({label: frames.studies[0] for label, frames in studies.items()})
-    return Comparison(studies, folders, tables.compare_arms(studies), settings)
+    """Compare all studies with the first one; see `Comparison`, and `compare_arms` for the errors."""
+    settings = compare_settings({label: frames.studies[0] for label, frames in studies.items()})
+    return Comparison(studies, folders, compare_arms(studies), settings)
+
+
+def compare_settings(studies: Mapping[str, StudyRecord]) -> pd.DataFrame:
+    """List the settings that are not the same in all studies: a row each, with its value in every study as JSON.
+
+    Compares the settings that all arms of a study share, and its preset. A study that lacks a setting has empty text.
+    The row is left out if all other studies have the default, since the study then does what the default does, or comes
+    from a version without this setting.
+    """
+    values = {label: {"preset": study.preset, **flatten_config(study.settings)} for label, study in studies.items()}
+    defaults = {label: flatten_config(study.defaults) for label, study in studies.items()}
+    rows = []
+    for setting in dict.fromkeys(key for settings in values.values() for key in settings):
+        texts = {label: json.dumps(own[setting]) if setting in own else "" for label, own in values.items()}
+        # NaN, for a missing default, equals no value.
+        owners = [
+            (own[setting], defaults[label].get(setting, math.nan)) for label, own in values.items() if setting in own
+        ]
+        is_new = len(owners) < len(values) and all(value == default for value, default in owners)
+        if len(set(texts.values())) > 1 and not is_new:
+            rows.append({"setting": setting, **texts})
+    return pd.DataFrame(rows, columns=["setting", *values])
+
+
+def find_common_arms(reference: StudyFrames, other: StudyFrames) -> list[tuple[str, str]]:
+    """Pair the arms that two studies share, by name.
+
+    Within one axis, arms are shared if their values are equal: `0.1` is `0.10`. Between different axes, such as `kl`
+    and `top-p`, arms are shared if their runs have the same settings.
+    """
+    is_same_axis = reference.studies[0].axis.setting == other.studies[0].axis.setting
+
+    def get_key(frames: StudyFrames, arm: str) -> str | float:
+        run = select_runs(frames, arm).iloc[0]
+        if not is_same_axis:
+            return str(run["config_hash"])
+        return arm if math.isnan(run["axis_value"]) else float(run["axis_value"])
+
+    others = {key: arm for arm in list_arms(other) if (key := get_key(other, arm)) != ""}
+    keys = {arm: get_key(reference, arm) for arm in list_arms(reference)}
+    return [(arm, others[key]) for arm, key in keys.items() if key in others]
+
+
+def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
+    """Compare the arms that the first study shares with each other study: a row per pair, other minus first.
+
+    * study: label of the other study; arm, other_arm: name of the arm in the first study and in the other.
+    * reference, other: mean outcome in the first study and in the other; reference_runs, other_runs: number of scored
+      runs; reference_stopped, other_stopped: how many of these a rule stopped.
+    * The columns of a test, with the noise estimated from all arms of all studies. Runs of the same seed are paired.
+      p_holm and p_equal_holm are corrected over all rows. verdict: `better` or `worse` refers to the other study.
+
+    Raises ValueError if the studies are of different families, so that outcomes are not comparable, or share no arm.
+    """
+    (reference_label, reference), *others = studies.items()
+    families = {require_single_study(frames).families[0].name: label for label, frames in studies.items()}
+    if len(families) > 1:
+        described = ", ".join(f"{label} is of the family {name}" for name, label in families.items())
+        raise ValueError(f"These studies have different outcomes ({described}): compare studies of one family.")
+    (family,) = reference.families
+    column = family.primary_column
+    pairs = [
+        (label, arm, other_arm) for label, frames in others for arm, other_arm in find_common_arms(reference, frames)
+    ]
+    if not pairs:
+        raise ValueError(
+            "These studies have no arm in common: studies of one axis are compared at equal values, and studies of "
+            "different axes at arms with equal settings."
+        )
+    outcomes = collect_joint_outcomes(studies, column, len(pairs))
+    margin = get_margin(reference.studies[0], column)
+    rows: list[Row] = []
+    for label, arm, other_arm in pairs:
+        names = (label_arm(label, other_arm), label_arm(reference_label, arm))
+        rows.append(
+            {
+                "study": label,
+                "arm": arm,
+                "other_arm": other_arm,
+                **_describe_side("reference", reference, arm, outcomes.get_values(names[1])),
+                **_describe_side("other", studies[label], other_arm, outcomes.get_values(names[0])),
+                "column": column,
+                **compare_with_baseline(outcomes, *names, margin),
+            }
+        )
+    table = add_adjusted_p_values(pd.DataFrame(rows), column)
+    return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
+
+
+def _describe_side(name: str, frames: StudyFrames, arm: str, values: "pd.Series[float]") -> Row:
+    runs = select_runs(frames, arm, scored_only=True)
+    return {
+        name: float(values.mean()) if len(values) else math.nan,
+        f"{name}_runs": len(runs),
+        f"{name}_stopped": int((runs["status"] == "early_stopped").sum()),
+    }
 
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:
     """Write the page of a comparison to `path` and return it."""
-    figures = draw_sections(SECTIONS, comparison, with_charts=True)
     heading = Heading("", f"Comparison of {len(comparison.studies)} studies", lead=comparison.describe())
-    return write_page(path, render_page(heading, view_sections(SECTIONS, comparison, figures)))
+    return write_page(path, render_page(heading, view_sections(SECTIONS, comparison, with_charts=True)))
 
 
 def _make_arm_table(comparison: Comparison) -> Iterator[Table]:

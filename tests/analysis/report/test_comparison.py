@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.comparison import page, tables
 from analysis.data.compare import collect_joint_outcomes, collect_outcomes
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
+from analysis.report import comparison as page
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
@@ -37,18 +37,18 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StudyFrames]:
 
 
 def test_equal_values_are_in_common_however_they_are_typed(studies: dict[str, StudyFrames]) -> None:
-    assert tables.find_common_arms(studies["A"], studies["B"]) == [("0", "0"), ("0.01", "0.010")]
+    assert page.find_common_arms(studies["A"], studies["B"]) == [("0", "0"), ("0.01", "0.010")]
 
 
 def test_studies_of_other_axes_have_arms_of_equal_settings_in_common(tmp_path: Path) -> None:
     first = make_frames(tmp_path / "a", {"0": 0.6, "0.1": 0.5}, seeds=1)
     entropy = replace(STUDY, name="entropy", run="entropy_sweep", setting="actor.entropy_coeff")
     second = make_frames(tmp_path / "b", {"0": 0.6, "0.1": 0.5}, seeds=1, study=entropy)
-    assert tables.find_common_arms(first, second) == [("0", "0")]  # 0.1 is a value of another setting
+    assert page.find_common_arms(first, second) == [("0", "0")]  # 0.1 is a value of another setting
 
 
 def test_a_difference_is_the_other_study_minus_the_first(studies: dict[str, StudyFrames]) -> None:
-    table = tables.compare_arms(studies)
+    table = page.compare_arms(studies)
     assert table["arm"].to_list() == ["0", "0.01"]
     for row in to_records(table):
         means = [
@@ -64,7 +64,7 @@ def test_a_difference_is_the_other_study_minus_the_first(studies: dict[str, Stud
 
 
 def test_the_order_of_the_studies_turns_the_sign(studies: dict[str, StudyFrames]) -> None:
-    table, turned = (tables.compare_arms(dict(items)) for items in (studies.items(), reversed(studies.items())))
+    table, turned = (page.compare_arms(dict(items)) for items in (studies.items(), reversed(studies.items())))
     assert turned["difference"].to_list() == pytest.approx([-value for value in table["difference"]])
     assert turned["p"].to_list() == pytest.approx(table["p"].to_list(), nan_ok=True)
     assert turned.loc[turned["other_arm"] == "0.01", "verdict"].item() == "worse"
@@ -78,7 +78,7 @@ def test_equal_rows_are_seen_whatever_other_arms_measured(studies: dict[str, Stu
     alone = replace(
         frames, trials=frames.trials[frames.trials["arm"] == "0"], steps=steps[is_baseline].drop(columns="kl_loss")
     )
-    (row,) = to_records(tables.compare_arms({"A": replace(frames, steps=steps), "B": alone}))
+    (row,) = to_records(page.compare_arms({"A": replace(frames, steps=steps), "B": alone}))
     assert (row["arm"], row["verdict"]) == ("0", "no effect")
 
 
@@ -95,7 +95,7 @@ def test_seeds_that_were_added_after_a_look_need_the_test_for_all_looks(studies:
     extended = replace(studies["A"], study=replace(study, planned_seeds=1))
     outcomes = collect_joint_outcomes({"A": extended, "B": studies["B"]}, "late_val_success", 2)
     assert outcomes.num_comparisons == 2
-    table = tables.compare_arms({"A": extended, "B": studies["B"]})
+    table = page.compare_arms({"A": extended, "B": studies["B"]})
     assert np.isnan(table["difference_low"]).all()  # three seeds are too few for any verdict
     assert dict(zip(table["arm"], table["verdict"], strict=True)) == {"0": "no effect", "0.01": "open"}
 
@@ -104,7 +104,7 @@ def test_runs_that_a_rule_stopped_are_counted(tmp_path: Path) -> None:
     stop = ("reward_variance_collapse", 0.1, 0.2)
     stopped = [FakeRun("0", seed, "early_stopped", steps=15, stop=stop, success=(0.3, 0.01)) for seed in range(2)]
     first = load(write_study(tmp_path / "a", [*stopped, FakeRun("0", 2, steps=20)], STUDY))
-    (row,) = to_records(tables.compare_arms({"A": first, "B": make_frames(tmp_path / "b", {"0": 0.6})}))
+    (row,) = to_records(page.compare_arms({"A": first, "B": make_frames(tmp_path / "b", {"0": 0.6})}))
     assert (row["reference_stopped"], row["reference_runs"]) == (2, 3)
     assert (row["other_stopped"], row["other_runs"]) == (0, 3)
 
@@ -112,14 +112,14 @@ def test_runs_that_a_rule_stopped_are_counted(tmp_path: Path) -> None:
 def test_studies_without_a_common_arm_are_refused(tmp_path: Path) -> None:
     first, second = make_frames(tmp_path / "a", {"0.1": 0.5}), make_frames(tmp_path / "b", {"0.2": 0.5})
     with pytest.raises(ValueError, match="no arm in common"):
-        tables.compare_arms({"A": first, "B": second})
+        page.compare_arms({"A": first, "B": second})
 
 
 def test_only_settings_that_differ_are_listed(studies: dict[str, StudyFrames]) -> None:
     (study,) = studies["A"].studies
-    assert tables.compare_settings({"A": study, "B": study}).empty
+    assert page.compare_settings({"A": study, "B": study}).empty
     settings = {**study.settings, "actor": {**study.settings["actor"], "lr": 0.5}, "new": 1}
-    table = tables.compare_settings({"A": study, "B": replace(study, preset="stress", settings=settings)})
+    table = page.compare_settings({"A": study, "B": replace(study, preset="stress", settings=settings)})
     assert to_records(table) == [
         {"setting": "preset", "A": '"laptop"', "B": '"stress"'},
         {"setting": "actor.lr", "A": str(study.settings["actor"]["lr"]), "B": "0.5"},
@@ -133,7 +133,7 @@ def test_a_setting_that_a_study_lacks_is_listed_unless_the_others_have_its_defau
 ) -> None:
     (study,) = studies["A"].studies
     newer = replace(study, settings={**study.settings, "new": value}, defaults={"new": 1})
-    assert list(tables.compare_settings({"A": study, "B": newer})["setting"]) == ["new"] * is_listed
+    assert list(page.compare_settings({"A": study, "B": newer})["setting"]) == ["new"] * is_listed
 
 
 def test_the_page_has_every_study_arm_and_setting(studies: dict[str, StudyFrames], tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_the_page_has_every_study_arm_and_setting(studies: dict[str, StudyFrames
 def test_an_arm_without_a_scored_run_has_no_comparison(tmp_path: Path, studies: dict[str, StudyFrames]) -> None:
     runs = [FakeRun("0", seed, steps=20) for seed in range(2)] + [FakeRun("0.01", status="failed", steps=5)]
     frames = load(write_study(tmp_path, runs, STUDY))
-    table = tables.compare_arms({"A": studies["A"], "B": frames})
+    table = page.compare_arms({"A": studies["A"], "B": frames})
     row = table[table["arm"] == "0.01"].iloc[0]
     assert row["verdict"] == "no comparison"
     assert math.isnan(row["difference"])
