@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from search_spaces.catalog import STUDIES
+from tests.fakes.plans import plan_study, train_without_ray
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import can_hide_folder, start_faked_cluster
 from trainable.config.run_config import apply_overrides
@@ -21,8 +21,7 @@ from trainable.files.json_lines import read_lines
 from trainable.files.json_values import read_object
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.study_record import StatusRecord, find_record
-from trainable.trial import PPO
+from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.commands import node_checks
 from tune_study.commands.node_checks import (
     NodeReport,
@@ -38,10 +37,9 @@ from tune_study.folder.study_file import plan_from_folder
 from tune_study.placement.samplers import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri, split_uri
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node, allocate_cluster, count_fitting_runs, join_cluster, parse_nodes
-from tune_study.tune.trials import make_trial_config
 
 ROOT = Path(__file__).parents[3]
 SMALL_SETTINGS = {
@@ -100,24 +98,19 @@ def type_in(fake_cluster: FakeCluster, folder: Path, *words: str) -> subprocess.
 
 
 def make_cpu_plan(folder: Path) -> StudyPlan:
-    return make_plan(STUDIES["kl"], "laptop", "a test", CPU_SETTINGS, ("0", "0.1"), 1, folder)
+    return plan_study(folder, **CPU_SETTINGS)
 
 
 def make_plan_in(folder: Path, **overrides: object) -> StudyPlan:
-    settings = {**SMALL_SETTINGS, **{name.replace("__", "."): value for name, value in overrides.items()}}
-    return make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0", "0.1"), 1, folder)
+    return plan_study(
+        folder, **{**SMALL_SETTINGS, **{name.replace("__", "."): text for name, text in overrides.items()}}
+    )
 
 
 @pytest.fixture(scope="module")
 def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     """The same study, run on this machine without Ray."""
-    plan = make_cpu_plan(tmp_path_factory.mktemp("local"))
-    for spec in plan.runs:
-        trial = PPO(make_trial_config(plan, [spec]))
-        for _ in range(spec.steps):
-            trial.step()
-        trial.cleanup()
-    return plan
+    return train_without_ray(make_cpu_plan(tmp_path_factory.mktemp("local")), 2)
 
 
 def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, folder: Path) -> None:
@@ -161,8 +154,7 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     for spec in plan.runs:
         folders = [PurePosixPath(name).parent.name for name in files if spec.run_id in name and "checksums" in name]
         assert sorted(folders) == ["global_step_2", "step_1", "step_2"]
-        status = find_record(StatusRecord, plan.get_run_dir(spec.run_id))
-        assert status is not None
+        status = read_record(StatusRecord, plan.get_run_dir(spec.run_id))
         assert status.status == "completed"
         assert not (plan.get_run_dir(spec.run_id) / "state").exists()
     assert not (folder / "model_saving").exists()
@@ -302,7 +294,7 @@ def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
         "10.0.0.1:6379",
     )
     assert allocate_cluster(make_plan_in(tmp_path), "a:1", NODES, None, 1).max_concurrent == 1
-    influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
+    influence = plan_study(tmp_path, None, 3, study="influence")
     assert allocate_cluster(influence, "a:1", NODES, None, None).max_concurrent == 3  # a trial has all seeds of an arm
 
 

@@ -19,7 +19,7 @@ from tests.fakes.s3_server import _ENVIRONMENT as CREDENTIALS
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.test_cluster import CPU_SETTINGS, ROOT
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.study_record import StatusRecord, find_record
+from trainable.runs.study_record import StatusRecord, read_record
 from trainable.trial import PPO
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
@@ -233,8 +233,7 @@ def test_a_study_survives_the_kills_of_its_worker_its_driver_and_a_node(
     assert "training continues after step" in output
     for spec in local_plan.runs:
         run_dir = tmp_path / "second" / "results" / local_plan.run / "runs" / spec.run_id
-        status = find_record(StatusRecord, run_dir)
-        assert status is not None
+        status = read_record(StatusRecord, run_dir)
         assert status.status == "completed"
         rows, expected_rows = (
             read_rows(folder / METRICS_FILE) for folder in (run_dir, local_plan.get_run_dir(spec.run_id))

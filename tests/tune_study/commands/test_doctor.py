@@ -97,11 +97,6 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_a_preset_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="There is no preset `desk`: type --preset paper or --preset laptop"):
-        diagnose(tmp_path, "desk")
-
-
 @pytest.mark.usefixtures("secrets")
 def test_on_a_broken_machine_every_check_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shadow_modules(tmp_path, monkeypatch, torch=KILL_ITSELF, ray=KILL_ITSELF)

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from search_spaces.catalog import STUDIES
+from tests.fakes.plans import read_shape
 from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import make_quiet_trainer
@@ -34,7 +35,7 @@ from tune_study.placement.memory import (
     list_allocations,
     sum_by_phase,
 )
-from tune_study.placement.model_size import ModelShape, read_model_shape
+from tune_study.placement.model_size import ModelShape
 from tune_study.placement.time_estimate import estimate_update_flops
 
 TINY = "sokoban-tiny"
@@ -46,12 +47,6 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     "grpo, some adapters": {"algorithm.adv_estimator": "grpo", "model.lora_target_modules": ["q_proj", "down_proj"]},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def read_shape(path: str) -> ModelShape:
-    shape = read_model_shape(path, {})
-    assert shape is not None
-    return shape
 
 
 def make_paper_config(**overrides: object) -> RunConfig:

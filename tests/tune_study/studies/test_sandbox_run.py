@@ -19,13 +19,14 @@ from rich.console import Console
 from analysis.data.load import load
 from sandboxes.update_rules.family import make_sandbox_study
 from search_spaces.catalog import STUDIES
+from tests.fakes.plans import plan_study
 from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, WandbTarget, find_record, write_record
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.placement.resources import preflight
-from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
+from tune_study.plan.study_plan import StudyPlan, set_max_seeds
 from tune_study.tune.run import execute_study
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -60,7 +61,7 @@ def run_study(plan: StudyPlan) -> tuple[int, str, dict[str, StatusRecord]]:
 
 
 def make_plan_in(folder: Path, seeds: int, arms: tuple[str, ...] = tuple(ARMS)) -> StudyPlan:
-    return make_plan(STUDY, "laptop", "a test", {}, arms, seeds, folder)
+    return plan_study(folder, arms, seeds, study=STUDY)
 
 
 def read_rows_without_times(folder: Path) -> list[dict[str, object]]:
@@ -167,7 +168,7 @@ def test_open_arms_get_more_seeds_up_to_the_maximum(ray_session: None, tmp_path:
     arms = {"small": {"d_model": 8}, "large": {"d_model": 12}}
     study = make_sandbox_study("influence", "Does it look?", arms, "small", fixed_settings=SMALL_SETTINGS)
     study = replace(study, margins={"late_test_error": 1e-6})
-    plan = set_max_seeds(make_plan(study, "laptop", "a test", {}, tuple(arms), 2, tmp_path), 6)
+    plan = set_max_seeds(plan_study(tmp_path, tuple(arms), 2, study=study), 6)
     with mock.patch.dict(STUDIES, influence=study):
         code, text, _ = run_study(plan)
         last_plan = plan_from_folder(plan.folder)

@@ -9,12 +9,10 @@ import pandas as pd
 import pytest
 
 from analysis.search.points import COMPLETE
-from search_spaces.catalog import STUDIES
-from search_spaces.language_model.family import PPO
+from tests.fakes.plans import plan_search
 from tune_study.plan.errors import PlanError
-from tune_study.plan.search import DEFAULT_POINT, FIRST_POINTS, Search, make_point_study
-from tune_study.plan.search_space import make_space
-from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
+from tune_study.plan.search import DEFAULT_POINT, FIRST_POINTS
+from tune_study.plan.study_plan import StudyPlan, set_points
 from tune_study.tune.search import rounds
 from tune_study.tune.search.rounds import draw_first_points
 
@@ -22,11 +20,8 @@ BEST_RATE, MAX_RATE = 1e-3, 2e-3
 RATE = ("actor.lr=1e-5:1e-1:log",)
 
 
-def make_search_plan(output: Path, texts: tuple[str, ...] = (), seed: int = 0, num_points: int = 60) -> StudyPlan:
-    study = make_point_study(STUDIES["kl"], {DEFAULT_POINT: {}})
-    plan = make_plan(study, "laptop", "a test", {}, None, 1, output)
-    search = Search(make_space(PPO, plan.base_config, texts), ("success",), num_points, seed=seed)
-    return set_points(replace(plan, search=search), {DEFAULT_POINT: {}})
+def make_search_plan(output: Path, texts: tuple[str, ...] = (), seed: int = 0) -> StudyPlan:
+    return plan_search(output, space=texts, seed=seed)
 
 
 def make_table(plan: StudyPlan, best_rate: float = BEST_RATE, max_rate: float = MAX_RATE) -> pd.DataFrame:
