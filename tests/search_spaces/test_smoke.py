@@ -24,25 +24,13 @@ def list_names(group: int, kl_type: str, tag: str = "ftmt") -> list[str]:
     """List the names of one group as the published scripts do."""
     suffix = f"{kl_type}-{tag}"
     if group == 1:
-        return [
-            f"g1-smoke-ppo-sokoban-{filter_label}-kl{kl_label}-ent0-{suffix}"
-            for filter_label in FILTERS
-            for kl_label in COEFFICIENTS
-        ]
+        return [f"g1-smoke-ppo-sokoban-{top}-kl{kl}-ent0-{suffix}" for top in FILTERS for kl in COEFFICIENTS]
     if group == 2:
-        return [
-            f"g2-smoke-ppo-sokoban-{filter_label}-kl0-ent{entropy_label}-{suffix}"
-            for filter_label in FILTERS
-            for entropy_label in COEFFICIENTS
-        ]
+        return [f"g2-smoke-ppo-sokoban-{top}-kl0-ent{entropy}-{suffix}" for top in FILTERS for entropy in COEFFICIENTS]
     if group == 3:
         return [f"g3-smoke-ppo-sokoban-{filter_label}-kl0-ent0-{suffix}" for filter_label in FILTERS]
     prefix = "g4-smoke-ppo-sokoban-ta-topk100" if group == 4 else "g5-smoke-ppo-sokoban-nofilter"
-    return [
-        f"{prefix}-kl{kl_label}-ent{entropy_label}-{suffix}"
-        for kl_label in COEFFICIENTS
-        for entropy_label in COEFFICIENTS
-    ]
+    return [f"{prefix}-kl{kl}-ent{entropy}-{suffix}" for kl in COEFFICIENTS for entropy in COEFFICIENTS]
 
 
 def make_study_plan(
@@ -81,10 +69,8 @@ def test_every_run_has_the_settings_that_its_name_says() -> None:
     for spec in make_study_plan(STUDIES["smoke-all"]).runs:
         group, _, _, _, *words, kl, entropy, kl_type, tag = spec.run_id.split("-")
         config = spec.config
-        kl_coefficient, entropy_coefficient = (
-            COEFFICIENT_VALUES[kl.removeprefix("kl")],
-            COEFFICIENT_VALUES[entropy.removeprefix("ent")],
-        )
+        kl_coefficient = COEFFICIENT_VALUES[kl.removeprefix("kl")]
+        entropy_coefficient = COEFFICIENT_VALUES[entropy.removeprefix("ent")]
         assert (config.actor.use_kl_loss, config.actor.kl_loss_coef) == (kl_coefficient > 0, kl_coefficient)
         assert (config.actor.entropy_coeff, config.actor.kl_loss_type, tag) == (entropy_coefficient, kl_type, "ftmt")
         assert config.filter.rollout_filter_value == filter_values[words[-1]]

@@ -3,7 +3,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,8 +69,7 @@ def test_a_folder_with_another_study_is_left_as_it_is(work_dir: Path, options: s
     write_started_study(work_dir)
     files_before = read_files(work_dir)
     assert_refused(
-        f"run kl --preset laptop {options if '--seeds' in options.split() else options + ' --seeds 1'}",
-        message,
+        f"run kl --preset laptop {options if '--seeds' in options.split() else options + ' --seeds 1'}", message
     )
     assert read_files(work_dir) == files_before
 
@@ -194,7 +193,15 @@ def test_a_plan_names_the_precision_unless_all_is_float32(
     assert [text for text in lines if text.startswith("Precision: ")] == ([] if line is None else [line])
 
 
-def fake_h100_machine(work_dir: Path, monkeypatch: pytest.MonkeyPatch, free: int, total: int = 81559) -> None:
+FakeMachine = Callable[..., None]
+
+
+@pytest.fixture
+def fake_h100(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    return lambda free, total=81559: fake_h100_machine(work_dir, monkeypatch, free, total)
+
+
+def fake_h100_machine(work_dir: Path, monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
     """Fake a machine with one GPU of `total` MiB, of which `free` are free, and a downloaded Qwen2.5-0.5B.
 
     Process 4242 uses the rest of the memory.
@@ -233,9 +240,9 @@ SMALL_LINE = (
     ],
 )
 def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(
-    work_dir: Path, free_mib: int, options: str, message: str, monkeypatch: pytest.MonkeyPatch
+    fake_h100: FakeMachine, work_dir: Path, free_mib: int, options: str, message: str
 ) -> None:
-    fake_h100_machine(work_dir, monkeypatch, free_mib)
+    fake_h100(free_mib)
     files_before = read_files(work_dir)
     answer = type_in(f"{SMALL_LINE} {options}")
     assert (answer.code, answer.out) == (3, "")
@@ -248,10 +255,8 @@ ADAPTERS = "model.lora_rank=64, model.lora_alpha=64, actor.lr=1e-05, critic.lr=0
 
 
 @pytest.mark.parametrize("options", ["", "--preset paper ", "--gpus 0 "])
-def test_where_all_weights_do_not_fit_adapters_are_trained(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch, options: str
-) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 24000, total=24576)
+def test_where_all_weights_do_not_fit_adapters_are_trained(fake_h100: FakeMachine, options: str) -> None:
+    fake_h100(24000, total=24576)
     answer = type_in(f"run kl {options}--dry-run")
     assert answer.code in ENOUGH_OR_SHORT_OF_DISK, answer.err
     (reason,) = re.findall(r"^Preset paper: (.*)", answer.out, re.M)
@@ -261,10 +266,8 @@ def test_where_all_weights_do_not_fit_adapters_are_trained(
 
 
 @pytest.mark.long
-def test_typed_learning_rates_and_ranks_take_precedence_over_those_for_small_gpus(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 24000, total=24576)
+def test_typed_learning_rates_and_ranks_take_precedence_over_those_for_small_gpus(fake_h100: FakeMachine) -> None:
+    fake_h100(24000, total=24576)
     full_answer = type_in("run kl --preset paper --set model.lora_rank=0 --dry-run")
     assert full_answer.code == 3
     assert full_answer.out.startswith("DOES NOT FIT: policy backward takes 62.4 GiB")
@@ -274,9 +277,9 @@ def test_typed_learning_rates_and_ranks_take_precedence_over_those_for_small_gpu
 
 
 def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch
+    fake_h100: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 12000, total=12288)
+    fake_h100(12000, total=12288)
     monkeypatch.setattr(sys, "argv", ["__main__.py", "run", "kl", "--dry-run"])
     output = get_output("run kl --dry-run")
     (reason,) = re.findall(r"^Preset laptop: (.*)", output, re.M)
@@ -302,6 +305,7 @@ def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
     ],
 )
 def test_a_study_started_from_python_gets_what_fits_as_well(
+    fake_h100: FakeMachine,
     work_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     total_mib: int,
@@ -309,7 +313,7 @@ def test_a_study_started_from_python_gets_what_fits_as_well(
     settings: dict[str, object],
     expected: tuple[str, int],
 ) -> None:
-    fake_h100_machine(work_dir, monkeypatch, total_mib, total=total_mib)
+    fake_h100(total_mib, total=total_mib)
     started: list[StudyPlan] = []
 
     def record_plans(plans: Sequence[StudyPlan], *options: object) -> int:
@@ -343,17 +347,15 @@ def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 12"])
-def test_who_asks_for_gpus_gets_no_other_preset(work_dir: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 12000, total=12288)
+def test_who_asks_for_gpus_gets_no_other_preset(fake_h100: FakeMachine, option: str) -> None:
+    fake_h100(12000, total=12288)
     answer = type_in(f"run kl {option} --dry-run")
     assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
     assert answer.out.startswith("DOES NOT FIT: ")
 
 
-def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 81000)
+def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(fake_h100: FakeMachine) -> None:
+    fake_h100(81000)
     out = type_in(f"{SMALL_LINE} --dry-run").out
     assert "Memory: GPU with 79.6 GiB (from nvidia-smi)" in out
     assert re.search(r"^Time: at most about [\d.]+ (s|min|h|d) per run, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
@@ -389,8 +391,7 @@ def test_a_study_goes_on_with_other_gpus(work_dir: Path) -> None:
     same_line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1"
     get_output(f"{same_line} --gpus-per-exp 0.5 --gpus 0 --set trainer.device=cuda --dry-run")
     assert_refused(
-        f"resume {folder} --gpus-per-exp -1",
-        "trainer.n_gpus_per_node=-1.0: must be greater than or equal to 0",
+        f"resume {folder} --gpus-per-exp -1", "trainer.n_gpus_per_node=-1.0: must be greater than or equal to 0"
     )
 
 
@@ -436,10 +437,8 @@ def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> N
     ):
         command = f"settings {study}".strip()
         _, *lines, last_line = type_in(command).out.splitlines()
-        listed_names, all_names = (
-            [line.split()[0] for line in lines],
-            [name for name in list_field_names(config_class) if name != "seed"],
-        )
+        listed_names = [line.split()[0] for line in lines]
+        all_names = [name for name in list_field_names(config_class) if name != "seed"]
         assert expected_names <= set(listed_names)
         assert listed_names == [name for name in all_names if name in listed_names]
         assert 20 <= len(listed_names) <= 40

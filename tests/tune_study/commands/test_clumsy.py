@@ -18,6 +18,23 @@ SANDBOX = "run influence --dry-run"
 SEARCH = "search influence --trials 4 --vary lr=1e-4:1e-2"
 REFERENCE = "run kl --kl-values 0.1 --set model.reference_path=nothing-here"
 LAPTOP = "run kl --preset laptop --dry-run"
+JUDGE = "run tree-grpo --dry-run --set env.papers.score=judge --set"
+ADDRESSES = {
+    "must begin with https:// unless it is this machine": (
+        "http://example.org/v1",
+        "http://127.0.0.1.example.org/v1",
+        "http://10.0.0.1/v1",
+    ),
+    "must begin with https:// and a host": ("ftp://127.0.0.1/v1", "https://", "https://example.org/\x1b"),
+    "must have no user, password, query or fragment": (
+        "https://user:word@example.org/v1",
+        "https://example.org/v1?api-key=word",
+        "https://example.org/v1#word",
+    ),
+}
+"""What is wrong with an address that would send or show a key -> such addresses."""
+NO_KEYS = ("PATH", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "some_api_key", "_API_KEY", "A\nB_API_KEY")
+UNENCRYPTED = ("example.org&scheme=http", "http://example.org")
 WRONG: list[tuple[str, str]] = [
     ("run kll", "There is no study `kll`. Nearest: kl. All studies with their questions: python -m tune_study list"),
     ("run kl --preset desk", "There is no preset `desk`: type --preset paper or --preset laptop or --preset stress."),
@@ -243,6 +260,28 @@ WRONG: list[tuple[str, str]] = [
     ("search kl", "Missing option '--trials'. Example: python -m tune_study search kl"),
     ("search kl --trials 0", "must be greater than or equal to 2"),
     ("search kl --preset laptop --trials 4 --vary actor.lr=1:0 --dry-run", "like actor.lr=1e-5:1e-3:log"),
+    ("new sandbox-all --vary actor.lr=1e-4,1e-3", "is a study of this package"),
+    ("new My_LR --vary actor.lr=1e-4,1e-3", "lower-case words joined by hyphens"),
+    ("new ../up --vary actor.lr=1e-4,1e-3", "is no name of a study"),
+    ("new my-lr --vary actor.lr=1e-4", "two values or more"),
+    ("new my-lr --vary actor.lr=1e-4,,1", "two values or more"),
+    ("new my-lr --vary actor.lrr=1e-4,1e-3", "There is no setting `actor.lrr`"),
+    ("new my-lr --vary actor.lr=1e-4,high", "--vary: actor.lr=high cannot be used"),
+    ("new my-lr --vary actor.lr=1,2 --vary actor.lr=3,4", "the setting actor.lr twice"),
+    ("new my-lr --vary actor.lr=1e-4,1e-4", "the value 1e-4 twice"),
+    ("new my-lr --vary seed=1,2", "type --seeds N"),
+    ("new my-lr --vary actor.lr=1e-4,1e-3 --to study.txt", "does not end in .py"),
+    ("new my-lr --vary actor.lr=1e-4,1e-3 --to no/such/folder.py", "cannot be written"),
+    *((f"{JUDGE} 'env.papers.judge_url={url}'", problem) for problem, urls in ADDRESSES.items() for url in urls),
+    *(
+        (f"{JUDGE} 'env.papers.judge_key_variable={name}'", "such as OPENAI_API_KEY, or begin with TUNE_STUDY_")
+        for name in NO_KEYS
+    ),
+    *(
+        (f"{command} 's3://shelf/x?endpoint_override={host}'", "would send credentials without encryption")
+        for command in (f"{LAPTOP} --storage", "status", "resume")
+        for host in UNENCRYPTED
+    ),
     ("doctor --preset labtop", "type --preset paper or --preset laptop or --preset stress"),
 ]
 RIGHT = [
@@ -279,7 +318,7 @@ def test_what_is_wrong_is_answered_with_what_to_type(folder: Path, typed: str, a
     assert isinstance(result.exception, SystemExit), result.exception
     assert (result.exit_code, result.stdout) == (2, "")
     assert advice in " ".join(result.stderr.split())
-    assert not re.search("Traceback|SECRET", result.stderr)
+    assert not re.search(r"Traceback|\bSECRET\b", result.stderr)
     # The answer is one paragraph, or follows the usage of the command.
     assert result.stderr.startswith("Usage: ") or result.stderr.count("\n") == 1
     assert sorted(path.name for path in folder.iterdir()) == ["CONFIG", "FILE", "weights"]

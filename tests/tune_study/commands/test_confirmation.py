@@ -32,7 +32,6 @@ def confirm(study: StudyPlan, arm: str = "0.01", baseline: str | None = None, n_
 def test_two_arms_have_the_settings_of_the_study_and_seeds_after_all_that_it_used(study: StudyPlan) -> None:
     plan = confirm(study)
     assert plan.seeds == (5, 6, 7, 8)
-    assert plan.confirms is not None
     assert (plan.confirms.run, plan.confirms.seeds) == (study.run, (0, 1, 2, 3, 4))
     assert (plan.values, plan.baseline) == (("0", "0.01"), "0")
     hashes = {spec.arm: spec.config.compute_hash() for spec in study.runs}

@@ -88,7 +88,7 @@ def test_what_hangs_is_ended_with_the_processes_of_ray(
 def diagnose(output: Path, preset: str | None) -> tuple[int, list[str]]:
     console = Console(file=StringIO(), width=40)
     code = doctor.diagnose(console, output, preset)
-    return code, console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return code, console.file.getvalue().splitlines()
 
 
 @pytest.fixture

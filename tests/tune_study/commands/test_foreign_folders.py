@@ -65,8 +65,7 @@ def test_a_family_that_this_version_does_not_know_is_refused(started_study: Stud
     path = started_study.folder / "study.json"
     write_object(path, {**read_object(path), "family": "evil:Evil"})
     assert_refused(
-        f"{command} {started_study.folder}",
-        "study.json names the family evil:Evil, which this version cannot read",
+        f"{command} {started_study.folder}", "study.json names the family evil:Evil, which this version cannot read"
     )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 import analysis
 from search_spaces.declaration.presets import PRESETS
+from tests.fakes.command_line import read_files
 from tests.fakes.forked_python import run_python
 from tests.fakes.plans import SMALL_SETTINGS, plan_study, train_without_ray
 from trainable.config.run_config import RunConfig, apply_overrides
@@ -46,11 +48,8 @@ def run_probe(study: StudyPlan, words: str) -> "CompletedProcess[str]":
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = read_files(folder)
+    return {os.path.relpath(name, folder): hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
 @pytest.mark.long
@@ -215,7 +214,7 @@ def test_what_cannot_be_restored_is_said(
     study: StudyPlan, make_request: Callable[[StudyPlan], dict[str, object]], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message.replace("`", ".").replace("(", ".")):
-        probe.restore(study.folder, **make_request(study))  # type: ignore[arg-type]
+        probe.restore(study.folder, **make_request(study))
 
 
 @pytest.mark.long
@@ -309,12 +308,9 @@ def test_restoring_reads_no_pickle_and_moves_no_weight(study: StudyPlan) -> None
         trainer.roll_out(trainer.val_levels[:2], 4, "sampling"), 2, 2, make_rng(0, "duplicates", 1)
     ).batch
     compute_at_trained_tokens(batch, 4, TokenFunction.for_logprobs(trainer.model, 1.0))
-    assert all(
-        torch.equal(tensor, other_tensor)
-        for tensor, other_tensor in zip(
-            trainer.get_state()[0].values(), other_trainer.get_state()[0].values(), strict=True
-        )
-    )
+    tensors, other_tensors = trainer.get_state()[0], other_trainer.get_state()[0]
+    assert tensors.keys() == other_tensors.keys()
+    assert all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(

@@ -186,8 +186,7 @@ def try_everything(folder: Path, arm: str, alteration: Alteration) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in ("judge", "storage-s3") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+    "name", [name if name in ("judge", "storage-s3") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 @pytest.mark.long
 def test_nothing_is_sent(work_dir: Path, listener: Listener, name: str) -> None:

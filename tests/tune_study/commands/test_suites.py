@@ -167,7 +167,7 @@ def test_studies_that_fit_one_by_one_and_not_together_are_refused(
     needed_bytes = 0
 
     def estimate_tight_budget(*arguments: object) -> disk.DiskBudget:
-        return original_estimate(*arguments)._replace(free_bytes=needed_bytes)  # type: ignore[arg-type]
+        return original_estimate(*arguments)._replace(free_bytes=needed_bytes)
 
     for plan in suite.plans:
         resource_plan = preflight.resources.preflight(plan, None, (), 2, None, is_real=True)
@@ -199,7 +199,6 @@ def hold_lock(folder: Path, stack: ExitStack) -> None:
     process = stack.enter_context(
         subprocess.Popen([sys.executable, "-c", body, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == b"locked\n"
 
 

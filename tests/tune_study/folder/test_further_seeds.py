@@ -146,7 +146,6 @@ APART, UNCLEAR = [-0.2, -0.21, -0.19, -0.2, -0.18, -0.22, -0.2, -0.2], [0.05, -0
 def test_open_arms_and_the_baseline_get_the_seeds_that_a_verdict_needs(tmp_path: Path) -> None:
     plan = write_results(tmp_path, {"DG": APART, "TPO": UNCLEAR}, 3)
     next_plan, line = plan_next_look(plan, max_concurrent=2)
-    assert next_plan is not None
     assert next_plan.extra_seeds == dict.fromkeys(("GRPO", "DG", "TPO"), (3, 4, 5))  # 2 comparisons need 6 seeds
     assert line == "Open: DG, TPO. These arms and the baseline get the seeds 0 to 5."
 
@@ -157,12 +156,8 @@ def test_an_arm_with_a_verdict_gets_no_more_seeds(
 ) -> None:
     plan = write_results(tmp_path, {"DG": APART, "TPO": UNCLEAR}, 6)
     next_plan, line = plan_next_look(plan, max_concurrent)
-    assert next_plan is not None
-    assert {arm: seeds[3:] for arm, seeds in next_plan.extra_seeds.items()} == {
-        "GRPO": further,
-        "DG": (),
-        "TPO": further,
-    }
+    further_seeds = {arm: seeds[3:] for arm, seeds in next_plan.extra_seeds.items()}
+    assert further_seeds == {"GRPO": further, "DG": (), "TPO": further}
     assert line == f"Open: TPO. This arm and the baseline get the seeds 0 to {further[-1]}."
 
 

@@ -1,6 +1,5 @@
 """What a folder names outside of it is used only by whoever started the study there, or typed the value again."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,12 +16,7 @@ from trainable.config.run_config import list_outside_settings
 from trainable.config.setting_types import Outside
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.study_record import StudyRecord
-from tune_study.folder.origin import (
-    find_state_folder,
-    find_usable_storage,
-    list_outside_values,
-    list_typed_before,
-)
+from tune_study.folder.origin import find_state_folder, find_usable_storage, list_outside_values, list_typed_before
 from tune_study.folder.outputs import make_run_entry, write_study
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.errors import PlanError
@@ -147,7 +141,7 @@ def start_trees(output: Path, **settings: object) -> StudyPlan:
         "env.papers.judge_url": "http://127.0.0.1:9/v1",
         "env.papers.judge_key_variable": "SOME_API_KEY",
     }
-    plan = plan_study(output, None, study="tree-grpo", **judge, **settings)
+    plan = plan_study(output, None, study="tree-grpo", **{**judge, **settings})
     write_study(plan)
     return plan
 
@@ -228,7 +222,7 @@ def test_what_declares_a_value_need_not_be_typed(work_dir: Path) -> None:
 def test_a_model_is_outside_unless_it_is_the_name_of_one(work_dir: Path, path: str, is_outside: bool) -> None:
     (work_dir / "here").mkdir()
     base = write_started_study(work_dir / "out").base_config
-    config = base.model_copy(update={"model": base.model.model_copy(update={"path": path})})  # type: ignore[attr-defined]
+    config = base.model_copy(update={"model": base.model.model_copy(update={"path": path})})
     assert (f"model.path={path}" in list_outside_values([config])) == is_outside
 
 
@@ -307,46 +301,6 @@ def test_without_a_state_folder_values_are_typed_again(work_dir: Path, monkeypat
     assert find_state_folder({"HOME": "/h", "XDG_STATE_HOME": "/s"}) == Path("/s/tune_study")
 
 
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        ("http://example.org/v1", "must begin with https:// unless it is this machine"),
-        ("http://127.0.0.1.example.org/v1", "must begin with https:// unless it is this machine"),
-        ("http://10.0.0.1/v1", "must begin with https:// unless it is this machine"),
-        ("ftp://127.0.0.1/v1", "must begin with https:// and a host"),
-        ("https://", "must begin with https:// and a host"),
-        ("https://user:word@example.org/v1", "must have no user, password, query or fragment"),
-        ("https://example.org/v1?api-key=word", "must have no user, password, query or fragment"),
-        ("https://example.org/v1#word", "must have no user, password, query or fragment"),
-        ("https://example.org/\x1b", "must begin with https:// and a host"),
-    ],
-)
-def test_addresses_that_would_send_or_show_a_key_are_refused(work_dir: Path, value: str, problem: str) -> None:
-    assert_refused(
-        f"run tree-grpo --dry-run --set env.papers.score=judge --set 'env.papers.judge_url={value}'", problem
-    )
-
-
 @pytest.mark.parametrize("value", ["https://example.org/v1", "http://127.0.0.1:8000/v1", "http://[::1]:8000/v1"])
 def test_addresses_of_judges_are_accepted(work_dir: Path, value: str) -> None:
     assert start_trees(work_dir, **{"env.papers.judge_url": value}).runs
-
-
-@pytest.mark.parametrize(
-    "name", ["PATH", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "some_api_key", "_API_KEY", "A\nB_API_KEY"]
-)
-def test_only_keys_of_apis_are_sent(work_dir: Path, name: str) -> None:
-    assert_refused(
-        f"run tree-grpo --dry-run --set 'env.papers.judge_key_variable={name}'",
-        "must end in _API_KEY, such as OPENAI_API_KEY, or begin with TUNE_STUDY_",
-    )
-
-
-@pytest.mark.parametrize(
-    "uri",
-    ["s3://shelf/x?endpoint_override=example.org&scheme=http", "s3://shelf/x?endpoint_override=http://example.org"],
-)
-@pytest.mark.parametrize("command", ["run kl --preset laptop --dry-run --storage '{}'", "status '{}'", "resume '{}'"])
-def test_a_storage_is_not_typed_without_encryption(work_dir: Path, command: str, uri: str) -> None:
-    assert_refused(command.format(uri), "would send credentials without encryption")
-    assert os.listdir(work_dir) == []

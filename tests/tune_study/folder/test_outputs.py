@@ -27,12 +27,7 @@ from tune_study.folder import summary
 from tune_study.folder.outputs import check_writable, is_running, lock_folder, read_git_state, write_study
 from tune_study.folder.statuses import StudyStatuses, find_finished_runs, make_timestamp, parse_skipped_statuses
 from tune_study.folder.study_file import check_unchanged, plan_from_folder
-from tune_study.folder.summary import (
-    format_run_times,
-    format_summary_line,
-    format_wall_seconds,
-    write_summary,
-)
+from tune_study.folder.summary import format_run_times, format_summary_line, format_wall_seconds, write_summary
 from tune_study.placement.model_files import check_model, find_hub_cache, make_absolute
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
@@ -50,7 +45,7 @@ def allocate_resources(plan: StudyPlan) -> ResourcePlan:
 
 def make_ended_status(run_id: str, status: str = "completed", **fields: object) -> StatusRecord:
     times = {"started_at": "2026-01-01T00:00:00+00:00", "ended_at": "2026-01-01T01:00:05+00:00"}
-    return StatusRecord(run_id, status, **{**times, **fields})  # type: ignore[arg-type]
+    return StatusRecord(run_id, status, **{**times, **fields})
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -342,7 +337,6 @@ def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -
     git("add", "code.py")
     git("commit", "-q", "-m", "code")
     state = read_git_state(tmp_path)
-    assert state is not None
     assert (len(state.commit), state.dirty) == (40, False)
     # Results of studies in the checkout change no code, and a new module does.
     (tmp_path / "out").mkdir()
@@ -357,7 +351,6 @@ def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -
     git("add", "folder")
     git("commit", "-q", "-m", "folder")
     below = read_git_state(tmp_path / "folder")
-    assert below is not None
     assert below.dirty
     state = replace(below, dirty=False)
     (tmp_path / "trainable" / "algo" / "new.py").unlink()

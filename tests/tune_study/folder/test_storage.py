@@ -66,7 +66,6 @@ def make_plan_in(
 
 
 def open_folder(plan: StudyPlan) -> StoredFolder:
-    assert plan.study_uri is not None
     return StoredFolder(plan.study_uri)
 
 
@@ -112,15 +111,15 @@ def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str, tmp_path
     plan = make_plan_in(tmp_path / "a", uri)
     other_plan = replace(plan, folder=tmp_path / "b" / "results" / plan.run)
     with StoredStudy(plan).keep_synced():
-        assert storage.find_driver(plan.study_uri or "")
+        assert storage.find_driver(plan.study_uri)
         with (
             pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), last heard of \d+ s ago"),
             StoredStudy(other_plan).keep_synced(),
         ):
             pass
-        assert storage.find_driver(plan.study_uri or "")
+        assert storage.find_driver(plan.study_uri)
     assert not (tmp_path / "b").exists()
-    assert not storage.find_driver(plan.study_uri or "")
+    assert not storage.find_driver(plan.study_uri)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +138,9 @@ def test_a_driver_is_gone_when_its_process_is_or_when_it_was_not_heard_of(
     start_study(plan)
     content = {"user": "somebody", "host": host or socket.gethostname(), "pid": pid, "time": time.time() - age}
     open_folder(plan).put(DRIVER_FILE, json.dumps(content).encode())
-    assert bool(storage.find_driver(plan.study_uri or "")) == is_running
+    assert bool(storage.find_driver(plan.study_uri)) == is_running
     open_folder(plan).put(DRIVER_FILE, b"damaged")
-    assert not storage.find_driver(plan.study_uri or "")
+    assert not storage.find_driver(plan.study_uri)
 
 
 # Copies.
@@ -172,9 +171,9 @@ def test_checkpoints_of_earlier_starts_are_removed_when_nothing_in_them_is_newer
     put(0, s0=3)
     put(1, s0=4)
     put(2, s1=9)  # of a run that has ended, and is in no later checkpoint of its trial
-    uris = storage.list_trial_checkpoints(plan.study_uri or "", run_id)
-    assert uris == [join_uri(plan.study_uri or "", f"{run_id}/checkpoint_{number:06}") for number in (2, 1, 0)]
-    assert storage.list_checkpoints(plan.study_uri or "", plan.runs[0], run_id) == {
+    uris = storage.list_trial_checkpoints(plan.study_uri, run_id)
+    assert uris == [join_uri(plan.study_uri, f"{run_id}/checkpoint_{number:06}") for number in (2, 1, 0)]
+    assert storage.list_checkpoints(plan.study_uri, plan.runs[0], run_id) == {
         step: f"{run_id}/checkpoint_{number:06}/0/state/step_{step}" for number, step in ((0, 3), (1, 4))
     }
     options = {"runs": [{"run_id": run_id, "seed": 0}], "checkpoints": uris}
@@ -221,7 +220,7 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(uri: str, tmp_path:
     store_rows(plan, study, 3)
     study.pull()
     study.push()
-    resumed_plan = locate.plan_resume(plan.study_uri or "", is_real=True)
+    resumed_plan = locate.plan_resume(plan.study_uri, is_real=True)
     assert resumed_plan == replace(plan, folder=elsewhere / "results" / plan.run)
     assert list(elsewhere.iterdir()) == []  # nothing is written before it starts
     resumed_plan.folder.mkdir(parents=True)
@@ -245,11 +244,11 @@ def test_who_only_reads_a_study_copies_no_old_status_back(uri: str, tmp_path: Pa
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)
     run_id = plan.runs[0].run_id
-    folder = locate.fetch_for_writing(plan.study_uri or "")
+    folder = locate.fetch_for_writing(plan.study_uri)
     write_record(plan.get_run_dir(run_id), StatusRecord(run_id, "completed", "while b made its report"))
     assert StoredStudy(plan).push() == ""
     (folder / "report.html").write_text("of b")
-    assert storage.push_results(folder, plan.study_uri or "") == ""
+    assert storage.push_results(folder, plan.study_uri) == ""
     assert json.loads(open_folder(plan).read(f"runs/{run_id}/status.json"))["status"] == "completed"
     assert open_folder(plan).read("report.html") == b"of b"
 
@@ -262,7 +261,7 @@ def test_logs_are_fetched_to_their_place(tmp_path: Path, elsewhere: Path) -> Non
     log_path.write_text("a line")
     StoredStudy(plan).push()
     log_path.unlink()
-    locate.fetch_for_writing(plan.study_uri or "")
+    locate.fetch_for_writing(plan.study_uri)
     assert (elsewhere / plan.runs[0].log_path).read_text() == "a line"
 
 
@@ -283,10 +282,7 @@ def test_without_its_storage_the_local_folder_is_read(tmp_path: Path, capsys: py
         assert (folder, is_running) == (plan.folder, False)
     assert f"The folder is read. The storage of the study, {plan.storage}, may be newer" in capsys.readouterr().err
     assert locate.fetch_for_writing(str(plan.folder)) == plan.folder
-    with (
-        pytest.raises(PlanError, match="contains no study"),
-        locate.open_for_reading(plan.study_uri or ""),
-    ):
+    with pytest.raises(PlanError, match="contains no study"), locate.open_for_reading(plan.study_uri):
         pass
 
 
@@ -320,7 +316,7 @@ def test_another_storage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         locate.merge_with_existing(replace(local_plan, storage=uri), extend=False, is_real=True)
     monkeypatch.chdir(tmp_path / "plain")
     with pytest.raises(PlanError, match="was started without --storage"):
-        locate.plan_resume(plan.study_uri or "", is_real=True)
+        locate.plan_resume(plan.study_uri, is_real=True)
 
 
 def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
@@ -399,10 +395,10 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
         patch.setattr(StoredStudy, "follow", interrupt_at_the_fourth_checkpoint)
         code, text = run_study(plan)
     assert code == 130, text
-    assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri or '')}" in text
+    assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri)}" in text
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
-    resumed_plan = locate.plan_resume(plan.study_uri or "", is_real=True)
+    resumed_plan = locate.plan_resume(plan.study_uri, is_real=True)
     code, text = run_study(resumed_plan)
     assert code == 0, text
     for spec in resumed_plan.runs:
@@ -427,14 +423,14 @@ def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, e
     store_rows(plan, study, 2)
     study.pull()
     study.push()
-    status_output = get_output(f"status {shlex.quote(plan.study_uri or '')}")
+    status_output = get_output(f"status {shlex.quote(plan.study_uri)}")
     assert "kl (laptop): unfinished" in status_output
     assert "2/3" in status_output
     assert "the process that ran the study is gone" in status_output
     assert list(elsewhere.iterdir()) == []
     with StoredStudy(plan).keep_synced():
-        assert "kl (laptop): running" in type_in(f"status {shlex.quote(plan.study_uri or '')}").out
-    get_output(f"report {shlex.quote(plan.study_uri or '')}")
+        assert "kl (laptop): running" in type_in(f"status {shlex.quote(plan.study_uri)}").out
+    get_output(f"report {shlex.quote(plan.study_uri)}")
     report = elsewhere / "results" / plan.run / "report.html"
     assert open_folder(plan).read("report.html") == report.read_bytes()
 
@@ -516,7 +512,7 @@ def test_no_link_in_a_shared_folder_is_followed(name: str, tmp_path: Path) -> No
     (tmp_path / plan.run / name).symlink_to(foreign)
     for read in (storage.fetch_study, storage.fetch_results):
         with pytest.raises(PlanError, match="symbolic link"):
-            read(plan.study_uri or "", tmp_path / "copy")
+            read(plan.study_uri, tmp_path / "copy")
     with pytest.raises(PlanError, match="symbolic link"), StoredStudy(plan).keep_synced():
         pass
     assert not (tmp_path / "copy").exists()

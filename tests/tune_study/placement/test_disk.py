@@ -112,18 +112,11 @@ def test_the_total_is_the_sum_of_what_it_is_made_of(
     steps: int, save_freq: int, arms: int, limit: int, keep_last: bool
 ) -> None:
     values = tuple(f"0.{number}" for number in range(1, arms + 1))
-    plan = plan_study(
-        Path("/no/such/folder"),
-        values,
-        trainer__total_training_steps=steps,
-        trainer__save_freq=save_freq,
-        trainer__keep_last=keep_last,
-    )
+    settings = {"total_training_steps": steps, "save_freq": save_freq, "keep_last": keep_last}
+    typed = {f"trainer.{name}": value for name, value in settings.items()}
+    plan = plan_study(Path("/no/such/folder"), values, **typed)
     budget = estimate_budget(plan, limit)
-    checkpoint_bytes, n_concurrent = (
-        compute_checkpoint_bytes(TINY, plan.base_config),
-        min(limit, arms),
-    )
+    checkpoint_bytes, n_concurrent = (compute_checkpoint_bytes(TINY, plan.base_config), min(limit, arms))
     assert (budget.remaining_runs, budget.concurrent_runs, budget.saved_checkpoints, budget.checkpoint_bytes) == (
         arms,
         n_concurrent,
@@ -132,10 +125,8 @@ def test_the_total_is_the_sum_of_what_it_is_made_of(
     )
     # Three of every run that trains, and one of every other that keeps its last state.
     rolling_checkpoints = 3 * n_concurrent + keep_last * (arms - n_concurrent)
-    assert (
-        budget.total_bytes
-        == (arms * count_occurrences(steps, save_freq) + rolling_checkpoints) * checkpoint_bytes + budget.row_bytes
-    )
+    num_checkpoints = arms * count_occurrences(steps, save_freq) + rolling_checkpoints
+    assert budget.total_bytes == num_checkpoints * checkpoint_bytes + budget.row_bytes
     assert (budget.written_bytes, budget.folder) == (0, Path("/"))
     assert 0 < budget.free_bytes < 2**60
 
@@ -153,11 +144,8 @@ def test_rows_grow_with_steps_runs_and_levels() -> None:
     ):
         assert estimate_budget(plan_study(folder, **smaller_settings)).row_bytes < usual_bytes
     assert estimate_budget(plan_study(folder, trainer__log_train_generations=1)).row_bytes > usual_bytes
-    assert (
-        estimate_budget(plan_study(folder, trainer__test_freq=1)).row_bytes
-        > usual_bytes
-        > estimate_budget(plan_study(folder, trainer__test_freq=0)).row_bytes
-    )
+    assert estimate_budget(plan_study(folder, trainer__test_freq=1)).row_bytes > usual_bytes
+    assert estimate_budget(plan_study(folder, trainer__test_freq=0)).row_bytes < usual_bytes
 
 
 def test_recorded_trees_have_room_for_their_children() -> None:
@@ -179,14 +167,9 @@ def test_arms_that_differ_are_added_up(tmp_path: Path) -> None:
         plan, runs=tuple(with_config(spec, arm_changes) for spec, arm_changes in zip(plan.runs, changes, strict=True))
     )
     budget = estimate_budget(plan)
-    gae_bytes, grpo_bytes = (
-        compute_checkpoint_bytes(TINY, plan.runs[0].config),
-        compute_checkpoint_bytes(TINY, plan.runs[1].config),
-    )
-    assert (
-        budget.total_bytes
-        == 4 * gae_bytes + 4 * grpo_bytes + gae_bytes + 2 * (gae_bytes + gae_bytes) + budget.row_bytes
-    )
+    gae_bytes, grpo_bytes = (compute_checkpoint_bytes(TINY, spec.config) for spec in plan.runs[:2])
+    state_bytes = budget.total_bytes - budget.row_bytes
+    assert state_bytes == 4 * gae_bytes + 4 * grpo_bytes + gae_bytes + 2 * (gae_bytes + gae_bytes)
     assert (budget.checkpoint_bytes, budget.saved_checkpoints) == (gae_bytes, 3)
 
 
@@ -239,18 +222,14 @@ def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
     append_record(row_files[0], {"step": plan.runs[0].steps})
     append_record(row_files[1], {"step": 3, "stop_rule": "empty_filtered_steps"})
     budget, fresh_budget = estimate_budget(plan), estimate_budget(plan_study(tmp_path / "other", ("0.2", "0.3")))
-    assert (budget.remaining_runs, budget.total_bytes, budget.row_bytes) == (
-        fresh_budget.remaining_runs,
-        fresh_budget.total_bytes,
-        fresh_budget.row_bytes,
-    )
+    for name in ("remaining_runs", "total_bytes", "row_bytes"):
+        assert getattr(budget, name) == getattr(fresh_budget, name), name
     status_files = sum((plan.get_run_dir(spec.run_id) / "status.json").stat().st_size for spec in plan.runs[2:])
     assert budget.written_bytes == 1_100_000 + status_files
     write_record(plan.get_run_dir(plan.runs[2].run_id), StatusRecord(plan.runs[2].run_id, "completed"))
     append_record(row_files[2], {"step": plan.runs[2].steps})
     last_budget = estimate_budget(plan)
     assert (budget.concurrent_runs, last_budget.concurrent_runs) == (2, 1)
-    assert last_budget.total_bytes is not None
     assert last_budget.checkpoint_bytes is not None
     num_checkpoints = last_budget.saved_checkpoints + 3
     assert last_budget.total_bytes - last_budget.row_bytes == num_checkpoints * last_budget.checkpoint_bytes
@@ -271,7 +250,6 @@ def test_a_run_counts_for_no_more_than_it_leaves(tmp_path: Path) -> None:
     ):
         write_bytes(path, 4_000_000)
     budget = estimate_budget(plan, 1)
-    assert budget.checkpoint_bytes is not None
     # Those of the states in flight, and of what a study has besides its runs.
     assert budget.missing_bytes > 2 * budget.checkpoint_bytes
     assert 2 * budget.checkpoint_bytes < budget.written_bytes < 2 * budget.checkpoint_bytes + budget.row_bytes
@@ -280,12 +258,8 @@ def test_a_run_counts_for_no_more_than_it_leaves(tmp_path: Path) -> None:
 def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
     plan = plan_study(tmp_path, model__path="some/model", model__prompt_style="full")
     budget = estimate_disk_budget(plan, allocate_resources(plan), {"HF_HUB_CACHE": str(tmp_path)})
-    assert (budget.checkpoint_bytes, budget.total_bytes, budget.written_bytes, budget.unknown_models) == (
-        None,
-        None,
-        0,
-        ("some/model",),
-    )
+    assert (budget.checkpoint_bytes, budget.total_bytes, budget.written_bytes) == (None, None, 0)
+    assert budget.unknown_models == ("some/model",)
     check_budget(budget._replace(free_bytes=0))
     assert format_disk_line(budget._replace(free_bytes=52_100_000_000)) == (
         "Disk: space unknown, because no config.json of a trainable model was found for some/model; 52.1 GB free."
@@ -299,7 +273,6 @@ def test_a_condition_that_loads_a_model_has_states_of_its_size(tmp_path: Path) -
         return estimate_disk_budget(plan, allocate_resources(plan), {"HF_HUB_CACHE": str(tmp_path)})
 
     checkpoint_bytes = estimate_task_budget("task=lm_bandit").checkpoint_bytes
-    assert checkpoint_bytes is not None
     assert checkpoint_bytes > 12 * count_policy_parameters(TINY)
     larger_bytes = estimate_task_budget("task=lm_bandit", "model_name=Qwen/Qwen2.5-0.5B").checkpoint_bytes
     assert larger_bytes == pytest.approx(12 * 494e6, rel=0.01)
@@ -334,12 +307,8 @@ def test_too_little_says_what_is_needed_what_is_free_and_what_to_type() -> None:
         check_budget(EXAMPLE._replace(free_bytes=12_000_000, written_bytes=10_000_000))
     text = str(error_info.value)
     assert "needs up to 52.8 MB more disk space, and /out has 12.0 MB free, 40.8 MB too little" in text
-    options = (
-        "--save-freq with a larger number (-1 saves none)",
-        "--set trainer.keep_last=false",
-        "--max-concurrent 1",
-    )
-    for option in (*options, "--output"):
+    assert "--save-freq with a larger number (-1 saves none)" in text
+    for option in ("--set trainer.keep_last=false", "--max-concurrent 1", "--output"):
         assert option in text
     with pytest.raises(PlanError) as error_info:
         check_budget(EXAMPLE._replace(free_bytes=0, saved_checkpoints=0, concurrent_runs=1, last_states=0))
@@ -366,5 +335,4 @@ def test_a_trial_of_several_runs_writes_the_states_of_all_at_once(tmp_path: Path
     plan = plan_study(tmp_path, None, 3, study="influence")
     budget = estimate_disk_budget(plan, allocate_resources(plan, 1), {})
     assert (budget.remaining_runs, budget.concurrent_runs) == (9, 3)
-    assert budget.checkpoint_bytes is not None
     assert budget.total_bytes == 15 * budget.checkpoint_bytes + budget.row_bytes

@@ -44,7 +44,7 @@ def test_parameters_are_counted_from_the_config_alone(model_type: str, tmp_path:
     shape = read_shape(str(write_config_only(model_type, tmp_path / "config")))
     model = load_policy(str(write_model(make_model(model_type), tmp_path / "whole")), CPU).model
     assert isinstance(model, HubModel)
-    critic = make_critic(Policy(model, None, Path()), make_rng(0, "critic"), CPU)  # type: ignore[arg-type]
+    critic = make_critic(Policy(model, None, Path()), make_rng(0, "critic"), CPU)
     assert count_policy_parameters(shape) == sum(weight.numel() for weight in model.parameters())
     assert sum(list_trained_tensor_sizes(shape, RunConfig())["critic"]) == sum(
         weight.numel() for weight in critic.parameters()

@@ -184,14 +184,8 @@ def test_another_study_is_not_taken_for_it(folder: Path) -> None:
 
 @pytest.mark.slow  # examples/own_question.py, which test_docs.py runs, runs one, too
 def test_a_study_runs_from_python(tmp_path: Path) -> None:
-    study = Study(
-        name="from-python",
-        family=PPO,
-        question="Does it run?",
-        axis=Axis("actor.lr", {"laptop": ("1e-4", "3e-4")}),
-        fixed_settings=SWEEP_SETTINGS,
-        baseline="1e-4",
-    )
+    axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4")})
+    study = Study("from-python", PPO, "Does it run?", axis, SWEEP_SETTINGS, baseline="1e-4")
     frames = tune_study.run(study, "laptop", seeds=1, values=["1e-4"], settings=SMALL, output=tmp_path)
     assert frames.trials["status"].tolist() == ["completed"]
     assert frames.trials["arm"].tolist() == ["1e-4"]

@@ -139,10 +139,7 @@ def test_a_failure_has_its_class_and_its_words(outcome: Outcome) -> None:
         RAISES: ("error", "RuntimeError: the fake was told to raise" + three_failures),
         FAILS_IN_SETUP: ("configuration", "ValueError: the fake was told not to start"),
         IS_WRONG: ("error", "KeyError: 'the fake was told to look for what is not there'"),
-        DIVERGES: (
-            "non-finite",
-            "NonFiniteError: steps 1 to 3 skipped updates whose numbers were not finite: pg_loss",
-        ),
+        DIVERGES: ("non-finite", "NonFiniteError: steps 1 to 3 skipped updates whose numbers were not finite: pg_loss"),
         DIES: ("process died", died + three_failures),
         IS_TOO_LARGE: (
             "out of memory",
@@ -158,6 +155,7 @@ def test_only_what_may_pass_is_tried_again(outcome: Outcome) -> None:
     starts = {arm: logs[arm].count(" started ") for arm in ARMS}
     assert starts == {**dict.fromkeys(ARMS, 1), CRASHES_ONCE: 2, RAISES: 3, DIES: 3}
     assert (outcome.plan.get_run_dir(find_run_id(outcome.plan, DIES)) / "deaths").read_text() == "xxx"
+    assert read_written_steps(outcome.plan, CRASHES_ONCE) == list(range(1, STEPS + 1))  # from its own state
 
 
 @pytest.mark.parametrize("arm", [IS_WRONG, DIVERGES, FAILS_IN_SETUP])
@@ -188,10 +186,6 @@ def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
         "reward_variance_collapse at step 20: 0.01 is below the threshold 0.2; success was 0.952, so little was left "
         "to learn"
     )
-
-
-def test_a_crashed_run_goes_on_from_its_own_state(outcome: Outcome) -> None:
-    assert read_written_steps(outcome.plan, CRASHES_ONCE) == list(range(1, STEPS + 1))
 
 
 def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
@@ -235,7 +229,7 @@ def test_tunes_csv_has_every_column_although_the_first_row_lacks_their_values(ou
     assert frame["step"][~is_carried].tolist() == [5, 10, 15, 20]
 
 
-def test_logs_hold_a_line_a_step_and_why_a_run_failed(outcome: Outcome) -> None:
+def test_logs_and_rows_hold_each_step_and_why_a_run_failed(outcome: Outcome) -> None:
     logs = {run.arm: (outcome.plan.output / run.log_path).read_text() for run in outcome.plan.runs}
     assert logs["0"].count(f"/{STEPS} ") == STEPS
     assert f"step 5/{STEPS} train_success=0.833 reward_std=2.0000 groups_kept=8 val_success=0.833" in logs["0"]
@@ -244,6 +238,9 @@ def test_logs_hold_a_line_a_step_and_why_a_run_failed(outcome: Outcome) -> None:
     assert "=== process died, retrying: ActorDiedError: The actor died unexpectedly" in logs[CRASHES_ONCE]
     assert "=== failed (non-finite) " in logs[DIVERGES]
     assert "\x1b" not in logs[RAISES]
+    rows = read_run_rows(outcome.plan.get_run_dir(find_run_id(outcome.plan, "0")))
+    assert all(row["kl_loss"] is None for row in rows)  # it was not finite
+    assert not any(isinstance(value, float) and math.isnan(value) for row in rows for value in row.values())
 
 
 def test_wandb_offline_keeps_a_run_for_each_run(outcome: Outcome) -> None:
@@ -442,6 +439,8 @@ def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(
         config = make_trial_config(resumed.plan, [run])
         expected_rows = make_fake_rows(config, run.config, run.steps)
         assert read_run_rows(resumed.plan.get_run_dir(run.run_id)) == expected_rows
+    assert interrupted.arms[COLLAPSES].started_at is not None
+    assert resumed.arms[COLLAPSES].started_at == interrupted.arms[COLLAPSES].started_at
 
 
 def test_a_study_that_was_moved_writes_only_where_it_lies_now(interrupted: Outcome, resumed: Outcome) -> None:
@@ -454,11 +453,6 @@ def test_a_study_that_was_moved_writes_only_where_it_lies_now(interrupted: Outco
     for spec in interrupted.plan.runs:
         status = read_record(StatusRecord, interrupted.plan.get_run_dir(spec.run_id))
         assert status.status in ("interrupted", "never_ran")
-
-
-def test_a_run_keeps_the_time_of_its_first_start(interrupted: Outcome, resumed: Outcome) -> None:
-    assert interrupted.arms[COLLAPSES].started_at is not None
-    assert resumed.arms[COLLAPSES].started_at == interrupted.arms[COLLAPSES].started_at
 
 
 # Placement on declared GPUs.
@@ -512,9 +506,3 @@ def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
 def test_a_resumed_plan_is_the_plan_that_was_run(outcome: Outcome) -> None:
     # Where a start logs to W&B is chosen when it begins.
     assert plan_from_folder(outcome.plan.folder, study=make_study()) == replace(outcome.plan, wandb=WandbTarget())
-
-
-def test_numbers_that_are_not_finite_are_not_measured(outcome: Outcome) -> None:
-    rows = read_run_rows(outcome.plan.get_run_dir(find_run_id(outcome.plan, "0")))
-    assert all(row["kl_loss"] is None for row in rows)
-    assert not any(isinstance(value, float) and math.isnan(value) for row in rows for value in row.values())

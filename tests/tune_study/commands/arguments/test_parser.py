@@ -80,10 +80,8 @@ def test_what_is_typed_comes_before_what_a_file_says(work_dir: Path) -> None:
     text = "trainer.total_training_steps=7\nactor.grad_clip=2\n"
     answer = plan_with_file(work_dir, text, "--set trainer.total_training_steps=8")
     assert "Steps per run: 8" in answer.out
-    assert merge_assignments([work_dir / "my.conf"], ["actor.grad_clip=3"]) == (
-        "trainer.total_training_steps=7",
-        "actor.grad_clip=3",
-    )
+    merged = merge_assignments([work_dir / "my.conf"], ["actor.grad_clip=3"])
+    assert merged == ("trainer.total_training_steps=7", "actor.grad_clip=3")
 
 
 @pytest.mark.parametrize(
@@ -106,11 +104,8 @@ def test_a_file_that_cannot_be_read_is_refused(work_dir: Path, kind: str) -> Non
         path.mkdir()
     elif kind != "missing":
         path.write_bytes(b"\xff\xfe=1" if kind == "no text" else b"#" * 2**21)
-    assert_refused(
-        f"{DRY_RUN} --config my.conf",
-        "--config my.conf cannot be read (",
-        "type a text file with a line key=value per setting",
-    )
+    messages = ("--config my.conf cannot be read (", "type a text file with a line key=value per setting")
+    assert_refused(f"{DRY_RUN} --config my.conf", *messages)
 
 
 @given(st.text(max_size=60))

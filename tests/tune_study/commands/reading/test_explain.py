@@ -48,14 +48,8 @@ def test_one_run_is_told_in_order(folder: Path) -> None:
 
 def make_episode(step: int, level: int, success: bool) -> RecordedEpisode:
     turn = RecordedTurn(f"<user>board {level}\n####<end>", f"go {step}\x1b[31m<end>", ("Up", "Left"), -0.2, True)
-    return RecordedEpisode(
-        step,
-        level,
-        (turn, turn._replace(actions=(), valid=False)),
-        success,
-        "success" if success else "out of turns",
-        1.5,
-    )
+    turns = (turn, turn._replace(actions=(), valid=False))
+    return RecordedEpisode(step, level, turns, success, "success" if success else "out of turns", 1.5)
 
 
 def make_onsets(**onset_and_end: tuple[float, float]) -> pd.DataFrame:
@@ -83,12 +77,8 @@ def test_an_episode_is_printed_with_escapes(folder: Path) -> None:
     output = get_output(f"explain {folder} --arm 0 --seed 2")
     lines = output.splitlines()
     start = lines.index("Level 123 after step 0: success, score 1.5")
-    assert lines[start + 1 : start + 5] == [
-        "  | <user>board 123",
-        "  | ####<end>",
-        "  > go 0\\x1b[31m<end>",
-        "    Up, Left, reward -0.2",
-    ]
+    board = ["  | <user>board 123", "  | ####<end>"]
+    assert lines[start + 1 : start + 5] == [*board, "  > go 0\\x1b[31m<end>", "    Up, Left, reward -0.2"]
     assert lines[start + 8] == "    no action (invalid reply), reward -0.2"
     assert "Level 123 after step 40: out of turns, score 1.5" in lines
 
@@ -97,10 +87,8 @@ def test_an_episode_is_printed_with_escapes(folder: Path) -> None:
 def test_several_runs_are_summarized(folder: Path) -> None:
     output = get_output(f"explain {folder}")
     lines = output.splitlines()
-    assert (
-        lines[0]
-        == "Arm 0 collapsed in 3 of 3 runs, at steps 40, 40 and 40 (seeds 0, 1, 2); no run of arm 0.1 collapsed."
-    )
+    collapses = "Arm 0 collapsed in 3 of 3 runs, at steps 40, 40 and 40 (seeds 0, 1, 2); no run of arm 0.1 collapsed."
+    assert lines[0] == collapses
     assert lines[2].startswith("In 3 runs both the spread of the rewards and success fell: the spread first in 3,")
     assert lines[-1] == f"One run: python -m tune_study explain {folder} --arm 0 --seed 0"
     assert type_in(lines[-1].partition("tune_study ")[2]).code == 0

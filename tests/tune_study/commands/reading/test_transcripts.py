@@ -49,12 +49,8 @@ def test_the_last_validation_is_shown_if_none_is_chosen(folder: Path) -> None:
     ]
     lines = output.splitlines()
     assert lines[0].startswith("Lines with | are what the policy saw")
-    assert lines[5:9] == [
-        "  | <user>board 123",
-        "  | ####<end>",
-        "  > go 40\\x1b[31m<end>",
-        "    Up, Left, reward -0.2",
-    ]
+    board = ["  | <user>board 123", "  | ####<end>"]
+    assert lines[5:9] == [*board, "  > go 40\\x1b[31m<end>", "    Up, Left, reward -0.2"]
     assert "    no action (invalid reply), reward -0.2" in lines
 
 

@@ -220,7 +220,6 @@ def start_watching(folder: Path) -> "subprocess.Popen[str]":
 
 
 def read_address(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
     return process.stdout.readline().removeprefix("Open ").strip()
 
 
