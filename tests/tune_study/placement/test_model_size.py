@@ -94,8 +94,7 @@ def test_variants_have_the_sizes_of_their_base(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [f"Qwen/Qwen2.5-{name}" for name in ("4B", "Math-3B", "Math-14B", "Coder-72B", "7B-Instruct-AWQ", "7B ")],
+    "path", [f"Qwen/Qwen2.5-{name}" for name in ("4B", "Math-3B", "Math-14B", "Coder-72B", "7B-Instruct-AWQ", "7B ")]
 )
 def test_what_was_not_released_has_no_shape(path: str) -> None:
     assert read_model_shape(path, {"HF_HUB_CACHE": "/nowhere"}) is None

@@ -42,11 +42,8 @@ def test_the_versions_are_those_of_the_extras() -> None:
 def test_the_shipped_policies_are_run_by_compiled_code() -> None:
     for game in ("sokoban", "frozenlake", "mastermind"):
         config = make_small_config(env__name=game, model__path=f"{game}-tiny")
-        assert (config.rollout.name, config.model.compiled_passes, find_compiled_obstacle([config], {})) == (
-            "compiled",
-            True,
-            "",
-        )
+        assert (config.rollout.name, config.model.compiled_passes) == ("compiled", True)
+        assert find_compiled_obstacle([config], {}) == ""
         check_sampler(config, {})
 
 
@@ -60,10 +57,7 @@ def large_folder(tmp_path: Path) -> str:
 
 OBSTACLES = [
     ({"model.lora_rank": 2}, "it does not support LoRA adapters"),
-    (
-        {"model.enable_gradient_checkpointing": True},
-        "it does not support gradient checkpointing",
-    ),
+    ({"model.enable_gradient_checkpointing": True}, "it does not support gradient checkpointing"),
     ({"model.dtype": "bfloat16"}, "it computes in float32, and model.dtype is bfloat16"),
     ({"trainer.device": "cuda"}, "it runs on the CPU only, and trainer.device is cuda"),
     # Not downloaded, but known: the plan is the same after the download.

@@ -29,14 +29,7 @@ def _write_loss(work_dir: Path) -> None:
 
 
 def make_study(*values: str) -> Study:
-    return Study(
-        name="losses",
-        family=PPO,
-        question="?",
-        axis=Axis("actor.policy_loss", {"laptop": values}),
-        fixed_settings={},
-        baseline="ppo_clip",
-    )
+    return Study("losses", PPO, "?", Axis("actor.policy_loss", {"laptop": values}), {}, baseline="ppo_clip")
 
 
 def test_an_arm_is_named_after_its_part_and_its_trial_has_the_text(tmp_path: Path) -> None:

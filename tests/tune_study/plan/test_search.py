@@ -17,12 +17,7 @@ from tune_study.commands.confirmation import plan_confirmation
 from tune_study.folder.outputs import write_study
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.errors import PlanError
-from tune_study.plan.search import (
-    DEFAULT_POINT,
-    Search,
-    describe_space,
-    format_dimension,
-)
+from tune_study.plan.search import DEFAULT_POINT, Search, describe_space, format_dimension
 from tune_study.plan.search_space import make_space
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
@@ -75,7 +70,7 @@ def test_the_default_space_is_relative_to_the_preset_and_can_be_trained_at_its_c
     base = make_base_config(STUDIES["kl"], preset)
     space = make_space(PPO, base, ())
     rate = next(dimension for dimension in space if dimension.setting == "actor.lr")
-    default = apply_overrides(base, {}).actor.lr  # type: ignore[attr-defined]
+    default = apply_overrides(base, {}).actor.lr
     assert (rate.low, rate.high, rate.is_log) == (pytest.approx(default / 10), pytest.approx(default * 10), True)
     for dimension in space:
         for value in dimension.values or (dimension.low, dimension.high):
@@ -160,7 +155,6 @@ def test_a_search_in_a_folder_is_continued_with_its_points(tmp_path: Path) -> No
     again = merge_with_folder(make_search_plan(tmp_path), extend=False)  # the same command, which knows no point
     assert (again.search, again.points, again.runs) == (plan.search, plan.points, plan.runs)
     longer = merge_with_folder(make_search_plan(tmp_path, num_points=20), extend=False)
-    assert longer.search is not None
     assert longer.search.num_points == 20
     with pytest.raises(PlanError, match="--trials 1 is less than the 2 points"):
         merge_with_folder(make_search_plan(tmp_path, num_points=1), extend=False)
@@ -169,7 +163,6 @@ def test_a_search_in_a_folder_is_continued_with_its_points(tmp_path: Path) -> No
 def test_another_search_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     plan = make_search_plan(tmp_path, POINTS)
     write_study(plan)
-    assert plan.search is not None
     for change, message in (
         ({"seed": 1}, "--search-seed: 0 -> 1"),
         ({"objectives": ("success", "cost")}, "--objective: success -> success,cost"),

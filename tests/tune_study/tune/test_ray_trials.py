@@ -118,8 +118,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(config: dict[s
 
 
 @pytest.mark.parametrize(
-    ("gpus", "bundles"),
-    [(0, [{"CPU": 1.0}]), (0.5, [{"CPU": 1.0, "GPU": 0.5}]), (2, [{"CPU": 1.0, "GPU": 1.0}] * 2)],
+    ("gpus", "bundles"), [(0, [{"CPU": 1.0}]), (0.5, [{"CPU": 1.0, "GPU": 0.5}]), (2, [{"CPU": 1.0, "GPU": 1.0}] * 2)]
 )
 def test_a_trial_reserves_what_its_settings_name(gpus: float, bundles: list[dict[str, float]]) -> None:
     device = "cpu" if gpus == 0 else "auto"

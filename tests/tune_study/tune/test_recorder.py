@@ -161,7 +161,7 @@ def test_the_rows_of_the_newest_checkpoint_are_fetched_before_an_end_is_recorded
             calls.append("pull")
             raise OSError("the storage does not answer, which must not end the study")
 
-    follower: Any = CheckpointFollower(Storage())  # type: ignore[arg-type]
+    follower: Any = CheckpointFollower(Storage())
     follower.on_checkpoint(0, [], recorded_trial.trial, SimpleNamespace(path="a/checkpoint_000000"))
     for end in (follower.on_trial_recover, follower.on_trial_complete, follower.on_trial_error):
         end(0, [], recorded_trial.trial)

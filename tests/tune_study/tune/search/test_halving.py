@@ -116,10 +116,8 @@ def test_no_run_of_a_censored_point_goes_on_or_starts(tmp_path: Path) -> None:
     write_study(plan)
     statuses = StudyStatuses(plan, ())
     statuses.censor_waiting(rungs.is_censored, SIBLING_REASON)
-    assert [status.run_id for status in statuses.list_all() if status.status == "censored"] == [
-        first["point-3"],
-        second["point-3"],
-    ]
+    censored_ids = [status.run_id for status in statuses.list_all() if status.status == "censored"]
+    assert censored_ids == [first["point-3"], second["point-3"]]
 
 
 def test_the_stopper_follows_the_rungs_but_not_for_runs_that_have_ended(plan: StudyPlan) -> None:
