@@ -12,14 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.attack.cells import (
-    Kind,
-    Workshop,
-    attack,
-    print_lines,
-    print_progress,
-    select_cells,
-)
+from tests.attack.cells import Kind, Workshop, attack, print_lines, print_progress, select_cells
 from tests.attack.damaged_files import make_damaged_files
 from tests.attack.extremes import make_extremes
 from tests.attack.growth import make_growth

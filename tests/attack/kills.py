@@ -28,6 +28,7 @@ from tests.faults.kills import (
     count_recomputed,
     read_last_step,
     run_uninterrupted,
+    wait_for,
 )
 
 SIGNALS = ("KILL", "TERM", "INT", "HUP", "STOP-CONT", "QUIT", "SEGV")
@@ -157,14 +158,7 @@ class KilledStudy:
 
 
 def _wait_for(killed: KilledStudy, condition: Callable[[], bool], poll_s: float = POLL_S) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while killed.is_alive:
-        if condition():
-            return True
-        if time.monotonic() > deadline:
-            raise TimeoutError("nothing happened for too long")
-        time.sleep(poll_s)
-    return False
+    return killed.driver is not None and wait_for(condition, killed.driver, PATIENCE_S, poll_s)
 
 
 def _is_alive_after(killed: KilledStudy, seconds: float) -> bool:
@@ -365,7 +359,7 @@ def signal_study(killed: KilledStudy, cells: Sequence[Cell]) -> list[Outcome]:
             outcomes.append(Outcome(cell, failure=try_kill(killed, cell.fault)))
         except NotPossibleError as error:
             outcomes.append(Outcome(cell, obstacle=str(error)))
-        except TimeoutError as error:
+        except AssertionError as error:
             outcomes.append(Outcome(cell, failure=f"{error}: {killed.read_log()[-300:]}"))
     return outcomes
 

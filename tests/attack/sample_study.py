@@ -184,19 +184,8 @@ def write_sample_study(root: Path, with_ray: bool, with_reports: bool = True) ->
     output.mkdir(parents=True)
     if with_ray:
         assignments = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-        words = [
-            "run",
-            STUDY,
-            "--preset",
-            "laptop",
-            "--output",
-            str(output),
-            "--algo",
-            ENDED_ARM,
-            "--seeds",
-            "1",
-            *assignments,
-        ]
+        options = ["--preset", "laptop", "--output", str(output), "--algo", ENDED_ARM, "--seeds", "1"]
+        words = ["run", STUDY, *options, *assignments]
         process = subprocess.run([sys.executable, "-m", "tune_study", *words], capture_output=True, text=True)
         assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     return call_in_child(lambda: _complete_sample_study(output, with_reports), seconds=600)

@@ -4,12 +4,11 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 from tests.attack.cells import Cell, Kind, Workshop, make_kind
 from tests.attack.kills import run_reference
-from tests.faults.kills import KL_RECIPE, InterruptedStudy, Tally, compare, restore_signal_handlers
+from tests.faults.kills import KL_RECIPE, InterruptedStudy, Tally, compare, restore_signal_handlers, wait_for
 
 NAME = "starts"
 SECONDS = 90.0
@@ -94,16 +93,12 @@ def start_run_and_resumes(study: InterruptedStudy, workshop: Workshop) -> str:
 
 def wait_for_study_file(study: InterruptedStudy, command: "subprocess.Popen[str]") -> None:
     """Wait until the study can be resumed."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (study.folder / "study.json").exists() and command.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for((study.folder / "study.json").exists, command, PATIENCE_S)
 
 
 def wait_for_rows(study: InterruptedStudy, command: "subprocess.Popen[str]", count: int) -> None:
     """Wait until so many rows are on disk."""
-    deadline = time.monotonic() + PATIENCE_S
-    while study.count_rows() < count and command.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: study.count_rows() >= count, command, PATIENCE_S)
 
 
 def extend_while_running(study: InterruptedStudy, workshop: Workshop) -> str:

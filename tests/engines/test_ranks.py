@@ -109,12 +109,7 @@ def test_two_ranks_shard_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path: Pa
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: make test-engines")
 def test_vllm_samples_on_every_rank_from_sharded_weights(tmp_path: Path, declared_gpus: None) -> None:
     rows, result = run_trial(
-        tmp_path,
-        **{
-            "trainer.zero_stage": 3,
-            "rollout.name": "vllm",
-            "rollout.max_model_len": 256,
-        },
+        tmp_path, **{"trainer.zero_stage": 3, "rollout.name": "vllm", "rollout.max_model_len": 256}
     )
     assert result.error is None
     assert len(rows) == 2

@@ -138,7 +138,7 @@ def _make_study_json(runs: Sequence[FakeRun], fake_study: FakeStudy) -> dict[str
 def _write_run(folder: Path, run: FakeRun, fake_study: FakeStudy) -> None:
     write_object(folder / "run.json", {**_make_head(run, fake_study), "config": _make_config(run, fake_study)})
     if run.status:
-        write_object(folder / "status.json", _make_status_json(run))
+        write_object(folder / "status.json", make_status_json(run, run.run_id))
     if run.steps:
         evaluations = _make_evaluations(run, fake_study)
         write_lines(folder / "levels.jsonl", evaluations)
@@ -154,7 +154,8 @@ def make_stop_columns(stop: tuple[str, float, float] | None, step: int | None) -
     return {"stop_rule": rule, "stop_value": value, "stop_threshold": threshold, "stop_step": step}
 
 
-def _make_status_json(run: FakeRun) -> dict[str, Any]:
+def make_status_json(run: Any, trial: str) -> dict[str, Any]:
+    """Make status.json of a FakeRun of this module or of a sandbox. trial: what its id ends with."""
     rule, value, threshold = run.stop or ("", None, None)
     return {
         "run_id": run.run_id,
@@ -164,7 +165,7 @@ def _make_status_json(run: FakeRun) -> dict[str, Any]:
         "stop_value": value,
         "stop_threshold": threshold,
         "stop_step": run.steps if run.stop else None,
-        "trial_id": f"trial-{run.run_id}",
+        "trial_id": f"trial-{trial}",
         "started_at": "2026-01-02T03:04:06+00:00",
         "ended_at": None if run.status in UNSETTLED_STATUSES else "2026-01-02T03:06:06+00:00",
     }

@@ -12,13 +12,12 @@ from analysis.data.summaries import LATE_EVALUATIONS
 from sandboxes.toys.published.update_rule_sandbox import ARM_SETTINGS
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS
-from tests.fakes.run_folders import UNSETTLED_STATUSES, make_stop_columns
+from tests.fakes.run_folders import make_status_json, make_stop_columns
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
 from trainable.runs.study_record import SCHEMA
 
 UNIFORM_STOP = ("uniform_groups", 10.0, 10.0)
-GROUPED_SETTINGS: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def write_sandbox(output: Path, runs: Sequence[FakeRun], study: FakeStudy | None
         run_dir = folder / "runs" / run.run_id
         write_object(run_dir / "run.json", {**_make_head(run, fake_study), "config": _make_config(fake_study, run)})
         if run.status:
-            write_object(run_dir / "status.json", _make_status_json(run))
+            write_object(run_dir / "status.json", make_status_json(run, run.arm))
         if run.steps is not None:
             rows = list(_make_rows(run, fake_study, run.steps))
             write_lines(run_dir / "metrics.jsonl", [*rows[:-1], {**rows[-1], **make_stop_columns(run.stop, run.steps)}])
@@ -135,22 +134,6 @@ def _make_study_json(runs: Sequence[FakeRun], fake_study: FakeStudy) -> dict[str
         "command": "python -m tune_study run influence",
         "created_at": "2026-01-02T03:04:05+00:00",
         **fake_study.extra,
-    }
-
-
-def _make_status_json(run: FakeRun) -> dict[str, Any]:
-    rule, value, threshold = run.stop or ("", None, None)
-    return {
-        "run_id": run.run_id,
-        "status": run.status,
-        "reason": run.reason,
-        "stop_rule": rule,
-        "stop_value": value,
-        "stop_threshold": threshold,
-        "stop_step": run.steps if run.stop else None,
-        "trial_id": f"trial-{run.arm}",
-        "started_at": "2026-01-02T03:04:06+00:00",
-        "ended_at": None if run.status in UNSETTLED_STATUSES else "2026-01-02T03:06:06+00:00",
     }
 
 

@@ -246,10 +246,7 @@ def read_last_step(run_dir: Path) -> int:
 
 
 def wait_for(
-    condition: Callable[[], bool],
-    driver: "subprocess.Popen[str]",
-    patience: float = PATIENCE_S,
-    poll_s: float = POLL_S,
+    condition: Callable[[], bool], driver: "subprocess.Popen[str]", patience: float = PATIENCE_S, poll_s: float = POLL_S
 ) -> bool:
     """Wait for a condition; return False if the driver ended before the condition was true."""
     deadline = time.monotonic() + patience
@@ -262,11 +259,7 @@ def wait_for(
 
 
 def run_uninterrupted(
-    output: Path,
-    steps: int,
-    options: Sequence[str] = (),
-    recipe: Recipe = KL_RECIPE,
-    patience: float = PATIENCE_S,
+    output: Path, steps: int, options: Sequence[str] = (), recipe: Recipe = KL_RECIPE, patience: float = PATIENCE_S
 ) -> InterruptedStudy:
     """Run a study without interruption."""
     study = InterruptedStudy(output, steps, options, recipe)

@@ -41,6 +41,22 @@ LONGEST_ARM, SHORTEST_ARM = "0.1", "0"
 RARE_RECIPE = replace(KL_RECIPE, options=(*SMALL_OPTIONS, *RARE_CHECKPOINTS))
 
 
+def assert_same(study: InterruptedStudy, reference: InterruptedStudy, changed_setting: str = "") -> None:
+    """Compare a study with an uninterrupted one, but for a setting that changes no row."""
+    differences = compare(study, reference, Tally())
+    assert [line for line in differences if not changed_setting or changed_setting not in line] == []
+
+
+def read_end(study: InterruptedStudy, driver: "subprocess.Popen[str]", code: int) -> str:
+    """Wait for the end of a command and of its processes; return what it printed, which says how to continue."""
+    assert driver.wait(PATIENCE_S) == code
+    study.log.close()
+    assert study.wait_and_count_orphans() == 0
+    text = (study.output / "command.log").read_text()
+    assert f"Continue with: python -m tune_study resume {study.folder}" in text
+    return text
+
+
 def press_ctrl_c(driver: "subprocess.Popen[str]") -> None:
     """Send Ctrl-C as a terminal does, to every process of the foreground group."""
     os.killpg(driver.pid, signal.SIGINT)
@@ -61,30 +77,23 @@ def test_one_interrupt_finishes_and_saves_the_steps(tmp_path: Path, uninterrupte
     )
     interrupt_and_check(study, send_sigterm)
     finish(study)
-    # The studies differ in these settings, which change no row.
-    differences = [line for line in compare(study, uninterrupted_study, Tally()) if "resume_" not in line]
-    assert differences == []
+    assert_same(study, uninterrupted_study, "resume_")
 
 
 def interrupt_and_check(study: InterruptedStudy, interrupt: Callable[["subprocess.Popen[str]"], None]) -> None:
     """Start the study, interrupt it after three more rows of its first run, and check how it ends."""
-    tmp_path, n_rows_before = study.output, study.count_rows()
+    n_rows_before = study.count_rows()
     driver = study.start()
     assert wait_for(lambda: study.count_rows() >= n_rows_before + 3, driver)
     interrupt(driver)
-    assert driver.wait(PATIENCE_S) == 130
-    study.log.close()
-    assert study.wait_and_count_orphans() == 0
-    trials = analysis.load(tmp_path).trials.set_index("arm")
-    first_run = trials.loc[LONGEST_ARM]
+    log_text = read_end(study, driver, 130)
+    first_run = analysis.load(study.output).trials.set_index("arm").loc[LONGEST_ARM]
     steps = first_run["steps_done"]
     assert first_run["status"] == "interrupted"
     assert first_run["reason"] == f"interrupted after step {steps} of {STEPS}"
     checkpoint_steps = [step for step, _ in iter_checkpoints(study.folder / "runs" / first_run["run_id"] / "state")]
     assert checkpoint_steps[0] == steps  # checkpoints are written every hundred steps and at an interruption
-    log_text = (tmp_path / "command.log").read_text()
     assert "stopping after the current steps, which are finished and saved" in log_text
-    assert f"Continue with: python -m tune_study resume {study.folder}" in log_text
 
 
 @pytest.mark.slow
@@ -93,17 +102,13 @@ def test_a_sigterm_to_the_whole_process_group_is_named(tmp_path: Path, uninterru
     driver = study.start()
     assert wait_for(lambda: study.count_rows() >= 3, driver)
     os.killpg(driver.pid, signal.SIGTERM)  # Ray's own processes too, as a batch system or `timeout` does
-    assert driver.wait(PATIENCE_S) == 130
-    study.log.close()
-    log_text = (tmp_path / "command.log").read_text()
+    log_text = read_end(study, driver, 130)
     assert "SIGTERM ended Ray's processes too, so it was probably sent to the whole process group" in log_text
     assert "The study ended early" not in log_text
-    assert f"Continue with: python -m tune_study resume {study.folder}" in log_text
     trials = analysis.load(tmp_path).trials.set_index("arm")
     assert trials["status"].to_dict() == {LONGEST_ARM: "interrupted", SHORTEST_ARM: "never_ran"}
-    assert study.wait_and_count_orphans() == 0
     finish(study)
-    assert compare(study, uninterrupted_study, Tally()) == []
+    assert_same(study, uninterrupted_study)
 
 
 def make_command(study: InterruptedStudy) -> list[str]:
@@ -141,7 +146,7 @@ def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, uninterrupted_st
     assert checkpoint_steps == [first_run["steps_done"]]
     assert (study.folder / "report.html").exists()
     finish(study)
-    assert [line for line in compare(study, uninterrupted_study, Tally()) if "resume_" not in line] == []
+    assert_same(study, uninterrupted_study, "resume_")
 
 
 def take_terminal() -> None:
@@ -173,7 +178,7 @@ def test_a_pipe_whose_reader_is_gone_changes_nothing(tmp_path: Path, uninterrupt
     driver.stdout.close()  # as `| head -1` does
     assert driver.wait(PATIENCE_S) == 0
     (tmp_path / "command.log").touch()
-    assert compare(study, uninterrupted_study, Tally()) == []
+    assert_same(study, uninterrupted_study)
     assert study.wait_and_count_orphans() == 0
 
 
@@ -185,14 +190,9 @@ def test_a_study_whose_ray_died_ends_and_says_so(tmp_path: Path, uninterrupted_s
     assert wait_for(lambda: study.count_rows() >= 3, driver)
     for process in study.find_daemons(daemon):
         process.kill()
-    assert driver.wait(PATIENCE_S) == 1
-    study.log.close()
-    log_text = (tmp_path / "command.log").read_text()
-    assert f"The study ended early: Ray's process {daemon} (" in log_text
-    assert f"Continue with: python -m tune_study resume {study.folder}" in log_text
-    assert study.wait_and_count_orphans() == 0
+    assert f"The study ended early: Ray's process {daemon} (" in read_end(study, driver, 1)
     finish(study)
-    assert compare(study, uninterrupted_study, Tally()) == []
+    assert_same(study, uninterrupted_study)
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_two_studies_at_once_do_not_disturb_each_other(tmp_path: Path, uninterru
     assert [driver.wait(2 * PATIENCE_S) for driver in drivers] == [0, 0]
     for study in studies:
         study.log.close()
-        assert compare(study, uninterrupted_study, Tally()) == []
+        assert_same(study, uninterrupted_study)
         assert study.wait_and_count_orphans() == 0
     assert read_status_output(studies[0].folder).count(" completed ") == 2
 
@@ -252,12 +252,7 @@ def test_a_run_waits_for_room_on_a_full_disk(tmp_path: Path, uninterrupted_study
     log_text = (tmp_path / "command.log").read_text()
     assert "waiting up to 100 s for disk space: [Errno 28]" in log_text
     assert "disk space is available again" in log_text
-    differences = [
-        line
-        for line in compare(open_copied_study(tmp_path), uninterrupted_study, Tally())
-        if "disk_patience" not in line
-    ]
-    assert differences == []
+    assert_same(open_copied_study(tmp_path), uninterrupted_study, "disk_patience")
 
 
 @pytest.mark.slow
@@ -268,9 +263,4 @@ def test_a_disk_that_stays_full_fails_the_runs_and_loses_nothing(
     assert (observations["code"], observations["code_again"], observations["left"]) == (1, 0, 0)
     log_text = (tmp_path / "command.log").read_text()
     assert "failed (storage): OSError: [Errno 28] No space left on device" in log_text
-    differences = [
-        line
-        for line in compare(open_copied_study(tmp_path), uninterrupted_study, Tally())
-        if "disk_patience" not in line
-    ]
-    assert differences == []
+    assert_same(open_copied_study(tmp_path), uninterrupted_study, "disk_patience")

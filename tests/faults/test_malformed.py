@@ -150,12 +150,7 @@ def valid_study(tmp_path_factory: pytest.TempPathFactory) -> ValidStudy:
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("runs", 0, "run_id"), "../.."),
-        (("settings", "trainer"), []),
-        (("axis", "values"), "0"),
-    ],
+    ("path", "value"), [(("runs", 0, "run_id"), "../.."), (("settings", "trainer"), []), (("axis", "values"), "0")]
 )
 def test_a_study_of_the_wrong_shape_is_refused(
     valid_study: ValidStudy, path: tuple[object, ...], value: object

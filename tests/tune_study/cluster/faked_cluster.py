@@ -75,5 +75,4 @@ def _start_program(
 
 
 def _read_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()

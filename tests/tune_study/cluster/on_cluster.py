@@ -75,7 +75,6 @@ def main(address: str, output: str, storage: str) -> None:
     """Run a study of two runs with two GPUs each, one of four runs with one GPU each, and one with a crash."""
     folder, results = Path(output), {}
     with cluster.join_cluster(address) as nodes:
-        assert nodes is not None
         pair_plan = make_study_plan(folder / "pairs", "Placed", 2, ("0", "0.1"), join_uri(storage, "pairs"))
         results["pairs"] = run_placed(pair_plan, address, nodes)
         single_plan = make_study_plan(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from search_spaces.catalog import STUDIES
+from tests.fakes.plans import plan_study, train_without_ray
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import can_hide_folder, start_faked_cluster
 from trainable.config.run_config import apply_overrides
@@ -21,8 +21,7 @@ from trainable.files.json_lines import read_lines
 from trainable.files.json_values import read_object
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.study_record import StatusRecord, find_record
-from trainable.trial import PPO
+from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.commands import node_checks
 from tune_study.commands.node_checks import (
     NodeReport,
@@ -38,10 +37,9 @@ from tune_study.folder.study_file import plan_from_folder
 from tune_study.placement.resources import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri, split_uri
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node, allocate_cluster, count_fitting_runs, join_cluster, parse_nodes
-from tune_study.tune.trials import make_trial_config
 
 ROOT = Path(__file__).parents[3]
 SMALL_SETTINGS = {
@@ -70,6 +68,14 @@ SMALL_OPTIONS = [
 ]
 
 
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+}
+
+
 class FakeCluster(NamedTuple):
     """A fake cluster: its address, the environment of its processes, and a folder that its second node does not see."""
 
@@ -82,13 +88,7 @@ class FakeCluster(NamedTuple):
 @pytest.fixture(scope="module")
 def fake_cluster(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[FakeCluster]:
     hidden = tmp_path_factory.mktemp("hidden")
-    environment = {
-        **os.environ,
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = {**os.environ, **RAY_ENVIRONMENT}
     with start_faked_cluster(environment, hidden) as address:
         yield FakeCluster(address, environment, hidden, f"s3://shelf/cluster?{s3}")
 
@@ -100,24 +100,19 @@ def type_in(fake_cluster: FakeCluster, folder: Path, *words: str) -> subprocess.
 
 
 def make_cpu_plan(folder: Path) -> StudyPlan:
-    return make_plan(STUDIES["kl"], "laptop", "a test", CPU_SETTINGS, ("0", "0.1"), 1, folder)
+    return plan_study(folder, **CPU_SETTINGS)
 
 
 def make_plan_in(folder: Path, **overrides: object) -> StudyPlan:
-    settings = {**SMALL_SETTINGS, **{name.replace("__", "."): value for name, value in overrides.items()}}
-    return make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0", "0.1"), 1, folder)
+    return plan_study(
+        folder, **{**SMALL_SETTINGS, **{name.replace("__", "."): text for name, text in overrides.items()}}
+    )
 
 
 @pytest.fixture(scope="module")
 def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     """The same study, run on this machine without Ray."""
-    plan = make_cpu_plan(tmp_path_factory.mktemp("local"))
-    for spec in plan.runs:
-        trial = PPO(make_trial_config(plan, [spec]))
-        for _ in range(spec.steps):
-            trial.step()
-        trial.cleanup()
-    return plan
+    return train_without_ray(make_cpu_plan(tmp_path_factory.mktemp("local")), 2)
 
 
 def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, folder: Path) -> None:
@@ -161,8 +156,7 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     for spec in plan.runs:
         folders = [PurePosixPath(name).parent.name for name in files if spec.run_id in name and "checksums" in name]
         assert sorted(folders) == ["global_step_2", "step_1", "step_2"]
-        status = find_record(StatusRecord, plan.get_run_dir(spec.run_id))
-        assert status is not None
+        status = read_record(StatusRecord, plan.get_run_dir(spec.run_id))
         assert status.status == "completed"
         assert not (plan.get_run_dir(spec.run_id) / "state").exists()
     assert not (folder / "model_saving").exists()
@@ -178,16 +172,9 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
 @pytest.fixture(scope="module")
 def cluster_results(fake_cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of tests/tune_study/cluster/on_cluster.py."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.tune_study.cluster.on_cluster",
-        fake_cluster.address,
-        str(fake_cluster.hidden / "small"),
-    ]
-    process = subprocess.run(
-        [*command, fake_cluster.storage], cwd=ROOT, env=fake_cluster.environment, capture_output=True, text=True
-    )
+    words = (fake_cluster.address, str(fake_cluster.hidden / "small"), fake_cluster.storage)
+    command = [sys.executable, "-m", "tests.tune_study.cluster.on_cluster", *words]
+    process = subprocess.run(command, cwd=ROOT, env=fake_cluster.environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
@@ -277,14 +264,7 @@ NODES = (Node("a", "one", 8.0, 4.0, "H100"), Node("b", "two", 2.0, 4.0, "H100"),
 
 @pytest.mark.parametrize(
     ("gpus", "expected_counts"),
-    [
-        (1, (4, 2, 0)),
-        (2, (2, 1, 0)),
-        (4, (1, 0, 0)),
-        (0.5, (8, 2, 0)),
-        (0, (8, 2, 0)),
-        (8, (0, 0, 0)),
-    ],
+    [(1, (4, 2, 0)), (2, (2, 1, 0)), (4, (1, 0, 0)), (0.5, (8, 2, 0)), (0, (8, 2, 0)), (8, (0, 0, 0))],
 )
 def test_a_node_holds_what_its_cpus_and_gpus_allow(gpus: float, expected_counts: tuple[int, ...]) -> None:
     assert tuple(count_fitting_runs(node, gpus) for node in NODES) == expected_counts
@@ -296,13 +276,10 @@ def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
     )
     assert (resource_plan.max_concurrent, resource_plan.cpus, resource_plan.runs_per_node) == (2, 10, 2)
     assert resource_plan.gpu_slots == ("one:0", "one:1", "two:0")
-    assert (resource_plan.gpu_label, resource_plan.gpus, resource_plan.cluster_address) == (
-        "2xH100",
-        (),
-        "10.0.0.1:6379",
-    )
+    assert (resource_plan.gpu_label, resource_plan.gpus) == ("2xH100", ())
+    assert resource_plan.cluster_address == "10.0.0.1:6379"
     assert allocate_cluster(make_plan_in(tmp_path), "a:1", NODES, None, 1).max_concurrent == 1
-    influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
+    influence = plan_study(tmp_path, None, 3, study="influence")
     assert allocate_cluster(influence, "a:1", NODES, None, None).max_concurrent == 3  # a trial has all seeds of an arm
 
 
@@ -383,7 +360,6 @@ def test_nodes_with_too_little_space_are_refused() -> None:
     with pytest.raises(PlanError, match="52 bytes of CPU memory on the node one"):
         check_capacity(reports, 1, 2, 45, 26)
     smallest_gpu = find_smallest_gpu(reports)
-    assert smallest_gpu is not None
     assert (smallest_gpu.size, smallest_gpu.is_known) == (46_068 * 2**20, True)
     assert find_smallest_gpu({**reports, NODES[2]: NodeReport({}, "", "", 0, 0, ())}) is None
 

@@ -17,9 +17,9 @@ import pytest
 from search_spaces.catalog import STUDIES
 from tests.fakes.s3_server import _ENVIRONMENT as CREDENTIALS
 from tests.fakes.trials import drop_times
-from tests.tune_study.cluster.test_cluster import CPU_SETTINGS, ROOT
+from tests.tune_study.cluster.test_cluster import CPU_SETTINGS, RAY_ENVIRONMENT
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.study_record import StatusRecord, find_record
+from trainable.runs.study_record import StatusRecord, read_record
 from trainable.trial import PPO
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
@@ -75,7 +75,7 @@ class Networks(NamedTuple):
             isolation += ["sh", "-c", 'mount -t tmpfs tmpfs /tmp && exec "$@"', "sh"]
         command = ["ip", "netns", "exec", network, *isolation, *words]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return subprocess.Popen(command, env=self.environment, **{**quiet, **options})  # type: ignore[call-overload,no-any-return]
+        return subprocess.Popen(command, env=self.environment, **{**quiet, **options})
 
 
 def may_make_networks() -> bool:
@@ -91,15 +91,7 @@ def networks() -> Iterator[Networks]:
     if not may_make_networks():
         pytest.skip("this user may not make network namespaces")
     head, worker = f"ts-head-{os.getpid()}", f"ts-work-{os.getpid()}"
-    environment = {
-        **os.environ,
-        **CREDENTIALS,
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    made = Networks(head, worker, environment)
+    made = Networks(head, worker, {**os.environ, **CREDENTIALS, **RAY_ENVIRONMENT})
     with ExitStack() as stack:
         for name in (head, worker):
             run("ip", "netns", "add", name)
@@ -233,8 +225,7 @@ def test_a_study_survives_the_kills_of_its_worker_its_driver_and_a_node(
     assert "training continues after step" in output
     for spec in local_plan.runs:
         run_dir = tmp_path / "second" / "results" / local_plan.run / "runs" / spec.run_id
-        status = find_record(StatusRecord, run_dir)
-        assert status is not None
+        status = read_record(StatusRecord, run_dir)
         assert status.status == "completed"
         rows, expected_rows = (
             read_rows(folder / METRICS_FILE) for folder in (run_dir, local_plan.get_run_dir(spec.run_id))

@@ -1,68 +1,32 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from typer.testing import CliRunner
 
-import search_spaces.catalog
 import tune_study
-from analysis import load
 from analysis.sweep.planned_power import describe_power
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from search_spaces.catalog import STUDIES, SUITES
+from tests.fakes.command_line import assert_refused, get_output, read_files, type_in
 from tests.fakes.lines import append_record
-from tests.fakes.trainer import make_study
+from tests.fakes.plans import plan_study, write_started_study
 from trainable.config.run_config import RunConfig, list_field_names
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import DamageWarning
 from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.commands import preflight
-from tune_study.commands.cli import app
 from tune_study.commands.describe import make_study_list
 from tune_study.commands.requests import LaunchRequest
 from tune_study.demo.archive import unpack
 from tune_study.folder.outputs import lock_folder, make_study_record, write_study
 from tune_study.placement.model_size import find_published_sizes
-from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
-
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def type_in(line: str) -> Answer:
-    result = CliRunner().invoke(app, shlex.split(line), prog_name="python -m tune_study")
-    return Answer(result.exit_code, result.stdout, result.stderr)
-
-
-def write_started_study(output: Path, **settings: object) -> StudyPlan:
-    """Write a study to `output` that was started and has no rows."""
-    steps: dict[str, object] = {"trainer.total_training_steps": 3}
-    overrides = {name.replace("__", "."): value for name, value in settings.items()}
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", steps | overrides, ("0", "0.1"), 1, output)
-    write_study(plan)
-    return plan
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def test_a_folder_without_a_config_is_no_model(work_dir: Path) -> None:
-    (work_dir / "weights").mkdir()
-    answer = type_in("run kl --model weights")
-    assert (answer.code, read_files(work_dir)) == (2, {})
-    assert f"The folder {work_dir / 'weights'} is not a model: it has no config.json" in answer.err
+from tune_study.plan.study_plan import StudyPlan, set_max_seeds
 
 
 def test_a_fetched_model_is_a_model(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,20 +44,10 @@ def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(
     work_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(work_dir / ("t" * 120)))
-    answer = type_in("run kl --preset laptop --steps 1")
-    assert answer.code == 2
-    assert "Ray cannot start here: the path " in answer.err
-    assert "Type `export RAY_TMPDIR=/tmp`" in answer.err
+    assert_refused(
+        "run kl --preset laptop --steps 1", "Ray cannot start here: the path ", "Type `export RAY_TMPDIR=/tmp`"
+    )
     assert list(work_dir.iterdir()) == []
-
-
-@pytest.mark.parametrize("output", ["taken", "taken/below"])
-def test_an_output_that_cannot_be_written_is_refused(work_dir: Path, output: str) -> None:
-    (work_dir / "taken").write_text("mine")
-    answer = type_in(f"run kl --output {output}")
-    assert answer.code == 2
-    assert f"--output {work_dir / output}" in answer.err
-    assert read_files(work_dir) == {str(work_dir / "taken"): b"mine"}
 
 
 @pytest.mark.parametrize(
@@ -114,9 +68,9 @@ def test_an_output_that_cannot_be_written_is_refused(work_dir: Path, output: str
 def test_a_folder_with_another_study_is_left_as_it_is(work_dir: Path, options: str, message: str) -> None:
     write_started_study(work_dir)
     files_before = read_files(work_dir)
-    answer = type_in(f"run kl --preset laptop {options if '--seeds' in options.split() else options + ' --seeds 1'}")
-    assert answer.code == 2
-    assert message in answer.err
+    assert_refused(
+        f"run kl --preset laptop {options if '--seeds' in options.split() else options + ' --seeds 1'}", message
+    )
     assert read_files(work_dir) == files_before
 
 
@@ -126,8 +80,7 @@ def test_a_study_that_another_process_runs_is_not_started_again(work_dir: Path) 
         files_before = read_files(work_dir)
         answer = type_in(f"resume {plan.folder}")
         assert answer.code == 2
-        assert f"Another process is running the study in {plan.folder}: wait for it, or type `" in answer.err
-        assert f"python -m tune_study stop {plan.folder}`." in answer.err
+        assert f"is running the study in {plan.folder}: wait for it, or type `python -m tune_study stop" in answer.err
         assert read_files(work_dir) == files_before
 
 
@@ -198,16 +151,6 @@ def test_every_published_option_is_taken_in_every_spelling(work_dir: Path) -> No
 HALF_GPU_LINE = "run kl --preset paper --kl-values 0.01 --seeds 1 --gpus 0 --gpus-per-exp 0.5"
 
 
-def test_a_dry_run_marks_what_does_not_fit_and_says_what_would(work_dir: Path) -> None:
-    answer = type_in(f"{HALF_GPU_LINE} --dry-run")
-    assert (answer.code, answer.err) == (3, "")
-    assert "Memory: GPU with 80.0 GiB (assumed, because no GPU is visible" in answer.out
-    assert answer.out.startswith("DOES NOT FIT: policy backward takes ")
-    assert type_in(f"{HALF_GPU_LINE.replace('0.5', '1')} --gpu_memory_gib=288 --dry-run").out.count("Fits: ") == 1
-    assert "Time:" not in answer.out, "a card without a name has no rates"
-    assert list(work_dir.iterdir()) == []
-
-
 def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "placement.md").read_text(encoding="utf-8")
     commands = re.findall(r"```bash\npython -m tune_study (.*?)\n```", page)
@@ -250,7 +193,15 @@ def test_a_plan_names_the_precision_unless_all_is_float32(
     assert [text for text in lines if text.startswith("Precision: ")] == ([] if line is None else [line])
 
 
-def fake_h100_machine(work_dir: Path, monkeypatch: pytest.MonkeyPatch, free: int, total: int = 81559) -> None:
+FakeMachine = Callable[..., None]
+
+
+@pytest.fixture
+def fake_h100(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    return lambda free, total=81559: fake_h100_machine(work_dir, monkeypatch, free, total)
+
+
+def fake_h100_machine(work_dir: Path, monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
     """Fake a machine with one GPU of `total` MiB, of which `free` are free, and a downloaded Qwen2.5-0.5B.
 
     Process 4242 uses the rest of the memory.
@@ -289,9 +240,9 @@ SMALL_LINE = (
     ],
 )
 def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(
-    work_dir: Path, free_mib: int, options: str, message: str, monkeypatch: pytest.MonkeyPatch
+    fake_h100: FakeMachine, work_dir: Path, free_mib: int, options: str, message: str
 ) -> None:
-    fake_h100_machine(work_dir, monkeypatch, free_mib)
+    fake_h100(free_mib)
     files_before = read_files(work_dir)
     answer = type_in(f"{SMALL_LINE} {options}")
     assert (answer.code, answer.out) == (3, "")
@@ -304,10 +255,8 @@ ADAPTERS = "model.lora_rank=64, model.lora_alpha=64, actor.lr=1e-05, critic.lr=0
 
 
 @pytest.mark.parametrize("options", ["", "--preset paper ", "--gpus 0 "])
-def test_where_all_weights_do_not_fit_adapters_are_trained(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch, options: str
-) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 24000, total=24576)
+def test_where_all_weights_do_not_fit_adapters_are_trained(fake_h100: FakeMachine, options: str) -> None:
+    fake_h100(24000, total=24576)
     answer = type_in(f"run kl {options}--dry-run")
     assert answer.code in ENOUGH_OR_SHORT_OF_DISK, answer.err
     (reason,) = re.findall(r"^Preset paper: (.*)", answer.out, re.M)
@@ -317,10 +266,8 @@ def test_where_all_weights_do_not_fit_adapters_are_trained(
 
 
 @pytest.mark.long
-def test_typed_learning_rates_and_ranks_take_precedence_over_those_for_small_gpus(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 24000, total=24576)
+def test_typed_learning_rates_and_ranks_take_precedence_over_those_for_small_gpus(fake_h100: FakeMachine) -> None:
+    fake_h100(24000, total=24576)
     full_answer = type_in("run kl --preset paper --set model.lora_rank=0 --dry-run")
     assert full_answer.code == 3
     assert full_answer.out.startswith("DOES NOT FIT: policy backward takes 62.4 GiB")
@@ -330,13 +277,12 @@ def test_typed_learning_rates_and_ranks_take_precedence_over_those_for_small_gpu
 
 
 def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch
+    fake_h100: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 12000, total=12288)
+    fake_h100(12000, total=12288)
     monkeypatch.setattr(sys, "argv", ["__main__.py", "run", "kl", "--dry-run"])
-    answer = type_in("run kl --dry-run")
-    assert answer.code == 0, answer.err
-    (reason,) = re.findall(r"^Preset laptop: (.*)", answer.out, re.M)
+    output = get_output("run kl --dry-run")
+    (reason,) = re.findall(r"^Preset laptop: (.*)", output, re.M)
     assert reason.startswith(
         "a CUDA GPU is visible (NVIDIA H100 80GB HBM3), but preset paper does not fit it: policy backward takes "
     )
@@ -359,6 +305,7 @@ def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
     ],
 )
 def test_a_study_started_from_python_gets_what_fits_as_well(
+    fake_h100: FakeMachine,
     work_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     total_mib: int,
@@ -366,7 +313,7 @@ def test_a_study_started_from_python_gets_what_fits_as_well(
     settings: dict[str, object],
     expected: tuple[str, int],
 ) -> None:
-    fake_h100_machine(work_dir, monkeypatch, total_mib, total=total_mib)
+    fake_h100(total_mib, total=total_mib)
     started: list[StudyPlan] = []
 
     def record_plans(plans: Sequence[StudyPlan], *options: object) -> int:
@@ -400,53 +347,36 @@ def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 12"])
-def test_who_asks_for_gpus_gets_no_other_preset(work_dir: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 12000, total=12288)
+def test_who_asks_for_gpus_gets_no_other_preset(fake_h100: FakeMachine, option: str) -> None:
+    fake_h100(12000, total=12288)
     answer = type_in(f"run kl {option} --dry-run")
     assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
     assert answer.out.startswith("DOES NOT FIT: ")
 
 
-def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_h100_machine(work_dir, monkeypatch, 81000)
+def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(fake_h100: FakeMachine) -> None:
+    fake_h100(81000)
     out = type_in(f"{SMALL_LINE} --dry-run").out
     assert "Memory: GPU with 79.6 GiB (from nvidia-smi)" in out
     assert re.search(r"^Time: at most about [\d.]+ (s|min|h|d) per run, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
 
 
-def test_a_dry_run_names_every_run_and_writes_nothing(work_dir: Path) -> None:
-    answer = type_in("run entropy --seeds 2 --dry-run --output out")
-    assert answer.code == 0
-    assert "Preset laptop: no CUDA GPU is visible" in answer.out
-    for label in ("0", "0003", "001", "003", "01", "03"):
-        name = f"sokoban_entropy_sweep_nofilter_{label}-sokoban-tiny"
-        assert re.search(rf"^{name} .*logs/entropy_sweep_sokoban-tiny/nofilter/{label}/{name}\.log", answer.out, re.M)
-        assert f"\n{name}-seed1 " in answer.out
-    assert f"Results: {work_dir}/out/results/entropy_sweep_sokoban-tiny" in answer.out
-    assert list(work_dir.iterdir()) == []
-
-
 def test_extending_is_planned_over_old_and_new(work_dir: Path) -> None:
     write_started_study(work_dir)
-    answer = type_in("run kl --preset laptop --steps 3 --kl-values 0.2 --seeds 2 --extend --dry-run")
-    assert answer.code == 0, answer.err
-    assert "6 runs: actor.kl_loss_coef in 0,0.1,0.2; seeds 0,1" in answer.out
+    output = get_output("run kl --preset laptop --steps 3 --kl-values 0.2 --seeds 2 --extend --dry-run")
+    assert "6 runs: actor.kl_loss_coef in 0,0.1,0.2; seeds 0,1" in output
 
 
 def test_further_seeds_of_the_baseline_are_planned(work_dir: Path) -> None:
-    answer = type_in("run kl --preset laptop --kl-values 0,0.1 --seeds 1 --baseline-seeds 3 --dry-run")
-    assert answer.code == 0, answer.err
-    assert "4 runs: actor.kl_loss_coef in 0,0.1; seeds 0; of the baseline also 1,2" in answer.out
-    assert "Power: one seed is too few to call an arm better, worse or equal" in answer.out
+    output = get_output("run kl --preset laptop --kl-values 0,0.1 --seeds 1 --baseline-seeds 3 --dry-run")
+    assert "4 runs: actor.kl_loss_coef in 0,0.1; seeds 0; of the baseline also 1,2" in output
+    assert "Power: one seed is too few to call an arm better, worse or equal" in output
 
 
 def test_the_plan_of_added_seeds_says_from_when_on_they_decide(work_dir: Path) -> None:
-    answer = type_in("run kl --preset laptop --seeds 3 --until-resolved --dry-run")
-    assert answer.code == 0, answer.err
+    output = get_output("run kl --preset laptop --seeds 3 --until-resolved --dry-run")
     line = "Power: seeds are added to open arms, up to 20 per arm; the test at every look can decide from 6 seeds on"
-    assert line in answer.out
+    assert line in output
     # Without --max-seeds, a study that has a maximum keeps it.
     plan = write_started_study(work_dir)
     write_study(set_max_seeds(plan, 40))
@@ -456,15 +386,13 @@ def test_the_plan_of_added_seeds_says_from_when_on_they_decide(work_dir: Path) -
 
 def test_a_study_goes_on_with_other_gpus(work_dir: Path) -> None:
     folder = write_started_study(work_dir, trainer__device="auto").folder
-    answer = type_in(f"resume {folder} --gpus-per-exp 0.5 --gpus 0 --dry-run")
-    assert answer.code == 0, answer.err
-    assert "GPU slots (ids): 0 0" in answer.out
+    output = get_output(f"resume {folder} --gpus-per-exp 0.5 --gpus 0 --dry-run")
+    assert "GPU slots (ids): 0 0" in output
     same_line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1"
-    second_answer = type_in(f"{same_line} --gpus-per-exp 0.5 --gpus 0 --set trainer.device=cuda --dry-run")
-    assert second_answer.code == 0, second_answer.err
-    refused_answer = type_in(f"resume {folder} --gpus-per-exp -1")
-    assert refused_answer.code == 2
-    assert "trainer.n_gpus_per_node=-1.0: must be greater than or equal to 0" in refused_answer.err
+    get_output(f"{same_line} --gpus-per-exp 0.5 --gpus 0 --set trainer.device=cuda --dry-run")
+    assert_refused(
+        f"resume {folder} --gpus-per-exp -1", "trainer.n_gpus_per_node=-1.0: must be greater than or equal to 0"
+    )
 
 
 def test_list_shows_every_study_on_a_line() -> None:
@@ -509,10 +437,8 @@ def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> N
     ):
         command = f"settings {study}".strip()
         _, *lines, last_line = type_in(command).out.splitlines()
-        listed_names, all_names = (
-            [line.split()[0] for line in lines],
-            [name for name in list_field_names(config_class) if name != "seed"],
-        )
+        listed_names = [line.split()[0] for line in lines]
+        all_names = [name for name in list_field_names(config_class) if name != "seed"]
         assert expected_names <= set(listed_names)
         assert listed_names == [name for name in all_names if name in listed_names]
         assert 20 <= len(listed_names) <= 40
@@ -593,7 +519,7 @@ def test_status_names_the_step_of_a_collapse(work_dir: Path) -> None:
 
 def test_the_status_of_a_run_knows_the_steps_of_its_arm(work_dir: Path) -> None:
     study = STUDIES["matched-updates"]
-    plan = make_plan(study, "laptop", "a test", {}, study.get_grid("laptop"), 1, work_dir)
+    plan = plan_study(work_dir, study.get_grid("laptop"), study=study)
     write_study(plan)
     assert len({spec.steps for spec in plan.runs}) > 1
     for spec in plan.runs:
@@ -620,7 +546,7 @@ def test_the_power_of_a_plan_is_that_for_the_margins_of_the_study(work_dir: Path
     lines = {}
     for margin in (0.05, 0.5):
         study = replace(STUDIES["kl"], margins={"late_val_success": margin})
-        plan = make_plan(study, "laptop", "a test", {}, ("0", "0.1"), 3, work_dir)
+        plan = plan_study(work_dir, ("0", "0.1"), 3, study=study)
         lines[margin] = describe_power(make_study_record(plan))
     assert "; for 0.05, type --seeds " in lines[0.05]
     assert lines[0.5].endswith("noise of recorded runs)")
@@ -639,18 +565,10 @@ def test_status_names_a_damaged_status_and_goes_on(work_dir: Path) -> None:
 @pytest.mark.parametrize("name", ["report.html", "study.json", "figures/curves.svg"])
 def test_a_file_of_a_study_is_answered_with_its_folder(work_dir: Path, name: str) -> None:
     folder = write_started_study(work_dir).folder
-    answer = type_in(f"report {folder / name}")
-    assert answer.code == 2
-    assert (
-        f"contains no study (no study.json): type the folder results/<run> of a study, such as {folder}." in answer.err
+    assert_refused(
+        f"report {folder / name}",
+        f"contains no study (no study.json): type the folder results/<run> of a study, such as {folder}.",
     )
-
-
-def test_a_folder_of_something_else_is_named_as_such(work_dir: Path) -> None:
-    (work_dir / "link").symlink_to(work_dir)
-    answer = type_in(f"report {work_dir}")
-    assert answer.code == 2
-    assert f"{work_dir} contains no study (no study.json)" in " ".join(answer.err.split())
 
 
 @pytest.mark.long
@@ -687,26 +605,3 @@ def test_an_interpreter_without_the_packages_says_what_to_type() -> None:
     assert (process.returncode, process.stdout) == (2, "")
     assert f"{sys.executable} has no package typer. Run `make setup`" in process.stderr
     assert len(process.stderr.splitlines()) == 1
-
-
-@pytest.mark.slow  # test_docs.py and test_end_to_end.py do the same with other studies
-@pytest.mark.usefixtures("ray_session")
-def test_a_study_from_the_command_to_the_frames(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(search_spaces.catalog.STUDIES, "kl", make_study("Fake"))
-    line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1 --output out"
-    first_answer = type_in(line)
-    assert first_answer.code == 0, first_answer.err
-    folder = work_dir / "out" / "results" / "kl_sweep_sokoban-tiny"
-    assert f"Report: {folder}/report.html" in first_answer.out
-    frames = load(work_dir / "out")
-    assert (len(frames.trials), len(frames.steps)) == (2, 6)
-    assert frames.trials["status"].tolist() == ["completed", "completed"]
-    (folder / "report.html").unlink()
-    report_answer = type_in(f"report {folder}")
-    assert report_answer.code == 0, report_answer.err
-    assert (folder / "report.html").exists()
-    rows = [path.read_text() for path in sorted(folder.glob("runs/*/metrics.jsonl"))]
-    second_answer = type_in(line)
-    assert second_answer.code == 0, second_answer.err
-    assert "0 of 2 runs remain" in second_answer.out
-    assert [path.read_text() for path in sorted(folder.glob("runs/*/metrics.jsonl"))] == rows

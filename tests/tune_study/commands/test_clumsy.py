@@ -15,7 +15,26 @@ from tune_study.commands.cli import app
 
 NOTHING = "contains no study (no study.json): type the folder results/<run> of a study"
 SANDBOX = "run influence --dry-run"
+SEARCH = "search influence --trials 4 --vary lr=1e-4:1e-2"
+REFERENCE = "run kl --kl-values 0.1 --set model.reference_path=nothing-here"
 LAPTOP = "run kl --preset laptop --dry-run"
+JUDGE = "run tree-grpo --dry-run --set env.papers.score=judge --set"
+ADDRESSES = {
+    "must begin with https:// unless it is this machine": (
+        "http://example.org/v1",
+        "http://127.0.0.1.example.org/v1",
+        "http://10.0.0.1/v1",
+    ),
+    "must begin with https:// and a host": ("ftp://127.0.0.1/v1", "https://", "https://example.org/\x1b"),
+    "must have no user, password, query or fragment": (
+        "https://user:word@example.org/v1",
+        "https://example.org/v1?api-key=word",
+        "https://example.org/v1#word",
+    ),
+}
+"""What is wrong with an address that would send or show a key -> such addresses."""
+NO_KEYS = ("PATH", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "some_api_key", "_API_KEY", "A\nB_API_KEY")
+UNENCRYPTED = ("example.org&scheme=http", "http://example.org")
 WRONG: list[tuple[str, str]] = [
     ("run kll", "There is no study `kll`. Nearest: kl. All studies with their questions: python -m tune_study list"),
     ("run kl --preset desk", "There is no preset `desk`: type --preset paper or --preset laptop or --preset stress."),
@@ -33,18 +52,12 @@ WRONG: list[tuple[str, str]] = [
     ("run grpo-entropy-sokoban --arms std", "std is not an arm of study grpo-entropy-sokoban. A value is one of std-"),
     ("run grpo-entropy-sokoban --arms tpo,tpo", "--arms has the value tpo twice"),
     ("run grpo-entropy-sokoban --set group_size=12", "--arms tpo: actor.policy_loss=tpo is a loss of whole groups"),
-    (
-        "run grpo-entropy-sokoban --set actor.clip_ratio_low=0.1",
-        "arms of study grpo-entropy-sokoban differ in `actor.clip_ratio_low`",
-    ),
+    ("run grpo-entropy-sokoban --set actor.clip_ratio_low=0.1", "sokoban differ in `actor.clip_ratio_low`"),
     ("run kl --kl-type mse", "--kl-type does not belong to study kl: type --set actor.kl_loss_type=NAME."),
     ("run smoke-all --kl-type mse", "--kl-type does not belong to study smoke-all"),
     ("run smoke --kl-type abs", "--kl-type abs is not a KL loss of the grid: type one of low_var_kl, kl, mse."),
     ("run smoke --rollout_filter_strategy best", "--rollout-filter-strategy best: must be 'top_p', 'top_k',"),
-    (
-        "run smoke --set actor.entropy_coeff=1",
-        "study smoke differ in `actor.entropy_coeff`: choose its values with --gr",
-    ),
+    ("run smoke --set actor.entropy_coeff=1", "smoke differ in `actor.entropy_coeff`: choose its values with --gr"),
     ("run kl --skip-statuses failed", "--skip-statuses 'failed' is invalid: type completed,early_stopped, followed by"),
     ("run kl --entropy-values 0", "--entropy-values does not belong to study kl, whose axis is actor.kl_loss_coef"),
     ("run entropy --kl-values 0", "type --entropy-values."),
@@ -60,6 +73,15 @@ WRONG: list[tuple[str, str]] = [
     ("run kl --wandb maybe", "--wandb maybe is not a mode: choose from offline, online, off."),
     ("run kl --model Qwen/Qwen2.5-3B", "Download it with `hf download Qwen/Qwen2.5-3B`"),
     ("run kl --model ./no-such-folder", "The model ./no-such-folder was not found"),
+    ("run kl --model weights", "weights is not a model: it has no config.json"),
+    ("run sandbox --set task=lm_bandit --set model_name=no/such", "or type --set model_name=sokoban-tiny or a folder."),
+    (
+        "run sandbox --set mnist_folder=digits",
+        "`mnist_folder=digits` does not exist: type an existing path, or leave it",
+    ),
+    (f"{REFERENCE} --preset laptop", "or type --set model.reference_path=sokoban-tiny or a folder"),
+    ("stop s3://shelf/study", "is in a storage"),
+    ("clean s3://shelf/study", "is in a storage"),
     ("search kll --trials 4", "There is no study `kll`."),
     ("search kl --trials 4 --vary actor.lr=1e-3", "has neither an interval nor two different values"),
     ("search kl --trials 4 --vary actor.lrr=1e-4:1e-3", "There is no setting `actor.lrr`. Nearest: actor.lr"),
@@ -68,14 +90,8 @@ WRONG: list[tuple[str, str]] = [
     ("search kl --trials 4 --seeds 0", "--seeds 0 leaves nothing to run"),
     ("search kl --trials 20000", "--trials 20000 is above the maximum"),
     ("search influence --trials 4", "A search over this study needs the settings to change: type --vary"),
-    (
-        "search influence --trials 4 --vary lr=1e-4:1e-2 --objective success,cost",
-        "--objective cost counts tokens, which the runs of study influence do not: leave it out.",
-    ),
-    (
-        "search influence --trials 4 --vary lr=1e-4:1e-2 --asha 5",
-        "--asha does not belong to study influence, which trains all seeds of an arm together: leave it out.",
-    ),
+    (f"{SEARCH} --objective success,cost", "counts tokens, which the runs of study influence do not: leave it out."),
+    (f"{SEARCH} --asha 5", "to study influence, which trains all seeds of an arm together: leave it out."),
     ("search sandbox-evidence --trials 4", "sandbox-evidence is a suite, and a search is over the settings of"),
     ("status s3:KEY:SECRET@bucket/kl", "The storage is no URI that is accepted"),
     ("report s3:KEY:SECRET@bucket/kl", "The storage is no URI that is accepted"),
@@ -83,10 +99,7 @@ WRONG: list[tuple[str, str]] = [
     ("run influence --model sokoban-tiny", "--model does not belong to study influence, which has no setting model"),
     ("run influence --gpu-memory-utilization 0.5", "--gpu-memory-utilization does not belong to study influence"),
     ("run influence --gpus-per-exp 1", "--gpus-per-exp 1.0: must be less than or equal to 0"),
-    (
-        "run influence --rollout_filter_include_zero True",
-        "which has no setting filter.rollout_filter_include_zero: leave it out",
-    ),
+    ("run influence --rollout_filter_include_zero True", "no setting filter.rollout_filter_include_zero: leave it"),
     ("run influence --rollout_filter_strategy top_p", "--rollout-filter-strategy does not belong to study influence"),
     ("run influence --gpus 0", "--gpus 0: study influence trains on the CPU. Leave --gpus out."),
     ("run influence --groups 1", "--groups does not belong to study influence, whose axis is update rule: type --arms"),
@@ -99,15 +112,10 @@ WRONG: list[tuple[str, str]] = [
     ("run sandbox-evidence --arms DG", "--arms DG is not an arm of study dense-correction"),
     ("run influence --env sokoban", "--env does not belong to study influence, which plays no game: leave it out."),
     ("run kl --env chess", "--env chess is not a game: type one of sokoban, frozenlake, mastermind, countdown, papers"),
+    ("run kl --env chess", "or a game of yours as FILE.py:NAME"),
     ("run smoke --env frozenlake", "--env does not belong to study smoke, whose arms are named after sokoban"),
-    (
-        "run kl --preset laptop --set env.name=frozenlake",
-        "and env.name is frozenlake: set model.path=frozenlake-tiny, or type --env frozenlake, which chooses a model",
-    ),
-    (
-        "run kl --preset laptop --env countdown --model sokoban-tiny --set model.prompt_style=compact",
-        "set model.path to a model of the hub",
-    ),
+    (f"{LAPTOP} --set env.name=frozenlake", "set model.path=frozenlake-tiny, or type --env frozenlake, which chooses"),
+    (f"{LAPTOP} --env countdown --model sokoban-tiny --set model.prompt_style=compact", "to a model of the hub"),
     ("run kl --smoke", "--smoke does not belong to study kl: type --steps N"),
     ("run sandbox-evidenc", "There is no study `sandbox-evidenc`. Nearest: sandbox-evidence"),
     ("run zz", "There is no study `zz`. The studies are kl, entropy, top-p,"),
@@ -173,10 +181,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --set env.seed_val=1010000 --seeds 2", "-seed1, so its validation would measure"),
     (f"{LAPTOP} --set env.seed_train=10", "env.seed_val=123: the validation levels have the seeds 123 to"),
     (f"{LAPTOP} --set trainer.device=gpu", "must be 'auto', 'cpu' or 'cuda'"),
-    (
-        f"{LAPTOP} --set env.name=chess",
-        "must be 'sokoban', 'frozenlake', 'mastermind', 'countdown', 'papers' or a part of yours",
-    ),
+    (f"{LAPTOP} --set env.name=chess", "'mastermind', 'countdown', 'papers' or a part of yours"),
     (f"{LAPTOP} --env frozen_lake", "is not a game (nearest: frozenlake)"),
     (f"{LAPTOP} --config nofile.txt", "type a text file with a line key=value per setting"),
     (f"{LAPTOP} --config CONFIG", "line 1: actor.lr 1e-4 is not key=value, such as actor.lr=1e-5"),
@@ -255,6 +260,28 @@ WRONG: list[tuple[str, str]] = [
     ("search kl", "Missing option '--trials'. Example: python -m tune_study search kl"),
     ("search kl --trials 0", "must be greater than or equal to 2"),
     ("search kl --preset laptop --trials 4 --vary actor.lr=1:0 --dry-run", "like actor.lr=1e-5:1e-3:log"),
+    ("new sandbox-all --vary actor.lr=1e-4,1e-3", "is a study of this package"),
+    ("new My_LR --vary actor.lr=1e-4,1e-3", "lower-case words joined by hyphens"),
+    ("new ../up --vary actor.lr=1e-4,1e-3", "is no name of a study"),
+    ("new my-lr --vary actor.lr=1e-4", "two values or more"),
+    ("new my-lr --vary actor.lr=1e-4,,1", "two values or more"),
+    ("new my-lr --vary actor.lrr=1e-4,1e-3", "There is no setting `actor.lrr`"),
+    ("new my-lr --vary actor.lr=1e-4,high", "--vary: actor.lr=high cannot be used"),
+    ("new my-lr --vary actor.lr=1,2 --vary actor.lr=3,4", "the setting actor.lr twice"),
+    ("new my-lr --vary actor.lr=1e-4,1e-4", "the value 1e-4 twice"),
+    ("new my-lr --vary seed=1,2", "type --seeds N"),
+    ("new my-lr --vary actor.lr=1e-4,1e-3 --to study.txt", "does not end in .py"),
+    ("new my-lr --vary actor.lr=1e-4,1e-3 --to no/such/folder.py", "cannot be written"),
+    *((f"{JUDGE} 'env.papers.judge_url={url}'", problem) for problem, urls in ADDRESSES.items() for url in urls),
+    *(
+        (f"{JUDGE} 'env.papers.judge_key_variable={name}'", "such as OPENAI_API_KEY, or begin with TUNE_STUDY_")
+        for name in NO_KEYS
+    ),
+    *(
+        (f"{command} 's3://shelf/x?endpoint_override={host}'", "would send credentials without encryption")
+        for command in (f"{LAPTOP} --storage", "status", "resume")
+        for host in UNENCRYPTED
+    ),
     ("doctor --preset labtop", "type --preset paper or --preset laptop or --preset stress"),
 ]
 RIGHT = [
@@ -278,9 +305,10 @@ RIGHT = [
 
 @pytest.fixture(autouse=True)
 def folder(work_dir: Path) -> Path:
-    """The current folder, with a file and a file of settings that is wrong."""
+    """The current folder, with a file, a folder, and a file of settings that is wrong."""
     (work_dir / "FILE").touch()
     (work_dir / "CONFIG").write_text("actor.lr 1e-4\n")
+    (work_dir / "weights").mkdir()
     return work_dir
 
 
@@ -290,17 +318,17 @@ def test_what_is_wrong_is_answered_with_what_to_type(folder: Path, typed: str, a
     assert isinstance(result.exception, SystemExit), result.exception
     assert (result.exit_code, result.stdout) == (2, "")
     assert advice in " ".join(result.stderr.split())
-    assert not re.search("Traceback|SECRET", result.stderr)
+    assert not re.search(r"Traceback|\bSECRET\b", result.stderr)
     # The answer is one paragraph, or follows the usage of the command.
     assert result.stderr.startswith("Usage: ") or result.stderr.count("\n") == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["CONFIG", "FILE"]
+    assert sorted(path.name for path in folder.iterdir()) == ["CONFIG", "FILE", "weights"]
 
 
 @pytest.mark.parametrize("typed", RIGHT)
 def test_what_looks_wrong_may_be_right(folder: Path, typed: str) -> None:
     result = CliRunner().invoke(app, shlex.split(typed), prog_name="python -m tune_study")
     assert result.exit_code == 0, result.stderr
-    assert sorted(path.name for path in folder.iterdir()) == ["CONFIG", "FILE"]
+    assert sorted(path.name for path in folder.iterdir()) == ["CONFIG", "FILE", "weights"]
 
 
 def test_a_folder_above_studies_is_answered_with_their_paths(folder: Path) -> None:

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from analysis.sweep.findings import describe_confirmation
-from search_spaces.catalog import STUDIES
-from tests.tune_study.commands.test_cli import read_files, type_in
+from tests.fakes.command_line import get_output, read_files
+from tests.fakes.plans import plan_study
 from tune_study.commands.confirmation import plan_confirmation
 from tune_study.folder import outputs
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import StudyPlan, add_seeds, make_plan
+from tune_study.plan.study_plan import StudyPlan, add_seeds
 
 
 @pytest.fixture
 def study(work_dir: Path) -> StudyPlan:
     """A study of three arms with the seeds 0 to 2, and two more of its baseline."""
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0", "0.01", "0.1"), 3, work_dir)
+    plan = plan_study(work_dir, ("0", "0.01", "0.1"), 3)
     plan = add_seeds(plan, {"0": (3, 4)})
     outputs.write_study(plan)
     return plan
@@ -32,7 +32,6 @@ def confirm(study: StudyPlan, arm: str = "0.01", baseline: str | None = None, n_
 def test_two_arms_have_the_settings_of_the_study_and_seeds_after_all_that_it_used(study: StudyPlan) -> None:
     plan = confirm(study)
     assert plan.seeds == (5, 6, 7, 8)
-    assert plan.confirms is not None
     assert (plan.confirms.run, plan.confirms.seeds) == (study.run, (0, 1, 2, 3, 4))
     assert (plan.values, plan.baseline) == (("0", "0.01"), "0")
     hashes = {spec.arm: spec.config.compute_hash() for spec in study.runs}
@@ -109,7 +108,7 @@ def test_a_confirmation_is_not_confirmed(study: StudyPlan) -> None:
 
 
 def test_a_study_without_its_baseline_needs_one(work_dir: Path) -> None:
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0.01", "0.1"), 1, work_dir)
+    plan = plan_study(work_dir, ("0.01", "0.1"))
     outputs.write_study(plan)
     with pytest.raises(PlanError, match=r"type --baseline with one of 0\.01, 0\.1"):
         confirm(plan)
@@ -127,8 +126,7 @@ def test_the_report_says_which_seeds_chose_and_which_confirm(study: StudyPlan) -
 
 def test_a_dry_run_writes_nothing(study: StudyPlan, work_dir: Path) -> None:
     before = read_files(work_dir)
-    code, out, _ = type_in(shlex.join(["confirm", str(study.folder), "--arm", "0.1", "--seeds", "2", "--dry-run"]))
-    assert code == 0
+    out = get_output(shlex.join(["confirm", str(study.folder), "--arm", "0.1", "--seeds", "2", "--dry-run"]))
     assert "-seed5" in out
     assert "-seed6" in out
     assert read_files(work_dir) == before

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tune_study.commands.test_cli import type_in, write_started_study
+from tests.fakes.command_line import assert_refused, get_output, type_in
+from tests.fakes.plans import write_started_study
 from trainable.files.json_values import read_object, write_object
 from trainable.trial import PPO
 from tune_study.folder.study_file import plan_from_folder
@@ -63,9 +64,9 @@ def test_a_folder_chooses_no_code(started_study: StudyPlan, work_dir: Path, name
 def test_a_family_that_this_version_does_not_know_is_refused(started_study: StudyPlan, command: str) -> None:
     path = started_study.folder / "study.json"
     write_object(path, {**read_object(path), "family": "evil:Evil"})
-    answer = type_in(f"{command} {started_study.folder}")
-    assert answer.code == 2
-    assert "study.json names the family evil:Evil, which this version cannot read" in " ".join(answer.err.split())
+    assert_refused(
+        f"{command} {started_study.folder}", "study.json names the family evil:Evil, which this version cannot read"
+    )
 
 
 @pytest.mark.parametrize("command", ["resume --dry-run", "status", "replay-stoppers", "explain"])
@@ -74,9 +75,7 @@ def test_what_reads_a_folder_refuses_links_in_it(started_study: StudyPlan, home:
     path = started_study.folder / name.format(run=started_study.runs[0].run_id)
     path.rename(home / "elsewhere")
     path.symlink_to(home / "elsewhere")
-    answer = type_in(f"{command} {started_study.folder}")
-    assert answer.code == 2, answer.out
-    assert f"{path.name} is a symbolic link" in " ".join(answer.err.split())
+    assert_refused(f"{command} {started_study.folder}", f"{path.name} is a symbolic link")
 
 
 LINKED_PATHS = [
@@ -102,9 +101,7 @@ def test_resume_refuses_links(started_study: StudyPlan, home: Path, link_path: s
         f"resume {started_study.folder}",
         "run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1 --output out",
     ):
-        answer = type_in(command)
-        assert answer.code == 2, answer.out
-        assert f"{link} is a symbolic link" in " ".join(answer.err.split())
+        assert_refused(command, f"{link} is a symbolic link")
     assert read_texts(home) == contents_before
     assert not (started_study.folder / ".lock").exists() or link.name == ".lock"
 
@@ -118,17 +115,14 @@ def test_what_writes_into_a_folder_refuses_links_in_it(
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(home)
     contents_before = read_texts(home)
-    answer = type_in(f"{command} {started_study.folder}")
-    assert answer.code == 2, answer.out
-    assert f"{name} is a symbolic link" in " ".join(answer.err.split())
+    assert_refused(f"{command} {started_study.folder}", f"{name} is a symbolic link")
     assert read_texts(home) == contents_before
 
 
 @pytest.mark.long
 def test_a_folder_may_be_reached_by_a_link(started_study: StudyPlan, work_dir: Path) -> None:
     (work_dir / "elsewhere").symlink_to(started_study.output)
-    answer = type_in(f"report {work_dir / 'elsewhere' / 'results' / started_study.run}")
-    assert answer.code == 0, answer.err
+    get_output(f"report {work_dir / 'elsewhere' / 'results' / started_study.run}")
     assert (started_study.folder / "report.html").is_file()
 
 
@@ -138,6 +132,4 @@ def test_probe_reads_no_saved_checkpoint_through_a_link(started_study: StudyPlan
     link = started_study.output / name.format(checkpoint_dir=spec.checkpoint_dir)
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(home)
-    answer = type_in(f"probe {started_study.folder} --trial {spec.run_id}")
-    assert answer.code == 2, answer.out
-    assert f"{link} is a symbolic link" in " ".join(answer.err.split())
+    assert_refused(f"probe {started_study.folder} --trial {spec.run_id}", f"{link} is a symbolic link")

@@ -8,34 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import analysis
-from search_spaces.catalog import STUDIES
+from tests.fakes.command_line import assert_refused, get_output, type_words
+from tests.fakes.plans import SMALL_SETTINGS, plan_study, train_without_ray
 from trainable.config.command_lines import PROGRAM
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, write_record
 from trainable.trial import PPO
-from tune_study.commands.cli import app
-from tune_study.folder import outputs
 from tune_study.folder.study_file import plan_from_folder
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.trials import make_trial_config
 
-SMALL_SETTINGS = {
-    "env.env_groups": "2",
-    "env.group_size": "4",
-    "env.val_env_groups": "2",
-    "env.test_env_groups": "0",
-    "actor.ppo_mini_batch_size": "4",
-    "critic.ppo_mini_batch_size": "4",
-    "trainer.total_training_steps": "5",
-    "trainer.save_freq": "2",
-    "trainer.test_freq": "0",
-    "trainer.resume_every": "1",
-    "trainer.val_before_train": "False",
-    "trainer.gradient_analysis_env_groups": "2",
-    "trainer.gradient_analysis_group_size": "2",
+SETTINGS = {
+    **SMALL_SETTINGS,
+    "env.val_env_groups": 2,
+    "trainer.total_training_steps": 5,
+    "trainer.save_freq": 2,
+    "trainer.resume_every": 1,
+    "trainer.gradient_analysis_env_groups": 2,
+    "trainer.gradient_analysis_group_size": 2,
 }
 NAME = "-my $HOME 'old' résultats"
 """A folder's name that a shell, an option parser and an ASCII pattern would all misread."""
@@ -46,12 +38,7 @@ STEPS_BEFORE_MOVE = 3
 def whole_study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     """A study whose only run is interrupted after three of five steps, and has saved a checkpoint at step 2."""
     output = tmp_path_factory.mktemp("old place")
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", SMALL_SETTINGS, ("0.1",), 1, output)
-    outputs.write_study(plan)
-    trial = PPO(make_trial_config(plan, [plan.runs[0]]))
-    for _ in range(STEPS_BEFORE_MOVE):
-        trial.step()
-    trial.cleanup()
+    plan = train_without_ray(plan_study(output, values=("0.1",), **SETTINGS), STEPS_BEFORE_MOVE)
     run_id = plan.runs[0].run_id
     write_record(plan.get_run_dir(run_id), StatusRecord(run_id, "interrupted", "interrupted after step 3 of 5"))
     return plan
@@ -74,37 +61,31 @@ def moved_folder(whole_study: StudyPlan, tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / "hidden").rename(old_output)
 
 
-def type_in(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, words, prog_name=PROGRAM)
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 @pytest.mark.long
 def test_every_command_reads_a_moved_folder(moved_folder: Path) -> None:
-    status = type_in("status", f"./{NAME}")
+    status = get_output(type_words("status", f"./{NAME}"))
     assert "kl (laptop): unfinished; runs: 1 interrupted" in status
-    plan_text = type_in("resume", str(moved_folder), "--dry-run")
+    plan_text = get_output(type_words("resume", str(moved_folder), "--dry-run"))
     assert f"Results: {moved_folder}\n" in plan_text
     assert f"Summary log: {moved_folder}/logs/kl_sweep_sokoban-tiny.log" in plan_text
-    assert f"Report: {moved_folder}/report.html" in type_in("report", f"./{NAME}")
-    assert "reward_variance_collapse" in type_in("replay-stoppers", str(moved_folder))
-    assert "interrupted at step 3" in type_in("explain", str(moved_folder))
+    assert f"Report: {moved_folder}/report.html" in get_output(type_words("report", f"./{NAME}"))
+    assert "reward_variance_collapse" in get_output(type_words("replay-stoppers", str(moved_folder)))
+    assert "interrupted at step 3" in get_output(type_words("explain", str(moved_folder)))
     assert analysis.load(moved_folder).steps["step"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.long
 def test_a_probe_names_the_checkpoints_that_were_left_behind(moved_folder: Path, whole_study: StudyPlan) -> None:
     checkpoint_dir = moved_folder / whole_study.runs[0].checkpoint_dir
-    error = type_in("probe", str(moved_folder), "--checkpoint-step", "1", code=2)
+    error = assert_refused(type_words("probe", moved_folder, "--checkpoint-step", 1))
     assert "has no checkpoint of step 1. Available steps: 2, 3." in error
     assert f"It saves one every 2 steps, in {checkpoint_dir}, which does not exist." in error
     # A rolling checkpoint came along, and a saved one can be named where it is.
-    assert "after step 3; nothing is trained" in type_in("probe", str(moved_folder))
+    assert "after step 3; nothing is trained" in get_output(type_words("probe", str(moved_folder)))
     assert (moved_folder / "logs").is_dir()
     hidden_path = moved_folder.parent.parent / "hidden" / whole_study.runs[0].checkpoint_dir / "global_step_2"
-    assert "after step 2; nothing is trained" in type_in(
-        "probe", str(moved_folder), "--resume-from-path", str(hidden_path)
+    assert "after step 2; nothing is trained" in get_output(
+        type_words("probe", moved_folder, "--resume-from-path", hidden_path)
     )
 
 
@@ -124,7 +105,7 @@ def test_a_moved_run_continues_from_its_rolling_checkpoint(moved_folder: Path) -
 @pytest.mark.slow
 def test_the_command_that_status_prints_can_be_pasted(moved_folder: Path) -> None:
     """`status` is typed with a relative path that begins with a dash, and its answer is given to a real shell."""
-    status = type_in("status", "--", NAME)
+    status = get_output(type_words("status", "--", NAME))
     command = status.split("Continue with: ")[1].rstrip("\n")
     assert command.startswith(f"{PROGRAM} resume ")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -11,50 +12,35 @@ import torch
 from typer.testing import CliRunner
 
 import analysis
-from search_spaces.catalog import STUDIES
 from search_spaces.declaration.presets import PRESETS
+from tests.fakes.command_line import read_files
 from tests.fakes.forked_python import run_python
+from tests.fakes.plans import SMALL_SETTINGS, plan_study, train_without_ray
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.files.json_lines import read_lines
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
-from trainable.trial import PPO
 from tune_study.commands import probe
 from tune_study.commands.cli import app
-from tune_study.folder import outputs, run_checkpoints
+from tune_study.folder import run_checkpoints
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.trials import make_trial_config
+from tune_study.plan.study_plan import StudyPlan
 
-SMALL_SETTINGS = {
-    "env.env_groups": "2",
-    "env.group_size": "4",
-    "env.val_env_groups": "8",
-    "env.test_env_groups": "0",
-    "actor.ppo_mini_batch_size": "4",
-    "critic.ppo_mini_batch_size": "4",
-    "trainer.total_training_steps": "3",
-    "trainer.save_freq": "2",
-    "trainer.test_freq": "0",
-    "trainer.val_before_train": "False",
-    "trainer.gradient_analysis_env_groups": "6",
-    "trainer.gradient_analysis_group_size": "4",
-    "trainer.gradient_analysis_every": "2",
+SETTINGS = {
+    **SMALL_SETTINGS,
+    "trainer.total_training_steps": 3,
+    "trainer.save_freq": 2,
+    "trainer.gradient_analysis_env_groups": 6,
+    "trainer.gradient_analysis_group_size": 4,
+    "trainer.gradient_analysis_every": 2,
 }
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     """A gradient-analysis study of two arms, trained by the real Trainable without Ray, with checkpoints 2 and 3."""
-    folder = tmp_path_factory.mktemp("probed")
-    plan = make_plan(STUDIES["gradient-analysis"], "laptop", "a test", SMALL_SETTINGS, ("PPO", "GRPO"), 1, folder)
-    outputs.write_study(plan)
-    for spec in plan.runs:
-        trial = PPO(make_trial_config(plan, [spec]))
-        for _ in range(3):
-            trial.step()
-        trial.cleanup()
-    return plan
+    plan = plan_study(tmp_path_factory.mktemp("probed"), ("PPO", "GRPO"), study="gradient-analysis", **SETTINGS)
+    return train_without_ray(plan, 3)
 
 
 def run_probe(study: StudyPlan, words: str) -> "CompletedProcess[str]":
@@ -62,11 +48,8 @@ def run_probe(study: StudyPlan, words: str) -> "CompletedProcess[str]":
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = read_files(folder)
+    return {os.path.relpath(name, folder): hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
 @pytest.mark.long
@@ -216,7 +199,7 @@ BAD_REQUESTS: list[tuple[Callable[[StudyPlan], dict[str, object]], str]] = [
 
 def test_an_arm_of_several_seeds_is_its_smallest_seed(tmp_path: Path) -> None:
     settings = {"trainer.total_training_steps": 3}
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0", "0.1"), 2, tmp_path)
+    plan = plan_study(tmp_path, seeds=2, **settings)
     spec = run_checkpoints._find_run(plan, "0.1")
     assert (spec.arm, spec.seed) == ("0.1", 0)
     last_run = plan.runs[-1]
@@ -231,7 +214,7 @@ def test_what_cannot_be_restored_is_said(
     study: StudyPlan, make_request: Callable[[StudyPlan], dict[str, object]], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message.replace("`", ".").replace("(", ".")):
-        probe.restore(study.folder, **make_request(study))  # type: ignore[arg-type]
+        probe.restore(study.folder, **make_request(study))
 
 
 @pytest.mark.long
@@ -325,12 +308,9 @@ def test_restoring_reads_no_pickle_and_moves_no_weight(study: StudyPlan) -> None
         trainer.roll_out(trainer.val_levels[:2], 4, "sampling"), 2, 2, make_rng(0, "duplicates", 1)
     ).batch
     compute_at_trained_tokens(batch, 4, TokenFunction.for_logprobs(trainer.model, 1.0))
-    assert all(
-        torch.equal(tensor, other_tensor)
-        for tensor, other_tensor in zip(
-            trainer.get_state()[0].values(), other_trainer.get_state()[0].values(), strict=True
-        )
-    )
+    tensors, other_tensors = trainer.get_state()[0], other_trainer.get_state()[0]
+    assert tensors.keys() == other_tensors.keys()
+    assert all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from search_spaces.catalog import STUDIES
-from tests.tune_study.commands.test_cli import type_in
+from tests.fakes.command_line import type_in
+from tests.fakes.plans import plan_study
 from trainable.files.json_values import read_object, write_object
 from tune_study.commands.probe import restore
 from tune_study.folder.outputs import write_study
-from tune_study.plan.study_plan import make_plan
 
 SECRET = "the-value-of-a-secret"
 VARIABLES = ("PATH", "OPENAI_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "MY_API_KEY")
@@ -133,7 +132,7 @@ USING = ("confirm {} --arm {arm} --seeds 2", "export {} --arm {arm} --to exporte
 def write_altered_study(folder: Path, alteration: Alteration) -> str:
     """Write results/<run> as if it came from somebody else: nobody started it here. Returns an arm of it."""
     overrides = {"trainer.total_training_steps": 2}
-    plan = make_plan(STUDIES["tree-grpo"], "laptop", "a test", overrides, None, 1, folder.parent / "elsewhere")
+    plan = plan_study(folder.parent / "elsewhere", None, study="tree-grpo", **overrides)
     write_study(plan)
     shutil.move(plan.folder, folder)
     study = {**read_object(folder / "study.json"), **alteration.study}
@@ -187,8 +186,7 @@ def try_everything(folder: Path, arm: str, alteration: Alteration) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in ("judge", "storage-s3") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+    "name", [name if name in ("judge", "storage-s3") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 @pytest.mark.long
 def test_nothing_is_sent(work_dir: Path, listener: Listener, name: str) -> None:

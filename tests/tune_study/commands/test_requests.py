@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tune_study.commands.test_cli import read_files, type_in, write_started_study
+from tests.fakes.command_line import assert_refused, get_output, read_files, type_in
+from tests.fakes.plans import write_started_study
 from trainable.runs.run_files import STATE_FOLDER
 from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.folder import outputs
@@ -18,48 +19,24 @@ def study(work_dir: Path) -> StudyPlan:
     return write_started_study(work_dir)
 
 
-def test_the_driver_sees_a_request_to_stop(study: StudyPlan) -> None:
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("", "To continue: python -m tune_study resume"), ("--arm 'kl 0.1'", "The runs of arm 0.1 stop after the steps")],
+)
+def test_the_driver_sees_a_request_to_stop(study: StudyPlan, option: str, text: str) -> None:
     interrupt = make_interrupt(study.folder)
     interrupt.clear()
     with outputs.lock_folder(study.folder):
-        code, out, _ = type_in(f"stop {study.folder}")
-    assert code == 0
-    assert f"To continue: python -m tune_study resume {study.folder}" in out
-    assert interrupt.is_requested
-
-
-def test_one_arm_is_asked_to_stop(study: StudyPlan) -> None:
-    interrupt = make_interrupt(study.folder)
-    interrupt.clear()
-    with outputs.lock_folder(study.folder):
-        code, out, _ = type_in(f"stop {study.folder} --arm 'kl 0.1'")
-    assert code == 0
-    assert "The runs of arm 0.1 stop after the steps under way" in out
-    assert interrupt.is_arm_requested("0.1")
-    assert not interrupt.is_arm_requested("0")
-    assert not interrupt.is_requested
+        assert text in get_output(f"stop {study.folder} {option}")
+        assert_refused(f"stop {study.folder} --arm 0.5", "There is no arm 0.5: type --arm with one of 0, 0.1.")
+    assert interrupt.is_requested == (not option)
+    assert [interrupt.is_arm_requested(arm) for arm in ("0", "0.1")] == [False, bool(option)]
 
 
 def test_a_study_that_nobody_runs_is_not_stopped(study: StudyPlan) -> None:
     before = read_files(study.folder)
-    code, _, err = type_in(f"stop {study.folder}")
-    assert code == 2
-    assert "No process runs" in err
+    assert_refused(f"stop {study.folder}", "No process runs")
     assert read_files(study.folder) == before
-
-
-def test_an_arm_must_exist(study: StudyPlan) -> None:
-    with outputs.lock_folder(study.folder):
-        code, _, err = type_in(f"stop {study.folder} --arm 0.5")
-    assert code == 2
-    assert "There is no arm 0.5: type --arm with one of 0, 0.1." in err
-
-
-@pytest.mark.parametrize("command", ["stop", "clean"])
-def test_a_storage_is_refused(work_dir: Path, command: str) -> None:
-    code, _, err = type_in(f"{command} s3://shelf/study")
-    assert code == 2
-    assert "is in a storage" in err
 
 
 @pytest.fixture
@@ -77,8 +54,7 @@ def states(study: StudyPlan) -> dict[str, Path]:
 
 def test_states_of_ended_runs_are_removed(study: StudyPlan, states: dict[str, Path]) -> None:
     before = read_files(study.folder)
-    code, out, _ = type_in(f"clean {study.folder} --yes")
-    assert code == 0
+    out = get_output(f"clean {study.folder} --yes")
     assert "Removed 1.0 kB." in out
     assert not states["0"].exists()
     assert states["0.1"].exists()  # the run continues from it
@@ -89,8 +65,7 @@ def test_states_of_ended_runs_are_removed(study: StudyPlan, states: dict[str, Pa
 
 
 def test_nothing_is_removed_without_consent(study: StudyPlan, states: dict[str, Path]) -> None:
-    code, out, _ = type_in(f"clean {study.folder}")
-    assert code == 0
+    out = get_output(f"clean {study.folder}")
     assert "take 1.0 kB" in out
     assert f"To remove it: python -m tune_study clean {study.folder} --yes" in out
     assert states["0"].exists()
@@ -108,7 +83,5 @@ def test_a_link_in_place_of_a_state_is_not_followed(study: StudyPlan, states: di
     elsewhere = tmp_path / "elsewhere"
     states["0"].rename(elsewhere)
     states["0"].symlink_to(elsewhere)
-    code, _, err = type_in(f"clean {study.folder} --yes")
-    assert code == 2
-    assert "link" in err
+    assert_refused(f"clean {study.folder} --yes", "link")
     assert (elsewhere / "step_3" / "state.safetensors").exists()

@@ -4,7 +4,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import search_spaces.catalog
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
@@ -12,18 +11,17 @@ from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO, as_run_config
-from tune_study.commands.cli import app
+from tests.fakes.command_line import Answer, assert_refused, get_output, type_in
 from tune_study.commands.requests import RunRequest
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.plan.typed_settings import find_study
 
 
-def dry_run(folder: Path, words: str) -> tuple[int, str, str]:
-    """Run `run ... --dry-run`; return its exit code, stdout and stderr. Nothing may be written to `folder`."""
-    environment = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(folder)}
-    result = CliRunner(env=environment).invoke(app, ["run", *words.split(), "--output", str(folder), "--dry-run"])
+def dry_run(folder: Path, words: str) -> Answer:
+    """Type `run ... --dry-run`. Nothing may be written to `folder`."""
+    answer = type_in(f"run {words} --output {folder} --dry-run", CUDA_VISIBLE_DEVICES="", HOME=str(folder))
     assert not list(folder.iterdir())
-    return result.exit_code, result.stdout, result.stderr
+    return answer
 
 
 def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
@@ -34,8 +32,7 @@ def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
         "distill",
         "tree-grpo",
     }
-    code, output, _ = dry_run(tmp_path, "sandbox_evidence --seeds 10")
-    assert code == 0
+    output = get_output(dry_run(tmp_path, "sandbox_evidence --seeds 10"))
     for number, name in enumerate(SUITES["sandbox-evidence"], 1):
         assert f"Study {number} of 6: {name}" in output
         arms = STUDIES[name].axis.grids["laptop"]
@@ -58,17 +55,16 @@ def make_rate_study(setting: str, option: str) -> Study:
 @pytest.mark.parametrize("option", ["--values", "--lr-values"])
 def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     monkeypatch.setitem(search_spaces.catalog.STUDIES, "rate", make_rate_study("actor.lr", option))
-    code, output, error = dry_run(tmp_path, "rate --preset laptop --seeds 1")
-    assert (code, error) == (0, "")
+    output = get_output(dry_run(tmp_path, "rate --preset laptop --seeds 1"))
     assert "2 runs: actor.lr in 1e-4,3e-4" in output
     assert f"Results: {tmp_path}/results/rate_sokoban-tiny" in output
     assert "logs/rate_sokoban-tiny/3e-4/rate_3e-4_sokoban-tiny.log" in output
-    code, output, error = dry_run(tmp_path, "rate --preset laptop --seeds 1 --values 1e-3,2e-3,1e-4")
-    assert (code, error) == (0, "")
+    output = get_output(dry_run(tmp_path, "rate --preset laptop --seeds 1 --values 1e-3,2e-3,1e-4"))
     assert "3 runs: actor.lr in 1e-3,2e-3,1e-4" in output
-    code, _, error = dry_run(tmp_path, "rate --preset laptop --kl-values 0.1")
-    assert code == 2
-    assert f"--kl-values does not belong to study rate, whose axis is actor.lr: type {option}." in error
+    assert_refused(
+        dry_run(tmp_path, "rate --preset laptop --kl-values 0.1"),
+        f"--kl-values does not belong to study rate, whose axis is actor.lr: type {option}.",
+    )
 
 
 def test_every_flag_that_a_study_declares_is_an_option() -> None:
@@ -78,51 +74,30 @@ def test_every_flag_that_a_study_declares_is_an_option() -> None:
 
 def test_values_are_typed_for_any_axis_and_once(tmp_path: Path) -> None:
     for study, values in (("kl", "0,0.2"), ("top-p", "0.9,nofilter"), ("influence", "DG")):
-        code, output, error = dry_run(tmp_path, f"{study} --values {values} --preset laptop")
-        assert (code, error) == (0, "")
+        output = get_output(dry_run(tmp_path, f"{study} --values {values} --preset laptop"))
         assert f" in {values}" in output
-    code, _, error = dry_run(tmp_path, "kl --values 0 --kl-values 0.1")
-    assert code == 2
-    assert "--values and --kl-values are two names for one option of study kl: type one of them." in error
+    assert_refused(
+        dry_run(tmp_path, "kl --values 0 --kl-values 0.1"),
+        "--values and --kl-values are two names for one option of study kl: type one of them.",
+    )
 
 
 def test_any_combination_names_its_folder(tmp_path: Path) -> None:
     words = "sandbox --set task=chain_reversal --set method=SCOPELite --set num_steps=7"
-    code, output, _ = dry_run(tmp_path, words)
-    assert code == 0
+    output = get_output(dry_run(tmp_path, words))
     assert f"Results: {tmp_path}/results/sandbox_chain_reversal_SCOPELite" in output
     assert "Steps per run: 7" in output
 
 
-def test_a_model_that_is_not_here_starts_nothing(tmp_path: Path) -> None:
-    words = ["run", "sandbox", "--set", "task=lm_bandit", "--set", "model_name=no/such", "--output", str(tmp_path)]
-    result = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(tmp_path)}).invoke(app, words)
-    assert (result.exit_code, result.stdout, list(tmp_path.iterdir())) == (2, "", [])
-    error = " ".join(result.stderr.split())
-    assert error.startswith("tune_study: The model no/such was not found")
-    assert error.endswith("or type --set model_name=sokoban-tiny or a folder.")
-
-
-def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "digits").mkdir()
-    (tmp_path / "lines.txt").touch()
-    monkeypatch.chdir(tmp_path)
+def test_files_here_are_found_from_the_folders_of_workers(work_dir: Path) -> None:
+    (work_dir / "digits").mkdir()
+    (work_dir / "lines.txt").touch()
     assignments = ["mnist_folder=digits", "text_file=lines.txt", "model_name=some/model"]
-    options = RunRequest(assignments=assignments, output=tmp_path / "out", dry_run=True)
+    options = RunRequest(assignments=assignments, output=work_dir / "out", dry_run=True)
     base_config = plan_from_options(STUDIES["sandbox"], ChosenPreset("laptop", "a test"), options).base_config
     assert isinstance(base_config, UpdateRuleConfig)
-    assert (base_config.mnist_folder, base_config.text_file) == (str(tmp_path / "digits"), str(tmp_path / "lines.txt"))
+    assert (base_config.mnist_folder, base_config.text_file) == (str(work_dir / "digits"), str(work_dir / "lines.txt"))
     assert base_config.model_name == "some/model"
-
-
-def test_a_file_that_is_not_here_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    words = ["sandbox", "--set", "mnist_folder=digits", "--output", str(tmp_path)]
-    result = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}).invoke(app, ["run", *words])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "`mnist_folder=digits` does not exist: type an existing path, or leave it out." in " ".join(
-        result.stderr.split()
-    )
-    assert not list(tmp_path.iterdir())
 
 
 def test_every_study_is_found_by_either_spelling() -> None:
@@ -152,18 +127,4 @@ def test_a_game_brings_its_settings_and_typed_ones_win(tmp_path: Path, game: str
 def test_the_plan_says_what_success_means_in_the_game(tmp_path: Path) -> None:
     code, output, _ = dry_run(tmp_path, "kl --preset paper --env frozenlake --set env.success_rate=0.6")
     assert code != 2
-    assert (
-        "Game frozenlake: uniformly random actions succeed in 0.246, the best policy in 0.797 of the validation levels"
-        in output
-    )
-
-
-def test_a_reference_that_is_nowhere_is_named_by_its_own_setting(tmp_path: Path) -> None:
-    reference = "--set=model.reference_path=nothing-here"
-    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0.1", reference, "--output", str(tmp_path / "out")]
-    result = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(tmp_path / "hub")}).invoke(app, words)
-    assert result.exit_code == 2
-    message = " ".join(result.stderr.split())
-    assert "The model nothing-here was not found" in message
-    assert "or type --set model.reference_path=sokoban-tiny or a folder" in message
-    assert not (tmp_path / "out").exists()
+    assert "uniformly random actions succeed in 0.246, the best policy in 0.797 of the validation levels" in output

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from search_spaces.catalog import STUDIES
+from tests.fakes.plans import plan_study
 from tune_study.commands import preflight
 from tune_study.commands.describe import PreparedStudy
 from tune_study.commands.requests import LaunchRequest
@@ -19,67 +19,72 @@ from tune_study.folder import outputs
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement import disk
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.session import SuiteContext
 
-StudyFunction = Callable[[StudyPlan, SuiteContext], int]
 NOT_STARTED = "Not started: replay. Type the same command again to continue."
 
 
 @pytest.fixture
 def two_plans(tmp_path: Path) -> list[StudyPlan]:
-    return [make_plan(STUDIES[name], "laptop", "a test", {}, None, 1, tmp_path) for name in ("influence", "replay")]
+    return [plan_study(tmp_path, None, study=name) for name in ("influence", "replay")]
 
 
-def run_suite(
-    plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, run_one: StudyFunction
-) -> tuple[int, list[str], str]:
-    """Run a suite in which `run_one` replaces each study; return the exit code, the started studies and the output."""
-    started_names: list[str] = []
+class Suite:
+    """A suite whose studies are replaced by a function; it records which were started, and what was printed."""
 
-    def fake_execute(plan: StudyPlan, *arguments: object) -> int:
-        started_names.append(plan.study.name)
-        suite = arguments[-1]
-        assert isinstance(suite, SuiteContext)
-        outputs.write_study(plan)
-        return run_one(plan, suite)
+    def __init__(self, plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans, self.started_names, self.output = plans, list[str](), ""
+        self._monkeypatch = monkeypatch
 
-    monkeypatch.setattr(preflight, "execute_study", fake_execute)
-    console = Console(record=True, width=300)
-    exit_code = preflight.start_studies(plans, LaunchRequest(), (), False, console)
-    return exit_code, started_names, console.export_text()
+    def run(self, run_one: Callable[[StudyPlan, SuiteContext], int]) -> int:
+        def fake_execute(plan: StudyPlan, *arguments: object) -> int:
+            self.started_names.append(plan.study.name)
+            suite = arguments[-1]
+            assert isinstance(suite, SuiteContext)
+            outputs.write_study(plan)
+            return run_one(plan, suite)
+
+        self._monkeypatch.setattr(preflight, "execute_study", fake_execute)
+        console = Console(record=True, width=300)
+        code = preflight.start_studies(self.plans, LaunchRequest(), (), False, console)
+        self.output = console.export_text()
+        return code
 
 
-def test_the_code_is_that_of_the_worst_and_there_is_an_index(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, started_names, output = run_suite(two_plans, monkeypatch, lambda plan, _: int(plan == two_plans[0]))
-    assert (code, started_names) == (1, ["influence", "replay"])
-    assert "Study 2 of 2: replay" in output
-    assert "Not started" not in output
-    assert output.count(f"Index: {two_plans[0].output}/index.html") == 1
+@pytest.fixture
+def suite(two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch) -> Suite:
+    return Suite(two_plans, monkeypatch)
+
+
+def test_the_code_is_that_of_the_worst_and_there_is_an_index(suite: Suite) -> None:
+    code = suite.run(lambda plan, _: int(plan == suite.plans[0]))
+    assert (code, suite.started_names) == (1, ["influence", "replay"])
+    assert "Study 2 of 2: replay" in suite.output
+    assert "Not started" not in suite.output
+    assert suite.output.count(f"Index: {suite.plans[0].output}/index.html") == 1
 
 
 @pytest.mark.parametrize(("number", "expected_code"), [(1, 130), (2, 0)])
 def test_an_interrupt_as_the_last_runs_of_a_study_end_is_one_for_its_suite_unless_it_is_the_last_study(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, number: int, expected_code: int
+    suite: Suite, number: int, expected_code: int
 ) -> None:
     """The study has no runs left, so its own exit code is 0."""
 
-    def interrupt_at_end(plan: StudyPlan, suite: SuiteContext) -> int:
-        if plan == two_plans[number - 1]:
-            suite.interrupt.request()
+    def interrupt_at_end(plan: StudyPlan, context: SuiteContext) -> int:
+        if plan == suite.plans[number - 1]:
+            context.interrupt.request()
         return 0
 
-    code, started_names, output = run_suite(two_plans, monkeypatch, interrupt_at_end)
-    assert (code, started_names) == (expected_code, ["influence", "replay"][:number])
-    assert (NOT_STARTED in output) == (number == 1)
-    assert "Index:" in output
+    assert suite.run(interrupt_at_end) == expected_code
+    assert suite.started_names == ["influence", "replay"][:number]
+    assert (NOT_STARTED in suite.output) == (number == 1)
+    assert "Index:" in suite.output
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_a_report_is_written_lets_it_be_finished_and_ends_the_suite(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, signal_number: signal.Signals
+    suite: Suite, signal_number: signal.Signals
 ) -> None:
     old_handler = signal.getsignal(signal_number)
     written_reports = []
@@ -89,65 +94,58 @@ def test_a_signal_while_a_report_is_written_lets_it_be_finished_and_ends_the_sui
         written_reports.append(plan.study.name)
         return 0
 
-    code, started_names, output = run_suite(two_plans, monkeypatch, write_report)
-    assert (code, started_names, written_reports) == (130, ["influence"], ["influence"])
-    assert NOT_STARTED in output
+    assert suite.run(write_report) == 130
+    assert suite.started_names == written_reports == ["influence"]
+    assert NOT_STARTED in suite.output
     assert signal.getsignal(signal_number) is old_handler
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PlanError("it cannot be written"), SystemExit(15)])
 def test_whatever_ends_a_suite_its_rest_is_named_and_what_is_there_has_an_index(
-    two_plans: list[StudyPlan],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
+    suite: Suite, capsys: pytest.CaptureFixture[str], error: BaseException
 ) -> None:
     def raise_error(*_: object) -> int:
         raise error
 
     with pytest.raises(type(error)):
-        run_suite(two_plans, monkeypatch, raise_error)
+        suite.run(raise_error)
     output = capsys.readouterr().out
     assert NOT_STARTED in output
     assert "Index:" in output
 
 
-def test_a_lost_ray_says_the_same_before_the_process_ends(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def lose_ray(_: StudyPlan, suite: SuiteContext) -> int:
-        suite.on_ray_lost()
+def test_a_lost_ray_says_the_same_before_the_process_ends(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
+    def lose_ray(_: StudyPlan, context: SuiteContext) -> int:
+        context.on_ray_lost()
         raise SystemExit(capsys.readouterr().out)  # the real one ends the process
 
     with pytest.raises(SystemExit) as exit_info:
-        run_suite(two_plans, monkeypatch, lose_ray)
+        suite.run(lose_ray)
     assert NOT_STARTED in str(exit_info.value)
     assert "Index:" in str(exit_info.value)
 
 
-def test_an_index_that_cannot_be_written_is_told(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (two_plans[0].output / "index.html").mkdir()
-    assert run_suite(two_plans, monkeypatch, lambda *_: 0)[0] == 1
-    assert f"The index of the studies in {two_plans[0].output} could not be written" in capsys.readouterr().err
+def test_an_index_that_cannot_be_written_is_told(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
+    (suite.plans[0].output / "index.html").mkdir()
+    assert suite.run(lambda *_: 0) == 1
+    assert f"The index of the studies in {suite.plans[0].output} could not be written" in capsys.readouterr().err
 
 
 def test_a_suite_does_not_begin_where_a_later_study_lacks_something(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_second(study: PreparedStudy) -> None:
-        if study.plan == two_plans[1]:
+        if study.plan == suite.plans[1]:
             raise PlanError("lacks something")
 
     monkeypatch.setattr(preflight, "_check_machine", refuse_second)
     with pytest.raises(PlanError, match="lacks something"):
-        run_suite(two_plans, monkeypatch, lambda *_: pytest.fail("it began"))
-    assert not two_plans[0].output.joinpath("results").exists()
+        suite.run(lambda *_: pytest.fail("it began"))
+    assert not suite.plans[0].output.joinpath("results").exists()
 
 
 def test_a_study_that_has_come_to_lack_something_by_its_turn_does_not_begin(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    suite: Suite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fill_disk(*_: object) -> int:
         def raise_no_room(*_: object) -> None:
@@ -157,21 +155,21 @@ def test_a_study_that_has_come_to_lack_something_by_its_turn_does_not_begin(
         return 0
 
     with pytest.raises(PlanError, match="no room"):
-        run_suite(two_plans, monkeypatch, fill_disk)
+        suite.run(fill_disk)
     assert NOT_STARTED in capsys.readouterr().out
-    assert not make_interrupt(two_plans[1].folder).path.parent.joinpath("study.json").exists()
+    assert not make_interrupt(suite.plans[1].folder).path.parent.joinpath("study.json").exists()
 
 
 def test_studies_that_fit_one_by_one_and_not_together_are_refused(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original_estimate = disk.estimate_disk_budget
     needed_bytes = 0
 
     def estimate_tight_budget(*arguments: object) -> disk.DiskBudget:
-        return original_estimate(*arguments)._replace(free_bytes=needed_bytes)  # type: ignore[arg-type]
+        return original_estimate(*arguments)._replace(free_bytes=needed_bytes)
 
-    for plan in two_plans:
+    for plan in suite.plans:
         resource_plan = preflight.resources.preflight(plan, None, (), 2, None, is_real=True)
         needed_bytes += original_estimate(plan, resource_plan, {}).total_bytes or 0
     monkeypatch.setattr(disk, "estimate_disk_budget", estimate_tight_budget)
@@ -179,16 +177,16 @@ def test_studies_that_fit_one_by_one_and_not_together_are_refused(
     with pytest.raises(
         PlanError, match=r"The 2 studies together need up to .* more disk space, and .* free: type --output"
     ):
-        run_suite(two_plans, monkeypatch, lambda *_: 0)
+        suite.run(lambda *_: 0)
     needed_bytes += 1
-    assert run_suite(two_plans, monkeypatch, lambda *_: 0)[0] == 0
+    assert suite.run(lambda *_: 0) == 0
 
 
 def test_gpus_are_for_the_studies_of_a_suite_that_take_some(tmp_path: Path, two_plans: list[StudyPlan]) -> None:
     console = Console(record=True, width=300)
     options = LaunchRequest(gpus="0")
     overrides = {"trainer.n_gpus_per_node": 1.0, "trainer.device": "cuda"}
-    gpu_plan = make_plan(STUDIES["kl"], "laptop", "a test", overrides, ("0",), 1, tmp_path)
+    gpu_plan = plan_study(tmp_path, ("0",), **overrides)
     assert preflight.start_studies([*two_plans, gpu_plan], options, (), True, console) == 0
     with pytest.raises(PlanError, match=r"study influence trains on the CPU\. Leave --gpus out"):
         preflight.start_studies(two_plans, options, (), True, console)
@@ -201,7 +199,6 @@ def hold_lock(folder: Path, stack: ExitStack) -> None:
     process = stack.enter_context(
         subprocess.Popen([sys.executable, "-c", body, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == b"locked\n"
 
 

@@ -16,30 +16,26 @@ import pytest
 
 from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
+from tests.fakes.plans import plan_study
 from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.history import RunHistory, find_contradiction
 from trainable.runs.records import STATUSES
 from trainable.runs.run_files import read_rows
-from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, write_record
+from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, read_record, write_record
 from tune_study.folder import summary
 from tune_study.folder.outputs import check_writable, lock_folder, read_git_state, write_study
 from tune_study.folder.statuses import StudyStatuses, find_finished_runs, make_timestamp, parse_skipped_statuses
 from tune_study.folder.study_file import check_unchanged, is_running, plan_from_folder
-from tune_study.folder.summary import (
-    format_run_times,
-    format_summary_line,
-    format_wall_seconds,
-    write_summary,
-)
+from tune_study.folder.summary import format_run_times, format_summary_line, format_wall_seconds, write_summary
 from tune_study.placement.model_files import check_model, find_hub_cache, make_absolute
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
 
-def make_plan_in(output: Path, study: str = "kl", values: tuple[str, ...] = ("0", "0.1"), seeds: int = 1) -> StudyPlan:
-    return make_plan(STUDIES[study], "paper", "a test", {"trainer.n_gpus_per_node": 0}, values, seeds, output)
+def make_plan_in(output: Path, values: tuple[str, ...] = ("0", "0.1"), seeds: int = 1, study: str = "kl") -> StudyPlan:
+    return plan_study(output, values, seeds, study=study, preset="paper", trainer__n_gpus_per_node=0)
 
 
 def allocate_resources(plan: StudyPlan) -> ResourcePlan:
@@ -48,7 +44,7 @@ def allocate_resources(plan: StudyPlan) -> ResourcePlan:
 
 def make_ended_status(run_id: str, status: str = "completed", **fields: object) -> StatusRecord:
     times = {"started_at": "2026-01-01T00:00:00+00:00", "ended_at": "2026-01-01T01:00:05+00:00"}
-    return StatusRecord(run_id, status, **{**times, **fields})  # type: ignore[arg-type]
+    return StatusRecord(run_id, status, **{**times, **fields})
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -86,18 +82,17 @@ def test_a_failure_is_read_from_the_rows_without_a_status(tmp_path: Path) -> Non
 def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
-    first, second, third = (plan.get_run_dir(run.run_id) for run in plan.runs)
-    assert {find_record(StatusRecord, run_dir).status for run_dir in (first, second, third)} == {"never_ran"}  # type: ignore[union-attr]
+    run_dirs = [plan.get_run_dir(run.run_id) for run in plan.runs]
+    assert {read_record(StatusRecord, run_dir).status for run_dir in run_dirs} == {"never_ran"}
     statuses = StudyStatuses(plan, finished_ids=())
-    assert {find_record(StatusRecord, run_dir).status for run_dir in (first, second, third)} == {"waiting"}  # type: ignore[union-attr]
+    assert {read_record(StatusRecord, run_dir).status for run_dir in run_dirs} == {"waiting"}
     statuses.set(make_ended_status(plan.runs[0].run_id))
     statuses.set(StatusRecord(plan.runs[1].run_id, "running", started_at=make_timestamp()))
-    append_record(second / "metrics.jsonl", {"step": 3})
+    append_record(run_dirs[1] / "metrics.jsonl", {"step": 3})
     assert statuses.close("the study was interrupted") == ""
-    statuses = [find_record(StatusRecord, run_dir) for run_dir in (first, second, third)]
-    assert [status.status for status in statuses if status] == ["completed", "interrupted", "never_ran"]
-    assert [status.reason for status in statuses if status][2] == "the study was interrupted before it started"
-    assert {status.status for status in statuses if status} <= set(STATUSES)
+    ends = [read_record(StatusRecord, run_dir) for run_dir in run_dirs]
+    assert [status.status for status in ends] == ["completed", "interrupted", "never_ran"]
+    assert ends[2].reason == "the study was interrupted before it started"
 
 
 EARLIER_STATUSES = (
@@ -148,8 +143,7 @@ def test_a_deleted_or_damaged_status_is_written_again_while_the_study_runs(tmp_p
     assert find_record(StatusRecord, path.parent) == running_status
     path.unlink()
     assert statuses.close("the study was interrupted") == ""
-    status = find_record(StatusRecord, path.parent)
-    assert status is not None
+    status = read_record(StatusRecord, path.parent)
     assert (status.status, status.started_at) == ("never_ran", running_status.started_at)
 
 
@@ -169,14 +163,14 @@ def test_a_status_that_cannot_be_written_is_kept_and_named(tmp_path: Path) -> No
 
 
 def test_a_study_file_gives_the_plan_again(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, "top-p", ("1.0", "nofilter"), seeds=2)
+    plan = make_plan_in(tmp_path, ("1.0", "nofilter"), 2, "top-p")
     write_study(plan)
     assert plan_from_folder(plan.folder) == plan
     assert plan_from_folder(plan.folder / ".." / plan.run) == plan
 
 
 def test_a_study_file_has_the_steps_of_its_preset(tmp_path: Path) -> None:
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", {"trainer.total_training_steps": "3"}, None, 1, tmp_path)
+    plan = plan_study(tmp_path, None, trainer__total_training_steps=3)
     path = plan.folder / "study.json"
     write_study(plan)
     entry = read_object(path)
@@ -252,11 +246,6 @@ def test_a_glance_at_the_lock_does_not_refuse_a_start(tmp_path: Path) -> None:
     watcher.join()
 
 
-def test_a_failure_is_shown_with_its_class() -> None:
-    assert make_ended_status("a", "failed", failure_class="storage").display_text == "failed (storage)"
-    assert make_ended_status("a").display_text == "completed"
-
-
 @pytest.mark.parametrize("damage", [{"name": "unknown"}, {"settings": {"actor": {"lr": -1}}}, {"seeds": None}])
 def test_a_study_file_that_cannot_be_read_is_refused(tmp_path: Path, damage: dict[str, object]) -> None:
     plan = make_plan_in(tmp_path)
@@ -308,13 +297,6 @@ def test_a_model_of_another_machine_is_named_with_a_link_to_it(tmp_path: Path) -
     check_model(str(path), {})
 
 
-def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
-    assert not is_running(tmp_path)
-    with lock_folder(tmp_path):
-        assert is_running(tmp_path)
-    assert not is_running(tmp_path)
-
-
 @contextmanager
 def limit_file_size(n_bytes: int) -> Iterator[None]:
     """Let no file of this process grow beyond this size inside the block."""
@@ -354,7 +336,6 @@ def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -
     git("add", "code.py")
     git("commit", "-q", "-m", "code")
     state = read_git_state(tmp_path)
-    assert state is not None
     assert (len(state.commit), state.dirty) == (40, False)
     # Results of studies in the checkout change no code, and a new module does.
     (tmp_path / "out").mkdir()
@@ -369,7 +350,6 @@ def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -
     git("add", "folder")
     git("commit", "-q", "-m", "folder")
     below = read_git_state(tmp_path / "folder")
-    assert below is not None
     assert below.dirty
     state = replace(below, dirty=False)
     (tmp_path / "trainable" / "algo" / "new.py").unlink()
@@ -395,8 +375,7 @@ def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
     statuses.set(StatusRecord(plan.runs[0].run_id, "running", started_at=make_timestamp()))
     append_record(run_dir / "metrics.jsonl", {"step": 0})
     statuses.close("the study was interrupted")
-    status = find_record(StatusRecord, run_dir)
-    assert status is not None
+    status = read_record(StatusRecord, run_dir)
     assert (status.status, status.reason) == ("interrupted", "the study was interrupted, after step 0")
 
 
@@ -425,8 +404,8 @@ def test_wall_time_is_from_first_start_to_end() -> None:
 
 def test_a_summary_line_has_the_published_fields_of_its_study(tmp_path: Path) -> None:
     times = "train_time=N/A | eval_time=N/A | total_time=N/A | wall_time=3605s | gpu=1xH100"
-    kl, entropy = make_plan_in(tmp_path), make_plan_in(tmp_path, "entropy")
-    top_p = make_plan_in(tmp_path, "top-p", ("0.9", "nofilter"))
+    kl, entropy = make_plan_in(tmp_path), make_plan_in(tmp_path, study="entropy")
+    top_p = make_plan_in(tmp_path, ("0.9", "nofilter"), study="top-p")
     assert format_summary_line(kl, kl.runs[1], make_ended_status("a"), "1xH100") == (
         f"kl=0.1 | filter=nofilter | include_zero=True | {times} | status=success | seed=0 | early_stop=none"
     )
@@ -460,10 +439,8 @@ def test_a_rule_is_named_with_its_step(tmp_path: Path) -> None:
 
 def test_a_run_that_never_started_is_missing(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, seeds=2)
-    assert format_summary_line(plan, plan.runs[2], None, "1xH100") == "kl=0 | status=missing | seed=1"
-    assert (
-        format_summary_line(plan, plan.runs[2], StatusRecord("a", "never_ran"), "x") == "kl=0 | status=missing | seed=1"
-    )
+    for status in (None, StatusRecord("a", "never_ran")):
+        assert format_summary_line(plan, plan.runs[2], status, "1xH100") == "kl=0 | status=missing | seed=1"
 
 
 def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path) -> None:
@@ -550,7 +527,7 @@ def test_a_line_of_the_grid_has_the_published_form(tmp_path: Path) -> None:
         "g5-smoke-ppo-sokoban-nofilter-kl0003-ent001-low_var_kl",
         "g2-smoke-ppo-sokoban-topk80-kl0-ent003-low_var_kl",
     )
-    plan = make_plan(study, "paper", "a test", {}, values, 1, tmp_path)
+    plan = plan_study(tmp_path, values, study=study, preset="paper")
     status = make_ended_status("a", "early_stopped", stop_rule="low_validation_success", stop_step=50)
     times = "train_time=N/A | eval_time=N/A | collapse_time=N/A | collapse_first_time=N/A | collapse_multi_time=N/A"
     end = f"{times} | total_time=N/A | wall_time=3605s | gpu=1xH100 | status=success | seed=0"
@@ -573,15 +550,14 @@ def test_where_the_hub_cache_is() -> None:
     assert find_hub_cache({"HOME": "/h"}) == Path("/h/.cache/huggingface/hub")
 
 
-def test_the_shipped_model_and_a_folder_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
-    (tmp_path / "mine" / "model-00001-of-00002.safetensors").touch()
-    (tmp_path / "mine" / "tokenizer.json").touch()
+def test_the_shipped_model_and_a_folder_are_models(work_dir: Path) -> None:
+    (work_dir / "mine").mkdir()
+    (work_dir / "mine" / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    (work_dir / "mine" / "model-00001-of-00002.safetensors").touch()
+    (work_dir / "mine" / "tokenizer.json").touch()
     check_model("sokoban-tiny", {})
-    check_model(str(tmp_path / "mine"), {})
-    monkeypatch.chdir(tmp_path)
-    assert make_absolute("mine") == str(tmp_path / "mine")
+    check_model(str(work_dir / "mine"), {})
+    assert make_absolute("mine") == str(work_dir / "mine")
     assert make_absolute("Qwen/Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
 
 

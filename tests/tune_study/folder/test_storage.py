@@ -14,23 +14,23 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 import search_spaces.catalog
+from tests.fakes.command_line import assert_refused, get_output, type_in, type_words
 from tests.fakes.lines import append_record
+from tests.fakes.plans import plan_study
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
 from tests.tune_study.plan.test_storage_uri import SECRET_PLACES
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.study_record import StatusRecord, find_record, write_record
-from tune_study.commands.cli import app
+from trainable.runs.study_record import StatusRecord, find_record, read_record, write_record
 from tune_study.folder import locate, outputs, storage
 from tune_study.folder.storage import DRIVER_FILE, StoredFolder, StoredStudy
 from tune_study.placement import disk
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri
-from tune_study.plan.study_plan import StudyPlan, add_seeds, make_plan
+from tune_study.plan.study_plan import StudyPlan, add_seeds
 from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
 
@@ -50,15 +50,22 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
     return f"s3://shelf/{name}?{s3}" if request.param == "s3" else (tmp_path / "shared").as_uri()
 
 
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: another, empty one, as on another machine."""
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    return tmp_path / "b"
+
+
 def make_plan_in(
     folder: Path, uri: str | None, values: tuple[str, ...] = ("0", "0.1"), **settings: object
 ) -> StudyPlan:
     overrides = {"trainer.total_training_steps": 3, "trainer.disk_patience": 0, **settings}
-    return replace(make_plan(FAKE, "laptop", "a test", overrides, values, 1, folder), storage=uri)
+    return replace(plan_study(folder, values, study=FAKE, **overrides), storage=uri)
 
 
 def open_folder(plan: StudyPlan) -> StoredFolder:
-    assert plan.study_uri is not None
     return StoredFolder(plan.study_uri)
 
 
@@ -104,15 +111,15 @@ def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str, tmp_path
     plan = make_plan_in(tmp_path / "a", uri)
     other_plan = replace(plan, folder=tmp_path / "b" / "results" / plan.run)
     with StoredStudy(plan).keep_synced():
-        assert storage.find_driver(plan.study_uri or "")
+        assert storage.find_driver(plan.study_uri)
         with (
             pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), last heard of \d+ s ago"),
             StoredStudy(other_plan).keep_synced(),
         ):
             pass
-        assert storage.find_driver(plan.study_uri or "")
+        assert storage.find_driver(plan.study_uri)
     assert not (tmp_path / "b").exists()
-    assert not storage.find_driver(plan.study_uri or "")
+    assert not storage.find_driver(plan.study_uri)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +138,9 @@ def test_a_driver_is_gone_when_its_process_is_or_when_it_was_not_heard_of(
     start_study(plan)
     content = {"user": "somebody", "host": host or socket.gethostname(), "pid": pid, "time": time.time() - age}
     open_folder(plan).put(DRIVER_FILE, json.dumps(content).encode())
-    assert bool(storage.find_driver(plan.study_uri or "")) == is_running
+    assert bool(storage.find_driver(plan.study_uri)) == is_running
     open_folder(plan).put(DRIVER_FILE, b"damaged")
-    assert not storage.find_driver(plan.study_uri or "")
+    assert not storage.find_driver(plan.study_uri)
 
 
 # Copies.
@@ -164,9 +171,9 @@ def test_checkpoints_of_earlier_starts_are_removed_when_nothing_in_them_is_newer
     put(0, s0=3)
     put(1, s0=4)
     put(2, s1=9)  # of a run that has ended, and is in no later checkpoint of its trial
-    uris = storage.list_trial_checkpoints(plan.study_uri or "", run_id)
-    assert uris == [join_uri(plan.study_uri or "", f"{run_id}/checkpoint_{number:06}") for number in (2, 1, 0)]
-    assert storage.list_checkpoints(plan.study_uri or "", plan.runs[0], run_id) == {
+    uris = storage.list_trial_checkpoints(plan.study_uri, run_id)
+    assert uris == [join_uri(plan.study_uri, f"{run_id}/checkpoint_{number:06}") for number in (2, 1, 0)]
+    assert storage.list_checkpoints(plan.study_uri, plan.runs[0], run_id) == {
         step: f"{run_id}/checkpoint_{number:06}/0/state/step_{step}" for number, step in ((0, 3), (1, 4))
     }
     options = {"runs": [{"run_id": run_id, "seed": 0}], "checkpoints": uris}
@@ -184,8 +191,7 @@ def test_what_was_not_copied_before_is_not_overwritten_by_what_is_stored(tmp_pat
     run_id = plan.runs[0].run_id
     write_record(plan.get_run_dir(run_id), StatusRecord(run_id, "failed", "and the last copy failed"))
     with StoredStudy(plan).keep_synced():
-        status = find_record(StatusRecord, plan.get_run_dir(run_id))
-    assert status is not None
+        status = read_record(StatusRecord, plan.get_run_dir(run_id))
     assert status.status == "failed"
 
 
@@ -207,20 +213,16 @@ def test_a_checkpoint_that_cannot_be_read_now_is_read_later(tmp_path: Path, monk
 
 
 @pytest.mark.long
-def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(uri: str, tmp_path: Path, elsewhere: Path) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan, "completed")
     study = StoredStudy(plan)
     store_rows(plan, study, 3)
     study.pull()
     study.push()
-    (tmp_path / "b").mkdir()
-    monkeypatch.chdir(tmp_path / "b")
-    resumed_plan = locate.plan_resume(plan.study_uri or "", is_real=True)
-    assert resumed_plan == replace(plan, folder=tmp_path / "b" / "results" / plan.run)
-    assert list((tmp_path / "b").iterdir()) == []  # nothing is written before it starts
+    resumed_plan = locate.plan_resume(plan.study_uri, is_real=True)
+    assert resumed_plan == replace(plan, folder=elsewhere / "results" / plan.run)
+    assert list(elsewhere.iterdir()) == []  # nothing is written before it starts
     resumed_plan.folder.mkdir(parents=True)
     with StoredStudy(resumed_plan).keep_synced():
         pass
@@ -238,24 +240,20 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
     )
 
 
-def test_who_only_reads_a_study_copies_no_old_status_back(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_only_reads_a_study_copies_no_old_status_back(uri: str, tmp_path: Path, elsewhere: Path) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)
     run_id = plan.runs[0].run_id
-    (tmp_path / "b").mkdir()
-    monkeypatch.chdir(tmp_path / "b")
-    folder = locate.fetch_for_writing(plan.study_uri or "")
+    folder = locate.fetch_for_writing(plan.study_uri)
     write_record(plan.get_run_dir(run_id), StatusRecord(run_id, "completed", "while b made its report"))
     assert StoredStudy(plan).push() == ""
     (folder / "report.html").write_text("of b")
-    assert storage.push_results(folder, plan.study_uri or "") == ""
+    assert storage.push_results(folder, plan.study_uri) == ""
     assert json.loads(open_folder(plan).read(f"runs/{run_id}/status.json"))["status"] == "completed"
     assert open_folder(plan).read("report.html") == b"of b"
 
 
-def test_logs_are_fetched_to_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_fetched_to_their_place(tmp_path: Path, elsewhere: Path) -> None:
     plan = make_plan_in(tmp_path / "a", (tmp_path / "shelf").as_uri())
     start_study(plan)
     log_path = plan.output / plan.runs[0].log_path
@@ -263,10 +261,8 @@ def test_logs_are_fetched_to_their_place(tmp_path: Path, monkeypatch: pytest.Mon
     log_path.write_text("a line")
     StoredStudy(plan).push()
     log_path.unlink()
-    (tmp_path / "b").mkdir()
-    monkeypatch.chdir(tmp_path / "b")
-    locate.fetch_for_writing(plan.study_uri or "")
-    assert (tmp_path / "b" / plan.runs[0].log_path).read_text() == "a line"
+    locate.fetch_for_writing(plan.study_uri)
+    assert (elsewhere / plan.runs[0].log_path).read_text() == "a line"
 
 
 def test_an_error_about_a_copy_names_the_study(uri: str, tmp_path: Path) -> None:
@@ -286,10 +282,7 @@ def test_without_its_storage_the_local_folder_is_read(tmp_path: Path, capsys: py
         assert (folder, is_running) == (plan.folder, False)
     assert f"The folder is read. The storage of the study, {plan.storage}, may be newer" in capsys.readouterr().err
     assert locate.fetch_for_writing(str(plan.folder)) == plan.folder
-    with (
-        pytest.raises(PlanError, match="contains no study"),
-        locate.open_for_reading(plan.study_uri or ""),
-    ):
+    with pytest.raises(PlanError, match="contains no study"), locate.open_for_reading(plan.study_uri):
         pass
 
 
@@ -323,7 +316,7 @@ def test_another_storage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         locate.merge_with_existing(replace(local_plan, storage=uri), extend=False, is_real=True)
     monkeypatch.chdir(tmp_path / "plain")
     with pytest.raises(PlanError, match="was started without --storage"):
-        locate.plan_resume(plan.study_uri or "", is_real=True)
+        locate.plan_resume(plan.study_uri, is_real=True)
 
 
 def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
@@ -402,15 +395,14 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
         patch.setattr(StoredStudy, "follow", interrupt_at_the_fourth_checkpoint)
         code, text = run_study(plan)
     assert code == 130, text
-    assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri or '')}" in text
+    assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri)}" in text
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
-    resumed_plan = locate.plan_resume(plan.study_uri or "", is_real=True)
+    resumed_plan = locate.plan_resume(plan.study_uri, is_real=True)
     code, text = run_study(resumed_plan)
     assert code == 0, text
     for spec in resumed_plan.runs:
-        status = find_record(StatusRecord, resumed_plan.get_run_dir(spec.run_id))
-        assert status is not None
+        status = read_record(StatusRecord, resumed_plan.get_run_dir(spec.run_id))
         assert status.status == ("early_stopped" if spec.arm == COLLAPSES else "completed")
         config = make_trial_config(resumed_plan, [spec])
         assert read_rows(resumed_plan.get_run_dir(spec.run_id) / METRICS_FILE) == make_fake_rows(
@@ -423,44 +415,29 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
 # The command line.
 
 
-def type_in(line: str) -> Any:
-    return CliRunner().invoke(app, shlex.split(line), prog_name="python -m tune_study")
-
-
 @pytest.mark.long
-def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, elsewhere: Path) -> None:
     plan = make_plan_in(tmp_path / "a", uri)
     start_study(plan)
     study = StoredStudy(plan)
     store_rows(plan, study, 2)
     study.pull()
     study.push()
-    (tmp_path / "b").mkdir()
-    monkeypatch.chdir(tmp_path / "b")
-    status_answer = type_in(f"status {shlex.quote(plan.study_uri or '')}")
-    assert status_answer.exit_code == 0, status_answer.stderr
-    assert "kl (laptop): unfinished" in status_answer.stdout
-    assert "2/3" in status_answer.stdout
-    assert "the process that ran the study is gone" in status_answer.stdout
-    assert list((tmp_path / "b").iterdir()) == []
+    status_output = get_output(f"status {shlex.quote(plan.study_uri)}")
+    assert "kl (laptop): unfinished" in status_output
+    assert "2/3" in status_output
+    assert "the process that ran the study is gone" in status_output
+    assert list(elsewhere.iterdir()) == []
     with StoredStudy(plan).keep_synced():
-        assert "kl (laptop): running" in type_in(f"status {shlex.quote(plan.study_uri or '')}").stdout
-    report_answer = type_in(f"report {shlex.quote(plan.study_uri or '')}")
-    assert report_answer.exit_code == 0, report_answer.stderr
-    report = tmp_path / "b" / "results" / plan.run / "report.html"
+        assert "kl (laptop): running" in type_in(f"status {shlex.quote(plan.study_uri)}").out
+    get_output(f"report {shlex.quote(plan.study_uri)}")
+    report = elsewhere / "results" / plan.run / "report.html"
     assert open_folder(plan).read("report.html") == report.read_bytes()
 
 
 SMALL = "run kl --preset laptop --steps 1 --kl-values 0"
 REFUSED_LINES: list[tuple[Callable[[str], str], str]] = [
     (lambda query: f"{SMALL} --storage s3://no-such-shelf/x?{query}", "cannot be used: "),
-    (lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query}", "contains a user name with a password"),
-    (
-        lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query} --dry-run",
-        "contains a user name with a password",
-    ),
-    (lambda query: f"{SMALL} --storage nope://shelf/x", "no URI that is accepted"),
-    (lambda query: f"{SMALL} --storage nope://shelf/x --dry-run", "no URI that is accepted"),
     (lambda query: f"{SMALL} --storage s3://shelf/x?scheme=http&endpoint_override=127.0.0.1:1", "cannot be "),
     (lambda query: f"resume s3://shelf/nothing?{query}", "contains no study: type <storage>/<run>"),
     (lambda query: f"status s3://shelf/nothing?{query}", "contains no study: type <storage>/<run>"),
@@ -471,24 +448,21 @@ REFUSED_LINES: list[tuple[Callable[[str], str], str]] = [
 
 @pytest.mark.parametrize(("line", "message"), REFUSED_LINES, ids=range(len(REFUSED_LINES)))
 def test_a_storage_that_cannot_be_used_is_refused_and_nothing_is_written(
-    line: Callable[[str], str], message: str, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: Callable[[str], str], message: str, s3: str, work_dir: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     answer = type_in(shlex.join(line(s3).split()))
-    assert answer.exit_code == 2, answer.stdout
-    assert message in answer.stderr
-    assert "word@" not in answer.stderr
-    assert answer.stderr.count("\n") == 1
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert answer.code == 2, answer.out
+    assert message in answer.err
+    assert "word@" not in answer.err
+    assert answer.err.count("\n") == 1
+    assert [path for path in work_dir.rglob("*") if path.is_file()] == []
 
 
-def test_a_dry_run_says_where_the_rows_would_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    answer = type_in(f"{SMALL} --storage shared --dry-run")
-    assert answer.exit_code == 0, answer.stderr
-    text = answer.stdout.replace("\n", "")
-    assert f"Storage: {tmp_path.as_uri()}/shared/kl_sweep_sokoban-tiny, needs at most " in text
-    assert list(tmp_path.iterdir()) == []
+def test_a_dry_run_says_where_the_rows_would_go(work_dir: Path) -> None:
+    output = get_output(f"{SMALL} --storage shared --dry-run")
+    text = output.replace("\n", "")
+    assert f"Storage: {work_dir.as_uri()}/shared/kl_sweep_sokoban-tiny, needs at most " in text
+    assert list(work_dir.iterdir()) == []
 
 
 def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None:
@@ -503,10 +477,7 @@ def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["s3:LOCKED:HIDDEN@b/p", "LOCKED:HIDDEN@b/p"])
-def test_a_storage_that_may_be_a_uri_is_not_taken_for_a_path(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_storage_that_may_be_a_uri_is_not_taken_for_a_path(text: str, work_dir: Path) -> None:
     with pytest.raises(PlanError, match="a user name with a password") as raised:
         locate.parse_storage_uri(text)
     assert "HIDDEN" not in str(raised.value)
@@ -514,23 +485,20 @@ def test_a_storage_that_may_be_a_uri_is_not_taken_for_a_path(
 
 
 @pytest.mark.parametrize("place", SECRET_PLACES[::4])
-def test_no_command_repeats_a_secret_in_a_uri(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_no_command_repeats_a_secret_in_a_uri(work_dir: Path, place: str) -> None:
     secret = "TOP/Y+4SECRET"
     uri = place.format(secret)
-    plan = make_plan_in(tmp_path / "foreign", None)
+    plan = make_plan_in(work_dir / "foreign", None)
     outputs.write_study(plan)
     study_file = plan.folder / "study.json"
     study_file.write_text(json.dumps({**json.loads(study_file.read_text()), "storage": uri}))
-    runner = CliRunner()
-    small_study = ["kl", "--preset", "laptop", "--smoke", "--output", "out"]
-    commands = [["run", *small_study, "--storage", uri], ["run", *small_study, "--dry-run", "--storage", uri]]
+    small_study = ("run", "kl", "--preset", "laptop", "--smoke", "--output", "out", "--storage", uri)
+    commands = [small_study, (*small_study, "--dry-run")]
     for location in (f"{uri}/kl_sweep", str(plan.folder)):
-        commands += [[name, location] for name in ("status", "report", "resume", "replay-stoppers", "plot-gradients")]
+        commands += [(name, location) for name in ("status", "report", "resume", "replay-stoppers", "plot-gradients")]
     for command in commands:
-        result = runner.invoke(app, command)
-        assert (result.exit_code, secret in result.output) == (2, False), command
-    assert not (tmp_path / "out").exists()
+        assert secret not in assert_refused(type_words(*command)), command
+    assert not (work_dir / "out").exists()
 
 
 # Shared folders.
@@ -544,7 +512,7 @@ def test_no_link_in_a_shared_folder_is_followed(name: str, tmp_path: Path) -> No
     (tmp_path / plan.run / name).symlink_to(foreign)
     for read in (storage.fetch_study, storage.fetch_results):
         with pytest.raises(PlanError, match="symbolic link"):
-            read(plan.study_uri or "", tmp_path / "copy")
+            read(plan.study_uri, tmp_path / "copy")
     with pytest.raises(PlanError, match="symbolic link"), StoredStudy(plan).keep_synced():
         pass
     assert not (tmp_path / "copy").exists()

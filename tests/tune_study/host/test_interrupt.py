@@ -77,15 +77,7 @@ def test_a_request_that_cannot_be_written_is_one_all_the_same(tmp_path: Path) ->
     assert not interrupt.is_visible
 
 
-def test_a_new_start_forgets_the_request(interrupt: Interrupt, tmp_path: Path) -> None:
-    interrupt.request()
-    interrupt.clear()
-    assert not interrupt.is_requested
-    assert list(tmp_path.iterdir()) == []
-    interrupt.clear()
-
-
-def test_a_file_of_an_earlier_start_is_no_request(interrupt: Interrupt) -> None:
+def test_a_new_start_forgets_requests(interrupt: Interrupt, tmp_path: Path) -> None:
     interrupt.path.touch()
     interrupt.get_arm_path("0.1").touch()
     assert not interrupt.is_requested
@@ -93,11 +85,12 @@ def test_a_file_of_an_earlier_start_is_no_request(interrupt: Interrupt) -> None:
     interrupt.clear()
     assert not interrupt.is_visible
     assert not interrupt.is_any_arm_requested
-
-
-def test_a_file_that_another_process_makes_is_a_request(interrupt: Interrupt) -> None:
+    interrupt.request()
     interrupt.clear()
-    make_interrupt(interrupt.path.parent).path.touch()
+    assert not interrupt.is_requested
+    assert list(tmp_path.iterdir()) == []
+    interrupt.clear()
+    make_interrupt(interrupt.path.parent).path.touch()  # as another process does
     assert interrupt.is_requested
     assert not interrupt.is_arm_requested("0.1")
 
@@ -138,5 +131,4 @@ def test_a_body_that_ends_before_the_limit_is_not_stopped(interrupt: Interrupt) 
 
 def test_the_deadline_is_hours_from_the_start() -> None:
     limit = start_time_limit(2.0)
-    assert limit is not None
     assert 7190 < limit.deadline - time.monotonic() <= 7200

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
+from tests.fakes.plans import plan_study, read_shape
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.config.run_config import apply_overrides
@@ -26,10 +27,10 @@ from tune_study.placement.disk import (
     estimate_row_bytes,
     format_disk_line,
 )
-from tune_study.placement.model_size import ModelShape, count_policy_parameters, read_model_shape
+from tune_study.placement.model_size import count_policy_parameters
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 from tune_study.plan.typed_settings import collect_overrides
 from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
@@ -47,6 +48,7 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     },
     "rloo, KL loss": {"algorithm.adv_estimator": "rloo", "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
 }
+TINY = read_shape("sokoban-tiny")
 EXAMPLE = DiskBudget(
     remaining_runs=6,
     concurrent_runs=2,
@@ -59,17 +61,6 @@ EXAMPLE = DiskBudget(
     free_bytes=52_100_000_000,
     folder=Path("/out"),
 )
-
-
-def read_tiny_shape() -> ModelShape:
-    shape = read_model_shape("sokoban-tiny", {})
-    assert shape is not None
-    return shape
-
-
-def make_plan_in(folder: Path, values: tuple[str, ...] = ("0", "0.1"), **overrides: object) -> StudyPlan:
-    dotted_overrides = {key.replace("__", "."): value for key, value in overrides.items()}
-    return make_plan(STUDIES["kl"], "laptop", "a test", dotted_overrides, values, 1, folder)
 
 
 def allocate_resources(plan: StudyPlan, limit: int | None = None) -> ResourcePlan:
@@ -97,9 +88,7 @@ def test_a_checkpoint_has_the_size_of_the_real_one(name: str, tmp_path: Path) ->
     assert any(key.startswith("actor_optimizer/") for key in tensors), "without an update there are no moments"
     write_checkpoint(tmp_path / "state", tensors, values)
     checkpoint_bytes = sum(path.stat().st_size for path in (tmp_path / "state").iterdir())
-    assert abs(compute_checkpoint_bytes(read_tiny_shape(), trainer.config) - checkpoint_bytes) < min(
-        0.01 * checkpoint_bytes, 6_000
-    )
+    assert abs(compute_checkpoint_bytes(TINY, trainer.config) - checkpoint_bytes) < min(0.01 * checkpoint_bytes, 6_000)
 
 
 @given(st.integers(1, 60), st.integers(-1, 70))
@@ -121,15 +110,11 @@ def test_the_total_is_the_sum_of_what_it_is_made_of(
     steps: int, save_freq: int, arms: int, limit: int, keep_last: bool
 ) -> None:
     values = tuple(f"0.{number}" for number in range(1, arms + 1))
-    plan = make_plan_in(
-        Path("/no/such/folder"),
-        values,
-        trainer__total_training_steps=steps,
-        trainer__save_freq=save_freq,
-        trainer__keep_last=keep_last,
-    )
+    settings = {"total_training_steps": steps, "save_freq": save_freq, "keep_last": keep_last}
+    typed = {f"trainer.{name}": value for name, value in settings.items()}
+    plan = plan_study(Path("/no/such/folder"), values, **typed)
     budget = estimate_budget(plan, limit)
-    checkpoint_bytes, n_concurrent = compute_checkpoint_bytes(read_tiny_shape(), plan.base_config), min(limit, arms)
+    checkpoint_bytes, n_concurrent = (compute_checkpoint_bytes(TINY, plan.base_config), min(limit, arms))
     assert (budget.remaining_runs, budget.concurrent_runs, budget.saved_checkpoints, budget.checkpoint_bytes) == (
         arms,
         n_concurrent,
@@ -138,38 +123,33 @@ def test_the_total_is_the_sum_of_what_it_is_made_of(
     )
     # Three of every run that trains, and one of every other that keeps its last state.
     rolling_checkpoints = 3 * n_concurrent + keep_last * (arms - n_concurrent)
-    assert (
-        budget.total_bytes
-        == (arms * count_occurrences(steps, save_freq) + rolling_checkpoints) * checkpoint_bytes + budget.row_bytes
-    )
+    num_checkpoints = arms * count_occurrences(steps, save_freq) + rolling_checkpoints
+    assert budget.total_bytes == num_checkpoints * checkpoint_bytes + budget.row_bytes
     assert (budget.written_bytes, budget.folder) == (0, Path("/"))
     assert 0 < budget.free_bytes < 2**60
 
 
 def test_rows_grow_with_steps_runs_and_levels() -> None:
     folder = Path("/no/such/folder")
-    usual_bytes = estimate_budget(make_plan_in(folder)).row_bytes
-    assert estimate_budget(make_plan_in(folder, trainer__total_training_steps=61)).row_bytes > usual_bytes
-    assert estimate_budget(make_plan_in(folder, ("0", "0.1", "0.2"))).row_bytes > usual_bytes
+    usual_bytes = estimate_budget(plan_study(folder)).row_bytes
+    assert estimate_budget(plan_study(folder, trainer__total_training_steps=61)).row_bytes > usual_bytes
+    assert estimate_budget(plan_study(folder, ("0", "0.1", "0.2"))).row_bytes > usual_bytes
     for smaller_settings in (
         {"env__val_env_groups": 16},
         {"env__test_env_groups": 0},
         {"trainer__val_before_train": False},
         {"trainer__log_val_generations": 3},
     ):
-        assert estimate_budget(make_plan_in(folder, **smaller_settings)).row_bytes < usual_bytes
-    assert estimate_budget(make_plan_in(folder, trainer__log_train_generations=1)).row_bytes > usual_bytes
-    assert (
-        estimate_budget(make_plan_in(folder, trainer__test_freq=1)).row_bytes
-        > usual_bytes
-        > estimate_budget(make_plan_in(folder, trainer__test_freq=0)).row_bytes
-    )
+        assert estimate_budget(plan_study(folder, **smaller_settings)).row_bytes < usual_bytes
+    assert estimate_budget(plan_study(folder, trainer__log_train_generations=1)).row_bytes > usual_bytes
+    assert estimate_budget(plan_study(folder, trainer__test_freq=1)).row_bytes > usual_bytes
+    assert estimate_budget(plan_study(folder, trainer__test_freq=0)).row_bytes < usual_bytes
 
 
 def test_recorded_trees_have_room_for_their_children() -> None:
     def estimate(max_children: int) -> int:
         settings = {"env.papers.max_children": str(max_children), "trainer.log_train_generations": "2"}
-        plan = make_plan(STUDIES["tree-grpo"], "laptop", "a test", settings, None, 1, Path())
+        plan = plan_study(Path(), None, study="tree-grpo", **settings)
         return estimate_row_bytes(plan.runs[0].ppo_config)
 
     per_turn = 700 + 3_000 + 32 * 5
@@ -179,20 +159,15 @@ def test_recorded_trees_have_room_for_their_children() -> None:
 
 
 def test_arms_that_differ_are_added_up(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, ("0", "0.1", "0.2"), trainer__save_freq=20)
+    plan = plan_study(tmp_path, ("0", "0.1", "0.2"), trainer__save_freq=20)
     changes = ({}, {"algorithm.adv_estimator": "grpo"}, {"trainer.save_freq": -1})
     plan = replace(
         plan, runs=tuple(with_config(spec, arm_changes) for spec, arm_changes in zip(plan.runs, changes, strict=True))
     )
     budget = estimate_budget(plan)
-    gae_bytes, grpo_bytes = (
-        compute_checkpoint_bytes(read_tiny_shape(), plan.runs[0].config),
-        compute_checkpoint_bytes(read_tiny_shape(), plan.runs[1].config),
-    )
-    assert (
-        budget.total_bytes
-        == 4 * gae_bytes + 4 * grpo_bytes + gae_bytes + 2 * (gae_bytes + gae_bytes) + budget.row_bytes
-    )
+    gae_bytes, grpo_bytes = (compute_checkpoint_bytes(TINY, spec.config) for spec in plan.runs[:2])
+    state_bytes = budget.total_bytes - budget.row_bytes
+    assert state_bytes == 4 * gae_bytes + 4 * grpo_bytes + gae_bytes + 2 * (gae_bytes + gae_bytes)
     assert (budget.checkpoint_bytes, budget.saved_checkpoints) == (gae_bytes, 3)
 
 
@@ -201,7 +176,7 @@ def test_what_a_real_study_leaves_is_within_its_budget(ray_session: None, tmp_pa
     study_settings = {key.replace(".", "__"): value for key, value in SMALL_SETTINGS.items()} | {
         "trainer__save_freq": 2
     }
-    plan = make_plan_in(tmp_path, ("0",), **study_settings)
+    plan = plan_study(tmp_path, ("0",), **study_settings)
     budget_before = estimate_budget(plan)
     assert budget_before.checkpoint_bytes is not None
     assert budget_before.total_bytes is not None
@@ -220,7 +195,7 @@ def test_a_run_that_goes_on_needs_what_is_missing(tmp_path: Path) -> None:
     study_settings = {key.replace(".", "__"): value for key, value in SMALL_SETTINGS.items()} | {
         "trainer__save_freq": 1
     }
-    plan = make_plan_in(tmp_path, **study_settings)
+    plan = plan_study(tmp_path, **study_settings)
     budget_before = estimate_budget(plan)
     assert budget_before.checkpoint_bytes is not None
     trial = PPO(make_trial_config(plan, [plan.runs[0]]))
@@ -236,7 +211,7 @@ def test_a_run_that_goes_on_needs_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, ("0", "0.1", "0.2", "0.3"))
+    plan = plan_study(tmp_path, ("0", "0.1", "0.2", "0.3"))
     statuses = ("completed", "early_stopped", "failed", "interrupted")
     for index, (spec, status) in enumerate(zip(plan.runs, statuses, strict=True)):
         write_bytes(plan.get_run_dir(spec.run_id) / STATE_FOLDER / "state.safetensors", 1_000 * 10**index)
@@ -244,19 +219,15 @@ def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
     row_files = [plan.get_run_dir(spec.run_id) / METRICS_FILE for spec in plan.runs]
     append_record(row_files[0], {"step": plan.runs[0].steps})
     append_record(row_files[1], {"step": 3, "stop_rule": "empty_filtered_steps"})
-    budget, fresh_budget = estimate_budget(plan), estimate_budget(make_plan_in(tmp_path / "other", ("0.2", "0.3")))
-    assert (budget.remaining_runs, budget.total_bytes, budget.row_bytes) == (
-        fresh_budget.remaining_runs,
-        fresh_budget.total_bytes,
-        fresh_budget.row_bytes,
-    )
+    budget, fresh_budget = estimate_budget(plan), estimate_budget(plan_study(tmp_path / "other", ("0.2", "0.3")))
+    for name in ("remaining_runs", "total_bytes", "row_bytes"):
+        assert getattr(budget, name) == getattr(fresh_budget, name), name
     status_files = sum((plan.get_run_dir(spec.run_id) / "status.json").stat().st_size for spec in plan.runs[2:])
     assert budget.written_bytes == 1_100_000 + status_files
     write_record(plan.get_run_dir(plan.runs[2].run_id), StatusRecord(plan.runs[2].run_id, "completed"))
     append_record(row_files[2], {"step": plan.runs[2].steps})
     last_budget = estimate_budget(plan)
     assert (budget.concurrent_runs, last_budget.concurrent_runs) == (2, 1)
-    assert last_budget.total_bytes is not None
     assert last_budget.checkpoint_bytes is not None
     num_checkpoints = last_budget.saved_checkpoints + 3
     assert last_budget.total_bytes - last_budget.row_bytes == num_checkpoints * last_budget.checkpoint_bytes
@@ -267,7 +238,7 @@ def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
 
 
 def test_a_run_counts_for_no_more_than_it_leaves(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, ("0",), trainer__save_freq=60)
+    plan = plan_study(tmp_path, ("0",), trainer__save_freq=60)
     (spec,) = plan.runs
     for path in (
         plan.get_run_dir(spec.run_id) / STATE_FOLDER / "step_2" / "state.safetensors",
@@ -277,21 +248,16 @@ def test_a_run_counts_for_no_more_than_it_leaves(tmp_path: Path) -> None:
     ):
         write_bytes(path, 4_000_000)
     budget = estimate_budget(plan, 1)
-    assert budget.checkpoint_bytes is not None
     # Those of the states in flight, and of what a study has besides its runs.
     assert budget.missing_bytes > 2 * budget.checkpoint_bytes
     assert 2 * budget.checkpoint_bytes < budget.written_bytes < 2 * budget.checkpoint_bytes + budget.row_bytes
 
 
 def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, model__path="some/model", model__prompt_style="full")
+    plan = plan_study(tmp_path, model__path="some/model", model__prompt_style="full")
     budget = estimate_disk_budget(plan, allocate_resources(plan), {"HF_HUB_CACHE": str(tmp_path)})
-    assert (budget.checkpoint_bytes, budget.total_bytes, budget.written_bytes, budget.unknown_models) == (
-        None,
-        None,
-        0,
-        ("some/model",),
-    )
+    assert (budget.checkpoint_bytes, budget.total_bytes, budget.written_bytes) == (None, None, 0)
+    assert budget.unknown_models == ("some/model",)
     check_budget(budget._replace(free_bytes=0))
     assert format_disk_line(budget._replace(free_bytes=52_100_000_000)) == (
         "Disk: space unknown, because no config.json of a trainable model was found for some/model; 52.1 GB free."
@@ -301,12 +267,11 @@ def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
 def test_a_condition_that_loads_a_model_has_states_of_its_size(tmp_path: Path) -> None:
     def estimate_task_budget(*assignments: str) -> DiskBudget:
         overrides = collect_overrides(STUDIES["sandbox"], {}, assignments)
-        plan = make_plan(STUDIES["sandbox"], "laptop", "a test", overrides, None, 1, tmp_path)
+        plan = plan_study(tmp_path, None, study="sandbox", **overrides)
         return estimate_disk_budget(plan, allocate_resources(plan), {"HF_HUB_CACHE": str(tmp_path)})
 
     checkpoint_bytes = estimate_task_budget("task=lm_bandit").checkpoint_bytes
-    assert checkpoint_bytes is not None
-    assert checkpoint_bytes > 12 * count_policy_parameters(read_tiny_shape())
+    assert checkpoint_bytes > 12 * count_policy_parameters(TINY)
     larger_bytes = estimate_task_budget("task=lm_bandit", "model_name=Qwen/Qwen2.5-0.5B").checkpoint_bytes
     assert larger_bytes == pytest.approx(12 * 494e6, rel=0.01)
     assert (
@@ -340,12 +305,8 @@ def test_too_little_says_what_is_needed_what_is_free_and_what_to_type() -> None:
         check_budget(EXAMPLE._replace(free_bytes=12_000_000, written_bytes=10_000_000))
     text = str(error_info.value)
     assert "needs up to 52.8 MB more disk space, and /out has 12.0 MB free, 40.8 MB too little" in text
-    options = (
-        "--save-freq with a larger number (-1 saves none)",
-        "--set trainer.keep_last=false",
-        "--max-concurrent 1",
-    )
-    for option in (*options, "--output"):
+    assert "--save-freq with a larger number (-1 saves none)" in text
+    for option in ("--set trainer.keep_last=false", "--max-concurrent 1", "--output"):
         assert option in text
     with pytest.raises(PlanError) as error_info:
         check_budget(EXAMPLE._replace(free_bytes=0, saved_checkpoints=0, concurrent_runs=1, last_states=0))
@@ -369,8 +330,7 @@ def test_a_folder_has_the_bytes_of_its_files(tmp_path: Path) -> None:
 
 
 def test_a_trial_of_several_runs_writes_the_states_of_all_at_once(tmp_path: Path) -> None:
-    plan = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
+    plan = plan_study(tmp_path, None, 3, study="influence")
     budget = estimate_disk_budget(plan, allocate_resources(plan, 1), {})
     assert (budget.remaining_runs, budget.concurrent_runs) == (9, 3)
-    assert budget.checkpoint_bytes is not None
     assert budget.total_bytes == 15 * budget.checkpoint_bytes + budget.row_bytes

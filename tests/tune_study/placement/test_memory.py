@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from search_spaces.catalog import STUDIES
+from tests.fakes.plans import read_shape
 from tests.fakes.scripted import make_qwen2_shape as make_torch_shape
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import make_quiet_trainer
@@ -28,13 +29,8 @@ from trainable.rollout.kv_cache_size import (
 )
 from trainable.rollout.vllm_sampler import EngineSettings
 from tune_study.placement import memory
-from tune_study.placement.memory import (
-    GIB,
-    POLICY_BACKWARD,
-    list_allocations,
-    sum_by_phase,
-)
-from tune_study.placement.model_size import ModelShape, read_model_shape
+from tune_study.placement.memory import GIB, POLICY_BACKWARD, list_allocations, sum_by_phase
+from tune_study.placement.model_size import ModelShape
 from tune_study.placement.time_estimate import estimate_update_flops
 
 TINY = "sokoban-tiny"
@@ -46,12 +42,6 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     "grpo, some adapters": {"algorithm.adv_estimator": "grpo", "model.lora_target_modules": ["q_proj", "down_proj"]},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def read_shape(path: str) -> ModelShape:
-    shape = read_model_shape(path, {})
-    assert shape is not None
-    return shape
 
 
 def make_paper_config(**overrides: object) -> RunConfig:
@@ -70,7 +60,7 @@ def count_storage_bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def list_moments(trainer: PPOTrainer, name: str) -> list[torch.Tensor]:
-    optimizer = trainer.backends[name].optimizer  # type: ignore[attr-defined]
+    optimizer = trainer.backends[name].optimizer
     return [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
 
@@ -188,11 +178,8 @@ def test_the_game_says_no_more_than_planned(turns: int) -> None:
 
 
 def test_a_published_conversation_has_3600_tokens() -> None:
-    assert (
-        compute_max_tokens(make_paper_config())
-        == compute_max_tokens(make_paper_config(rollout__max_model_len=None))
-        == 3600
-    )
+    assert compute_max_tokens(make_paper_config()) == 3600
+    assert compute_max_tokens(make_paper_config(rollout__max_model_len=None)) == 3600
     assert compute_max_tokens(make_paper_config(rollout__max_model_len=1000)) == 1000
     assert compute_max_tokens(make_paper_config(env__max_turn=2)) == 1440
 
@@ -296,14 +283,8 @@ def test_the_3b_with_adapters_by_hand() -> None:
     block = 2 * hidden * (hidden + kv) + 3 * hidden * wide
     assert gpu_bytes["copies of weights"][0] == 4 * block  # merged for vLLM
     assert not {"reference weights", "policy weights, float32"} & gpu_bytes.keys()
-    assert (
-        max(
-            sum_by_phase(
-                list_allocations(read_shape("Qwen/Qwen2.5-3B"), make_paper_config(model__lora_rank=64), 40 * GIB)
-            )
-        )
-        < 40 * GIB
-    )
+    config = make_paper_config(model__lora_rank=64)
+    assert max(sum_by_phase(list_allocations(read_shape("Qwen/Qwen2.5-3B"), config, 40 * GIB))) < 40 * GIB
 
 
 def test_vllm_gets_its_fraction_of_the_runs_memory_and_no_more() -> None:
@@ -345,11 +326,8 @@ def test_swapping_by_hand() -> None:
     assert allocations["policy AdamW moments"][1:] == ((0, 0, 0, 0, moments, moments), moments)
     assert allocations["critic weights, float32"][1:] == ((0, 0, 4 * critic, 4 * critic, 0, 0), 4 * critic)
     assert allocations["critic AdamW moments"][1:] == ((0, 0, 8 * critic, 8 * critic, 0, 0), 8 * critic)
-    reference, frozen = (
-        allocations["reference weights"],
-        memory.compute_frozen_bytes(shape, make_paper_config(**changes)),
-    )
-    assert reference[1:] == ((0, frozen, 0, 0, 0, 0), frozen)
+    frozen = memory.compute_frozen_bytes(shape, make_paper_config(**changes))
+    assert allocations["reference weights"][1:] == ((0, frozen, 0, 0, 0, 0), frozen)
     exact_kl = make_paper_config(**changes, actor__kl_loss_type="full")
     (reference,) = (entry for entry in list_allocations(shape, exact_kl, 80 * GIB) if entry.name == "reference weights")
     assert reference[1:] == ((0, frozen, 0, 0, frozen, frozen), frozen)

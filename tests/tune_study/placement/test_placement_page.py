@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.plans import read_shape
 from trainable.config.run_config import RunConfig, apply_overrides
 from tune_study.placement import memory
 from tune_study.placement.memory import GIB, POLICY_BACKWARD
-from tune_study.placement.model_size import ModelShape, read_model_shape
+from tune_study.placement.model_size import ModelShape
 
 PAGE = (Path(__file__).parents[3] / "docs" / "placement.md").read_text(encoding="utf-8")
 
@@ -21,8 +22,7 @@ def read_rows(section: str) -> list[list[str]]:
 
 
 def test_a_plan_by_hand_has_the_items_of_the_plan() -> None:
-    shape = read_model_shape("Qwen/Qwen2.5-3B", {})
-    assert shape is not None
+    shape = read_shape("Qwen/Qwen2.5-3B")
     config = apply_overrides(RunConfig(), {"actor.use_kl_loss": True, "trainer.swap_to_host": True})
     items = {item.name: item.gpu_bytes[POLICY_BACKWARD] for item in memory.list_allocations(shape, config, 80 * GIB)}
     groups = (

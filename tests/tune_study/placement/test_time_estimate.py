@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.catalog import STUDIES
 from search_spaces.declaration.presets import PRESETS
+from tests.fakes.plans import plan_study
 from tests.tune_study.placement.test_memory_plan import FOUR_GPUS, H100, NO_MODELS, make_study_plan
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.qwen2_shape import estimate_forward_flops
@@ -19,7 +19,7 @@ from tune_study.placement.time_estimate import (
     estimate_sampling_seconds,
     estimate_update_flops,
 )
-from tune_study.plan.study_plan import make_plan
+from tune_study.plan.study_plan import ResourcePlan
 
 LAPTOP = PRESETS["laptop"].settings
 
@@ -148,30 +148,27 @@ def test_a_run_on_a_core_is_its_steps_validations_and_tests() -> None:
         assert estimate_cpu_run_seconds(SMALL, apply_overrides(config, settings)) == pytest.approx(expected)
 
 
+def format_cpu_line(resource_plan: ResourcePlan, seeds: int = 3, study: str = "kl", **settings: object) -> str:
+    plan = plan_study(Path("/out"), None, seeds, study=study, **settings)
+    return time_estimate.format_cpu_time_line(plan, resource_plan) or ""
+
+
+def read_minutes(line: str, runs: int) -> float:
+    return float(line.split("per run, ")[1].split(f" min for these {runs} runs")[0])
+
+
 def test_the_plan_of_a_laptop_study_has_an_estimate_of_time() -> None:
     """Eighteen runs took 479 seconds on two cores (benchmarks/RESULTS.md)."""
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, None, 3, Path("/out"))
-    resource_plan = preflight(plan, None, (), 2, None, is_real=False)
-    line = time_estimate.format_cpu_time_line(plan, resource_plan)
-    assert line is not None
-    minutes = float(line.split("per run, ")[1].split(" min for these 18 runs")[0])
+    resource_plan = preflight(plan_study(Path("/out"), None, 3), None, (), 2, None, is_real=False)
+    line = format_cpu_line(resource_plan)
+    minutes = read_minutes(line, 18)
     assert 0.5 * 479 < 60 * minutes < 2 * 479
-    one_at_a_time = time_estimate.format_cpu_time_line(plan, resource_plan._replace(max_concurrent=1))
-    assert one_at_a_time is not None
-    assert float(one_at_a_time.split("per run, ")[1].split(" min")[0]) == pytest.approx(2 * minutes, abs=1)
     assert line.endswith("twice as long")
-    half = make_plan(
-        STUDIES["kl"], "laptop", "a test", {"model.dtype": "float16", **TORCH_SETTINGS}, None, 1, Path("/out")
-    )
-    half_line = time_estimate.format_cpu_time_line(half, resource_plan)
-    assert half_line is not None
-    assert half_line.endswith("; measured in float32, and a CPU is slower in float16")
+    one_at_a_time = format_cpu_line(resource_plan._replace(max_concurrent=1))
+    assert read_minutes(one_at_a_time, 18) == pytest.approx(2 * minutes, abs=1)
+    half = format_cpu_line(resource_plan, 1, **{"model.dtype": "float16", **TORCH_SETTINGS})
+    assert half.endswith("; measured in float32, and a CPU is slower in float16")
     # Three trials of three runs took 26, 68 and 70 s.
-    sandbox = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, Path("/out"))
-    sandbox_line = time_estimate.format_cpu_time_line(sandbox, resource_plan)
-    assert sandbox_line is not None
-    assert 0.5 * 82 < 60 * float(sandbox_line.split("per run, ")[1].split(" min for these 9 runs")[0]) < 2 * 82
-    unmeasured = make_plan(STUDIES["sandbox"], "laptop", "a test", {"task": "lm_bandit"}, None, 1, Path("/out"))
-    assert time_estimate.format_cpu_time_line(unmeasured, resource_plan) is None
-    unknown = make_plan(STUDIES["kl"], "laptop", "a test", {"model.path": "nosuch"}, None, 1, Path("/out"))
-    assert time_estimate.format_cpu_time_line(unknown, resource_plan) is None
+    assert 0.5 * 82 < 60 * read_minutes(format_cpu_line(resource_plan, study="influence"), 9) < 2 * 82
+    assert format_cpu_line(resource_plan, 1, "sandbox", task="lm_bandit") == ""  # nothing was measured
+    assert format_cpu_line(resource_plan, 1, model__path="nosuch") == ""

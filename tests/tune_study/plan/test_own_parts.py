@@ -4,52 +4,38 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO, as_run_config
+from tests.fakes.command_line import assert_refused, get_output, type_words
+from tests.fakes.plans import plan_study
 from tests.trainable.test_part_checks import SAVED_TEXTS
 from trainable.config.own_parts import PartFile
 from trainable.runs.study_record import SourceFile
-from tune_study.commands.cli import app
 from tune_study.commands.requests import RunRequest
 from tune_study.commands.run_options import ChosenPreset, plan_from_options
 from tune_study.folder.outputs import make_study_record
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import check_recorded_files, load_named_files, load_typed_files
-from tune_study.plan.study_plan import make_plan
 from tune_study.tune.trials import make_trial_config
 
 LOSS = "def loss(new, old, advantages):\n    return -(new - old).exp() * advantages\n"
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_with_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _write_loss(work_dir: Path) -> None:
     Path("my_loss.py").write_text(LOSS)
 
 
-def invoke(*words: str) -> tuple[int, str, str]:
-    result = CliRunner(env={"CUDA_VISIBLE_DEVICES": ""}).invoke(app, list(words))
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
-
-
 def make_study(*values: str) -> Study:
-    return Study(
-        name="losses",
-        family=PPO,
-        question="?",
-        axis=Axis("actor.policy_loss", {"laptop": values}),
-        fixed_settings={},
-        baseline="ppo_clip",
-    )
+    return Study("losses", PPO, "?", Axis("actor.policy_loss", {"laptop": values}), {}, baseline="ppo_clip")
 
 
 def test_an_arm_is_named_after_its_part_and_its_trial_has_the_text(tmp_path: Path) -> None:
     study = make_study("ppo_clip", "my_loss.py:loss")
     load_named_files(study, "", None, "laptop", [])
-    plan = make_plan(study, "laptop", "a test", {}, None, 1, tmp_path)
+    plan = plan_study(tmp_path, None, study=study)
     file = PartFile("my_loss.py", LOSS)
     assert [spec.label for spec in plan.runs] == ["ppo_clip", "loss"]
     assert [as_run_config(spec.config).actor.policy_loss for spec in plan.runs] == [
@@ -69,7 +55,7 @@ def test_paths_in_a_study_file_start_in_its_folder(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"There is no file other_loss\.py: type the path of a Python file that has"):
         load_named_files(study, "", None, "laptop", [])
     load_named_files(study, "below/study.py", None, "laptop", [])
-    plan = make_plan(study, "laptop", "a test", {}, None, 1, tmp_path)
+    plan = plan_study(tmp_path, None, study=study)
     assert plan.resume_options == ("--code", "below/other_loss.py")
     # Only the files of values that are used.
     load_named_files(make_study("ppo_clip", "missing.py:loss"), "", ("ppo_clip",), "laptop", [])
@@ -102,22 +88,22 @@ def test_a_study_continues_with_the_recorded_texts_only(tmp_path: Path) -> None:
     check_recorded_files(tmp_path, [entry])
 
 
-def test_wrong_parts_end_a_dry_run_with_one_paragraph() -> None:
-    words = ("run", "kl", "--preset", "laptop", "--dry-run", "--set")
-    code, output, error = invoke(*words, "actor.policy_loss=my_loss.py:other")
-    assert (code, output) == (2, "")
-    assert error == "tune_study: my_loss.py has no other: define it, or name something that the file has."
-    Path("my_loss.py").write_text("def loss(new):\n    return new\n")
-    code, output, error = invoke(*words, "actor.policy_loss=my_loss.py:loss")
-    assert (code, output) == (2, "")
-    assert "loss(logprobs, old_logprobs, advantages) raised TypeError: loss() takes 1 positional argument" in error
-    code, _, error = invoke("run", "kl", "--preset", "laptop", "--dry-run", "--env", "chess")
-    assert code == 2
-    assert "or a game of yours as FILE.py:NAME" in error
+@pytest.mark.parametrize(
+    ("text", "part", "message"),
+    [
+        (LOSS, ":other", "my_loss.py has no other: define it, or name something that the file has."),
+        (LOSS, ":loss#0123456789abcdef", "needs the file my_loss.py, which was not typed"),
+        ("def loss(new):\n    return new\n", ":loss", "raised TypeError: loss() takes 1 positional argument"),
+        ("import sys\nsys.exit(0)\n", ":f", "executed: SystemExit: 0 (my_loss.py, line 2: `sys.exit(0)`)"),
+    ],
+)
+def test_wrong_parts_end_a_dry_run_with_one_paragraph(text: str, part: str, message: str) -> None:
+    Path("my_loss.py").write_text(text)
+    assert_refused(f"run kl --preset laptop --dry-run --set actor.policy_loss=my_loss.py{part}", message)
 
 
 def test_settings_list_that_a_part_is_allowed() -> None:
-    lines = invoke("settings", "kl", "--all")[1].splitlines()
+    lines = type_words("settings", "kl", "--all")[1].splitlines()
     (line,) = [line for line in lines if line.startswith("actor.policy_loss ")]
     assert "ppo_clip | tpo | FILE.py:NAME" in line
 
@@ -129,34 +115,14 @@ def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Pat
     env = plan_from_options(STUDIES["kl"], ChosenPreset("laptop", "a test"), options).ppo_config.env
     assert (env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj) == (2, 1, 1)
     words = ("run", "kl", "--preset", "laptop", "--output", str(tmp_path / "out"), "--dry-run", "--env")
-    code, output, _ = invoke(*words, "bandit.py:Bandit")
-    assert code == 0
+    output = get_output(type_words(*words, "bandit.py:Bandit"))
     assert len(re.findall(r"Own game: \d+ of 64 first replies of sokoban-tiny have a valid", output)) == 1
     assert "Groups before training" not in output
-    code, _, error = invoke(*words, "bandit.py")
-    assert code == 2
-    assert "does not say which game of the file: type --env bandit.py:NAME" in error
+    assert_refused(type_words(*words, "bandit.py"), "does not say which game of the file: type --env bandit.py:NAME")
     Path("bandit.py").write_text("class Bandit:\n    settings = [1]\n")
-    code, _, error = invoke(*words, "bandit.py:Bandit")
-    assert code == 2
-    assert "has an attribute `settings` that is no mapping of settings to values" in error
-
-
-def test_a_file_that_ends_the_process_is_refused() -> None:
-    Path("my_loss.py").write_text("import sys\nsys.exit(0)\n")
-    code, output, error = invoke(
-        "run", "kl", "--preset", "laptop", "--dry-run", "--set", "actor.policy_loss=my_loss.py:f"
+    assert_refused(
+        type_words(*words, "bandit.py:Bandit"), "has an attribute `settings` that is no mapping of settings to values"
     )
-    assert (code, output) == (2, "")
-    assert "my_loss.py cannot be executed: SystemExit: 0 (my_loss.py, line 2: `sys.exit(0)`)" in error
-
-
-def test_a_setting_with_another_digest_is_refused() -> None:
-    code, output, error = invoke(
-        "run", "kl", "--preset", "laptop", "--dry-run", "--set", "actor.policy_loss=my_loss.py:loss#0123456789abcdef"
-    )
-    assert (code, output) == (2, "")
-    assert "needs the file my_loss.py, which was not typed" in error
 
 
 def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:

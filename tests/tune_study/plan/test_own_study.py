@@ -7,100 +7,52 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from analysis.sweep import findings
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study, make_grid_axis
 from search_spaces.language_model.family import PPO, as_run_config
+from tests.fakes.command_line import assert_refused, get_output, type_words
+from tests.fakes.plans import plan_study
 from trainable.runs.study_record import StudyRecord, read_record, write_record
-from tune_study.commands.cli import app
 from tune_study.folder.outputs import make_study_record, write_study
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.errors import PlanError
 from tune_study.plan.new_study import format_study
 from tune_study.plan.own_study import OwnStudy, StudySource, is_study_file, load_own_study
-from tune_study.plan.study_plan import make_plan
 
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def invoke(*words: str) -> tuple[int, str, str]:
-    result = CliRunner(env={"CUDA_VISIBLE_DEVICES": ""}).invoke(app, list(words))
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+pytestmark = pytest.mark.usefixtures("work_dir")
 
 
 def test_new_writes_a_study_that_runs_as_printed(tmp_path: Path) -> None:
-    code, output, _ = invoke("new", "my-lr", "--vary", "actor.lr=1e-4,3e-4,1e-3")
-    assert code == 0
+    output = get_output(type_words("new", "my-lr", "--vary", "actor.lr=1e-4,3e-4,1e-3"))
     assert output.splitlines() == ["Wrote my_lr.py. Run it with:", "  python -m tune_study run my_lr.py"]
     assert len((tmp_path / "my_lr.py").read_text().splitlines()) <= 20
     own_study = load_own_study("my_lr.py")
     assert own_study.study.axis.grids["laptop"] == ("1e-4", "3e-4", "1e-3")
-    plan = make_plan(own_study.study, "laptop", "a test", {}, None, 2, tmp_path)
+    plan = plan_study(tmp_path, None, 2, study=own_study.study)
     assert [as_run_config(spec.config).actor.lr for spec in plan.runs] == [1e-4, 3e-4, 1e-3] * 2
     assert plan.baseline == "1e-4"
-    code, output, _ = invoke("run", "my_lr.py", "--preset", "laptop", "--values", "1e-4,2e-4", "--dry-run")
-    assert code == 0
+    output = get_output(type_words("run", "my_lr.py", "--preset", "laptop", "--values", "1e-4,2e-4", "--dry-run"))
     assert "6 runs: actor.lr in 1e-4,2e-4; seeds 0,1,2" in output
 
 
 def test_several_settings_make_a_grid_of_named_arms(tmp_path: Path) -> None:
     words = ["new", "my-grid", "--vary", "actor.lr=1e-4,1e-3", "--vary", "algorithm.adv_estimator=gae,grpo"]
-    assert invoke(*words, "--to", "other.py")[0] == 0
+    assert type_words(*words, "--to", "other.py")[0] == 0
     study = load_own_study("other.py").study
-    assert study.axis.grids["paper"] == (
-        "lr1e-4-adv_estimatorgae",
-        "lr1e-4-adv_estimatorgrpo",
-        "lr1e-3-adv_estimatorgae",
-        "lr1e-3-adv_estimatorgrpo",
-    )
-    plan = make_plan(study, "laptop", "a test", {}, None, 1, tmp_path)
+    points = [(rate, estimator) for rate in ("1e-4", "1e-3") for estimator in ("gae", "grpo")]
+    assert study.axis.grids["paper"] == tuple(f"lr{rate}-adv_estimator{estimator}" for rate, estimator in points)
+    plan = plan_study(tmp_path, None, study=study)
     configs = [as_run_config(spec.config) for spec in plan.runs]
-    assert [(config.actor.lr, config.algorithm.adv_estimator) for config in configs] == [
-        (1e-4, "gae"),
-        (1e-4, "grpo"),
-        (1e-3, "gae"),
-        (1e-3, "grpo"),
-    ]
+    settings = [(config.actor.lr, config.algorithm.adv_estimator) for config in configs]
+    assert settings == [(float(rate), estimator) for rate, estimator in points]
     assert plan.baseline == "lr1e-4-adv_estimatorgae"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("my-lr", "type --vary KEY=VALUES"),
-        ("kl --vary actor.lr=1e-4,1e-3", "kl is a study of this package"),
-        ("sandbox-all --vary actor.lr=1e-4,1e-3", "is a study of this package"),
-        ("My_LR --vary actor.lr=1e-4,1e-3", "lower-case words joined by hyphens"),
-        ("../up --vary actor.lr=1e-4,1e-3", "is no name of a study"),
-        ("my-lr --vary actor.lr=1e-4", "two values or more"),
-        ("my-lr --vary actor.lr", "two values or more"),
-        ("my-lr --vary actor.lr=1e-4,,1", "two values or more"),
-        ("my-lr --vary actor.lrr=1e-4,1e-3", "There is no setting `actor.lrr`"),
-        ("my-lr --vary actor.lr=1e-4,high", "--vary: actor.lr=high cannot be used"),
-        ("my-lr --vary actor.lr=1,2 --vary actor.lr=3,4", "the setting actor.lr twice"),
-        ("my-lr --vary actor.lr=1e-4,1e-4", "the value 1e-4 twice"),
-        ("my-lr --vary seed=1,2", "type --seeds N"),
-        ("my-lr --vary actor.lr=1e-4,1e-3 --to study.txt", "does not end in .py"),
-        ("my-lr --vary actor.lr=1e-4,1e-3 --to no/such/folder.py", "cannot be written"),
-    ],
-)
-def test_what_new_cannot_write_is_said(tmp_path: Path, words: str, message: str) -> None:
-    code, output, error = invoke("new", *words.split())
-    assert (code, output) == (2, "")
-    assert message in error
-    assert not list(tmp_path.iterdir())
 
 
 def test_new_never_writes_over_a_file(tmp_path: Path) -> None:
     (tmp_path / "my_lr.py").write_text("mine\n")
-    code, _, error = invoke("new", "my-lr", "--vary", "actor.lr=1e-4,1e-3")
-    assert code == 2
-    assert "exists and is left unchanged" in error
+    assert_refused(type_words("new", "my-lr", "--vary", "actor.lr=1e-4,1e-3"), "exists and is left unchanged")
     assert (tmp_path / "my_lr.py").read_text() == "mine\n"
 
 
@@ -125,7 +77,7 @@ GOOD = format_study("my-lr", {"actor.lr": ("1e-4", "1e-3")})
 def test_a_file_that_cannot_be_used_is_explained(tmp_path: Path, text: str | None, typed: str, message: str) -> None:
     if text is not None:
         (tmp_path / "s.py").write_text(text)
-    code, output, error = invoke("run", typed, "--preset", "laptop", "--dry-run")
+    code, output, error = type_words("run", typed, "--preset", "laptop", "--dry-run")
     assert (code, output) == (2, "")
     assert message in error
     assert "Traceback" not in error
@@ -164,9 +116,7 @@ def test_what_study_json_could_not_hold_is_refused_before_anything_is_written(
     tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     (tmp_path / "s.py").write_text(NAMED.replace(old, new))
-    code, output, error = invoke("run", "s.py", "--preset", "laptop", "--dry-run", "--output", "out")
-    assert (code, output) == (2, "")
-    assert message in error
+    assert_refused(type_words("run", "s.py", "--preset", "laptop", "--dry-run", "--output", "out"), message)
     assert not (tmp_path / "out").exists()
 
 
@@ -176,7 +126,7 @@ def test_the_names_that_a_plan_accepts_can_be_read_again(text: str, special: str
     axis = Axis("KL", {"laptop": arms}, named_settings={arm: {} for arm in arms})
     study = Study("my-kl", PPO, "?", axis, {}, baseline="b")
     try:
-        plan = make_plan(study, "laptop", "a test", {}, None, 1, Path("out"))
+        plan = plan_study(Path("out"), None, study=study)
     except PlanError:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -200,10 +150,11 @@ def test_a_file_that_is_no_text_is_explained(tmp_path: Path) -> None:
 
 def test_a_study_of_one_preset_names_it(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(GOOD.replace('"paper": ("1e-4", "1e-3"), ', ""))
-    code, _, error = invoke("run", "s.py", "--preset", "paper", "--dry-run")
-    assert code == 2
-    assert "has no values of actor.lr under preset paper: type --preset laptop" in error
-    assert invoke("run", "s.py", "--preset", "stress", "--dry-run")[0] == 0
+    assert_refused(
+        type_words("run", "s.py", "--preset", "paper", "--dry-run"),
+        "has no values of actor.lr under preset paper: type --preset laptop",
+    )
+    assert type_words("run", "s.py", "--preset", "stress", "--dry-run")[0] == 0
 
 
 def test_what_counts_as_a_file() -> None:
@@ -211,12 +162,6 @@ def test_what_counts_as_a_file() -> None:
     assert is_study_file("some/where/lr.py:STUDY")
     assert not is_study_file("kl")
     assert not any(is_study_file(name) for name in STUDIES)
-
-
-def test_options_of_files_are_refused_for_other_studies() -> None:
-    code, _, error = invoke("run", "kl", "--accept-changed-file", "--dry-run")
-    assert code == 2
-    assert "which no file declares: leave it out" in error
 
 
 def test_a_grid_axis_has_every_combination_once() -> None:
@@ -228,19 +173,13 @@ def test_a_grid_axis_has_every_combination_once() -> None:
 
 def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:
     def make_own_study(text: str, contrast: str, baseline: str = "1e-4") -> OwnStudy:
-        study = Study(
-            name="my-lr",
-            family=PPO,
-            question="?",
-            axis=Axis("actor.lr", {"laptop": ("1e-4", "3e-4")}),
-            fixed_settings={},
-            baseline=baseline,
-            contrasts={contrast: (("3e-4", "1e-4"),)},
-        )
+        contrasts = {contrast: (("3e-4", "1e-4"),)}
+        axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4")})
+        study = Study("my-lr", PPO, "?", axis, {}, baseline=baseline, contrasts=contrasts)
         return OwnStudy(study, StudySource("lr.py", text, accepts_change=True))
 
     def start(own_study: OwnStudy) -> Path:
-        plan = make_plan(own_study.study, "laptop", "a test", {}, None, 1, tmp_path)
+        plan = plan_study(tmp_path, None, study=own_study.study)
         write_study(replace(plan, source=own_study.source))
         return plan.folder
 
@@ -259,7 +198,7 @@ def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:
     # To declare no contrasts is a declaration, too.
     own_study, output = make_own_study("first", "after a look"), tmp_path / "other"
     for study in (replace(own_study.study, contrasts={}), own_study.study):
-        plan = make_plan(study, "laptop", "a test", {}, None, 1, output)
+        plan = plan_study(output, None, study=study)
         write_study(replace(plan, source=own_study.source))
         assert read_study(plan.folder).contrasts == ()
     (caveat,) = findings._describe_changes(content)

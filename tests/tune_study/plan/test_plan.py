@@ -191,10 +191,6 @@ def test_changed_settings_rebuild_the_configuration(name: str, preset: str) -> N
         assert apply_overrides(defaults, settings) == run.config
 
 
-def test_one_and_nofilter_are_not_the_same_value() -> None:
-    assert len(make_study_plan("top-p", "1.0,nofilter").runs) == 2
-
-
 def test_groups_of_values_need_no_grid_of_the_paper() -> None:
     axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4", "1e-3")}, value_groups={"low": ("1e-4", "3e-4")})
     study = replace(STUDIES["kl"], axis=axis)

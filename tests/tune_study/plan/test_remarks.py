@@ -14,6 +14,7 @@ from sandboxes.update_rules.family import REMARKS as UPDATE_RULE_REMARKS
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO
+from tests.fakes.plans import plan_study
 from tests.strategies.examples import thin_out
 from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus_baseline, rloo
 from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
@@ -131,7 +132,7 @@ def test_only_arms_whose_settings_neither_they_nor_the_baseline_read_are_in_the_
 def test_arms_with_the_settings_of_the_baseline_are_in_the_plan() -> None:
     settings: Mapping[str, object] = {"actor.lr": "1e-4"}
     axis = Axis("arms", {"laptop": ("a", "b")}, named_settings={"a": settings, "b": settings})
-    plan = make_plan(replace(STUDIES["kl"], axis=axis, baseline="a"), "laptop", "a test", {}, None, 1, Path("out"))
+    plan = plan_study(Path("out"), None, study=replace(STUDIES["kl"], axis=axis, baseline="a"))
     (line,) = find_remarks(plan)
     assert line == ("Remark: arm b differs from the baseline a in no setting, so the rows will equal the baseline's.")
 
@@ -140,7 +141,7 @@ def test_the_settings_that_shipped_studies_declare_and_no_arm_reads_are_known(mo
     # They are published, and read if somebody changes others; without this exemption they would have remarks.
     monkeypatch.setattr(remarks, "STUDIES", {})
     plans = [
-        make_plan(study, preset, "a test", {}, None, 1, Path("out"))
+        plan_study(Path("out"), None, study=study, preset=preset)
         for study in STUDIES.values()
         for preset in study.family.presets
     ]
@@ -164,14 +165,14 @@ def test_a_logger_that_an_option_turns_off_is_in_the_plan() -> None:
 def test_a_setting_without_effect_is_found_in_a_declaration_too() -> None:
     study = STUDIES["kl"]
     declared = replace(study, fixed_settings={**study.fixed_settings, "algorithm.kl_ctrl.kl_coef": "0.1"})
-    (remark,) = find_remarks(make_plan(declared, "laptop", "a test", {}, None, 1, Path("out")))
+    (remark,) = find_remarks(plan_study(Path("out"), None, study=declared))
     assert remark.startswith("Remark: algorithm.kl_ctrl.kl_coef=0.1 has no effect: ")
 
 
 def test_settings_that_a_game_brings_along_have_no_remark() -> None:
     # Countdown has learning rates of its own, also of the critic, which a study of GRPO does not train.
     settings = {**PPO.make_game_settings("countdown", "laptop"), "algorithm.adv_estimator": "grpo"}
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", settings, None, 1, Path("out"))
+    plan = plan_study(Path("out"), None, **settings)
     assert find_remarks(plan) == ()
 
 
@@ -182,7 +183,7 @@ def list_shipped_studies() -> list[Study]:
 @pytest.mark.parametrize("study", thin_out(list_shipped_studies()), ids=lambda study: study.name)
 def test_no_shipped_study_has_a_remark_in_any_arm_of_any_preset(study: Study) -> None:
     for preset in study.family.presets:
-        assert find_remarks(make_plan(study, preset, "a test", {}, None, None, Path("out"))) == ()
+        assert find_remarks(plan_study(Path("out"), None, None, study=study, preset=preset)) == ()
         assert find_remarks(make_plan(study, preset, "a test", study.smoke_settings, None, None, Path("out"))) == ()
 
 
@@ -224,7 +225,7 @@ def test_a_learning_rate_of_1_overwrites_weights() -> None:
 
 def test_a_plan_without_its_baseline_says_what_to_type(tmp_path: Path) -> None:
     def list_remarks(name: str, values: Sequence[str]) -> list[str]:
-        plan = make_plan(STUDIES[name], "laptop", "a test", {}, values, 1, tmp_path)
+        plan = plan_study(tmp_path, values, study=name)
         return [remark for remark in find_remarks(plan) if "baseline" in remark]
 
     assert list_remarks("kl", ("0.1", "0.3")) == [
@@ -242,12 +243,12 @@ def test_a_plan_without_its_baseline_says_what_to_type(tmp_path: Path) -> None:
 def test_a_baseline_whose_name_depends_on_settings_is_named_as_it_is_typed(tmp_path: Path) -> None:
     study = STUDIES["learning-rate"]
     grid = study.get_grid("laptop")
-    baseline = make_plan(study, "laptop", "a test", {}, grid, 1, tmp_path).baseline
+    baseline = plan_study(tmp_path, grid, study=study).baseline
     assert baseline is not None
     others = [arm for arm in grid if arm != baseline][:2]
-    (remark,) = find_remarks(make_plan(study, "laptop", "a test", {}, others, 1, tmp_path))
+    (remark,) = find_remarks(plan_study(tmp_path, others, study=study))
     assert remark.endswith(f"so no arm is compared with it: type --arms {','.join((baseline, *others))}.")
     # With another learning rate no arm of the study is its baseline.
-    elsewhere = make_plan(study, "laptop", "a test", {"actor.lr": "1e-5"}, grid, 1, tmp_path)
+    elsewhere = plan_study(tmp_path, grid, study=study, actor__lr="1e-5")
     assert elsewhere.baseline is None
     assert [line for line in find_remarks(elsewhere) if line.endswith("so no arm is compared with it.")]

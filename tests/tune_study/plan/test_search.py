@@ -1,12 +1,15 @@
 """Tests of the space of a search, of the study of its points, and of its record in the folder."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from search_spaces.catalog import STUDIES
 from search_spaces.language_model.family import PPO
+from tests.fakes.plans import plan_search
 from tests.fakes.run_folders import make_study_record
 from trainable.config.run_config import ConfigError, apply_overrides
 from trainable.runs.study_record import Dimension
@@ -14,25 +17,19 @@ from tune_study.commands.confirmation import plan_confirmation
 from tune_study.folder.outputs import write_study
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.errors import PlanError
-from tune_study.plan.search import (
-    DEFAULT_POINT,
-    Search,
-    describe_space,
-    format_dimension,
-    make_point_study,
-    make_space,
-)
-from tune_study.plan.study_plan import StudyPlan, make_base_config, make_plan, set_points
+from tune_study.plan.search import DEFAULT_POINT, Search, describe_space, format_dimension, make_space
+from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 BASE = make_base_config(STUDIES["kl"], "laptop")
-POINTS = {DEFAULT_POINT: {}, "point-1": {"actor.lr": "0.001", "actor.use_kl_loss": "True", "actor.kl_loss_coef": "0.1"}}
+POINTS: Mapping[str, Mapping[str, object]] = {
+    "point-1": {"actor.lr": "0.001", "actor.use_kl_loss": "True", "actor.kl_loss_coef": "0.1"}
+}
 
 
-def make_search_plan(output: Path, points: dict[str, dict[str, str]] | None = None, num_points: int = 12) -> StudyPlan:
-    study = make_point_study(STUDIES["kl"], {DEFAULT_POINT: {}})
-    plan = make_plan(study, "laptop", "a test", {}, None, 2, output)
-    search = Search(make_space(PPO, plan.base_config, ()), ("success",), num_points)
-    return set_points(replace(plan, search=search), points or {DEFAULT_POINT: {}})
+def make_search_plan(
+    output: Path, points: Mapping[str, Mapping[str, object]] | None = None, **options: Any
+) -> StudyPlan:
+    return plan_search(output, points, seeds=2, **{"num_points": 12, **options})
 
 
 @pytest.mark.parametrize(
@@ -72,7 +69,7 @@ def test_the_default_space_is_relative_to_the_preset_and_can_be_trained_at_its_c
     base = make_base_config(STUDIES["kl"], preset)
     space = make_space(PPO, base, ())
     rate = next(dimension for dimension in space if dimension.setting == "actor.lr")
-    default = apply_overrides(base, {}).actor.lr  # type: ignore[attr-defined]
+    default = apply_overrides(base, {}).actor.lr
     assert (rate.low, rate.high, rate.is_log) == (pytest.approx(default / 10), pytest.approx(default * 10), True)
     for dimension in space:
         for value in dimension.values or (dimension.low, dimension.high):
@@ -157,7 +154,6 @@ def test_a_search_in_a_folder_is_continued_with_its_points(tmp_path: Path) -> No
     again = merge_with_folder(make_search_plan(tmp_path), extend=False)  # the same command, which knows no point
     assert (again.search, again.points, again.runs) == (plan.search, plan.points, plan.runs)
     longer = merge_with_folder(make_search_plan(tmp_path, num_points=20), extend=False)
-    assert longer.search is not None
     assert longer.search.num_points == 20
     with pytest.raises(PlanError, match="--trials 1 is less than the 2 points"):
         merge_with_folder(make_search_plan(tmp_path, num_points=1), extend=False)
@@ -166,7 +162,6 @@ def test_a_search_in_a_folder_is_continued_with_its_points(tmp_path: Path) -> No
 def test_another_search_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     plan = make_search_plan(tmp_path, POINTS)
     write_study(plan)
-    assert plan.search is not None
     for change, message in (
         ({"seed": 1}, "--search-seed: 0 -> 1"),
         ({"objectives": ("success", "cost")}, "--objective: success -> success,cost"),
@@ -185,7 +180,7 @@ def test_the_confirmation_of_a_point_has_its_settings_and_fresh_seeds(tmp_path: 
     write_study(plan)
     confirmation = plan_confirmation(str(plan.folder), "point-1", None, 3, None, extend=False)
     assert confirmation.search is None
-    assert confirmation.points == POINTS
+    assert confirmation.points == {DEFAULT_POINT: {}, **POINTS}
     assert (confirmation.values, confirmation.seeds) == ((DEFAULT_POINT, "point-1"), (2, 3, 4))
     write_study(confirmation)
     read = plan_from_folder(confirmation.folder)

@@ -7,10 +7,9 @@ import pytest
 
 import analysis
 from analysis.report.pages import write_report
-from search_spaces.catalog import STUDIES
+from tests.fakes.plans import plan_study
 from tests.tune_study.studies.test_sandbox_run import run_study
 from trainable.families import get_family
-from tune_study.plan.study_plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 SMALL = {"d_model": 8, "batch_size": 8, "trainer.total_training_steps": 6, "trainer.test_freq": 2}
@@ -19,7 +18,7 @@ SMALL = {"d_model": 8, "batch_size": 8, "trainer.total_training_steps": 6, "trai
 @pytest.mark.slow
 def test_a_study_of_distillation_becomes_tables_and_a_report(tmp_path: Path) -> None:
     arms = ("full_vocab_rkl", "warm_topk_k4")
-    plan = make_plan(STUDIES["opd-cold-start"], "laptop", "a test", SMALL, arms, 2, tmp_path)
+    plan = plan_study(tmp_path, arms, 2, study="opd-cold-start", **SMALL)
     code, _, statuses = run_study(plan)
     assert code == 0
     assert {status.status for status in statuses.values()} == {"completed"}

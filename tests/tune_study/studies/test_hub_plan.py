@@ -15,6 +15,7 @@ from tests.fakes.hub_models import (
     write_model,
     write_tokenizer_config,
 )
+from tests.fakes.plans import read_shape
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.models.hub_model import HubModel
@@ -40,11 +41,10 @@ def write_config_only(model_type: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("model_type", list(ARCHITECTURES))
 def test_parameters_are_counted_from_the_config_alone(model_type: str, tmp_path: Path) -> None:
-    shape = read_model_shape(str(write_config_only(model_type, tmp_path / "config")), {})
-    assert shape is not None
+    shape = read_shape(str(write_config_only(model_type, tmp_path / "config")))
     model = load_policy(str(write_model(make_model(model_type), tmp_path / "whole")), CPU).model
     assert isinstance(model, HubModel)
-    critic = make_critic(Policy(model, None, Path()), make_rng(0, "critic"), CPU)  # type: ignore[arg-type]
+    critic = make_critic(Policy(model, None, Path()), make_rng(0, "critic"), CPU)
     assert count_policy_parameters(shape) == sum(weight.numel() for weight in model.parameters())
     assert sum(list_trained_tensor_sizes(shape, RunConfig())["critic"]) == sum(
         weight.numel() for weight in critic.parameters()
@@ -56,8 +56,7 @@ def test_parameters_are_counted_from_the_config_alone(model_type: str, tmp_path:
 @pytest.mark.parametrize("model_type", ["llama", "gemma", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_reference_has_the_bytes_of_the_frozen_copy(model_type: str, dtype: str, tmp_path: Path) -> None:
-    shape = read_model_shape(str(write_config_only(model_type, tmp_path / "config")), {})
-    assert shape is not None
+    shape = read_shape(str(write_config_only(model_type, tmp_path / "config")))
     policy = load_policy(str(write_model(make_model(model_type), tmp_path / "whole")), CPU)
     policy.model.model.pass_settings = policy.model.model.pass_settings._replace(dtype=getattr(torch, dtype))
     copy_bytes = sum(weight.numel() * weight.element_size() for weight in make_frozen_copy(policy.model).parameters())
@@ -66,8 +65,7 @@ def test_a_reference_has_the_bytes_of_the_frozen_copy(model_type: str, dtype: st
 
 
 def test_a_cache_has_the_bytes_of_the_samplers(tmp_path: Path) -> None:
-    shape = read_model_shape(str(write_config_only("qwen3", tmp_path)), {})
-    assert shape is not None
+    shape = read_shape(str(write_config_only("qwen3", tmp_path)))
     hub_model = make_model("qwen3")
     model = load_policy(str(write_model(hub_model, tmp_path / "whole")), CPU).model
     cache = model.model.make_cache(1, 5)

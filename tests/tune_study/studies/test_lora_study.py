@@ -42,21 +42,8 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
 
 def train_study(folder: Path) -> Path:
     changes = [word for option in OPTIONS for word in ("--set", option)]
-    run_command(
-        "run",
-        "kl",
-        "--preset",
-        "laptop",
-        "--kl-values",
-        "0.1",
-        "--seeds",
-        "1",
-        "--steps",
-        "2",
-        "--output",
-        str(folder),
-        *changes,
-    )
+    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0.1", "--seeds", "1", "--steps", "2", "--output"]
+    run_command(*words, str(folder), *changes)
     return folder
 
 

@@ -13,6 +13,7 @@ import tune_study
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
+from tests.fakes.command_line import Answer, assert_refused, get_output
 from tests.fakes.forked_python import run_python
 from tune_study.commands.probe import restore
 
@@ -47,13 +48,13 @@ STUDY = Study(
 """Sections of the report, and the beginning of the declaration."""
 
 
-def type_command(folder: Path, *words: str) -> tuple[int, str, str]:
+def type_command(folder: Path, *words: str) -> Answer:
     if words[0] in ("run", "resume") and "--dry-run" not in words:  # these may start Ray
         command = [sys.executable, "-m", "tune_study", *words]
         process = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300)
     else:
         process = run_python(["-m", "tune_study", *words], folder)
-    return process.returncode, process.stdout, " ".join(process.stderr.split())
+    return Answer(process.returncode, process.stdout, process.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "lr.py").write_text(text.replace("\nSTUDY = Study(\n", SECTIONS))
     settings = [f"--set={name}={value}" for name, value in SMALL.items()]
     words = ("--preset", "laptop", "--seeds", "1", "--values", "1e-4", *settings)
-    code, output, error = type_command(path, "run", "lr.py", *words)
-    assert code == 0, error
+    output = get_output(type_command(path, "run", "lr.py", *words))
     assert "report.html" in output
     (path / "first_report.html").write_bytes((path / RUN / "report.html").read_bytes())
     return path
@@ -85,8 +85,7 @@ def test_reading_needs_no_file(folder: Path) -> None:
     elsewhere.mkdir()
     (elsewhere / "lr.py").write_text("raise SystemExit('opened')\n")
     run = str(folder / RUN)
-    code, output, error = type_command(elsewhere, "status", run)
-    assert (code, error) == (0, "")
+    output = get_output(type_command(elsewhere, "status", run))
     assert "completed" in output
     assert type_command(elsewhere, "report", run)[0] == 0
     trials = analysis.load(folder).trials
@@ -110,24 +109,21 @@ def test_sections_of_the_file_are_the_last_of_the_report(folder: Path) -> None:
     assert type_command(folder, "report", str(RUN))[0] == 0
     assert find_own_section(report) == ""
     assert not table.exists()
-    code, output, error = type_command(folder, "report", str(RUN), "--study", "lr.py")
-    assert (code, error) == (0, "")
+    output = get_output(type_command(folder, "report", str(RUN), "--study", "lr.py"))
     assert "effort" not in output
     assert find_own_section(report) == words
     assert table.exists()
-    code, _, error = type_command(folder, "report", str(RUN), "--study", "nowhere.py")
-    assert code == 2
-    assert "There is no file nowhere.py" in error
+    assert_refused(type_command(folder, "report", str(RUN), "--study", "nowhere.py"), "There is no file nowhere.py")
 
 
 def test_continuing_needs_the_file_that_declared_it(folder: Path) -> None:
     for command in ("resume", "probe"):
-        code, output, error = type_command(folder, command, str(RUN))
-        assert (code, output) == (2, "")
-        assert "For safety, no file that a folder names is executed" in error
-        assert "name it yourself with --study lr.py" in error
-    code, _, error = type_command(folder, "resume", str(RUN), "--study", "lr.py")
-    assert code == 0, error
+        assert_refused(
+            type_command(folder, command, str(RUN)),
+            "For safety, no file that a folder names is executed",
+            "name it yourself with --study lr.py",
+        )
+    get_output(type_command(folder, "resume", str(RUN), "--study", "lr.py"))
     trainer = restore(folder / RUN, "1e-4", study=str(folder / "lr.py"))
     assert trainer.step_index == 1
     trainer.close()
@@ -136,29 +132,36 @@ def test_continuing_needs_the_file_that_declared_it(folder: Path) -> None:
 def test_a_changed_file_is_refused_with_its_changes(folder: Path) -> None:
     text = (folder / "lr.py").read_text()
     (folder / "changed.py").write_text(text.replace("Does actor.lr change", "How does actor.lr change"))
-    code, output, error = type_command(folder, "resume", str(RUN), "--study", "changed.py")
-    assert (code, output) == (2, "")
-    assert '-"""Does actor.lr change the success of the policy?"""' in error
-    assert '+"""How does actor.lr change the success of the policy?"""' in error
-    assert "--accept-changed-file" in error
-    code, output, error = type_command(
-        folder, "resume", str(RUN), "--study", "changed.py", "--accept-changed-file", "--dry-run"
+    assert_refused(
+        type_command(folder, "resume", str(RUN), "--study", "changed.py"),
+        '-"""Does actor.lr change the success of the policy?"""',
+        '+"""How does actor.lr change the success of the policy?"""',
+        "--accept-changed-file",
     )
-    assert code == 0, error
+    get_output(type_command(folder, "resume", str(RUN), "--study", "changed.py", "--accept-changed-file", "--dry-run"))
     # Runs that have started keep their settings, whatever is accepted.
     (folder / "changed.py").write_text(text.replace('"actor.entropy_coeff": 0.0', '"actor.entropy_coeff": 0.5'))
-    code, _, error = type_command(folder, "run", "changed.py", "--preset", "laptop", "--accept-changed-file")
-    assert code == 2
-    assert "entropy_coeff: 0.0 -> 0.5" in error
+    assert_refused(
+        type_command(folder, "run", "changed.py", "--preset", "laptop", "--accept-changed-file"),
+        "entropy_coeff: 0.0 -> 0.5",
+    )
 
 
 def test_the_commands_that_are_printed_name_the_file(folder: Path) -> None:
-    code, _, error = type_command(
-        folder, "run", "lr.py", "--preset", "laptop", "--seeds", "2", *[f"--set={key}={SMALL[key]}" for key in SMALL]
+    assert_refused(
+        type_command(
+            folder,
+            "run",
+            "lr.py",
+            "--preset",
+            "laptop",
+            "--seeds",
+            "2",
+            *[f"--set={key}={SMALL[key]}" for key in SMALL],
+        ),
+        "resume",
+        "my_lr_sokoban-tiny --study lr.py` to continue the existing runs",
     )
-    assert code == 2
-    assert "resume" in error
-    assert "my_lr_sokoban-tiny --study lr.py` to continue the existing runs" in error
     status_file = next((folder / RUN / "runs").iterdir()) / "status.json"
     content = status_file.read_text()
     status_file.unlink()
@@ -173,27 +176,22 @@ def test_the_commands_that_are_printed_name_the_file(folder: Path) -> None:
 
 def test_another_study_is_not_taken_for_it(folder: Path) -> None:
     assert type_command(folder, "new", "other", "--vary", "actor.lr=1e-4,3e-4")[0] == 0
-    code, _, error = type_command(folder, "resume", str(RUN), "--study", "other.py")
-    assert code == 2
-    assert "contains the study my-lr, and other.py declares other" in error
+    assert_refused(
+        type_command(folder, "resume", str(RUN), "--study", "other.py"),
+        "contains the study my-lr, and other.py declares other",
+    )
 
 
 @pytest.mark.slow  # examples/own_question.py, which test_docs.py runs, runs one, too
 def test_a_study_runs_from_python(tmp_path: Path) -> None:
-    study = Study(
-        name="from-python",
-        family=PPO,
-        question="Does it run?",
-        axis=Axis("actor.lr", {"laptop": ("1e-4", "3e-4")}),
-        fixed_settings=SWEEP_SETTINGS,
-        baseline="1e-4",
-    )
+    axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4")})
+    study = Study("from-python", PPO, "Does it run?", axis, SWEEP_SETTINGS, baseline="1e-4")
     frames = tune_study.run(study, "laptop", seeds=1, values=["1e-4"], settings=SMALL, output=tmp_path)
     assert frames.trials["status"].tolist() == ["completed"]
     assert frames.trials["arm"].tolist() == ["1e-4"]
     folder = tmp_path / "results/from_python_sokoban-tiny"
-    code, _, error = type_command(tmp_path, "resume", str(folder))
-    assert code == 2
-    assert "call tune_study.run again with the same Study and output" in error
+    assert_refused(
+        type_command(tmp_path, "resume", str(folder)), "call tune_study.run again with the same Study and output"
+    )
     with pytest.raises(ValueError, match="preset paper"):
         tune_study.run(study, "paper", output=tmp_path)

@@ -20,6 +20,7 @@ import pytest
 import ray
 from rich.console import Console
 
+from tests.fakes.plans import plan_study
 from tests.fakes.trainer import (
     COLLAPSES,
     CRASHES_ONCE,
@@ -37,17 +38,15 @@ from tests.fakes.trainer import (
     make_study,
 )
 from tests.fakes.wandb_files import read_wandb_files
-from trainable.files.json_values import read_object
 from trainable.runs.history import find_last_value
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.study_record import StatusRecord, WandbTarget, find_record
+from trainable.runs.study_record import StatusRecord, WandbTarget, find_record, read_record
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.resources import preflight
-from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 from tune_study.tune.callbacks import Recorder
 from tune_study.tune.conclusion import list_reading_commands
 from tune_study.tune.local_ray import LocalRay
@@ -66,7 +65,7 @@ FAILED = (RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE)
 def make_plan_in(folder: Path, values: Sequence[str], seeds: int = 1, **overrides: object) -> StudyPlan:
     dotted_overrides: dict[str, object] = {"trainer.total_training_steps": STEPS, "trainer.resume_every": 1}
     dotted_overrides |= {key.replace("__", "."): value for key, value in overrides.items()}
-    return make_plan(make_study(), "laptop", "a test", dotted_overrides, values, seeds, folder)
+    return plan_study(folder, values, seeds, study=make_study(), **dotted_overrides)
 
 
 def allocate_resources(plan: StudyPlan, max_concurrent: int = 2) -> ResourcePlan:
@@ -139,10 +138,7 @@ def test_a_failure_has_its_class_and_its_words(outcome: Outcome) -> None:
         RAISES: ("error", "RuntimeError: the fake was told to raise" + three_failures),
         FAILS_IN_SETUP: ("configuration", "ValueError: the fake was told not to start"),
         IS_WRONG: ("error", "KeyError: 'the fake was told to look for what is not there'"),
-        DIVERGES: (
-            "non-finite",
-            "NonFiniteError: steps 1 to 3 skipped updates whose numbers were not finite: pg_loss",
-        ),
+        DIVERGES: ("non-finite", "NonFiniteError: steps 1 to 3 skipped updates whose numbers were not finite: pg_loss"),
         DIES: ("process died", died + three_failures),
         IS_TOO_LARGE: (
             "out of memory",
@@ -158,6 +154,7 @@ def test_only_what_may_pass_is_tried_again(outcome: Outcome) -> None:
     starts = {arm: logs[arm].count(" started ") for arm in ARMS}
     assert starts == {**dict.fromkeys(ARMS, 1), CRASHES_ONCE: 2, RAISES: 3, DIES: 3}
     assert (outcome.plan.get_run_dir(find_run_id(outcome.plan, DIES)) / "deaths").read_text() == "xxx"
+    assert read_written_steps(outcome.plan, CRASHES_ONCE) == list(range(1, STEPS + 1))  # from its own state
 
 
 @pytest.mark.parametrize("arm", [IS_WRONG, DIVERGES, FAILS_IN_SETUP])
@@ -167,11 +164,16 @@ def test_a_failure_that_is_not_retried_is_a_result(outcome: Outcome, arm: str) -
     assert result["done"]
 
 
-def test_ray_records_every_run_as_ended(outcome: Outcome) -> None:
+def test_every_run_is_recorded_as_ended_with_its_files(outcome: Outcome) -> None:
     from ray.tune import ExperimentAnalysis
 
     trials = ExperimentAnalysis(str(outcome.plan.folder)).trials
     assert {trial.config["run"]["arm"]: trial.status for trial in trials} == dict.fromkeys(ARMS, "TERMINATED")
+    assert all(status.ended_at is not None for status in outcome.arms.values())
+    for run in outcome.plan.runs:
+        assert list((outcome.plan.folder / run.run_id).glob("events.out.tfevents.*"))
+    assert f"Report: {outcome.plan.folder / 'report.html'}" in outcome.text
+    assert (outcome.plan.folder / "report.html").stat().st_size > 0
 
 
 def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
@@ -183,10 +185,6 @@ def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
         "reward_variance_collapse at step 20: 0.01 is below the threshold 0.2; success was 0.952, so little was left "
         "to learn"
     )
-
-
-def test_a_crashed_run_goes_on_from_its_own_state(outcome: Outcome) -> None:
-    assert read_written_steps(outcome.plan, CRASHES_ONCE) == list(range(1, STEPS + 1))
 
 
 def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
@@ -230,12 +228,7 @@ def test_tunes_csv_has_every_column_although_the_first_row_lacks_their_values(ou
     assert frame["step"][~is_carried].tolist() == [5, 10, 15, 20]
 
 
-def test_tensorboard_files_are_there(outcome: Outcome) -> None:
-    for run in outcome.plan.runs:
-        assert list((outcome.plan.folder / run.run_id).glob("events.out.tfevents.*"))
-
-
-def test_logs_hold_a_line_a_step_and_why_a_run_failed(outcome: Outcome) -> None:
+def test_logs_and_rows_hold_each_step_and_why_a_run_failed(outcome: Outcome) -> None:
     logs = {run.arm: (outcome.plan.output / run.log_path).read_text() for run in outcome.plan.runs}
     assert logs["0"].count(f"/{STEPS} ") == STEPS
     assert f"step 5/{STEPS} train_success=0.833 reward_std=2.0000 groups_kept=8 val_success=0.833" in logs["0"]
@@ -244,44 +237,9 @@ def test_logs_hold_a_line_a_step_and_why_a_run_failed(outcome: Outcome) -> None:
     assert "=== process died, retrying: ActorDiedError: The actor died unexpectedly" in logs[CRASHES_ONCE]
     assert "=== failed (non-finite) " in logs[DIVERGES]
     assert "\x1b" not in logs[RAISES]
-
-
-def test_the_summary_has_the_published_form(outcome: Outcome) -> None:
-    lines = outcome.plan.summary_log.read_text().splitlines()
-    assert lines[0].startswith("=== KL Sweep Runner (sokoban-tiny): ")
-    assert lines[1] == f"Values: {','.join(ARMS)} | Steps: {STEPS} | GPUs per exp: 0xGPU"
-    block = lines[lines.index("=== KL Sweep Summary ===") :]
-    assert block[1] == f"Project: ragen_release_kl_sweep | Steps: {STEPS} | GPU per exp: 0xGPU"
-    assert block[2].startswith(
-        "kl=0 | filter=nofilter | include_zero=True | train_time=8.80s | eval_time=2.20s | total_time=11.00s | wall_"
-    )
-    assert block[2].endswith("s | gpu=0xGPU | status=success | seed=0 | early_stop=none")
-    assert block[3].endswith("status=success | seed=0 | early_stop=reward_variance_collapse@20")
-    assert block[5].endswith("status=fail | seed=0 | early_stop=none")
-    assert block[6].startswith("  error: RuntimeError: the fake was told to raise (3 consecutive failures")
-    assert block[-1].startswith("Total: ")
-
-
-def test_the_study_file_says_what_was_run(outcome: Outcome) -> None:
-    study = read_object(outcome.plan.folder / "study.json")
-    assert study["axis"] == {
-        "setting": "actor.kl_loss_coef",
-        "option": "--kl-values",
-        "values": list(ARMS),
-        "dose": "",
-        "factors": [],
-    }
-    assert (study["baseline"], study["seeds"], study["model"]) == ("0", [0], "sokoban-tiny")
-    assert study["settings"]["trainer"]["total_training_steps"] == STEPS
-    assert {"ray", "torch", "python"} <= study["versions"].keys()
-    run = read_object(outcome.plan.get_run_dir(study["runs"][1]["run_id"]) / "run.json")
-    assert run["config"]["actor"]["kl_loss_coef"] == 0.3
-    assert study["runs"][1] == {key: value for key, value in run.items() if key != "config"}
-
-
-def test_the_report_is_named(outcome: Outcome) -> None:
-    assert f"Report: {outcome.plan.folder / 'report.html'}" in outcome.text
-    assert (outcome.plan.folder / "report.html").stat().st_size > 0
+    rows = read_run_rows(outcome.plan.get_run_dir(find_run_id(outcome.plan, "0")))
+    assert all(row["kl_loss"] is None for row in rows)  # it was not finite
+    assert not any(isinstance(value, float) and math.isnan(value) for row in rows for value in row.values())
 
 
 def test_wandb_offline_keeps_a_run_for_each_run(outcome: Outcome) -> None:
@@ -301,10 +259,6 @@ def test_wandb_offline_keeps_a_run_for_each_run(outcome: Outcome) -> None:
         assert (file.summary["status"], file.summary["reason"]) == (status.status, status.reason)
     assert files[find_run_id(outcome.plan, COLLAPSES)].summary["collapsed"] is False  # it was given nothing to learn
     assert files[find_run_id(outcome.plan, "0")].summary["verdict"] == "baseline"
-
-
-def test_nothing_is_counted_as_running_afterwards(outcome: Outcome) -> None:
-    assert all(status.ended_at is not None for status in outcome.arms.values())
 
 
 @pytest.mark.slow
@@ -483,6 +437,8 @@ def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(
         config = make_trial_config(resumed.plan, [run])
         expected_rows = make_fake_rows(config, run.config, run.steps)
         assert read_run_rows(resumed.plan.get_run_dir(run.run_id)) == expected_rows
+    assert interrupted.arms[COLLAPSES].started_at is not None
+    assert resumed.arms[COLLAPSES].started_at == interrupted.arms[COLLAPSES].started_at
 
 
 def test_a_study_that_was_moved_writes_only_where_it_lies_now(interrupted: Outcome, resumed: Outcome) -> None:
@@ -493,18 +449,8 @@ def test_a_study_that_was_moved_writes_only_where_it_lies_now(interrupted: Outco
     assert (folder / find_run_id(resumed.plan, "0") / "result.json").is_file()  # Tune's experiment moves along
     assert "training continues after step" in resumed.text
     for spec in interrupted.plan.runs:
-        status = find_record(StatusRecord, interrupted.plan.get_run_dir(spec.run_id))
-        assert status is not None
+        status = read_record(StatusRecord, interrupted.plan.get_run_dir(spec.run_id))
         assert status.status in ("interrupted", "never_ran")
-
-
-def test_a_stop_rule_counts_nothing_twice_after_an_interruption(resumed: Outcome) -> None:
-    assert resumed.arms[COLLAPSES].stop_step == 20
-
-
-def test_a_run_keeps_the_time_of_its_first_start(interrupted: Outcome, resumed: Outcome) -> None:
-    assert interrupted.arms[COLLAPSES].started_at is not None
-    assert resumed.arms[COLLAPSES].started_at == interrupted.arms[COLLAPSES].started_at
 
 
 # Placement on declared GPUs.
@@ -550,28 +496,6 @@ def test_a_run_on_two_whole_gpus_is_one_group_on_one_node(tmp_path: Path) -> Non
 # Refusals.
 
 
-def test_a_folder_with_other_settings_is_refused_with_the_difference(outcome: Outcome) -> None:
-    changed_plan = make_plan_in(outcome.plan.output, ARMS, actor__lr=1e-3)
-    with pytest.raises(PlanError, match=r"other settings:\n  actor\.lr: 0\.0003 -> 0\.001\n"):
-        merge_with_folder(changed_plan, extend=True)
-
-
-def test_new_values_or_seeds_need_extend(outcome: Outcome) -> None:
-    with pytest.raises(
-        PlanError, match=r"--kl-values: 0,0\.3,0\.4,0\.5,0\.6,0\.7,0\.8,0\.9,0\.91 -> 0,0\.75\n.*--extend"
-    ):
-        merge_with_folder(make_plan_in(outcome.plan.output, ("0", "0.75")), extend=False)
-    with pytest.raises(PlanError, match=r"--seeds: 1 -> 2\n"):
-        merge_with_folder(make_plan_in(outcome.plan.output, ARMS, seeds=2), extend=False)
-
-
-def test_a_value_typed_otherwise_is_the_same_arm(outcome: Outcome) -> None:
-    merged_plan = merge_with_folder(make_plan_in(outcome.plan.output, ("0.0", *ARMS[1:])), extend=False)
-    assert merged_plan.values == ARMS
-    extended_plan = merge_with_folder(make_plan_in(outcome.plan.output, ("0.30", "0.75")), extend=True)
-    assert extended_plan.values == (*ARMS, "0.75")
-
-
 def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
     same_runs = make_plan_in(outcome.plan.output, ARMS, trainer__save_freq=10)
     assert merge_with_folder(same_runs, extend=False).base_config.trainer.save_freq == 10
@@ -580,9 +504,3 @@ def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
 def test_a_resumed_plan_is_the_plan_that_was_run(outcome: Outcome) -> None:
     # Where a start logs to W&B is chosen when it begins.
     assert plan_from_folder(outcome.plan.folder, study=make_study()) == replace(outcome.plan, wandb=WandbTarget())
-
-
-def test_numbers_that_are_not_finite_are_not_measured(outcome: Outcome) -> None:
-    rows = read_run_rows(outcome.plan.get_run_dir(find_run_id(outcome.plan, "0")))
-    assert all(row["kl_loss"] is None for row in rows)
-    assert not any(isinstance(value, float) and math.isnan(value) for row in rows for value in row.values())

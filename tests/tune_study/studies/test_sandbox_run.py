@@ -19,13 +19,14 @@ from rich.console import Console
 from analysis.data.load import load
 from sandboxes.update_rules.family import make_sandbox_study
 from search_spaces.catalog import STUDIES
+from tests.fakes.plans import plan_study
 from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, WandbTarget, find_record, write_record
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.placement.resources import preflight
-from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
+from tune_study.plan.study_plan import StudyPlan, set_max_seeds
 from tune_study.tune.run import execute_study
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -52,15 +53,12 @@ def run_study(plan: StudyPlan) -> tuple[int, str, dict[str, StatusRecord]]:
     console = Console(record=True, width=200, force_terminal=False)
     code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), console)
     run_statuses = {spec.run_id: find_record(StatusRecord, plan.get_run_dir(spec.run_id)) for spec in plan.runs}
-    return (
-        code,
-        console.export_text(),
-        {run_id: status for run_id, status in run_statuses.items() if status is not None},
-    )
+    known_statuses = {run_id: status for run_id, status in run_statuses.items() if status is not None}
+    return code, console.export_text(), known_statuses
 
 
 def make_plan_in(folder: Path, seeds: int, arms: tuple[str, ...] = tuple(ARMS)) -> StudyPlan:
-    return make_plan(STUDY, "laptop", "a test", {}, arms, seeds, folder)
+    return plan_study(folder, arms, seeds, study=STUDY)
 
 
 def read_rows_without_times(folder: Path) -> list[dict[str, object]]:
@@ -103,18 +101,10 @@ def test_every_seed_is_a_run_with_its_own_end(first_start: Start) -> None:
     }
     assert "no-such-folder" in statuses["influence-wrong-seed1"].reason
     stopped_status = statuses["influence-uniform"]
-    assert (stopped_status.stop_rule, stopped_status.stop_threshold, stopped_status.stop_step) == (
-        "uniform_groups",
-        3,
-        2,
-    )
+    assert stopped_status.stop_rule == "uniform_groups"
+    assert (stopped_status.stop_threshold, stopped_status.stop_step) == (3, 2)
     assert stopped_status.reason == "uniform_groups at step 2: 3 reached the threshold 3"
-    assert [row["step"] for row in read_rows(plan.get_run_dir("influence-DG-seed1") / METRICS_FILE)] == [
-        0,
-        5,
-        10,
-        12,
-    ]
+    assert [row["step"] for row in read_rows(plan.get_run_dir("influence-DG-seed1") / METRICS_FILE)] == [0, 5, 10, 12]
     assert "Total: 6 | Success: 4 | Failed: 2 | Early stopped: 2 | Not ended: 0" in plan.summary_log.read_text()
 
 
@@ -167,7 +157,7 @@ def test_open_arms_get_more_seeds_up_to_the_maximum(ray_session: None, tmp_path:
     arms = {"small": {"d_model": 8}, "large": {"d_model": 12}}
     study = make_sandbox_study("influence", "Does it look?", arms, "small", fixed_settings=SMALL_SETTINGS)
     study = replace(study, margins={"late_test_error": 1e-6})
-    plan = set_max_seeds(make_plan(study, "laptop", "a test", {}, tuple(arms), 2, tmp_path), 6)
+    plan = set_max_seeds(plan_study(tmp_path, tuple(arms), 2, study=study), 6)
     with mock.patch.dict(STUDIES, influence=study):
         code, text, _ = run_study(plan)
         last_plan = plan_from_folder(plan.folder)
@@ -208,18 +198,8 @@ def make_command(output: Path, *words: str) -> list[str]:
     long_run = ["--set", "trainer.total_training_steps=400", "--set", "trainer.test_freq=20", "--set", "method=DG"]
     task_settings = settings[: settings.index("trainer.total_training_steps=12") - 1]
     trainer_settings = ["--set", "trainer.resume_every=5", *long_run]
-    return [
-        sys.executable,
-        "-m",
-        "tune_study",
-        "run",
-        "sandbox",
-        "--output",
-        str(output),
-        *task_settings,
-        *trainer_settings,
-        *words,
-    ]
+    command = [sys.executable, "-m", "tune_study", "run", "sandbox", "--output", str(output)]
+    return [*command, *task_settings, *trainer_settings, *words]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from analysis.search.points import CENSORED_POINT, COMPLETE, make_points
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Study
 from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
-from trainable.runs.study_record import StatusRecord, find_record
+from trainable.runs.study_record import StatusRecord, find_record, read_record
 from tune_study.commands.requests import LaunchRequest, SearchRequest, StudyRequest
 from tune_study.commands.run_options import ChosenPreset
 from tune_study.commands.searching import plan_search, run_and_confirm
@@ -122,8 +122,7 @@ def test_halved_runs_are_censored_and_have_no_outcome(tmp_path: Path) -> None:
     assert table.loc[DEFAULT_POINT, "state"] == COMPLETE
     assert not table.loc[table["state"] == CENSORED_POINT, "is_feasible"].any()
     for spec in plan.runs:
-        status = find_record(StatusRecord, plan.get_run_dir(spec.run_id))
-        assert status is not None
+        status = read_record(StatusRecord, plan.get_run_dir(spec.run_id))
         if table.loc[spec.arm, "state"] == COMPLETE:
             assert status.status == "completed"
         # A run that had trained all its steps when another one of its point was stopped stays as it is.

@@ -22,16 +22,9 @@ POINTS = tuple(
         "g5-smoke-ppo-sokoban-nofilter-kl003-ent0001",
     )
 )
-SMALL_OPTIONS = (
-    "--set",
-    "env.env_groups=4",
-    "--set",
-    "env.group_size=4",
-    "--set",
-    "env.val_env_groups=8",
-    "--set",
-    "env.test_env_groups=8",
-)
+SMALL_OPTIONS = [
+    f"--set=env.{setting}" for setting in ("env_groups=4", "group_size=4", "val_env_groups=8", "test_env_groups=8")
+]
 
 
 def run_smoke(output: Path, *words: str) -> str:

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
+from tests.fakes.plans import plan_study
 from trainable.runs.run_files import METRICS_FILE
-from trainable.runs.study_record import StatusRecord, find_record
+from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import StudyStatuses, make_timestamp
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune import run, watchdog
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
@@ -33,7 +33,7 @@ class StoredRows:
 
 def make_session(folder: Path) -> tuple[run.StudySession, StudyStatuses]:
     """A session in which the first run is running."""
-    plan = make_plan(STUDIES["kl"], "paper", "a test", {"trainer.n_gpus_per_node": 0}, ("0", "0.1"), 1, folder)
+    plan = plan_study(folder, preset="paper", trainer__n_gpus_per_node=0)
     write_study(plan)
     resource_plan, console = preflight(plan, None, (), 2, None, is_real=True), Console(quiet=True)
     suite = run.SuiteContext(LocalRay([plan.folder], console), make_interrupt(plan.folder), lambda: None)
@@ -45,8 +45,7 @@ def make_session(folder: Path) -> tuple[run.StudySession, StudyStatuses]:
 
 
 def read_first_reason(session: run.StudySession) -> str:
-    status = find_record(StatusRecord, session.plan.get_run_dir(session.plan.runs[0].run_id))
-    assert status is not None
+    status = read_record(StatusRecord, session.plan.get_run_dir(session.plan.runs[0].run_id))
     assert status.status == "interrupted"
     return status.reason
 

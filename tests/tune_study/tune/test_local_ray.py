@@ -95,9 +95,7 @@ def test_a_ray_that_died_between_two_studies_is_started_again(
     assert events == ["up with 2", "down"] * 2
 
 
-def test_a_ray_that_could_not_be_ended_is_not_taken_for_one_that_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_ray_that_could_not_be_ended_is_not_taken_for_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def start_fake_ray(resource_plan: ResourcePlan, console: Console) -> Iterator[tuple[Daemon, ...]]:
         started_plans.append(resource_plan)

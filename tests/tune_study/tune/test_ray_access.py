@@ -61,14 +61,8 @@ def test_the_token_is_in_the_environment_of_rays_processes_alone(observations: d
     assert observations["token in files"] == []
     assert not observations["driver has the token"]
     assert observations["home"] == []
-
-
-def test_a_second_start_in_one_process_works(observations: dict[str, Any]) -> None:
-    assert observations["again"] == 7
-
-
-def test_no_worker_is_started_before_a_trial_asks_for_one(observations: dict[str, Any]) -> None:
     assert observations["workers in advance"] == []
+    assert observations["again"] == 7  # a second start in one process works
 
 
 def test_rays_files_are_private_and_go_with_it(observations: dict[str, Any]) -> None:

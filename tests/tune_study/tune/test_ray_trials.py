@@ -19,6 +19,7 @@ from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.failures import CheckpointError, RunFailedError
 from trainable.runs.records import carry_values, drop_carried, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.training import StepResult
 from trainable.trial import PPO
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import make_plan
@@ -54,6 +55,41 @@ def make_trial(tmp_path: Path) -> Any:
         trial.cleanup()
 
 
+TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8} | {
+    "trainer.total_training_steps": 6,
+    "trainer.test_freq": 2,
+}
+
+
+@pytest.fixture
+def make_toy(tmp_path: Path) -> Any:
+    """Return a function that makes a trial of update rules, and close all of them at the end."""
+    trials: list[UpdateRules] = []
+
+    def make(name: str, seed: int | list[int], **config: Any) -> UpdateRules:
+        trials.append(type("Here", (UpdateRules,), {"logdir": str(tmp_path / name)})({**TOY, "seed": seed, **config}))
+        return trials[-1]
+
+    yield make
+    for trial in trials:
+        trial.cleanup()
+
+
+def save(trial: PPO, folder: Path) -> str:
+    folder.mkdir(parents=True)
+    trial.save_checkpoint(str(folder))
+    return folder.as_uri()
+
+
+@pytest.fixture
+def checkpoint(make_trial: Any, tmp_path: Path) -> Path:
+    """The checkpoint of a trial after its first step."""
+    first = make_trial("first", **SMALL)
+    first.step()
+    save(first, tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
 # Settings.
 
 
@@ -82,8 +118,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(config: dict[s
 
 
 @pytest.mark.parametrize(
-    ("gpus", "bundles"),
-    [(0, [{"CPU": 1.0}]), (0.5, [{"CPU": 1.0, "GPU": 0.5}]), (2, [{"CPU": 1.0, "GPU": 1.0}] * 2)],
+    ("gpus", "bundles"), [(0, [{"CPU": 1.0}]), (0.5, [{"CPU": 1.0, "GPU": 0.5}]), (2, [{"CPU": 1.0, "GPU": 1.0}] * 2)]
 )
 def test_a_trial_reserves_what_its_settings_name(gpus: float, bundles: list[dict[str, float]]) -> None:
     device = "cpu" if gpus == 0 else "auto"
@@ -230,8 +265,7 @@ def test_a_trial_continues_from_its_checkpoint_to_the_same_rows(make_trial: Any,
     expected = [straight.step() for _ in range(3)]
     first = make_trial("first", **SMALL)
     first.step()
-    (tmp_path / "checkpoint").mkdir()
-    first.save_checkpoint(str(tmp_path / "checkpoint"))
+    save(first, tmp_path / "checkpoint")
     first.step()  # a step that is lost
     second = make_trial("second", **SMALL)
     second.load_checkpoint(str(tmp_path / "checkpoint"))
@@ -249,8 +283,7 @@ def test_a_trial_continues_from_its_checkpoint_to_the_same_rows(make_trial: Any,
 def test_a_checkpoint_shares_the_files_of_a_state_and_not_those_of_lines(make_trial: Any, tmp_path: Path) -> None:
     trial = make_trial(**{**SMALL, "trainer.resume_every": 100})
     trial.step()
-    (tmp_path / "checkpoint").mkdir()
-    trial.save_checkpoint(str(tmp_path / "checkpoint"))
+    save(trial, tmp_path / "checkpoint")
     (state,) = (tmp_path / "checkpoint" / "0" / "state").iterdir()
     assert state.name == "step_1"  # written for the checkpoint, since none was due
     assert {path.stat().st_nlink for path in state.iterdir()} == {2}
@@ -262,8 +295,7 @@ def test_a_checkpoint_shares_the_files_of_a_state_and_not_those_of_lines(make_tr
 def test_a_checkpoint_of_other_settings_is_continued_with_ours(make_trial: Any, tmp_path: Path) -> None:
     donor = make_trial("donor", **{**SMALL, "actor.lr": 1e-3, "seed": 4})
     donor.step()
-    (tmp_path / "checkpoint").mkdir()
-    donor.save_checkpoint(str(tmp_path / "checkpoint"))
+    save(donor, tmp_path / "checkpoint")
     follower = make_trial("follower", **{**SMALL, "actor.lr": 3e-3, "seed": 4})
     follower.load_checkpoint(str(tmp_path / "checkpoint"))
     row, donor_row = follower.step(), donor.step()
@@ -273,22 +305,17 @@ def test_a_checkpoint_of_other_settings_is_continued_with_ours(make_trial: Any, 
     assert drop_times(later_row) != drop_times(later_donor_row)  # after an update with another rate
 
 
-def test_a_checkpoint_that_is_damaged_is_not_begun_again_in_silence(make_trial: Any, tmp_path: Path) -> None:
-    trial = make_trial("first", **SMALL)
-    trial.step()
-    (tmp_path / "checkpoint").mkdir()
-    trial.save_checkpoint(str(tmp_path / "checkpoint"))
-    for path in (tmp_path / "checkpoint" / "0" / "state" / "step_1").glob("*.safetensors"):
+def test_a_checkpoint_that_is_damaged_is_not_begun_again_in_silence(make_trial: Any, checkpoint: Path) -> None:
+    for path in (checkpoint / "0" / "state" / "step_1").glob("*.safetensors"):
         content = path.read_bytes()
         path.unlink()  # the file is a hard link
         path.write_bytes(content[:-1] + b"x")
     second = make_trial("second", **SMALL)
-    second.load_checkpoint(str(tmp_path / "checkpoint"))
+    second.load_checkpoint(str(checkpoint))
     with pytest.raises(RunFailedError, match="The checkpoint cannot be continued"):
         second.step()
     # Of several checkpoints of an earlier experiment, the next one is used, and without one it begins again.
-    third = make_trial("third", **SMALL, run={"checkpoints": [(tmp_path / "checkpoint").as_uri()]})
-    result = third.step()
+    result = make_trial("third", **SMALL, run={"checkpoints": [checkpoint.as_uri()]}).step()
     assert result["step"] == 1
     assert "is not used" in result["note"]
 
@@ -298,10 +325,7 @@ def test_the_newest_usable_checkpoint_of_an_earlier_experiment_is_continued(make
     uris = []
     for step in (1, 2):
         trial.step()
-        folder = tmp_path / f"checkpoint_{step}"
-        folder.mkdir()
-        trial.save_checkpoint(str(folder))
-        uris.insert(0, folder.as_uri())
+        uris.insert(0, save(trial, tmp_path / f"checkpoint_{step}"))
     (tmp_path / "checkpoint_2" / "0" / "state" / "step_2" / "checksums.json").unlink()
     second = make_trial("second", **SMALL, run={"checkpoints": uris})
     result = second.step()
@@ -319,88 +343,52 @@ def test_no_link_in_a_checkpoint_is_followed(make_trial: Any, tmp_path: Path) ->
     assert not list((tmp_path / "trial").rglob(METRICS_FILE))
 
 
-def test_a_checkpoint_of_a_study_names_the_folder_of_its_run(tmp_path: Path) -> None:
-    config = make_trial_config(tmp_path)
+def test_a_checkpoint_of_a_study_names_the_folder_of_its_run(tmp_path: Path, make_trial: Any) -> None:
+    (run,) = make_trial_config(tmp_path)["run"]["runs"]
     trial = start_trial(tmp_path)
     trial.step()
     folder = tmp_path / "kl" / "checkpoint_000000"
-    folder.mkdir(parents=True)
-    trial.save_checkpoint(str(folder))
-    assert json.loads((folder / "runs.json").read_text())["0"] == config["run"]["runs"][0]["run_id"]
+    save(trial, folder)
+    trial.cleanup()
+    assert json.loads((folder / "runs.json").read_text())["0"] == run["run_id"]
     assert [path.name for path in folder.iterdir()] == ["runs.json"]
     # The state is where the run has it, below the folder of the study: <study>/runs/<run_id>.
-    (tmp_path / "runs" / "r").rename(tmp_path / "runs" / config["run"]["runs"][0]["run_id"])
+    (tmp_path / "runs" / "r").rename(tmp_path / "runs" / run["run_id"])
     trainer = PPO.from_checkpoint(tune.Checkpoint.from_directory(folder), **{"actor.lr": 1e-5})
     assert (trainer.step_index, trainer.config.actor.lr) == (1, 1e-5)
     trainer.close()
+    other = make_trial("other", **SMALL)
+    other.load_checkpoint(str(folder))
+    assert other.step()["step"] == 2
 
 
 def test_a_checkpoint_without_a_state_says_why(make_trial: Any, tmp_path: Path) -> None:
     trial = make_trial(**{**SMALL, "trainer.total_training_steps": 1, "trainer.keep_last": False})
     assert trial.step()["finished"]
-    (tmp_path / "checkpoint").mkdir()
-    trial.save_checkpoint(str(tmp_path / "checkpoint"))
+    save(trial, tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match=r"no state of the same step for each run: .* trainer\.keep_last=false"):
         PPO.from_checkpoint(tune.Checkpoint.from_directory(tmp_path / "checkpoint"))
 
 
-def test_the_seeds_of_a_toy_trial_are_in_one_checkpoint(tmp_path: Path) -> None:
-    settings = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8}
-    steps = {"trainer.total_training_steps": 6, "trainer.test_freq": 2}
-
-    def make(name: str, seeds: list[int]) -> UpdateRules:
-        class Here(UpdateRules):
-            logdir = str(tmp_path / name)
-
-        return Here({**settings, **steps, "seed": seeds})
-
-    first = make("first", [0, 1])
+def test_the_seeds_of_a_toy_trial_are_in_one_checkpoint(make_toy: Any, tmp_path: Path) -> None:
+    first = make_toy("first", [0, 1])
     results = [first.step() for _ in range(4)]
     errors = [row["test_error"] for row in results[-1]["rows"].values()]
     assert results[-1]["test_error"] == sum(errors) / 2
     assert results[-1]["finished"]
-    first.cleanup()
-    second = make("second", [0, 1])
+    second = make_toy("second", [0, 1])
     second.step()
     second.step()
-    (tmp_path / "checkpoint").mkdir()
-    second.save_checkpoint(str(tmp_path / "checkpoint"))
+    save(second, tmp_path / "checkpoint")
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["0", "1"]
     second.cleanup()
-    third = make("third", [0, 1])
+    third = make_toy("third", [0, 1])
     third.load_checkpoint(str(tmp_path / "checkpoint"))
     result = third.step()
-    assert result["step"] == results[2]["step"]
-    assert result["test_error"] == results[2]["test_error"]
+    assert [result[name] for name in ("step", "test_error")] == [results[2][name] for name in ("step", "test_error")]
     third.cleanup()
     trainer = UpdateRules.from_checkpoint(tune.Checkpoint.from_directory(tmp_path / "checkpoint"))
     assert list(trainer.seeds) == [0, 1]
-
-
-TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8} | {
-    "trainer.total_training_steps": 6,
-    "trainer.test_freq": 2,
-}
-
-
-@pytest.fixture
-def make_toy(tmp_path: Path) -> Any:
-    """Return a function that makes a trial of update rules, and close all of them at the end."""
-    trials: list[UpdateRules] = []
-
-    def make(name: str, seed: int | list[int], **config: Any) -> UpdateRules:
-        trials.append(type("Here", (UpdateRules,), {"logdir": str(tmp_path / name)})({**TOY, "seed": seed, **config}))
-        return trials[-1]
-
-    yield make
-    for trial in trials:
-        trial.cleanup()
-
-
-def save(trial: PPO, folder: Path) -> str:
-    folder.mkdir()
-    trial.save_checkpoint(str(folder))
-    return folder.as_uri()
 
 
 def test_a_seed_that_joins_a_trial_does_not_continue_from_another_one(make_toy: Any, tmp_path: Path) -> None:
@@ -430,19 +418,13 @@ def test_a_failure_before_the_first_step_keeps_what_was_there(make_trial: Any, t
     assert [path.name for path in (tmp_path / "checkpoint" / "0" / "state").iterdir()] == ["step_1"]
 
 
-def test_a_state_that_is_loaded_is_no_link(make_trial: Any, tmp_path: Path) -> None:
-    first = make_trial("first", **SMALL)
-    first.step()
-    save(first, tmp_path / "checkpoint")
-    second = make_trial("second", **SMALL)
-    second.load_checkpoint(str(tmp_path / "checkpoint"))
+def test_a_state_that_is_loaded_is_no_link(make_trial: Any, checkpoint: Path, tmp_path: Path) -> None:
+    make_trial("second", **SMALL).load_checkpoint(str(checkpoint))
     (state,) = (tmp_path / "second").rglob("step_1")
     assert {path.stat().st_nlink for path in state.iterdir()} == {1}
 
 
 def test_a_toy_run_of_one_seed_fails_with_its_reason_and_again_after_a_restart(make_toy: Any) -> None:
-    from trainable.runs.training import StepResult
-
     trial = make_toy("one", 3)
     trial.step()
     trainer = trial.begin().trainer
@@ -455,8 +437,6 @@ def test_a_toy_run_of_one_seed_fails_with_its_reason_and_again_after_a_restart(m
 
 
 def test_the_mean_of_several_seeds_has_every_column_when_one_of_them_fails(make_toy: Any) -> None:
-    from trainable.runs.training import StepResult
-
     trial = make_toy("two", [0, 1])
     before = trial.step()
     trainer = trial.begin().trainer
@@ -488,27 +468,21 @@ def test_the_repetitions_of_tune_are_seeds(make_trial: Any) -> None:
 # Checkpoints of somebody else.
 
 
-def test_no_pickle_of_a_checkpoint_is_read(make_trial: Any, tmp_path: Path) -> None:
-    first = make_trial("first", **SMALL)
-    first.step()
-    save(first, tmp_path / "checkpoint")
-    (tmp_path / "checkpoint" / "_dict_checkpoint.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/no'\ntR.")
+def test_no_pickle_of_a_checkpoint_is_read(make_trial: Any, checkpoint: Path) -> None:
+    (checkpoint / "_dict_checkpoint.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/no'\ntR.")
     second = make_trial("second", **SMALL)
-    for checkpoint in (str(tmp_path / "checkpoint"), tune.Checkpoint.from_directory(tmp_path / "checkpoint")):
+    for source in (str(checkpoint), tune.Checkpoint.from_directory(checkpoint)):
         with pytest.raises(CheckpointError, match=r"has a pickle, _dict_checkpoint\.pkl"):
-            second.restore(checkpoint)
+            second.restore(source)
 
 
 @pytest.mark.parametrize("is_pointer", [False, True])
-def test_no_link_to_a_run_is_followed(make_trial: Any, tmp_path: Path, is_pointer: bool) -> None:
-    first = make_trial("first", **SMALL)
-    first.step()
-    save(first, tmp_path / "real")
+def test_no_link_to_a_run_is_followed(make_trial: Any, checkpoint: Path, tmp_path: Path, is_pointer: bool) -> None:
     folder = tmp_path / "study" / "trial" / "checkpoint_000000"
     folder.mkdir(parents=True)
     link = tmp_path / "study" / "runs" / "a" if is_pointer else folder / "0"
     link.parent.mkdir(exist_ok=True)
-    link.symlink_to(tmp_path / "real" / "0")
+    link.symlink_to(checkpoint / "0")
     if is_pointer:
         write_object(folder / "runs.json", {"0": "a"})
     with pytest.raises(OSError, match="symbolic link"):
@@ -517,31 +491,14 @@ def test_no_link_to_a_run_is_followed(make_trial: Any, tmp_path: Path, is_pointe
         make_trial("second", **SMALL).load_checkpoint(str(folder))
 
 
-def test_a_trial_continues_from_a_checkpoint_of_a_study(tmp_path: Path, make_trial: Any) -> None:
-    trial = start_trial(tmp_path)
-    trial.step()
-    folder = tmp_path / "kl" / "checkpoint_000000"
-    folder.mkdir(parents=True)
-    trial.save_checkpoint(str(folder))
-    trial.cleanup()
-    (run,) = make_trial_config(tmp_path)["run"]["runs"]
-    (tmp_path / "runs" / "r").rename(tmp_path / "runs" / run["run_id"])
-    other = make_trial("other", **SMALL)
-    other.load_checkpoint(str(folder))
-    assert other.step()["step"] == 2
-
-
-def test_what_a_checkpoint_names_outside_of_it_is_not_used(make_trial: Any, tmp_path: Path) -> None:
+def test_what_a_checkpoint_names_outside_of_it_is_not_used(checkpoint: Path) -> None:
     address = "http://127.0.0.1:9/judge"
-    trial = make_trial(**SMALL)
-    trial.step()
-    save(trial, tmp_path / "checkpoint")
-    (state,) = (tmp_path / "checkpoint" / "0" / "state").iterdir()
+    (state,) = (checkpoint / "0" / "state").iterdir()
     tensors, values = read_checkpoint(state)
     values["settings"]["env"]["papers"]["judge_url"] = address
     shutil.rmtree(state)
     write_checkpoint(state, tensors, values)
-    checkpoint = tune.Checkpoint.from_directory(tmp_path / "checkpoint")
+    source = tune.Checkpoint.from_directory(checkpoint)
     with pytest.raises(CheckpointError, match=f"env.papers.judge_url={address}"):
-        PPO.from_checkpoint(checkpoint)
-    PPO.from_checkpoint(checkpoint, **{"env.papers.judge_url": address}).close()
+        PPO.from_checkpoint(source)
+    PPO.from_checkpoint(source, **{"env.papers.judge_url": address}).close()

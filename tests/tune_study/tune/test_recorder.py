@@ -9,15 +9,15 @@ import ray.cloudpickle
 from ray.exceptions import RayActorError
 from rich.console import Console
 
-from search_spaces.catalog import STUDIES
 from tests.fakes.lines import append_record
+from tests.fakes.plans import plan_study
 from trainable.runs.run_files import METRICS_FILE
-from trainable.runs.study_record import StatusRecord, find_record
+from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune import callbacks
 from tune_study.tune.callbacks import MAX_ATTEMPTS, Recorder
 from tune_study.tune.progress import Progress
@@ -30,7 +30,7 @@ class RecordedTrial:
     """A running trial of two runs, and its files on disk."""
 
     def __init__(self, folder: Path) -> None:
-        self.plan: StudyPlan = make_plan(STUDIES["influence"], "laptop", "a test", {}, ("GRPO",), 2, folder)
+        self.plan: StudyPlan = plan_study(folder, ("GRPO",), 2, study="influence")
         write_study(self.plan)
         resource_plan = preflight(self.plan, None, (), 2, None, is_real=True)
         progress, self.statuses = Progress(self.plan, 1, Console(quiet=True)), StudyStatuses(self.plan, ())
@@ -57,9 +57,7 @@ class RecordedTrial:
         self.recorder.on_trial_start(0, [], self.trial)
 
     def get_status(self, seed: int) -> StatusRecord:
-        run_status = find_record(StatusRecord, self.plan.get_run_dir(self.plan.runs[seed].run_id))
-        assert run_status is not None
-        return run_status
+        return read_record(StatusRecord, self.plan.get_run_dir(self.plan.runs[seed].run_id))
 
     def read_log(self, seed: int) -> str:
         return (self.plan.output / self.plan.runs[seed].log_path).read_text()

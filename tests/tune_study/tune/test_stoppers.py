@@ -1,6 +1,7 @@
 """The stop rules as Stoppers: they follow the decision of a run, and decide themselves for a foreign Trainable."""
 
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +37,14 @@ def test_what_a_run_has_decided_is_obeyed(rule: str, decided_rule: str) -> None:
     )
 
 
-def test_a_foreign_trial_ends_at_the_step_at_which_the_rule_fires() -> None:
+@pytest.mark.parametrize("steps", [range(1, 21), [*range(1, 16), *range(12, 21)]], ids=["once", "repeated"])
+def test_a_foreign_trial_ends_at_the_step_at_which_the_rule_fires(steps: Sequence[int]) -> None:
+    """A step that is repeated counts once. Trials are watched apart, and the experiment goes on."""
     stopper = RuleStopper("reward_variance_collapse")
-    for step in range(1, 20):
-        assert not stopper("trial", make_foreign_result(step, 2.0 if step <= 10 else 0.1))
-    assert stopper("trial", make_foreign_result(20, 0.1))
-
-
-def test_trials_are_watched_apart_and_the_experiment_goes_on() -> None:
-    stopper = RuleStopper("reward_variance_collapse")
-    for step in range(1, 21):
+    for step in steps:
         assert stopper("a", make_foreign_result(step, 2.0 if step <= 10 else 0.1)) == (step == 20)
         assert not stopper("b", make_foreign_result(step, 2.0))
         assert not stopper.stop_all()
-
-
-def test_a_repeated_step_counts_once() -> None:
-    stopper = RuleStopper("reward_variance_collapse")
-    for step in [*range(1, 16), *range(12, 20)]:
-        assert not stopper("trial", make_foreign_result(step, 2.0 if step <= 10 else 0.1))
-    assert stopper("trial", make_foreign_result(20, 0.1))
 
 
 def test_a_filter_that_keeps_nothing_is_heeded() -> None:
@@ -168,5 +157,4 @@ def test_a_tuner_of_ones_own_stops_a_foreign_trainable(tmp_path: Path) -> None:
     assert steps == {"learns": 25, "collapses": 20, "fails": 5}
     rows = [{"step": step, "reward_std": 2.0 if step <= 10 else 0.01, "groups_kept": 1} for step in range(1, 26)]
     decision = evaluate_stop_rules(rows, settings)
-    assert decision is not None
     assert decision.step == steps["collapses"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import wandb
 
-from tests.tune_study.tune.test_wandb_logging import end_run, make_plan_in, write_rows
+from tests.tune_study.tune.test_wandb_logging import end_run, log_study, make_plan_in, write_rows
 from tune_study.tune.wandb_logging import WandbLog
 
 
@@ -115,10 +115,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
 def test_a_second_upload_replaces_the_first_one(service: FakeService, tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     for last_step in (3, 4):
-        write_rows(plan, range(1, last_step + 1))
-        log = WandbLog(plan)
-        end_run(log, plan)
-        assert log.close(), log.problem
+        log_study(plan, range(1, last_step + 1))
         (folder,) = tmp_path.glob("wandb/offline-run-*")
         subprocess.run([sys.executable, "-m", "wandb", "sync", str(folder)], check=True, capture_output=True)
     assert not any("RunResumeStatus" in body for _, body in service.requests)  # it would be appended

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.catalog import STUDIES, SUITES
-from tests.tune_study.commands.test_cli import Answer, type_in
+from tests.fakes.command_line import Answer, assert_refused, get_output, type_in
 from trainable.config.aliases import SYNONYMS
 from trainable.config.run_config import list_field_names
 from tune_study.commands.arguments.options import complete_preset, complete_study
@@ -38,9 +38,8 @@ def test_every_synonym_names_a_setting() -> None:
 
 
 def test_the_version_is_printed() -> None:
-    answer = type_in("--version")
-    assert (answer.code, answer.err) == (0, "")
-    assert answer.out == "tune_study 0.2.0\n"
+    output = get_output("--version")
+    assert output == "tune_study 0.2.0\n"
 
 
 def test_the_list_as_json_has_every_study_suite_and_value() -> None:
@@ -81,10 +80,8 @@ def test_what_is_typed_comes_before_what_a_file_says(work_dir: Path) -> None:
     text = "trainer.total_training_steps=7\nactor.grad_clip=2\n"
     answer = plan_with_file(work_dir, text, "--set trainer.total_training_steps=8")
     assert "Steps per run: 8" in answer.out
-    assert merge_assignments([work_dir / "my.conf"], ["actor.grad_clip=3"]) == (
-        "trainer.total_training_steps=7",
-        "actor.grad_clip=3",
-    )
+    merged = merge_assignments([work_dir / "my.conf"], ["actor.grad_clip=3"])
+    assert merged == ("trainer.total_training_steps=7", "actor.grad_clip=3")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +94,7 @@ def test_what_is_typed_comes_before_what_a_file_says(work_dir: Path) -> None:
     ],
 )
 def test_a_file_of_another_form_is_refused(work_dir: Path, text: str, message: str) -> None:
-    answer = plan_with_file(work_dir, text)
-    assert answer.code == 2
-    assert message in answer.err
+    assert_refused(plan_with_file(work_dir, text), message)
 
 
 @pytest.mark.parametrize("kind", ["missing", "a folder", "no text", "too large"])
@@ -109,10 +104,8 @@ def test_a_file_that_cannot_be_read_is_refused(work_dir: Path, kind: str) -> Non
         path.mkdir()
     elif kind != "missing":
         path.write_bytes(b"\xff\xfe=1" if kind == "no text" else b"#" * 2**21)
-    answer = type_in(f"{DRY_RUN} --config my.conf")
-    assert answer.code == 2
-    assert "--config my.conf cannot be read (" in answer.err
-    assert "type a text file with a line key=value per setting" in answer.err
+    messages = ("--config my.conf cannot be read (", "type a text file with a line key=value per setting")
+    assert_refused(f"{DRY_RUN} --config my.conf", *messages)
 
 
 @given(st.text(max_size=60))

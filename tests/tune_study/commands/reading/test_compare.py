@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.command_line import assert_refused, get_output, type_in
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
-from tests.tune_study.commands.test_cli import type_in
 
 STUDY = FakeStudy(levels=20, total_steps=10)
 
@@ -21,8 +21,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def test_the_terminal_has_arms_verdicts_and_the_page(folders: tuple[str, str], work_dir: Path) -> None:
-    code, out, _ = type_in(shlex.join(["compare", *folders]))
-    assert code == 0
+    out = get_output(shlex.join(["compare", *folders]))
     assert f"A: {folders[0]}: 4 runs: 4 completed" in out
     assert "The settings that the arms of each study share are the same." in out
     assert "Only in A: 0.1." in out
@@ -32,28 +31,11 @@ def test_the_terminal_has_arms_verdicts_and_the_page(folders: tuple[str, str], w
     assert (work_dir / "comparison.html").is_file()
 
 
-def test_one_study_is_refused(folders: tuple[str, str], work_dir: Path) -> None:
-    code, _, err = type_in(shlex.join(["compare", folders[0]]))
-    assert code == 2
-    assert "takes from 2 to 26 studies, and 1 was typed" in err
-    assert list(work_dir.iterdir()) == []
-
-
 def test_a_study_is_not_compared_with_itself(folders: tuple[str, str], work_dir: Path) -> None:
-    code, _, err = type_in(shlex.join(["compare", folders[0], f"{folders[0]}/"]))
-    assert code == 2
-    assert "are one study: type two of them" in err
-    assert list(work_dir.iterdir()) == []
-
-
-def test_a_folder_without_a_study_is_refused(folders: tuple[str, str], work_dir: Path) -> None:
-    code, _, err = type_in(shlex.join(["compare", folders[0], "nowhere"]))
-    assert code == 2
-    assert "nowhere" in err
+    assert_refused(shlex.join(["compare", folders[0], f"{folders[0]}/"]), "are one study: type two of them")
     assert list(work_dir.iterdir()) == []
 
 
 def test_a_page_that_cannot_be_written_is_refused(folders: tuple[str, str], work_dir: Path) -> None:
-    code, _, err = type_in(shlex.join(["compare", *folders, "--to", str(work_dir / "missing" / "page.html")]))
-    assert code == 2
-    assert "type another --to" in err
+    answer = type_in(shlex.join(["compare", *folders, "--to", str(work_dir / "missing" / "page.html")]))
+    assert (answer.code, "type another --to" in answer.err) == (2, True)

@@ -11,9 +11,9 @@ from analysis.sweep.collapse import find_run_ends
 from analysis.sweep.symptoms import PERMUTATION_SEED, find_onsets
 from analysis.sweep.verdicts import format_p_value
 from tests.analysis.sweep.test_symptoms import STUDY, write_collapse
+from tests.fakes.command_line import assert_refused, get_output, type_in
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
-from tests.tune_study.commands.test_cli import type_in
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
 from tune_study.commands.reading.explain import choose_episodes
@@ -26,9 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_run_is_told_in_order(folder: Path) -> None:
-    answer = type_in(f"explain {folder} --arm 0 --seed 1")
-    assert answer.code == 0
-    lines = answer.out.splitlines()
+    output = get_output(f"explain {folder} --arm 0 --seed 1")
+    lines = output.splitlines()
     assert lines[0] == "Arm 0, seed 1: collapsed at step 40 (reward_variance_collapse)."
     spread, success = (
         next(index for index, line in enumerate(lines) if line.startswith(label))
@@ -49,14 +48,8 @@ def test_one_run_is_told_in_order(folder: Path) -> None:
 
 def make_episode(step: int, level: int, success: bool) -> RecordedEpisode:
     turn = RecordedTurn(f"<user>board {level}\n####<end>", f"go {step}\x1b[31m<end>", ("Up", "Left"), -0.2, True)
-    return RecordedEpisode(
-        step,
-        level,
-        (turn, turn._replace(actions=(), valid=False)),
-        success,
-        "success" if success else "out of turns",
-        1.5,
-    )
+    turns = (turn, turn._replace(actions=(), valid=False))
+    return RecordedEpisode(step, level, turns, success, "success" if success else "out of turns", 1.5)
 
 
 def make_onsets(**onset_and_end: tuple[float, float]) -> pd.DataFrame:
@@ -81,38 +74,29 @@ def test_an_episode_is_printed_with_escapes(folder: Path) -> None:
     run_dir = folder / "runs" / FakeRun("0", 2).run_id
     for episode in (make_episode(0, 123, True), make_episode(40, 123, False)):
         append_record(run_dir / "episodes.jsonl", episode.to_line())
-    answer = type_in(f"explain {folder} --arm 0 --seed 2")
-    assert answer.code == 0
-    lines = answer.out.splitlines()
+    output = get_output(f"explain {folder} --arm 0 --seed 2")
+    lines = output.splitlines()
     start = lines.index("Level 123 after step 0: success, score 1.5")
-    assert lines[start + 1 : start + 5] == [
-        "  | <user>board 123",
-        "  | ####<end>",
-        "  > go 0\\x1b[31m<end>",
-        "    Up, Left, reward -0.2",
-    ]
+    board = ["  | <user>board 123", "  | ####<end>"]
+    assert lines[start + 1 : start + 5] == [*board, "  > go 0\\x1b[31m<end>", "    Up, Left, reward -0.2"]
     assert lines[start + 8] == "    no action (invalid reply), reward -0.2"
     assert "Level 123 after step 40: out of turns, score 1.5" in lines
 
 
 @pytest.mark.long
 def test_several_runs_are_summarized(folder: Path) -> None:
-    answer = type_in(f"explain {folder}")
-    assert answer.code == 0
-    lines = answer.out.splitlines()
-    assert (
-        lines[0]
-        == "Arm 0 collapsed in 3 of 3 runs, at steps 40, 40 and 40 (seeds 0, 1, 2); no run of arm 0.1 collapsed."
-    )
+    output = get_output(f"explain {folder}")
+    lines = output.splitlines()
+    collapses = "Arm 0 collapsed in 3 of 3 runs, at steps 40, 40 and 40 (seeds 0, 1, 2); no run of arm 0.1 collapsed."
+    assert lines[0] == collapses
     assert lines[2].startswith("In 3 runs both the spread of the rewards and success fell: the spread first in 3,")
     assert lines[-1] == f"One run: python -m tune_study explain {folder} --arm 0 --seed 0"
     assert type_in(lines[-1].partition("tune_study ")[2]).code == 0
 
 
 def test_a_run_without_collapse_can_be_read_too(folder: Path) -> None:
-    answer = type_in(f"explain {folder} --arm 0.1")
-    assert answer.code == 0
-    assert answer.out.startswith("Arm 0.1, seed 0: completed at step 60.")
+    output = get_output(f"explain {folder} --arm 0.1")
+    assert output.startswith("Arm 0.1, seed 0: completed at step 60.")
 
 
 def test_without_a_collapse_the_command_says_what_to_type(tmp_path: Path) -> None:
@@ -162,19 +146,14 @@ def test_without_rows_there_is_nothing_to_explain(tmp_path: Path) -> None:
         ("--arm 9", "There is no arm 9: type --arm with one of 0, 0.1."),
         ("--seed 5", "There is no run with seed 5: type --seed with one of 0, 1, 2."),
         ("--arm 0.1 --seed 1", "There is no run of arm 0.1 with seed 1: type --seed with one of 0."),
-        ("--seed x", "Invalid value for '--seed'"),
     ],
 )
 def test_wrong_options_are_refused(folder: Path, options: str, words: str) -> None:
-    answer = type_in(f"explain {folder} {options}")
-    assert answer.code == 2
-    assert words in " ".join(answer.err.replace("\n", " ").split())
+    assert_refused(f"explain {folder} {options}", words)
 
 
 def test_a_study_of_update_rules_is_refused(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10))
     path = folder / "study.json"
     write_object(path, {**read_object(path), "family": "update_rules"})
-    answer = type_in(f"explain {folder}")
-    assert answer.code == 2
-    assert "fine-tuned no language model" in answer.err
+    assert_refused(f"explain {folder}", "fine-tuned no language model")

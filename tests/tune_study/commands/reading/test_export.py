@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from analysis.data.episodes import read_episodes
-from search_spaces.catalog import STUDIES
-from tests.tune_study.commands.test_cli import read_files, type_in
+from tests.fakes.command_line import assert_refused, get_output, read_files, type_in
+from tests.fakes.plans import SMALL_SETTINGS, plan_study, train_without_ray
 from trainable.export.policy import load_trained_policy
 from trainable.files.json_values import read_object, write_object
 from trainable.models.interface import PassSettings
@@ -24,40 +24,25 @@ from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, read_rows
 from trainable.runs.study_record import STUDY_FILE, StatusRecord, write_record
-from trainable.trial import PPO
 from tune_study.commands import probe
 from tune_study.commands.reading.export import split_first_turn
-from tune_study.folder import outputs
-from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.trials import make_trial_config
+from tune_study.plan.study_plan import StudyPlan
 
 SETTINGS = {
-    "env.env_groups": "2",
-    "env.group_size": "4",
-    "env.val_env_groups": "4",
-    "env.test_env_groups": "0",
-    "actor.ppo_mini_batch_size": "4",
-    "critic.ppo_mini_batch_size": "4",
+    **SMALL_SETTINGS,
+    "env.val_env_groups": 4,
     "actor.lr": "0.01",
-    "trainer.total_training_steps": "2",
-    "trainer.save_freq": "1",
-    "trainer.test_freq": "2",
-    "trainer.val_before_train": "False",
-    "trainer.log_val_generations": "4",
+    "trainer.total_training_steps": 2,
+    "trainer.save_freq": 1,
+    "trainer.test_freq": 2,
+    "trainer.log_val_generations": 4,
 }
 TOKENS = torch.arange(3, 43).view(2, 20)
 
 
 def train_study(output: Path, **settings: str) -> StudyPlan:
     """Train one arm with the seeds 0 and 1 by the real Trainable, without Ray."""
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", {**SETTINGS, **settings}, ("0.1",), 2, output)
-    outputs.write_study(plan)
-    for spec in plan.runs:
-        trial = PPO(make_trial_config(plan, [spec]))
-        for _ in range(2):
-            trial.step()
-        trial.cleanup()
-    return plan
+    return train_without_ray(plan_study(output, values=("0.1",), seeds=2, **{**SETTINGS, **settings}), 2)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +79,7 @@ def compute_hub_logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_transformers_computes_our_logits(study: StudyPlan, tmp_path: Path) -> None:
-    code, out, err = export(study, tmp_path / "policy")
-    assert code == 0, err
+    out = get_output(export(study, tmp_path / "policy"))
     assert f"{study.runs[0].run_id} after step 2: {tmp_path / 'policy'}" in out
     logits = compute_hub_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
     assert (logits - compute_logits(study)).abs().max() < 1e-5
@@ -119,8 +103,7 @@ def test_the_tokenizer_is_that_of_the_base_model(study: StudyPlan, tmp_path: Pat
 
 @pytest.mark.long
 def test_adapters_are_merged(lora_study: StudyPlan, tmp_path: Path) -> None:
-    code, _, err = export(lora_study, tmp_path / "policy")
-    assert code == 0, err
+    get_output(export(lora_study, tmp_path / "policy"))
     logits = compute_hub_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
     assert (logits - compute_logits(lora_study)).abs().max() < 1e-5
 
@@ -129,8 +112,7 @@ def test_adapters_are_merged(lora_study: StudyPlan, tmp_path: Path) -> None:
 def test_a_base_in_4_bits_is_exported_as_what_was_trained(tmp_path: Path) -> None:
     settings = {"model.lora_rank": "4", "model.load_in_4bit": "True"}
     plan = train_study(tmp_path, **settings, **{"rollout.name": "torch", "model.compiled_passes": "False"})
-    code, _, err = export(plan, tmp_path / "policy")
-    assert code == 0, err
+    get_output(export(plan, tmp_path / "policy"))
     model = probe.restore(plan.folder, plan.runs[0].run_id).model
     dense = Qwen2(model.shape)
     dense.load_state_dict(dict(iter_merged_weights(model)))
@@ -144,8 +126,7 @@ def test_a_base_in_4_bits_is_exported_as_what_was_trained(tmp_path: Path) -> Non
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_are_written_alone(lora_study: StudyPlan, tmp_path: Path) -> None:
-    code, _, err = export(lora_study, tmp_path / "adapters", "--adapters")
-    assert code == 0, err
+    get_output(export(lora_study, tmp_path / "adapters", "--adapters"))
     base = AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny"))
     logits = compute_hub_logits(PeftModel.from_pretrained(base, tmp_path / "adapters"))
     assert (logits - compute_logits(lora_study)).abs().max() < 1e-5
@@ -205,8 +186,7 @@ def test_a_study_from_a_file_needs_no_file(study: StudyPlan, tmp_path: Path) -> 
     record = read_object(folder / STUDY_FILE)
     record["declaration"] = {"path": "/nowhere/mine.py", "sha256": "0" * 64, "text": "study = 1"}
     write_object(folder / STUDY_FILE, {**record, "name": "mine"})
-    code, _, err = type_in(shlex.join(["export", str(folder), "--arm", "0.1", "--to", str(tmp_path / "policy")]))
-    assert code == 0, err
+    get_output(shlex.join(["export", str(folder), "--arm", "0.1", "--to", str(tmp_path / "policy")]))
     assert export(study, tmp_path / "other")[0] == 0
     texts = [(tmp_path / name / "README.md").read_text() for name in ("policy", "other")]
     assert texts[0] == texts[1].replace("| study | kl: ", "| study | mine: ").replace(": kl, arm", ": mine, arm")
@@ -214,9 +194,9 @@ def test_a_study_from_a_file_needs_no_file(study: StudyPlan, tmp_path: Path) -> 
     assert weights[0] == weights[1]
     entry = {**record["runs"][0], "checkpoints": "../elsewhere"}
     write_object(folder / STUDY_FILE, {**record, "runs": [entry, *record["runs"][1:]]})
-    code, _, err = type_in(shlex.join(["export", str(folder), "--arm", "0.1", "--to", str(tmp_path / "third")]))
-    assert code == 2
-    assert "names a file outside of the output folder" in err
+    assert_refused(
+        f"export {shlex.quote(str(folder))} --arm 0.1 --to {tmp_path / 'third'}", "a file outside of the output folder"
+    )
 
 
 def test_the_card_says_which_run_it_is(study: StudyPlan, tmp_path: Path) -> None:
@@ -266,23 +246,17 @@ def test_exporting_changes_no_file_of_the_study(study: StudyPlan, tmp_path: Path
     ],
 )
 def test_what_cannot_be_exported_is_refused(study: StudyPlan, tmp_path: Path, options: list[str], message: str) -> None:
-    code, _, err = export(study, tmp_path / "policy", *options)
-    assert code == 2
-    assert message in err
+    assert_refused(export(study, tmp_path / "policy", *options), message)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_arm_is_refused(study: StudyPlan, tmp_path: Path) -> None:
-    code, _, err = type_in(shlex.join(["export", str(study.folder), "--arm", "0.5", "--to", str(tmp_path / "x")]))
-    assert code == 2
-    assert "type --arm with one of 0.1." in err
+    assert_refused(f"export {study.folder} --arm 0.5 --to {tmp_path / 'x'}", "type --arm with one of 0.1.")
 
 
 def test_a_folder_with_files_is_not_touched(study: StudyPlan, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x")
-    code, _, err = export(study, tmp_path)
-    assert code == 2
-    assert "is there already and not empty" in err
+    assert_refused(export(study, tmp_path), "is there already and not empty")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "x")]
 
 

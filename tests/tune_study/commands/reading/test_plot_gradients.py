@@ -1,19 +1,16 @@
 """The command plot-gradients: what it lists, which files it writes, and what it refuses in one paragraph."""
 
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 import pytest
-from typer.testing import CliRunner
 
 from tests.fakes import sandbox_folders
+from tests.fakes.command_line import Answer, assert_refused, get_output, type_in
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 from trainable.files.json_values import DamageWarning
-from tune_study.commands.cli import app
 from tune_study.commands.reading.plot_gradients import parse_steps, read_analyses, select_steps
 from tune_study.plan.errors import PlanError
 
@@ -21,16 +18,8 @@ STUDY = FakeStudy(total_steps=3, test_freq=2, levels=10)
 RUNS = (FakeRun("0", steps=3), FakeRun("0.1", steps=3))
 
 
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def type_in(folder: Path, line: str = "") -> Answer:
-    words = ["plot-gradients", str(folder), *shlex.split(line)]
-    result = CliRunner().invoke(app, words, prog_name="python -m tune_study")
-    return Answer(result.exit_code, result.stdout, result.stderr)
+def plot(folder: Path, line: str = "") -> Answer:
+    return type_in(f"plot-gradients {folder} {line}")
 
 
 def write_analyzed_study(output: Path, *analyses: Sequence[FakeAnalysis]) -> Path:
@@ -77,7 +66,7 @@ def list_selections(table: pd.DataFrame) -> list[tuple[object, ...]]:
 
 @pytest.mark.slow
 def test_the_pictures_of_every_step_go_into_the_runs_folder(single_run_study: Path) -> None:
-    answer = type_in(single_run_study)
+    answer = plot(single_run_study)
     target = single_run_study / "figures" / "gradients" / "arm0-seed0"
     assert (answer.code, answer.err) == (0, "")
     assert list_files(target) == list_expected_files(1, 11)
@@ -94,15 +83,14 @@ def test_steps_are_chosen_in_any_spelling(single_run_study: Path, texts: tuple[s
 
 @pytest.mark.slow
 def test_an_output_folder_of_ones_own(single_run_study: Path, tmp_path: Path) -> None:
-    answer = type_in(single_run_study, f"--step 11 --output-dir {tmp_path}/new/pictures")
-    assert answer.code == 0
+    get_output(plot(single_run_study, f"--step 11 --output-dir {tmp_path}/new/pictures"))
     assert list_files(tmp_path / "new" / "pictures") == list_expected_files(11)
     assert not (single_run_study / "figures").exists()
 
 
 @pytest.mark.slow
 def test_runs_and_probes_have_folders_of_their_own(mixed_study: Path) -> None:
-    assert type_in(mixed_study).code == 0
+    assert plot(mixed_study).code == 0
     file_names = list_files(mixed_study / "figures" / "gradients")
     assert file_names == (
         list_expected_files(1, prefix="arm0-seed0/")
@@ -133,21 +121,20 @@ def test_a_run_a_source_and_steps_can_be_chosen(
 
 
 def test_steps_are_listed_and_nothing_is_drawn(mixed_study: Path) -> None:
-    answer = type_in(mixed_study, "--list-steps")
-    assert answer.code == 0
-    assert [line.split()[:3] for line in answer.out.splitlines()[1:]] == [
+    output = get_output(plot(mixed_study, "--list-steps"))
+    assert [line.split()[:3] for line in output.splitlines()[1:]] == [
         ["arm0-seed0", "train", "1"],
         ["arm0-seed0", "probe", "1"],
         ["arm01-seed0", "train", "1"],
         ["arm01-seed0", "train", "11"],
     ]
-    assert "after the filter" in answer.out
-    assert "task, entropy" in answer.out
+    assert "after the filter" in output
+    assert "task, entropy" in output
     assert not (mixed_study / "figures").exists()
 
 
 def test_the_list_tells_before_from_after_the_filter(single_run_study: Path) -> None:
-    lines = type_in(single_run_study, "--list-steps --step 11").out.splitlines()[1:]
+    lines = plot(single_run_study, "--list-steps --step 11").out.splitlines()[1:]
     assert ["before the filter" in line for line in lines] == [False, True]
     assert all(line.split()[2] == "11" for line in lines)
 
@@ -179,7 +166,7 @@ def test_bad_input_gets_one_paragraph_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(mixed_study.parent)
     files_before = list_files(mixed_study.parent)
-    answer = type_in(mixed_study, line)
+    answer = plot(mixed_study, line)
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.count("\n") == 1
@@ -190,13 +177,14 @@ def test_bad_input_gets_one_paragraph_and_writes_nothing(
 def test_a_study_without_analyses_says_how_to_get_some(tmp_path: Path) -> None:
     folder = write_analyzed_study(tmp_path, [])
     for line in ("", "--list-steps"):
-        answer = type_in(folder, line)
-        assert answer.code == 2
-        assert "has no gradient analysis: run a study with --set trainer.gradient_analysis_mode=True" in answer.err
-        assert f"type `python -m tune_study probe {folder}` to analyze" in answer.err
+        assert_refused(
+            plot(folder, line),
+            "has no gradient analysis: run a study with --set trainer.gradient_analysis_mode=True",
+            f"type `python -m tune_study probe {folder}` to analyze",
+        )
     # With several runs, `probe` has to be told which.
     several_runs = write_study(tmp_path / "several", [FakeRun("0", steps=2), FakeRun("0.1", steps=2)])
-    assert f"`python -m tune_study probe {several_runs} --trial 0` to analyze" in type_in(several_runs, "").err
+    assert f"`python -m tune_study probe {several_runs} --trial 0` to analyze" in plot(several_runs, "").err
 
 
 def test_a_study_without_a_language_model_is_told_where_its_gradients_are(tmp_path: Path) -> None:
@@ -207,20 +195,16 @@ def test_a_study_without_a_language_model_is_told_where_its_gradients_are(tmp_pa
 
 @pytest.mark.long
 def test_a_folder_without_a_study_and_a_damaged_study_are_refused(tmp_path: Path) -> None:
-    assert "contains no study (no study.json)" in type_in(tmp_path).err
+    assert "contains no study (no study.json)" in plot(tmp_path).err
     folder = write_analyzed_study(tmp_path, [FakeAnalysis()])
     (folder / "runs" / "arm0-seed0" / "run.json").write_text("{")
     with pytest.warns(DamageWarning, match=r"run\.json is damaged: it is not valid JSON"):
-        assert type_in(folder).code == 0
+        assert plot(folder).code == 0
     (folder / "study.json").write_text("{")
-    answer = type_in(folder)
-    assert answer.code == 2
-    assert "study.json is damaged: it is not valid JSON" in answer.err
+    assert_refused(plot(folder), "study.json is damaged: it is not valid JSON")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(single_run_study: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
-    answer = type_in(single_run_study, f"--output-dir {tmp_path}/taken")
-    assert answer.code == 2
-    assert "taken cannot be written" in answer.err
+    assert_refused(plot(single_run_study, f"--output-dir {tmp_path}/taken"), "taken cannot be written")
     assert (tmp_path / "taken").read_text() == "mine"

@@ -253,11 +253,6 @@ def test_what_is_no_threshold_is_refused_also_where_no_run_uses_it(
         replay_folder(folder, assignments)
 
 
-def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="contains no study"):
-        replay_folder(tmp_path, [])
-
-
 def test_alarms_of_the_runs_and_a_score_of_each_rule(tmp_path: Path) -> None:
     folder = write_replay_study(tmp_path, {"0": STEADY, "0.01": FALLEN})
     times_before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

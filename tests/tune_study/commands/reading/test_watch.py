@@ -22,11 +22,11 @@ from waitress import wasyncore
 
 from analysis import load
 from analysis.report.live import LivePage
+from tests.fakes.command_line import read_files
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
 from tests.fakes.sandbox_folders import FakeRun as SandboxRun
 from tests.fakes.sandbox_folders import write_sandbox
-from tests.tune_study.commands.test_cli import read_files, type_in
 from tune_study.commands.reading import watch
 from tune_study.folder.outputs import lock_folder
 from tune_study.tune.progress import format_duration
@@ -95,6 +95,16 @@ def folder(tmp_path: Path) -> Path:
     return write_study(tmp_path, [FakeRun("0"), FakeRun("0.1", status="running", steps=10)])
 
 
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
+
+
+def write_next_row(folder: Path) -> None:
+    append_record(folder / "runs" / FakeRun("0.1").run_id / "metrics.jsonl", {"step": 11, "val_success": 0.5})
+
+
 @pytest.mark.long
 def test_the_page_has_the_report_and_the_state_of_each_run(folder: Path) -> None:
     before = read_files(folder)
@@ -110,11 +120,10 @@ def test_the_page_has_the_report_and_the_state_of_each_run(folder: Path) -> None
 
 
 @pytest.mark.long
-def test_new_rows_make_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
+@pytest.mark.usefixtures("quick_looks")
+def test_new_rows_make_a_new_page(folder: Path) -> None:
     with watch.LiveReport(str(folder)) as report:
-        append_record(folder / "runs" / FakeRun("0.1").run_id / "metrics.jsonl", {"step": 11, "val_success": 0.5})
+        write_next_row(folder)
         wait_for(lambda: "11 of 60" in report.render(10))
 
 
@@ -124,7 +133,7 @@ def test_the_table_of_runs_does_not_wait_for_the_report(folder: Path, monkeypatc
     monkeypatch.setattr(watch, "_IDLE_FACTOR", 10_000.0)
     with watch.LiveReport(str(folder)) as report:
         assert "10 of 60" in report.render(10)
-        append_record(folder / "runs" / FakeRun("0.1").run_id / "metrics.jsonl", {"step": 11, "val_success": 0.5})
+        write_next_row(folder)
         wait_for(lambda: "11 of 60" in report.render(10))
         assert "Verdict for each arm" in report.render(10)
         assert report._is_outdated
@@ -146,9 +155,8 @@ def test_the_time_left_is_that_of_the_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
+@pytest.mark.usefixtures("quick_looks")
+def test_a_driver_that_ends_makes_a_new_page(folder: Path) -> None:
     with ExitStack() as stack, ExitStack() as lock:
         lock.enter_context(lock_folder(folder))
         report = stack.enter_context(watch.LiveReport(str(folder)))
@@ -158,6 +166,7 @@ def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("quick_looks")
 @pytest.mark.parametrize(
     "error",
     [
@@ -166,8 +175,6 @@ def test_a_driver_that_ends_makes_a_new_page(folder: Path, monkeypatch: pytest.M
     ],
 )
 def test_a_failed_look_is_said_and_tried_again(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
 
     def fail(*arguments: Any, **options: Any) -> Any:
         raise error
@@ -176,7 +183,7 @@ def test_a_failed_look_is_said_and_tried_again(error: Exception, folder: Path, m
         assert "10 of 60" in report.render(10)
         with monkeypatch.context() as patched:
             patched.setattr(watch, "load", fail)
-            append_record(folder / "runs" / FakeRun("0.1").run_id / "metrics.jsonl", {"step": 11, "val_success": 0.5})
+            write_next_row(folder)
             wait_for(lambda: f"{type(error).__name__}: " in report.render(10))
             assert "10 of 60" in report.render(10)
         wait_for(lambda: "11 of 60" in report.render(10) and "Not rebuilt" not in report.render(10))
@@ -207,19 +214,12 @@ def wait_for(is_there: Callable[[], bool], timeout_s: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_study_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    answer = type_in(f"watch {tmp_path}")
-    assert answer.code == 2
-    assert "study.json" in answer.err
-
-
 def start_watching(folder: Path) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "tune_study", "watch", str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def read_address(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
     return process.stdout.readline().removeprefix("Open ").strip()
 
 

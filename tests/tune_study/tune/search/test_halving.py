@@ -8,17 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.catalog import STUDIES
-from search_spaces.language_model.family import PPO
 from tests.fakes.lines import append_record
+from tests.fakes.plans import plan_search
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.stop_rules import ALARM
 from trainable.runs.study_record import StatusRecord
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.host.interrupt import make_interrupt
-from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study, make_space
-from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
+from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.run import make_run_options
 from tune_study.tune.search.halving import SIBLING_REASON, Rungs
 
@@ -28,11 +26,8 @@ NUM_POINTS = 8
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     """A search of one seed whose runs are halved from step 5 on."""
-    study = make_point_study(STUDIES["kl"], {DEFAULT_POINT: {}})
-    plan = make_plan(study, "laptop", "a test", {}, None, 1, tmp_path_factory.mktemp("search"))
-    search = Search(make_space(PPO, plan.base_config, ()), ("success",), NUM_POINTS, grace_steps=5)
     points = {f"point-{number}": {"actor.lr": f"{number}e-4"} for number in range(1, NUM_POINTS)}
-    return set_points(replace(plan, search=search), {DEFAULT_POINT: {}, **points})
+    return plan_search(tmp_path_factory.mktemp("search"), points, num_points=NUM_POINTS, grace_steps=5)
 
 
 def make_row(step: int, value: float | None) -> dict[str, float | int]:
@@ -109,11 +104,8 @@ def test_a_run_that_reached_a_rung_as_the_search_was_killed_is_judged_at_its_nex
 
 
 def test_no_run_of_a_censored_point_goes_on_or_starts(tmp_path: Path) -> None:
-    study = make_point_study(STUDIES["kl"], {DEFAULT_POINT: {}})
-    plan = make_plan(study, "laptop", "a test", {}, None, 2, tmp_path)
-    search = Search(make_space(PPO, plan.base_config, ()), ("success",), 4, grace_steps=5)
     points = {f"point-{number}": {"actor.lr": f"{number}e-4"} for number in (1, 2, 3)}
-    plan = set_points(replace(plan, search=search), {DEFAULT_POINT: {}, **points})
+    plan = plan_search(tmp_path, points, seeds=2, num_points=4, grace_steps=5)
     first, second = ({spec.arm: spec.run_id for spec in plan.runs if spec.seed == seed} for seed in (0, 1))
     rungs = Rungs(plan, True, {})
     for arm, value in (("point-1", 0.9), ("point-2", 0.8)):
@@ -124,10 +116,8 @@ def test_no_run_of_a_censored_point_goes_on_or_starts(tmp_path: Path) -> None:
     write_study(plan)
     statuses = StudyStatuses(plan, ())
     statuses.censor_waiting(rungs.is_censored, SIBLING_REASON)
-    assert [status.run_id for status in statuses.list_all() if status.status == "censored"] == [
-        first["point-3"],
-        second["point-3"],
-    ]
+    censored_ids = [status.run_id for status in statuses.list_all() if status.status == "censored"]
+    assert censored_ids == [first["point-3"], second["point-3"]]
 
 
 def test_the_stopper_follows_the_rungs_but_not_for_runs_that_have_ended(plan: StudyPlan) -> None:

@@ -9,11 +9,10 @@ import pandas as pd
 import pytest
 
 from analysis.search.points import COMPLETE
-from search_spaces.catalog import STUDIES
-from search_spaces.language_model.family import PPO
+from tests.fakes.plans import plan_search
 from tune_study.plan.errors import PlanError
-from tune_study.plan.search import DEFAULT_POINT, FIRST_POINTS, Search, make_point_study, make_space
-from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
+from tune_study.plan.search import DEFAULT_POINT, FIRST_POINTS
+from tune_study.plan.study_plan import StudyPlan, set_points
 from tune_study.tune.search import rounds
 from tune_study.tune.search.rounds import draw_first_points
 
@@ -21,11 +20,8 @@ BEST_RATE, MAX_RATE = 1e-3, 2e-3
 RATE = ("actor.lr=1e-5:1e-1:log",)
 
 
-def make_search_plan(output: Path, texts: tuple[str, ...] = (), seed: int = 0, num_points: int = 60) -> StudyPlan:
-    study = make_point_study(STUDIES["kl"], {DEFAULT_POINT: {}})
-    plan = make_plan(study, "laptop", "a test", {}, None, 1, output)
-    search = Search(make_space(PPO, plan.base_config, texts), ("success",), num_points, seed=seed)
-    return set_points(replace(plan, search=search), {DEFAULT_POINT: {}})
+def make_search_plan(output: Path, texts: tuple[str, ...] = (), seed: int = 0) -> StudyPlan:
+    return plan_search(output, space=texts, seed=seed)
 
 
 def make_table(plan: StudyPlan, best_rate: float = BEST_RATE, max_rate: float = MAX_RATE) -> pd.DataFrame:
@@ -46,7 +42,6 @@ def make_table(plan: StudyPlan, best_rate: float = BEST_RATE, max_rate: float = 
 
 
 def draw_next(plan: StudyPlan, is_higher_better: bool = True, **outcomes: float) -> StudyPlan:
-    assert plan.search is not None
     count = plan.search.points_per_round
     drawn = rounds._draw_points(plan, plan.search, make_table(plan, **outcomes), is_higher_better, count)
     return set_points(plan, {**plan.points, **drawn})
@@ -67,7 +62,6 @@ def test_points_are_inside_the_space_and_have_the_settings_whose_condition_they_
     plan = draw_first_points(make_search_plan(tmp_path))
     assert list(plan.points)[:2] == [DEFAULT_POINT, "point-1"]
     assert len(plan.points) == FIRST_POINTS
-    assert plan.search is not None
     for point in list(plan.points.values())[1:]:
         for dimension in plan.search.space:
             is_met = not dimension.condition or point.get(dimension.condition[0]) == dimension.condition[1]
@@ -127,7 +121,7 @@ def test_a_space_without_further_points_ends_the_search(tmp_path: Path) -> None:
     points = draw_first_points(plan).points
     # Two values times two, of which the default is one.
     assert len(points) == 4
-    assert rounds._draw_points(set_points(plan, points), plan.search, None, True, 4) == {}  # type: ignore[arg-type]
+    assert rounds._draw_points(set_points(plan, points), plan.search, None, True, 4) == {}
 
 
 @pytest.mark.long
@@ -145,7 +139,6 @@ def test_a_space_whose_other_points_exclude_each_other_ends_the_search(tmp_path:
 )
 def test_values_are_rounded_on_the_scale_of_their_interval(tmp_path: Path, text: str, count: int) -> None:
     plan = make_search_plan(tmp_path, (text,))
-    assert plan.search is not None
     (dimension,) = plan.search.space
     shares = np.linspace(0, 1, 1001)
     low, high = dimension.low, dimension.high
@@ -161,11 +154,8 @@ def test_values_are_rounded_on_the_scale_of_their_interval(tmp_path: Path, text:
 
 def test_points_whose_settings_exclude_each_other_are_drawn_again(tmp_path: Path) -> None:
     # A count of groups must be whole, so that no point of the second strategy can be trained.
-    plan = draw_first_points(
-        make_search_plan(
-            tmp_path, ("filter.rollout_filter_strategy=top_p,top_k_abs", "filter.rollout_filter_value=0.41:0.99")
-        )
-    )
+    texts = ("filter.rollout_filter_strategy=top_p,top_k_abs", "filter.rollout_filter_value=0.41:0.99")
+    plan = draw_first_points(make_search_plan(tmp_path, texts))
     assert len(plan.points) == FIRST_POINTS
     assert {point["filter.rollout_filter_strategy"] for point in list(plan.points.values())[1:]} == {"top_p"}
 
