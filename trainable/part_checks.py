@@ -6,7 +6,7 @@ other exception is one of the plug-in: it is shown with the line of the user's f
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -94,7 +94,9 @@ def _check_policy_loss(loss: Any, config: RunConfig) -> None:
     for count in (6, 0):  # with several GPUs, a pass may have no tokens
         token_loss = loss(logprobs[:count], torch.full((count,), -1.0), advantages[:count])
         _require_tensor(token_loss, (count,))
-        _require(token_loss.requires_grad, "it returned a loss without a gradient with respect to logprobs")
+        _require(
+            token_loss.requires_grad or not count, "it returned a loss without a gradient with respect to logprobs"
+        )
 
 
 def _check_estimator(estimator: Any, config: RunConfig) -> None:
@@ -128,7 +130,7 @@ def _check_reward(reward: Any, config: RunConfig) -> None:
         PlayedTurn("a</think><answer>b</answer>", tuple(actions[:1]), 1.0, True),
     ]
     answer = reward(level, turns)
-    numbers = np.asarray(answer, dtype=float)
+    numbers = np.asarray([float(number) for number in answer] if isinstance(answer, Iterable) else answer, dtype=float)
     clause = f"it returned {format_value(answer)} for two turns, and a finite number per turn is needed"
     _require(numbers.shape == (2,) and np.isfinite(numbers).all(), clause)
 
@@ -161,7 +163,7 @@ def _check_game(game: Any, config: RunConfig) -> None:
     clause = "the instructions have no example of an answer, <answer>ACTION</answer>, whose action read_action() knows"
     _require(actions, clause)
     texts = [environment.format_state(state, style) for style in ("full", "compact") for state in states]
-    has_texts = all(isinstance(text, str) and text for text in [*texts, *actions])
+    has_texts = all(isinstance(text, str) and text for text in [*texts, *(a for a in answers if a is not None)])
     _require(has_texts, "format_state() did not return a text, or read_action() neither a text nor None")
     _check_words(environment.title, [*texts[len(states) :], *actions], config)
 

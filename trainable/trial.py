@@ -26,7 +26,7 @@ from trainable.files.paths import check_tree
 from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import NON_FINITE, CheckpointError, Failure, RunFailedError, classify_failure
 from trainable.runs.orphans import terminate_orphans
-from trainable.runs.records import carry_values
+from trainable.runs.records import carry_values, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, list_states, read_rows
 from trainable.runs.study_record import is_run_id
 
@@ -246,8 +246,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
     def _make_failure_result(self, failure: Failure) -> dict[str, Any]:
         self._has_failed = True
-        columns: dict[str, Any] = {}
-        with suppress(Exception):  # the settings, or an import, may be why the run failed
+        # Schedulers refuse a result without their metric, also if the settings or an import are why the run failed.
+        columns = make_empty_row() if self.config_class is RunConfig else {}
+        with suppress(Exception):
             columns = resolve_name(self.family).make_empty_row(self.make_config(self._configuration))
         names = {name: self._options.get(name, "") for name in ("study", "arm")}
         identity = {**names, **{name: self._runs[0][name] for name in ("run_id", "seed")}, "step": None}

@@ -72,7 +72,9 @@ UPDATE_RULES = make_toy_family(
         OutcomeColumn(
             "mean_entropy", 0.1, "it shows how long entropy lasted, even if it never gets low", is_common=True
         ),
-        OutcomeColumn("final_test_error_unscored", 0.05, "in masked_reversal, it shows what was learned unscored"),
+        OutcomeColumn(
+            "final_test_error_unscored", 0.05, "in masked_reversal, it shows what is learned where nothing is scored"
+        ),
         OutcomeColumn("final_chain_reward", contrast="it is the reward that chain tasks give"),
         OutcomeColumn("final_perplexity", contrast="in lm_bandit, it shows whether the model still knows the language"),
         OutcomeColumn("mean_replay_age", contrast="it checks that ages meant to be equal are", is_compared=False),

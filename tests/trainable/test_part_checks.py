@@ -160,6 +160,7 @@ NEXT_SYMBOL = 'globals().setdefault("symbols", __import__("itertools").cycle(ran
         ("return TurnOutcome(", "return tuple((", None),
         ("Example: <answer>Up</answer>", "No example.", "the instructions have no example of an answer"),
         ("return word if word in ARMS.values() else None", "return ARMS[word]", "raised KeyError: 'Up' .own.py, line"),
+        ("ARMS.values() else None", "ARMS.values() else False", "neither a text nor None"),
         ('"Sokoban"', '"Bandit"', r"does not know the title 'Bandit', .* set title = 'Sokoban'"),
         ('"#": "Up"', '"#": "lever"', "does not know lever, which"),
         ("return state\n", 'return "a long text"\n', "model.path=sokoban-tiny does not know a, long, text"),

@@ -103,4 +103,7 @@ _CHAT_TEMPLATE = """\
 def format_chat_template(chat: ChatFormat) -> str:
     """Fill the texts of a chat format into `_CHAT_TEMPLATE`."""
     values = {**asdict(chat), "thought": START_OF_THOUGHT}
-    return "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in values.items()) + _CHAT_TEMPLATE
+    return (
+        "".join(f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}" for name, value in values.items())
+        + _CHAT_TEMPLATE
+    )

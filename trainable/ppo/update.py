@@ -309,7 +309,7 @@ class ActorUpdate:
     def compute_loss_terms(self, inputs: PassInputs, meter: Meter) -> dict[str, Tensor]:
         """Compute the terms of the loss of one pass, including their coefficients. The loss is their sum.
 
-        Returns Scalars by name: task; entropy with an entropy_coeff (negative, since it is a bonus); kl with
+        Returns scalars by name: task; entropy with an entropy_coeff (negative, since it is a bonus); kl with
         use_kl_loss; value with a value head on the trunk.
         """
         settings, flat_positions = self.settings, inputs.batch.find_prediction_positions()

@@ -355,7 +355,7 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     Column(
         "sample_pct",
         "percent",
-        "percentage of the batch's sequences, including copies",
+        "percentage of the batch's sequences that are in the bucket, including copies",
         "grad_norm/<bucket>/sample_pct",
     ),
     Column("token_count", "tokens", "trained tokens in the bucket, including copies"),

@@ -239,6 +239,12 @@ def test_a_failure_before_the_first_row_has_its_columns(make_trial: Any, all_qua
     assert ("collapse_first_turn_marginal_std" in result) == all_quantities
 
 
+def test_settings_that_are_refused_leave_a_row_with_the_metric_of_a_scheduler(make_trial: Any) -> None:
+    result = make_trial(**{**SMALL, "actor.lr": -1}).step()
+    assert {*make_empty_row()} - {"stop_rule"} <= result.keys()
+    assert "actor.lr" in result["failure"]
+
+
 def test_a_failure_that_is_not_retried_is_a_result(make_trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = make_trial(**SMALL)
     trial.step()
