@@ -534,6 +534,7 @@ def _format_error_item(item: Mapping[str, Any]) -> str:
     """Format one of pydantic's errors in our form, `section.setting=value: must be ...`."""
     location = format_value(".".join(str(key) for key in item["loc"]))
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    message = message.replace("must be a valid boolean, unable to interpret input", "must be True or False")
     message = message[0].lower() + message[1:]
     if not location:  # a validator of the whole configuration, whose message names its settings
         return f"{message}."

@@ -16,6 +16,7 @@ from rich.console import Console
 from search_spaces.catalog import STUDIES
 from trainable.backend.gpus import make_bundles
 from trainable.config.setting_types import format_value
+from trainable.files.paths import UnsafePathError
 from tune_study.commands.preflight import list_checks, make_plans_that_fit, prepare_study
 from tune_study.commands.requests import LaunchRequest, StudyRequest
 from tune_study.commands.run_options import ChosenPreset
@@ -56,7 +57,7 @@ def diagnose(console: Console, output: Path, preset: str | None) -> int:
             if result := check():
                 print_line(console, result)
             continue
-        except PlanError as error:
+        except (PlanError, UnsafePathError) as error:
             problem = str(error)
         except Exception as error:  # the other checks continue
             problem = f"a check failed: {format_value(f'{type(error).__name__}: {error}', 300)}"

@@ -43,9 +43,12 @@ NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 def _suggest_studies(folder: Path) -> str:
     """Name the studies in or above `folder` as the end of a sentence, or say where such a path comes from."""
-    paths = sorted(path.parent for pattern in ("*", "results/*") for path in folder.glob(f"{pattern}/study.json"))
-    # The path of a file or a folder of a study, such as its report.
-    paths = paths or [path for path in folder.parents if (path / STUDY_FILE).is_file()]
+    try:
+        paths = sorted(path.parent for pattern in ("*", "results/*") for path in folder.glob(f"{pattern}/study.json"))
+        # The path of a file or a folder of a study, such as its report.
+        paths = paths or [path for path in folder.parents if (path / STUDY_FILE).is_file()]
+    except PermissionError:
+        paths = []
     names = [format_value(path, 1000) for path in paths[:_MAX_SUGGESTIONS]]
     names += [f"{len(paths) - len(names)} more"] if len(paths) > len(names) else []
     return f"such as {' or '.join(names)}" if names else f"as `{format_command('run')}` printed it"

@@ -293,7 +293,8 @@ def find_remedies(plan: MemoryPlan, study: Study) -> list[str]:
         num_gpus = change.get("trainer.n_gpus_per_node", base.trainer.n_gpus_per_node)
         is_possible = base.trainer.n_gpus_per_node <= num_gpus <= max(plan.max_gpus, 1)
         is_covered = any(remedy.keys() <= change.keys() for remedy in remedies)
-        if is_covered or not is_possible or chosen_fields & change.keys():
+        has_effect = _change_settings(base, change) not in (None, base)
+        if is_covered or not is_possible or not has_effect or chosen_fields & change.keys():
             continue
         together |= change
         if _fits_with(plan, change):
@@ -305,12 +306,19 @@ def find_remedies(plan: MemoryPlan, study: Study) -> list[str]:
 
 def _fits_with(plan: MemoryPlan, change: Mapping[str, object]) -> bool:
     """Check whether the run fits if some settings are changed, which may contradict each other."""
-    try:
-        config = apply_overrides(plan.model.spec.ppo_config, change)
-    except ConfigError:
+    config = _change_settings(plan.model.spec.ppo_config, change)
+    if config is None:
         return False
     model = plan.model._replace(spec=replace(plan.model.spec, config=config))
     return plan_runs_memory([model], plan.capacity, plan.runs_per_node, plan.max_gpus).fits
+
+
+def _change_settings(config: RunConfig, change: Mapping[str, object]) -> RunConfig | None:
+    """Change settings of a configuration; None if it would be refused."""
+    try:
+        return apply_overrides(config, change)
+    except ConfigError:
+        return None
 
 
 def _format_options(change: Mapping[str, object]) -> str:

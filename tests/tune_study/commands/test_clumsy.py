@@ -64,7 +64,7 @@ WRONG: list[tuple[str, str]] = [
     ("run kl --rollout_filter_value 0.9", "type --kl-values."),
     ("run top-p --kl-values 0", "type --rollout_filter_value."),
     ("run top-p --rollout_filter_include_zero True", "in `filter.rollout_filter_include_zero`: choose its values"),
-    ("run kl --rollout_filter_include_zero maybe", "--rollout-filter-include-zero maybe: must be a valid boolean"),
+    ("run kl --rollout_filter_include_zero maybe", "--rollout-filter-include-zero maybe: must be True or False"),
     ("run kl --preset paper --gpus 0,1,2 --gpus-per-exp 2 --dry-run", "3 GPUs do not divide into runs of 2"),
     ("run kl --preset paper --gpus 0,1", "The study asks for GPU 0,1 and no GPU is visible"),
     ("run kl --preset paper", "The study asks for 1 GPU per run and no GPU is visible"),

@@ -63,7 +63,10 @@ def print_alarms(console: Console, studies: Sequence[StudyFrames], first_test_se
     table, is_fresh = compare_alarms(studies, first_test_seed)
     limit = f"false alarms in at most {MAX_FALSE_ALARMS:.0%} of the runs that did not collapse"
     if table.empty:
-        print_line(console, f"No threshold announces a collapse with {limit}.")
+        nothing = (
+            f"No threshold announces a collapse with {limit}." if num_collapsed else "There is nothing to announce."
+        )
+        print_line(console, nothing)
         return
     print_table(console, ("alarm", *_SCORE_COLUMNS), [[row["rule"], *_format_score(row)] for row in to_records(table)])
     runs, score = f"seeds below {first_test_seed}", "is scored on the other seeds"

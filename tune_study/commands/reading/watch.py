@@ -169,7 +169,7 @@ def estimate_time_left(frames: StudyFrames) -> dict[str, str]:
     trials: dict[str, list[float | None]] = {}
     for run in runs:
         run_id = run["run_id"]
-        if run["status"] in OPEN_STATUSES and not math.isnan(run["steps_total"]):
+        if run["status"] in OPEN_STATUSES and run["steps_total"] is not None:
             num_steps = int(run["steps_total"] - run["steps_done"])
             run_seconds[run_id] = estimate_run_seconds(num_steps, paces.get(run_id), paces.values())
             trials.setdefault(run["trial_id"] or run_id, []).append(run_seconds[run_id])
