@@ -1,1 +1,1 @@
-"""Reports as lists of sections: one HTML page per study, and an index of several."""
+"""Reports as lists of sections: a page per study, an index of several, and a comparison of studies."""
