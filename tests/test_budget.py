@@ -19,8 +19,8 @@ STATEMENTS: Mapping[str, int] = {
     "analysis": 5463,
     "sandboxes": 4454,
     "search_spaces": 289,
-    "trainable": 10176,
-    "tune_study": 7064,
+    "trainable": 10177,
+    "tune_study": 7073,
 }
 """Package -> most statements, docstrings left out.
 
