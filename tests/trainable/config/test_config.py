@@ -150,7 +150,7 @@ def test_an_unknown_key_of_a_section_lists_the_section() -> None:
         ("trainer.zero_stage", 4, "3"),
         ("trainer.offload_parameters", True, "trainer.offload_parameters=True: needs zero_stage=3"),
         ("test_env_groups", 513, "less than or equal to 512"),
-        ("rollout_filter_include_zero", "perhaps", "boolean"),
+        ("rollout_filter_include_zero", "perhaps", "True or False"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_with_value_and_bound(key: str, value: object, bound: str) -> None:
