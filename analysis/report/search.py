@@ -116,8 +116,8 @@ FIGURES: tuple[Figure[StudyResults], ...] = (
     ),
     Figure(
         "search_pareto",
-        "Outcome against cost, the tokens that a run sampled and trained on. The line joins the points that no other "
-        "one beats in one of them without being worse in the other.",
+        "Outcome against cost, the tokens that a run sampled and trained on. The line is the Pareto front: no other "
+        "point has a better outcome at the same or a lower cost.",
         lambda results: table if (table := make_complete_points(results))["is_front"].any() else None,
         lambda table, results: charts.draw_pareto(table),
     ),

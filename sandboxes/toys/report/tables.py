@@ -176,7 +176,7 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
         turned = {} if family.is_higher_better else {"better": "lower for", "worse": "higher for"}
         groups = findings.group_arms(compared, compared["verdict"], {**findings.OUTCOME_LABELS, **turned})
         sentences.append(
-            f"Compared with it over {findings.format_seed_range(compared['n'])}, "
+            f"Compared with {baseline} over {findings.format_seed_range(compared['n'])}, "
             f"{get_description(frames).outcome} is {groups}."
         )
     missing = error_rows.loc[error_rows["n"] == 0, "arm"]

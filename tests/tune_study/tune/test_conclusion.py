@@ -35,7 +35,7 @@ def test_outside_of_a_terminal_a_row_is_a_line_and_equal_notes_are_one(folder: P
     assert rows == {"DG": "baseline", "GRPO": "worse", "TPO": "equal", "ASPO": "no"}
     assert "  GRPO, TPO: over 3 seeds, with the noise of all arms" in lines
     assert "basis" not in lines[0]
-    assert lines[-2].startswith("4 arms, baseline DG. Compared with it over 3 seeds, test error at the end is ")
+    assert lines[-2].startswith("4 arms, baseline DG. Compared with DG over 3 seeds, test error at the end is ")
     assert lines[-1] == f"Report: {folder / 'report.html'}"
 
 

@@ -65,7 +65,7 @@ def test_the_page_is_complete(words: str) -> None:
     ) in words
     for sentence in (
         "12 runs: 10 completed, 1 early stopped, 1 failed",
-        "4 arms, baseline DG. Compared with it over 2 to 3 seeds, test error at the end is not resolved (open) for "
+        "4 arms, baseline DG. Compared with DG over 2 to 3 seeds, test error at the end is not resolved (open) for "
         "arms TPO, GRPO, SameAsDG.",
         "TPO: uniform_groups stopped 1 of 3 runs (step 107: 10 ≥ 10); a stopped run counts with its last row.",
         "GRPO, not counted: seed 2 failed after 40 of 300 steps (RuntimeError: <x>).",
