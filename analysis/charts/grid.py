@@ -124,7 +124,8 @@ def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VCon
     tooltips = charts.make_tooltips(*numbers, "line:N", "note:N")
     channels = {"opacity": opacity, "tooltip": tooltips}
     bands = alt.Chart(edges.dropna(subset="safe_low")).mark_bar(height=10)
-    points = alt.Chart(edges.dropna(subset="edge"), name="edges").mark_point(filled=True, size=70)
+    # An edge that is extrapolated beyond the axis has only its interval.
+    points = alt.Chart(edges[edges["edge"].between(*ends)], name="edges").mark_point(filled=True, size=70)
     edge_layers = [
         bands.encode(at("safe_low"), alt.X2("safe_high"), y, color, charts.make_opacity(choice, 0.4), tooltip=tooltips),
         alt.Chart(bars).mark_rule(strokeWidth=2).encode(at("start"), alt.X2("end"), y, color, **channels),

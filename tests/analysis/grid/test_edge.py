@@ -334,3 +334,12 @@ def test_the_report_has_the_edges_and_their_files(folder: Path, frames: StudyFra
     assert all(len(table) for table in written.values())
     edges = edge.summarize_edges(frames)["edge"].to_list()
     assert written["edge"]["edge"].to_list() == pytest.approx(edges, nan_ok=True)
+
+
+def test_an_edge_beyond_the_axis_has_no_point(frames: StudyFrames) -> None:
+    doses, edges = edge.summarize_doses(edge.make_run_table(frames)), edge.summarize_edges(frames)
+    for place, points in ((doses["dose"].max(), 1), (doses["dose"].max() * 100, 0)):
+        spec = charts.make_spec(draw_edges(doses, edges.head(1).assign(edge=place), "learning rate"))
+        panel = spec["vconcat"][1]
+        (layer,) = (layer for layer in panel["layer"] if layer["encoding"]["x"]["field"] == "edge")
+        assert len(spec["datasets"][layer.get("data", panel.get("data"))["name"]]) == points
