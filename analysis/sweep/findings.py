@@ -42,7 +42,7 @@ OUTCOME_LABELS = {
     "better": "higher for",
     "worse": "lower for",
     "equal": "equal within {margin} for",
-    "no effect": "equal in every row (no effect in these runs) for",
+    "no effect": "the same in every row (no effect in these runs) for",
     "open": "not resolved (open) for",
 }
 _NO_VERDICT_LABELS = {
@@ -501,7 +501,7 @@ def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:
         span = describe_span(scored_rows.groupby("arm", sort=False)["value"].mean(), entry)
         steps = scored_rows["step"]
         time = f"at step {steps.iloc[0]:g}" if steps.nunique() == 1 else "at the end"
-        return f"{name[0].upper()}{name[1:]}: {span} {time}, where each run was measured once."
+        return f"{name[0].upper()}{name[1:]}: {span} {time}, the only measurement of each run."
     runs = scored_rows.groupby(["arm", "run_id"], sort=False)["value"]
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())

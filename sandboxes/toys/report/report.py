@@ -328,10 +328,10 @@ def _explain_published(frames: StudyFrames) -> str:
     return (
         f"The published numbers are from {describe_sources(frames)}. Welch's t test compares our seeds with the "
         "published mean, standard deviation (ddof 1) and number of seeds, with Holm's correction over the cells that "
-        "are tested here. A standard deviation of 0 counts as 0.01, for a step as the evaluation interval / √12. "
-        "**equal**: two one-sided tests, each at .05 and not corrected, show a difference below 0.05 (for a step, "
-        "below one evaluation interval). **open**: neither is shown. The expected verdicts were written down before "
-        "the first run: not distinguishable, except where a reason is listed."
+        "are tested here. A standard deviation of 0 is replaced by 0.01, or by the evaluation interval / √12 "
+        "if the number is a step. **equal**: two one-sided tests, each at .05 and not corrected, show a difference "
+        "below 0.05 (for a step, below one evaluation interval). **open**: neither is shown. The expected verdicts "
+        "were written down before the first run: not distinguishable, except where a reason is listed."
     )
 
 

@@ -159,10 +159,10 @@ def test_figures_say_what_their_numbers_come_to() -> None:
     assert findings.describe_curves(table[table["run_id"] == "r4"], "success") == ""
     single = table[table["step"] == 5]
     assert findings.describe_curves(single, "success") == (
-        "Success: between 0.1 (b) and 0.4 (a) at step 5, where each run was measured once."
+        "Success: between 0.1 (b) and 0.4 (a) at step 5, the only measurement of each run."
     )
     assert findings.describe_curves(single.assign(step=[5, 7]), "success") == (
-        "Success: between 0.1 (b) and 0.4 (a) at the end, where each run was measured once."
+        "Success: between 0.1 (b) and 0.4 (a) at the end, the only measurement of each run."
     )
     assert findings.describe_run_spread(table) == "Runs of one arm end at most 0.2 apart (a)."
     assert findings.describe_run_spread(table[table["arm"] == "b"]) == ""  # one run of two is scored

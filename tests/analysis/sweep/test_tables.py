@@ -521,7 +521,7 @@ def test_an_arm_with_the_rows_of_the_baseline_has_no_effect(copied_frames: Study
     assert math.isnan(row["p_holm"])
     assert "0.1" not in list_open_arms(frames)  # no look is spent on the arm
     headline = findings.format_headline(tables.summarize_arms(frames))
-    assert "equal in every row (no effect in these runs) for arm 0.1" in headline
+    assert "the same in every row (no effect in these runs) for arm 0.1" in headline
     # A copy says nothing of the noise, and is no test that others are corrected for.
     single = make_frames(tmp_path / "single", *COPIED_RUNS[:3], *COPIED_RUNS[6:])
     for name in ("se", "df", "p_holm", "difference_low"):
