@@ -43,8 +43,8 @@ def run(
         options: other fields of `RunRequest` and `LaunchRequest`, such as output="out", seeds=3, env="frozenlake" or
             max_concurrent=2; `python -m tune_study run --help` explains them. W&B is off unless `wandb` is typed.
 
-    Raises PlanError, ConfigError or OwnPartError (all are ValueErrors) if the study cannot be run, TypeError for an
-    unknown option, and RuntimeError if a run failed.
+    Raises PlanError, ConfigError or OwnPartError (all are ValueErrors) if the study cannot be run, UnsafePathError (an
+    OSError) if its folder has links, TypeError for an unknown option, and RuntimeError if a run failed.
 
     Example:
         >>> import tune_study

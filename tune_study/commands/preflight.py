@@ -272,7 +272,7 @@ def list_checks(plan: StudyPlan) -> list[Callable[[], None]]:
 def prepare_study(
     plan: StudyPlan, options: LaunchRequest, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
 ) -> PreparedStudy:
-    """Check the requirements of a study. Raises PlanError if one is not met.
+    """Check the requirements of a study. Raises PlanError if one is not met, and UnsafePathError for a link.
 
     nodes: the nodes of the cluster; None for this machine.
     """

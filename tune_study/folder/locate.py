@@ -204,7 +204,7 @@ def fetch_for_writing(text: str) -> Path:
     """Return the folder of the study that RUN names, for tables and a report to be written there.
 
     A study named by a URI is copied to results/<run> in the current folder. Raises PlanError if there is no such study,
-    or if its folder contains a symbolic link.
+    and UnsafePathError if its folder contains a symbolic link.
     """
     if not is_uri(text):
         folder = _check_local_path(text)
