@@ -77,7 +77,8 @@ def start_studies(
     def run_study(study: PreparedStudy, suite: SuiteContext | None = None) -> int:
         """Run a prepared study and return its exit code (see `execute_study`)."""
         plan, preset_line = study.plan, f"Preset {study.plan.preset}: {study.plan.preset_reason}"
-        for line in (preset_line, study.space_line, *find_remarks(plan), *describe_signal(plan)):
+        notes = study.resource_plan.notes if study.resource_plan.cluster_address else ()
+        for line in (preset_line, study.space_line, *notes, *find_remarks(plan), *describe_signal(plan)):
             print_line(console, line)
         return execute_study(plan, study.resource_plan, console, options.skipped_statuses, time_limit, suite)
 
@@ -277,14 +278,12 @@ def prepare_study(
     nodes: the nodes of the cluster; None for this machine.
     """
     outputs.check_study_links(plan)
-    study = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
     outputs.check_writable(plan.output)
     if nodes is None:
+        study = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
         _check_machine(study)
     else:
-        memory = _check_cluster(study, options, nodes)
-        if memory is not None:  # planned for the nodes, whose GPUs were not known before
-            study = study._replace(memory=memory, resource_plan=_add_placement(study.resource_plan, memory))
+        study = _prepare_on_cluster(plan, options, visible_gpus, nodes)
     # With a storage, checkpoints are written on the nodes, and their space was checked above.
     if plan.storage is None:
         disk.check_budget(study.disk_budget)
@@ -299,7 +298,9 @@ def _estimate_requirements(
     dry_run: bool,
 ) -> PreparedStudy:
     if nodes is not None and options.address is not None:
-        resource_plan = cluster.allocate_cluster(plan, options.address, nodes, options.gpus, options.max_concurrent)
+        resource_plan = cluster.allocate_cluster(
+            plan, options.address, nodes, options.gpus, options.max_concurrent, options.wait_for_nodes
+        )
     else:
         resource_plan = resources.preflight(
             plan, options.gpus, visible_gpus, count_cpus(), options.max_concurrent, is_real=not dry_run
@@ -369,24 +370,39 @@ def _check_files(plan: StudyPlan) -> None:
             check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
 
 
-def _check_cluster(study: PreparedStudy, options: LaunchRequest, nodes: tuple[Node, ...]) -> MemoryPlan | None:
-    """Raise PlanError if a node where a run may be placed lacks something; return the memory plan of the nodes."""
+def _prepare_on_cluster(
+    plan: StudyPlan, options: LaunchRequest, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...]
+) -> PreparedStudy:
+    """Plan a study for the nodes that have what it needs. Raises PlanError if no node does, or if one is too small."""
     from tune_study.commands import node_checks
 
-    plan, resource_plan, n_gpus = study.plan, study.resource_plan, study.plan.base_config.trainer.n_gpus_per_node
-    reports = node_checks.check_nodes(plan, cluster.find_usable_nodes(nodes, n_gpus))
+    n_gpus = plan.base_config.trainer.n_gpus_per_node
+    reports = node_checks.inspect_nodes(plan, cluster.find_usable_nodes(nodes, n_gpus))
+    problems = {node: report.problem for node, report in reports.items() if report.problem}
+    if problems and len(problems) == len(reports) and not options.wait_for_nodes:
+        node, problem = next(iter(problems.items()))
+        raise PlanError(f"The node {node.name} cannot run a study: {problem.rstrip('.')}.")
+    reports = {node: report for node, report in reports.items() if not report.problem}
+    fit_nodes = tuple(node for node in nodes if node not in problems)
+    study = _estimate_requirements(plan, options, visible_gpus, fit_nodes, dry_run=False)
+    resource_plan = study.resource_plan
+    notes = (f"No run is placed on the node {node.name}: {problem}" for node, problem in problems.items())
+    resource_plan = resource_plan._replace(
+        notes=(*resource_plan.notes, *notes), avoided_nodes={node.id: problem for node, problem in problems.items()}
+    )
     # --gpu-memory-gib takes precedence over the memory that the nodes report.
     gpu_capacity = None if options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
     gpu_capacity = gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, gpus=())
     memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
         memory_plan.check_fits(memory, plan.study)
+        resource_plan = _add_placement(resource_plan, memory)
     scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(study.disk_budget)
     if scratch_bytes is not None:
         scratch_bytes *= plan.max_runs_per_trial
     host_bytes = 0 if memory is None else memory.host_bytes
     node_checks.check_capacity(reports, n_gpus, resource_plan.runs_per_node, scratch_bytes, host_bytes)
-    return memory
+    return study._replace(memory=memory, resource_plan=resource_plan)
 
 
 def run_suite(

@@ -150,6 +150,9 @@ class LaunchRequest:
     address: Annotated[
         str | None, option("A", "Ray cluster to run on (host:port, or auto); default: this machine.")
     ] = None
+    wait_for_nodes: Annotated[
+        bool, Option("--wait-for-nodes", help="With --address: start although no node can hold a run yet.")
+    ] = False
     max_hours: Annotated[
         float | None, option("H", "Stop after H hours, like Ctrl-C: steps are saved.", min=0, max=10_000)
     ] = None

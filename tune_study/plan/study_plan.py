@@ -239,6 +239,12 @@ class ResourcePlan(NamedTuple):
     """Address of the Ray cluster; empty for this machine, where the study starts Ray itself."""
     runs_per_node: int = 0
     """Maximum number of concurrent runs per node of the cluster; 0 without a cluster."""
+    is_elastic: bool = False
+    """Whether Ray places as many trials as the cluster has room for, also on nodes that join later."""
+    waits_for_nodes: bool = False
+    """Whether the study starts, and goes on, without a node that can hold a run."""
+    avoided_nodes: Mapping[str, str] = MappingProxyType({})
+    """Ray's ids of the nodes of the cluster on which no run is placed, with what each lacks."""
     placement_settings: Mapping[str, object] = MappingProxyType({})
     """Settings of the trials that follow from the GPUs' memory and change no result."""
 

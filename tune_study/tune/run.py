@@ -15,6 +15,7 @@ from trainable.files.json_values import parse_finite
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import MAX_ROLLING_CHECKPOINTS, METRICS_FILE, read_rows
 from trainable.runs.study_record import ENDED_STATUSES
+from trainable.versions import read_driver_versions
 from tune_study.folder import outputs
 from tune_study.folder.statuses import StudyStatuses, find_finished_runs
 from tune_study.host.console import print_line
@@ -308,16 +309,22 @@ def make_study_tuner(session: StudySession, recorder: "Recorder") -> Any:
     def make_name(trial: Any) -> str:
         return names[list_run_ids(trial.config)[0]]
 
-    configs = make_trial_configs(plan, session.finished_statuses, interrupt, resource_plan.placement_settings)
+    configs = list(make_trial_configs(plan, session.finished_statuses, interrupt, resource_plan.placement_settings))
+    if resource_plan.cluster_address:
+        versions = read_driver_versions()
+        for config in configs:
+            config["run"] |= {"versions": versions, "avoided_nodes": sorted(resource_plan.avoided_nodes)}
     return make_tuner(
         plan.study,
-        space=tune.grid_search(list(configs)),
+        space=tune.grid_search(configs),
         tune_config=tune.TuneConfig(
-            max_concurrent_trials=resource_plan.max_concurrent,
-            scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt, recorder.rungs),
+            # On a cluster, trials wait in Ray, so that its autoscaler sees them and nodes that join are used.
+            max_concurrent_trials=None if resource_plan.is_elastic else resource_plan.max_concurrent,
+            scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt, recorder.rungs, recorder.avoided_nodes),
             # Without a GPU, a process also trains the next run, which saves importing torch and transformers. On a GPU,
-            # a run gets a new process, because only the end of a process frees its CUDA context.
-            reuse_actors=not (resource_plan.gpus or resource_plan.gpu_slots),
+            # a run gets a new process, because only the end of a process frees its CUDA context. On a cluster, a
+            # process that was kept would keep its node from the autoscaler and from runs that avoid it.
+            reuse_actors=not (resource_plan.gpus or resource_plan.gpu_slots or resource_plan.cluster_address),
             trial_name_creator=make_name,
             trial_dirname_creator=make_name,
         ),
