@@ -47,8 +47,9 @@ def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
     except (OSError, RuntimeError, ValueError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise PlanError(
-            f"--address {format_value(address)}: the Ray cluster cannot be joined: {reason} Type the address that "
-            f"`ray start` or `ray up` printed, or --address auto on a machine of the cluster."
+            f"--address {format_value(address)}: the Ray cluster cannot be joined: {reason} Type --address auto on a "
+            f"machine of the cluster, since a driver needs a node of Ray on its own machine, or submit the command "
+            f"there with `ray job submit`."
         ) from None
     try:
         yield parse_nodes(ray.nodes())

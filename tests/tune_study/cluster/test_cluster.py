@@ -8,11 +8,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import pytest
+import ray
 import torch
+import yaml
+from typer.testing import CliRunner
 
 from tests.fakes.plans import plan_study, train_without_ray
 from tests.fakes.trials import drop_times
@@ -25,6 +29,7 @@ from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.failures import NodeError
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, read_record
+from tune_study.commands.cli import app
 from tune_study.commands.node_checks import NodeReport, check_capacity, find_smallest_gpu, inspect_node
 from tune_study.folder import run_checkpoints
 from tune_study.folder.storage import StoredFolder, fetch_checkpoint, fetch_results, list_trial_checkpoints
@@ -404,14 +409,36 @@ def test_the_plan_of_a_cluster_says_where(tmp_path: Path) -> None:
     assert notes == ("Ray cluster a:1: one has 8 CPU and 4 GPU; two has 2 CPU and 4 GPU; head has 0 CPU and 0 GPU",)
 
 
-def test_the_cluster_file_of_the_documents_is_one_that_ray_takes() -> None:
-    import yaml
+EXAMPLES = ROOT / "examples" / "cluster"
+
+
+def test_the_cluster_file_is_one_that_ray_takes() -> None:
     from jsonschema import ValidationError
     from ray.autoscaler._private.util import validate_config
 
-    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-    config = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    config = yaml.safe_load((EXAMPLES / "cluster.yaml").read_text(encoding="utf-8"))
     config["cluster_synced_files"] = []  # Ray adds this field before it validates the configuration
     validate_config(config)
     with pytest.raises(ValidationError, match="head_node_typ"):
         validate_config({**config, "head_node_typ": "head"})
+
+
+def test_the_job_of_kubernetes_types_a_command_that_exists_and_grows_from_no_node(tmp_path: Path) -> None:
+    job = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text(encoding="utf-8"))["spec"]
+    cluster_spec = job["rayClusterSpec"]
+    (group,) = cluster_spec["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], cluster_spec["enableInTreeAutoscaling"]) == (0, 0, True)
+    assert cluster_spec["rayVersion"] == ray.__version__
+    words = job["entrypoint"].split()
+    assert words[:3] == ["python", "-m", "tune_study"]
+    assert {"--wait-for-nodes", "--storage"} <= set(words)
+    # The same command without a cluster is planned.
+    words = [word for word in words[3:] if word not in ("--address", "auto", "--wait-for-nodes")]
+    words = [str(tmp_path) if word.startswith("s3://") else word for word in words]
+    text = CliRunner().invoke(app, [*words, "--gpus", "0,1,2,3", "--dry-run", "--output", str(tmp_path)]).output
+    assert "sokoban_kl_sweep_nofilter_01-Qwen2.5-3B-seed2" in text
+
+
+def test_the_image_has_the_wheel_of_this_version() -> None:
+    text = (EXAMPLES / "Dockerfile").read_text(encoding="utf-8")
+    assert text.count(f"tune_study-{metadata.version('tune_study')}-py3-none-any.whl") == 2
