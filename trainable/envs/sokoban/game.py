@@ -113,8 +113,6 @@ class Sokoban:
     def compute_chance(self, levels: Sequence[SokobanLevel], limits: TurnLimits) -> npt.NDArray[np.float64]:
         """Compute the exact probability that uniformly random actions solve each level, by following all walks."""
         boards = np.stack([level.cells for level in levels])
-        if {level.cells.shape for level in levels} != {boards.shape[1:]}:
-            raise ValueError("levels of different sizes: pass levels of one size")
         next_states = _make_transitions(boards)
         num_levels, _, num_states = next_states.shape
         # State num_states - 1 is `solved`; all levels are walked at once, in one flat array.

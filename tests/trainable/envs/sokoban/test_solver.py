@@ -1,7 +1,6 @@
 from itertools import product
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,9 +80,3 @@ def test_a_limit_on_actions_hides_longer_solutions_only():
     cells = parse_grid("######\n######\n#O####\n#XP###\n#__###\n######")
     assert solve(cells, max_actions=2) is None
     assert solve(cells, max_actions=3) == (Action.DOWN, Action.LEFT, Action.UP)
-
-
-def test_a_table_is_refused_for_two_boxes():
-    cells = make_random_board(np.random.default_rng(0), 6, 6, 2)
-    with pytest.raises(ValueError, match="2 boxes"):
-        compute_distance_table(cells)
