@@ -56,6 +56,17 @@ class Axis:
         return named_fields if has_only_names else named_fields | {self.setting, *self.extra_settings}
 
 
+def make_arms_axis(
+    setting: str,
+    arms: Mapping[str, Settings],
+    presets: Sequence[str] = ("paper", "laptop"),
+    factors: Sequence[str] = (),
+) -> Axis:
+    """Make an axis of named arms, the same under all `presets`. See `Axis` for `setting` and `factors`."""
+    grids = dict.fromkeys(presets, tuple(arms))
+    return Axis(setting, grids, "--arms", named_settings=arms, factors=tuple(factors))
+
+
 def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] = ("laptop", "paper")) -> Axis:
     """Make an axis over all combinations of the values of several settings.
 
@@ -69,9 +80,7 @@ def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] 
     """
     points = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
     arms = {_name_point(point): point for point in points}
-    return Axis(
-        " x ".join(factors), dict.fromkeys(presets, tuple(arms)), "--arms", named_settings=arms, factors=tuple(factors)
-    )
+    return make_arms_axis(" x ".join(factors), arms, presets, tuple(factors))
 
 
 def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:

@@ -7,8 +7,8 @@ keeps the preset's learning rate, and GRPO uses PPO's loss aggregation.
 
 from collections.abc import Iterator
 
-from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Study
-from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.declaration.study import Axis, Contrasts, Study
+from search_spaces.language_model.common import SWEEP_SETTINGS, make_sweep_templates
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -82,13 +82,5 @@ STUDY = Study(
     n_seeds=3,
     baseline="ppo-kl0-lr{lr}",
     contrasts=CONTRASTS,
-    published_templates=NameTemplates(
-        run="learning_rate_{model}",
-        experiment="{env}_learning_rate_{tag}_{label}-{model}",
-        title="Learning Rate",
-        summary="arm={arm} | filter={tag} | include_zero={include_zero}",
-        wandb_project="ragen_learning_rate",
-        log="{run}/{tag}/{label}/{experiment}.log",
-        checkpoints="{run}/{label}/{experiment}",
-    ),
+    published_templates=make_sweep_templates("learning_rate", "Learning Rate", "ragen_learning_rate"),
 )

@@ -17,8 +17,6 @@ FILTER_FRACTIONS = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4}
 """Fraction of groups that a filter keeps, by its published name; the same under every strategy."""
 
 KL_TYPES = ("low_var_kl", "kl", "mse")
-STRATEGY_ALIASES = {"top_p": "top_p", "top_k": "top_k_abs", "min_p": "min_p", "top_f": "top_f"}
-"""Maps published names to filter strategies; the published top_k takes a count of groups."""
 
 GROUPS = ("1", "2", "3", "4", "5")
 GROUPS_BY_KL_TYPE = {"kl": ("1", "4", "5"), "mse": ("1", "4", "5"), "low_var_kl": GROUPS}
@@ -144,7 +142,7 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
         presets={"paper": {"model.path": "Qwen/Qwen2.5-3B-Instruct"}},
         n_seeds=1,
         baseline_seeds=5,
-        strategy_aliases=STRATEGY_ALIASES,
+        strategy_aliases={"top_k": "top_k_abs"},  # the published top_k takes a count of groups
         baseline="g3-smoke-ppo-sokoban-topk100-kl0-ent0-{kl_type}",
         published_templates=NameTemplates(
             run=f"smoke_test_{{strategy}}_{{size}}_{loss_tag}_{{collapse}}",
@@ -156,7 +154,6 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
             ),
             wandb_project="ragen-smoke_test_{strategy}",
             log="smoke_test_{strategy}_details/{experiment}.log",
-            checkpoints="{run}/{experiment}",
             summary_log=f"smoke_test_{{strategy}}/smoke_test_results_{{size}}_{loss_tag}_{{collapse}}.log",
             summary_times=("train", "eval", "collapse", "collapse_first", "collapse_multi", "total"),
         ),
