@@ -4,8 +4,9 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -379,6 +380,10 @@ def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
     for constraint in metadata:
         if isinstance(choice := getattr(constraint, "func", None), Choice):
             return " | ".join((*choice.names, PART_FORM))
+    if get_origin(annotation) is Annotated:
+        annotation, *own_metadata = get_args(annotation)
+        constraints = [getattr(entry, "metadata", [entry]) for entry in own_metadata]  # pydantic's Field has several
+        return _format_allowed(annotation, [*metadata, *chain.from_iterable(constraints)])
     if get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in get_args(annotation))
     operators = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

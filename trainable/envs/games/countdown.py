@@ -73,7 +73,7 @@ def _compute(node: ast.expr) -> Fraction:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A level: its seed, target and numbers."""
+    """A level: its seed, target and numbers. It is also the state of an episode, since actions do not change it."""
 
     seed: int
     target: int
@@ -83,13 +83,6 @@ class Problem:
     def key(self) -> bytes:
         """The target and the sorted numbers, since the order of numbers does not matter."""
         return repr((self.target, sorted(self.numbers))).encode()
-
-
-class ProblemState(NamedTuple):
-    """The target and the numbers of an episode."""
-
-    target: int
-    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -120,12 +113,12 @@ class Countdown:
         levels = _find_test_levels(self.count, self.max_number)
         return self.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count]
 
-    def start(self, levels: Sequence[Problem]) -> list[ProblemState]:
-        """Return each problem as a state. Actions do not change it."""
-        return [ProblemState(level.target, level.numbers) for level in levels]
+    def start(self, levels: Sequence[Problem]) -> list[Problem]:
+        """Return the problems."""
+        return list(levels)
 
     def step(
-        self, states: Sequence[ProblemState], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
+        self, states: Sequence[Problem], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
     ) -> TurnOutcome:
         """Reward the first expression of each episode, which ends it."""
         counts = np.array([min(len(texts), 1) for texts in actions], dtype=np.int64)
@@ -152,7 +145,7 @@ class Countdown:
             "7 and 25."
         )
 
-    def format_state(self, state: ProblemState, style: PromptStyle) -> str:
+    def format_state(self, state: Problem, style: PromptStyle) -> str:
         """Format the target and the numbers."""
         return f"Target: {state.target}, nums: {list(state.numbers)}"
 
@@ -165,7 +158,7 @@ class Countdown:
         return np.ones(len(levels))
 
 
-def _reward_expression(state: ProblemState, text: str) -> float:
+def _reward_expression(state: Problem, text: str) -> float:
     expression = parse_expression(text)
     if expression is None or sorted(expression.numbers) != sorted(state.numbers):
         return 0.0
