@@ -79,13 +79,6 @@ def test_the_first_match_counts() -> None:
     )
 
 
-def test_the_limit_is_an_argument() -> None:
-    text = make_answer("Up || Down || Jump || Left")
-    assert read(text, 1).actions == (UP,)
-    assert read(text, 3) == ParsedReply("why", (UP, DOWN), True)
-    assert read(text, 9) == ParsedReply("why", (UP, DOWN, LEFT), True)
-
-
 def parse_literally(text: str, limit: int) -> tuple[list[str], bool]:
     """Parse by the published rules, character by character: action names, and whether the penalty is due."""
     open_answer, close_answer, close_thought = "<answer>", "</answer>", "</think>"

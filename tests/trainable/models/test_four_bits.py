@@ -13,7 +13,7 @@ from tests.fakes.hub_models import ARCHITECTURES, make_model, write_model
 from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import drop_times, is_finite, make_quiet_trainer
 from tests.tune_study.placement.test_memory import make_paper_config, read_shape
-from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.interface import PassSettings
 from trainable.models.load import load_policy
 from trainable.models.lora import (
@@ -209,19 +209,6 @@ def test_models_of_other_architectures_have_planned_bytes_and_merged_weights(mod
     assert all(weight.is_floating_point() for weight in merged.values())
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model.lora_rank": 0}, "a run without adapters has none: set model.lora_rank=64"),
-        ({"trainer.strategy": "deepspeed"}, "updates in torch alone"),
-        ({"trainer.n_gpus_per_node": 2, "trainer.device": "auto"}, "updates in torch alone"),
-    ],
-)
-def test_what_cannot_be_in_4_bits_is_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        apply_overrides(RunConfig(), {"model.lora_rank": 4, "model.load_in_4bit": True, **settings})
-
-
 def test_what_the_machine_or_the_model_lacks_is_said_before_a_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -249,10 +236,3 @@ def test_rows_that_end_within_a_block_are_refused() -> None:
     """The kernel for CPUs returned wrong numbers for them, so this must not become possible unnoticed."""
     with pytest.raises(ValueError, match="multiple of 64, and this model has one of 96"):
         FourBitLinear(make_layer(96), torch.float32, CPU)
-
-
-def test_runs_without_it_keep_their_hash() -> None:
-    plain = apply_overrides(RunConfig(), {"model.lora_rank": 4})
-    packed = apply_overrides(plain, {"model.load_in_4bit": True})
-    assert "load_in_4bit" not in plain.dump_for_hash()["model"]
-    assert plain.compute_hash() != packed.compute_hash()

@@ -52,18 +52,6 @@ def test_logits_are_those_of_the_models_own_forward(model_pair: tuple[Any, HubMo
         assert_close(model.lm_head(model.model.compute_hidden_states(tokens, positions)), expected)
 
 
-def test_padding_on_the_right_changes_nothing(model_pair: tuple[Any, HubModel]) -> None:
-    _, model = model_pair
-    tokens = make_tokens(2, 12)
-    padded = tokens.clone()
-    padded[0, 7:] = 3
-    with torch.no_grad():
-        assert_close(
-            model.model.compute_hidden_states(padded, torch.arange(7)),
-            model.model.compute_hidden_states(tokens[:1, :7], torch.arange(7)),
-        )
-
-
 def test_gradients_are_those_of_the_models_own_forward(model_pair: tuple[Any, HubModel]) -> None:
     causal, model = deepcopy(model_pair)
     twin = make_model(causal.config.model_type)  # the same numbers, other tensors
