@@ -221,7 +221,7 @@ def test_what_the_machine_or_the_model_lacks_is_said_before_a_start(
         check(str(write_model(make_model("llama"), tmp_path)))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        "trainable.config.model_limits.find_spec",
+        "trainable.models.qwen2_shape.find_spec",
         lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest),
     )
     with pytest.raises(PlanError, match=r"type `pip install 'bitsandbytes.*`, or --set model\.load_in_4bit=false"):
