@@ -185,7 +185,6 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.models.qwen2": ("torch", "numpy"),
     "trainable.models.qwen2_shape": (),
     "trainable.models.interface": ("torch",),
-    "trainable.models.codec": ("numpy",),
     "trainable.models.chat_template": ("jinja2", "tokenizers"),
     "trainable.models.lora": ("torch", "numpy", "safetensors", "peft", "bitsandbytes"),
     "trainable.rollout": ("torch", "numpy", "transformers"),
