@@ -80,13 +80,7 @@ def convert_to_group_count(settings: Settings, base: RunConfig) -> Settings:
     return {**settings, "filter.rollout_filter_value": max(1, int(fraction * base.env.env_groups))}
 
 
-_ARMS_BY_GROUP = {group: {kl_type: make_arms(group, kl_type) for kl_type in KL_TYPES} for group in GROUPS}
-_SETTINGS_BY_ARM = {
-    name: settings
-    for arms_by_kl_type in _ARMS_BY_GROUP.values()
-    for arms in arms_by_kl_type.values()
-    for name, settings in arms.items()
-}
+_ARMS = {(group, kl_type): make_arms(group, kl_type) for group in GROUPS for kl_type in KL_TYPES}
 
 _FIXED_SETTINGS: Settings = MappingProxyType(
     {
@@ -112,19 +106,10 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
     name, question: of the study. kl_types: for each KL loss, the groups of the grid that use it. loss_tag: stands for
     the KL losses in the study's file names.
     """
-    kl_type_groups = [(kl_type, group) for kl_type, groups in kl_types.items() for group in groups]
-    grid = tuple(itertools.chain.from_iterable(_ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups))
-    value_groups = {
-        group_name: tuple(
-            itertools.chain.from_iterable(
-                _ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups if group == group_name
-            )
-        )
-        for group_name in GROUPS
-    }
+    pairs = [(group, kl_type) for kl_type, groups in kl_types.items() for group in groups]
     # Each arm sets a KL loss, but the base configuration's completes the name of the baseline, an arm of group 3. In
     # the published order, group 3 runs under the last loss.
-    kl_type = kl_type_groups[-1][0]
+    kl_type = pairs[-1][1]
     return Study(
         name=name,
         family=PPO,
@@ -133,9 +118,11 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
         axis=Axis(
             setting="KL and entropy coefficients, filter",
             option="--groups",
-            grids={"paper": grid, "laptop": grid},
-            named_settings=_SETTINGS_BY_ARM,
-            value_groups=value_groups,
+            grids=dict.fromkeys(("paper", "laptop"), tuple(arm for pair in pairs for arm in _ARMS[pair])),
+            named_settings={arm: settings for arms in _ARMS.values() for arm, settings in arms.items()},
+            value_groups={
+                group: tuple(arm for pair in pairs if pair[0] == group for arm in _ARMS[pair]) for group in GROUPS
+            },
             adapt=convert_to_group_count,
         ),
         fixed_settings={**_FIXED_SETTINGS, "actor.kl_loss_type": kl_type},

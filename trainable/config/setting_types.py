@@ -96,13 +96,7 @@ def _sum_groups(value: object) -> object:
     return value
 
 
-SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Common short names of dtypes."""
-
-
-FullDtypeName = BeforeValidator(lambda value: SHORT_DTYPES.get(value, value) if isinstance(value, str) else value)
-"""Lets a setting take the short name of a dtype, too. Other values pass unchanged, and pydantic checks them."""
-Precision = Annotated[Literal["float32", "bfloat16", "float16"], FullDtypeName]
+Precision = Literal["float32", "bfloat16", "float16"]
 GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1, le=MAX_LEVELS)]
 
 

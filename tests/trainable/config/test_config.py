@@ -205,9 +205,6 @@ def test_settings_that_no_run_can_have_are_refused(overrides: dict[str, object],
 @pytest.mark.parametrize(
     ("overrides", "field", "value"),
     [
-        ({"model.dtype": "fp32"}, "model.dtype", "float32"),
-        ({"model.dtype": "bf16"}, "model.dtype", "bfloat16"),
-        ({"model.dtype": "fp16"}, "model.dtype", "float16"),
         ({"model.loss_scale": 2.0**40}, "model.loss_scale", 2.0**40),
         ({"trainer.logger": "[console,wandb]"}, "trainer.logger", ("console", "wandb")),
     ],
