@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -72,17 +73,10 @@ PUBLISHED = [
 ]
 
 
-def read_field(config: RunConfig, field: str) -> object:
-    value: object = config
-    for name in field.split("."):
-        value = getattr(value, name)
-    return value
-
-
 @pytest.mark.parametrize(("key", "text", "field", "value"), PUBLISHED, ids=[case[0] for case in PUBLISHED])
 def test_a_published_key_sets_its_field(key: str, text: str, field: str, value: object) -> None:
     assert resolve_key(key) == field
-    assert read_field(apply_overrides(RunConfig(), {key: text}), field) == value
+    assert attrgetter(field)(apply_overrides(RunConfig(), {key: text})) == value
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, "0", "0.0", "0.00"])
@@ -210,7 +204,7 @@ def test_settings_that_no_run_can_have_are_refused(overrides: dict[str, object],
     ],
 )
 def test_forms_of_values(overrides: dict[str, object], field: str, value: object) -> None:
-    assert read_field(apply_overrides(RunConfig(), overrides), field) == value
+    assert attrgetter(field)(apply_overrides(RunConfig(), overrides)) == value
 
 
 HALF, TOP_K, LAKE = {"model.dtype": "float16"}, {"rollout_filter_strategy": "top_k"}, {"env.name": "frozenlake"}
