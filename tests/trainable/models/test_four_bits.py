@@ -12,13 +12,13 @@ from torch import nn
 from tests.fakes.hub_models import ARCHITECTURES, make_model, write_model
 from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import drop_times, is_finite, make_quiet_trainer
+from tests.trainable.models.test_lora import KL, merge_into_copy, set_adapters
 from tests.tune_study.placement.test_memory import make_paper_config, read_shape
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.interface import PassSettings
 from trainable.models.load import load_policy
 from trainable.models.lora import (
     FourBitLinear,
-    find_adapters,
     iter_hub_weights,
     iter_merged_weights,
     make_adapted_policy,
@@ -37,8 +37,7 @@ TOKENS = torch.randint(0, 190, (3, 11), generator=torch.Generator().manual_seed(
 
 
 def make_trainer(**overrides: object) -> PPOTrainer:
-    kl = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__kl_loss_type": "low_var_kl"}
-    return make_quiet_trainer(**{**SETTINGS, **kl, **overrides})
+    return make_quiet_trainer(**{**SETTINGS, **KL, **overrides})
 
 
 def make_layer(inputs: int = 128, outputs: int = 64, *, bias: bool = True) -> nn.Linear:
@@ -50,12 +49,7 @@ def make_policy(dtype: torch.dtype = torch.float32, *, in_4_bits: bool = True) -
     """The shipped policy with adapters whose product is not 0."""
     model = load_policy("sokoban-tiny", CPU, PassSettings(dtype)).model
     settings = make_small_config(model__lora_rank=4, model__load_in_4bit=in_4_bits).model
-    policy = make_adapted_policy(make_frozen_base(model, settings, CPU), settings, np.random.default_rng(1))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for _, layer in find_adapters(policy):
-            layer.lora_B["default"].weight.normal_(0.0, 0.1, generator=generator)
-    return policy
+    return set_adapters(make_adapted_policy(make_frozen_base(model, settings, CPU), settings, np.random.default_rng(1)))
 
 
 def compute_logits(model: Qwen2) -> torch.Tensor:
@@ -94,8 +88,7 @@ def test_a_policy_has_the_logits_of_its_merged_weights(dtype: torch.dtype) -> No
     merged = dict(iter_merged_weights(policy))
     assert merged.keys() == Qwen2(policy.shape).state_dict().keys()
     assert all(weight.is_floating_point() for weight in merged.values())
-    dense = Qwen2(policy.shape)
-    dense.load_state_dict(merged)
+    dense = merge_into_copy(policy)
     with torch.no_grad():
         difference = (compute_logits(policy) - compute_logits(dense)).abs()
         distance = (compute_logits(policy) - compute_logits(make_policy(dtype, in_4_bits=False))).abs()
