@@ -99,26 +99,8 @@ def parse_literally(text: str, limit: int) -> tuple[list[str], bool]:
 
 
 PIECES: Sequence[str] = (
-    "<think>",
-    "</think>",
-    "<answer>",
-    "</answer>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "||",
-    "|",
-    " ",
-    "\n",
-    "Up",
-    "down",
-    "LEFT",
-    "Right",
-    "Jump",
-    "none",
-    "√",
-    "\x00",
-    "<",
-    ">",
+    *("<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_end|>", "||", "|", " ", "\n"),
+    *("Up", "down", "LEFT", "Right", "Jump", "none", "√", "\x00", "<", ">"),
 )
 replies = st.one_of(
     st.lists(st.sampled_from(PIECES), max_size=14).map("".join),

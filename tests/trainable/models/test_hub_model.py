@@ -181,8 +181,7 @@ def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
     assert dict(iter_hub_weights(wrapped_model)).keys() == dict(iter_hub_weights(reference_model)).keys()
     prompts, thoughts = [[5, 6, 7, 8], [9, 10]], [[20, 21, 22], [20, 21], [11]]
     assert_close(
-        compute_cross_scores(wrapped_model, prompts, thoughts),
-        compute_cross_scores(reference_model, prompts, thoughts),
+        compute_cross_scores(wrapped_model, prompts, thoughts), compute_cross_scores(reference_model, prompts, thoughts)
     )
     assert wrapped_model.shape.num_attention_heads == reference_model.shape.num_attention_heads
     assert sum(wrapped_model.shape.block_weights) == sum(reference_model.shape.block_weights)
