@@ -109,7 +109,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "analysis": (
         "analysis",
         "trainable.config.aliases",
-        "trainable.config.alarm_rule",
+        "trainable.config.setting_types",
         "trainable.config.choices",
         "trainable.config.command_lines",
         "trainable.config.sections",

@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainable.config.alarm_rule import AlarmText
 from trainable.config.base_config import BaseTrainerConfig, SettingsSection
 from trainable.config.choices import (
     ADVANTAGE_ESTIMATORS,
@@ -36,6 +35,7 @@ from trainable.config.own_parts import Choice
 from trainable.config.setting_types import (
     MAX_FLOAT,
     MAX_LEVELS,
+    AlarmText,
     Common,
     Finite,
     Fraction,
