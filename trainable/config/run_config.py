@@ -19,9 +19,9 @@ from pydantic.fields import FieldInfo
 
 from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS, flatten_settings
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, ReadCondition
-from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
+from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES
 from trainable.config.command_lines import format_command
-from trainable.config.conditions import PPO_CONDITIONS
+from trainable.config.conditions import PPO_CONDITIONS, find_unused_settings
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.games import GAMES
 from trainable.config.sections import (
