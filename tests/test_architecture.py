@@ -180,7 +180,6 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.kernels": ("torch", "numpy"),
     "trainable.kernels.compiled": ("numpy", "numba", "llvmlite"),
     "trainable.models": ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
-    "trainable.models.kv_cache": ("torch",),
     "trainable.models.packing": ("torch",),
     "trainable.models.qwen2": ("torch", "numpy"),
     "trainable.models.qwen2_shape": (),

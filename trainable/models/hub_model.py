@@ -19,8 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from trainable.models.hub_config import check_parts, make_refusal_error, make_shape, read_config
-from trainable.models.interface import HubShape, LanguageHead, LanguageModel, Trunk
-from trainable.models.kv_cache import KVCache
+from trainable.models.interface import HubShape, KVCache, LanguageHead, LanguageModel, Trunk
 from trainable.runs.failures import is_out_of_memory
 
 

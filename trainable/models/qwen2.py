@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainable.models.interface import LanguageHead, LanguageModel, Trunk
-from trainable.models.kv_cache import KVCache
+from trainable.models.interface import KVCache, LanguageHead, LanguageModel, Trunk
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
 from trainable.models.qwen2_shape import Qwen2Shape, find_size_obstacle
 

@@ -4,9 +4,8 @@ from trainable.config.run_config import RunConfig
 from trainable.config.sections import EnvConfig, TrainerConfig
 from trainable.envs import level_sets
 from trainable.envs.environment import FIRST_TEST_SEED
-from trainable.envs.sokoban import held_out
 from trainable.envs.sokoban.game import Sokoban
-from trainable.envs.sokoban.generate import generate_levels
+from trainable.envs.sokoban.generate import TEST_SEEDS_FILE, generate_levels, main, make_test_levels
 
 SOKOBAN = Sokoban()
 SEEDS = range(1_010_000, 1_010_256)
@@ -15,7 +14,7 @@ SEEDS = range(1_010_000, 1_010_256)
 
 @pytest.fixture(scope="module")
 def test_keys():
-    return level_sets.collect_level_keys(held_out.make_test_levels())
+    return level_sets.collect_level_keys(make_test_levels())
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +62,21 @@ def test_no_setting_gives_training_or_validation_the_seeds_of_test_levels():
 
 
 def test_test_levels_are_distinct_and_met_nowhere_else(test_keys, published_keys):
-    assert len(test_keys) == len(held_out.make_test_levels()) == 512
+    assert len(test_keys) == len(make_test_levels()) == 512
     assert not test_keys & level_sets.collect_level_keys(level_sets.make_validation_levels(SOKOBAN))
     assert not test_keys & published_keys
-    assert min(list_seeds(held_out.make_test_levels())) >= 900_000_000
+    assert min(list_seeds(make_test_levels())) >= 900_000_000
 
 
 @pytest.mark.long
 def test_the_shipped_seeds_are_what_the_search_finds(capsys):
-    held_out.main()
-    assert capsys.readouterr().out == held_out.TEST_SEEDS_FILE.read_text(encoding="utf-8")
-    assert list_seeds(level_sets.find_test_levels(generate_levels, 24)) == list_seeds(held_out.make_test_levels(24))
+    main()
+    assert capsys.readouterr().out == TEST_SEEDS_FILE.read_text(encoding="utf-8")
+    assert list_seeds(level_sets.find_test_levels(generate_levels, 24)) == list_seeds(make_test_levels(24))
 
 
 def test_fewer_test_levels_are_the_first_ones():
-    assert list_boards(held_out.make_test_levels(5)) == list_boards(held_out.make_test_levels())[:5]
+    assert list_boards(make_test_levels(5)) == list_boards(make_test_levels())[:5]
 
 
 @pytest.mark.long

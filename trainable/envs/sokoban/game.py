@@ -12,8 +12,7 @@ from trainable.config.setting_types import PromptStyle
 from trainable.envs.environment import Measure, TurnLimits, TurnOutcome
 from trainable.envs.prompts import format_action_rules, format_board
 from trainable.envs.sokoban.board import DIRECTIONS, TARGETS, Action, Cells, Tile, step
-from trainable.envs.sokoban.generate import SokobanLevel, generate_levels
-from trainable.envs.sokoban.held_out import make_test_levels
+from trainable.envs.sokoban.generate import SokobanLevel, generate_levels, make_test_levels
 from trainable.envs.sokoban.solver import compute_distance_table, find_places
 
 SYMBOLS: dict[int, str] = {

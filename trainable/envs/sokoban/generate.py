@@ -1,16 +1,22 @@
 """Generate from each seed the same level as the published generator, with integers and bit masks instead of arrays.
 
-Only the inner cells of a board are numbered here, row by row.
+Only the inner cells of a board are numbered here, row by row. The seeds of the test levels are shipped as a file, so
+that runs need no search: run as a module, this prints the file.
 """
 
 import hashlib
+import json
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from trainable.envs.level_sets import TEST_LEVELS, find_test_levels
 from trainable.envs.sokoban.board import Cells, Tile
+
+TEST_SEEDS_FILE = Path(__file__).with_name("test_seeds.json")
 
 # Published settings.
 _SIDE = 6  # rows and columns of a board, with its border of walls
@@ -64,6 +70,11 @@ def generate_levels(seeds: Iterable[int]) -> list[SokobanLevel]:
     """
     numpy_rng = np.random.RandomState(0)  # reseeded for each level, which is faster than making a new one
     return [SokobanLevel(int(seed), _generate_board(int(seed), numpy_rng)) for seed in seeds]
+
+
+def make_test_levels(count: int = TEST_LEVELS) -> list[SokobanLevel]:
+    """Make the first `count` of the 512 test levels, all distinct up to symmetry, from the shipped seeds."""
+    return generate_levels(json.loads(TEST_SEEDS_FILE.read_text(encoding="utf-8"))["seeds"][:count])
 
 
 def compute_fallback_seed(seed: int) -> int:
@@ -213,3 +224,15 @@ _SCORES = [2 * b"".join(bytes([abs(row - i) + abs(col - j)]) * _SIZE for i, j in
 _INDEX = np.arange(_SIDE**2).reshape(_SIDE, _SIDE)
 _SYMMETRIES = np.array([np.rot90(side, turns).reshape(-1) for side in (_INDEX, _INDEX.T) for turns in range(4)])
 """Flat indices (8, 36) of the four rotations of a board, then of its mirror image."""
+
+
+def main() -> None:
+    """Print the file of test seeds."""
+    levels = find_test_levels(generate_levels)
+    assert levels is not None  # Sokoban has enough levels
+    about = "Seeds of the test levels; printed by: python -m trainable.envs.sokoban.generate"
+    print(json.dumps({"about": about, "seeds": [level.seed for level in levels]}, indent=0))
+
+
+if __name__ == "__main__":
+    main()
