@@ -4,11 +4,11 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -367,9 +367,8 @@ def _make_section_rows(
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):  # a section, such as `actor`
             rows += _make_section_rows(study, annotation, values, f"{prefix}{name}.")
         elif name != "seed":
-            is_swept = prefix + name in study.axis.swept_fields
             texts = [f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value) for value in values]
-            defaults = tuple([study.axis.option] * len(texts) if is_swept else texts)
+            defaults = tuple([study.axis.option] * len(texts) if prefix + name in study.axis.swept_fields else texts)
             cells = " ".join((field.description or "").split()), _format_allowed(annotation, field.metadata)
             rows.append(SettingRow(prefix + name, defaults, *cells, is_common(field)))
     return rows
@@ -380,10 +379,6 @@ def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
     for constraint in metadata:
         if isinstance(choice := getattr(constraint, "func", None), Choice):
             return " | ".join((*choice.names, PART_FORM))
-    if get_origin(annotation) is Annotated:
-        annotation, *own_metadata = get_args(annotation)
-        constraints = [getattr(entry, "metadata", [entry]) for entry in own_metadata]  # pydantic's Field has several
-        return _format_allowed(annotation, [*metadata, *chain.from_iterable(constraints)])
     if get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in get_args(annotation))
     operators = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -397,7 +392,8 @@ def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
     # Checked before other unions: `int | None` is shown as `whole number, or null`.
     alternatives = get_args(annotation)
     if type(None) in alternatives:
-        return f"{_format_allowed(alternatives[0], metadata)}, or null"
+        inner = FieldInfo.from_annotation(alternatives[0])  # which may have bounds of its own
+        return f"{_format_allowed(inner.annotation, [*metadata, *inner.metadata])}, or null"
     if get_origin(annotation) is Union:
         return " | ".join(_format_allowed(form, metadata) for form in alternatives)
     return " ".join([type_names.get(annotation, "list"), ", ".join(bounds)]).strip()
