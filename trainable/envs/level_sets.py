@@ -14,6 +14,7 @@ give.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, islice
 from itertools import count as counting
 from typing import Any, NamedTuple
@@ -108,21 +109,28 @@ def collect_excluded_keys(environment: LevelSource[Any], test_levels: Iterable[L
     return collect_level_keys(test_levels) if environment.has_held_out_levels else frozenset()
 
 
-def find_test_levels(make_levels: MakeLevels[L], count: int = TEST_LEVELS) -> list[L] | None:
+def make_searched_test_levels(make_levels: MakeLevels[Any], count: int) -> list[Any]:
+    """Make the first `count` test levels, different up to symmetry and in no published set if there are enough."""
+    levels = find_test_levels(make_levels)
+    return list(make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count])
+
+
+@lru_cache(maxsize=8)  # the search tries thousands of levels, and a process may train several runs
+def find_test_levels(make_levels: MakeLevels[Any], count: int = TEST_LEVELS) -> tuple[Any, ...] | None:
     """Find the first `count` test levels in the order of their seeds, all different and in no published set.
 
     Return None if 16 candidate seeds per test level do not give enough different levels.
     """
     published_seeds = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
     seen_keys = set(collect_level_keys(make_levels(published_seeds)))
-    levels: list[L] = []
+    levels: list[Level] = []
     for level in islice(_iter_levels(make_levels, FIRST_TEST_SEED), CANDIDATES_PER_TEST_LEVEL * count):
         if len(levels) == count:
             break
         if level.key not in seen_keys:
             seen_keys.add(level.key)
             levels.append(level)
-    return levels if len(levels) == count else None
+    return tuple(levels) if len(levels) == count else None
 
 
 def _find_replacement(environment: LevelSource[L], seed: int, excluded_keys: frozenset[bytes]) -> L:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
@@ -14,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainable.config.setting_types import PromptStyle
-from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits, TurnOutcome
-from trainable.envs.level_sets import find_test_levels
+from trainable.envs.environment import Measure, TurnLimits, TurnOutcome
+from trainable.envs.level_sets import find_test_levels, make_searched_test_levels
 
 REWARD_TARGET = 1.0
 REWARD_NUMBERS = 0.1
@@ -102,7 +101,7 @@ class Countdown:
     @property
     def has_held_out_levels(self) -> bool:
         """Whether there are enough problems for separate sets. A few small numbers give too few."""
-        return _find_test_levels(self.count, self.max_number) is not None
+        return find_test_levels(self.make_levels) is not None
 
     def make_levels(self, seeds: Sequence[int]) -> list[Problem]:
         """Draw random numbers for each seed, with a random positive result of + and - between them as the target."""
@@ -110,8 +109,7 @@ class Countdown:
 
     def make_test_levels(self, count: int) -> list[Problem]:
         """Make the first `count` test problems, all different and in no published set if there are enough."""
-        levels = _find_test_levels(self.count, self.max_number)
-        return self.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count]
+        return make_searched_test_levels(self.make_levels, count)
 
     def start(self, levels: Sequence[Problem]) -> list[Problem]:
         """Return the problems."""
@@ -174,8 +172,3 @@ def _draw_problem(seed: int, count: int, max_number: int) -> Problem:
         target = int(numbers @ signs)
         if target > 0:
             return Problem(seed, target, tuple(numbers.tolist()))
-
-
-@lru_cache(maxsize=4)
-def _find_test_levels(count: int, max_number: int) -> list[Problem] | None:
-    return find_test_levels(Countdown(count, max_number).make_levels)
