@@ -181,6 +181,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.kernels.compiled": ("numpy", "numba", "llvmlite"),
     "trainable.models": ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
     "trainable.models.packing": ("torch",),
+    "trainable.models.codec": ("numpy",),
     "trainable.models.qwen2": ("torch", "numpy"),
     "trainable.models.qwen2_shape": (),
     "trainable.models.interface": ("torch",),

@@ -12,7 +12,8 @@ from sandboxes.trees.repl.session import TreeLimits
 from sandboxes.trees.tree_loop import Rollout, TreeSettings, TreeTexts, format_first_turn, roll_out_trees
 from trainable.config.games import PapersConfig
 from trainable.config.run_config import RunConfig
-from trainable.models.load import Codec, Policy
+from trainable.models.codec import Codec
+from trainable.models.load import Policy
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import RolloutRequest, check_length
 

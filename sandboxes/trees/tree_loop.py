@@ -16,7 +16,7 @@ from sandboxes.trees.repl.texts import Role, format_instructions, format_observa
 from trainable.config.setting_types import PromptStyle
 from trainable.envs.prompts import ChatFormat
 from trainable.files.step_phase import STEP_PHASE
-from trainable.models.load import Codec
+from trainable.models.codec import Codec
 from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.transcript import Transcript
 

@@ -28,8 +28,8 @@ from trainable.diagnostics.thoughts import (
     sample_first_turn_pairs,
     sample_trajectory_pairs,
 )
+from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel
-from trainable.models.load import Codec
 from trainable.rollout.episode import Episode
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainable.models.load import Codec
+from trainable.models.codec import Codec
 from trainable.ppo.evaluation import number_classes
 from trainable.rollout.episode import Episode
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
 from trainable.config.sections import ModelConfig
 from trainable.envs.prompts import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
+from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel, PassSettings, Trunk, ValueModel
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape, is_plain_qwen2
@@ -193,18 +194,6 @@ def make_value_model(trunk: Trunk, rng: np.random.Generator, device: torch.devic
     critic.score.weight = nn.Parameter(weight.to(device, torch.float32))
     critic.score.bias = nn.Parameter(torch.zeros(1, device=device))
     return critic
-
-
-@dataclass(frozen=True)
-class Codec:
-    """Functions from batches of texts to token ids and back.
-
-    decode: omits special tokens, such as a reply's end marker. decode_all: includes them.
-    """
-
-    encode: Callable[[Sequence[str]], list[list[int]]]
-    decode: Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
-    decode_all: Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
 
 
 def make_codec(tokenizer: Tokenizer) -> Codec:

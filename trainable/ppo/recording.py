@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from trainable.algo.trees import compute_tree_weights
 from trainable.config.sections import AlgorithmConfig
-from trainable.models.load import Codec
+from trainable.models.codec import Codec
 from trainable.ppo.targets import PreparedBatch
 from trainable.rollout.batch import collate
 from trainable.rollout.episode import Episode

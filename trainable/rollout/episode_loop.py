@@ -9,7 +9,7 @@ import numpy as np
 from trainable.envs.environment import Environment, Level, PlayedTurn, RewardFunction, State, TurnLimits
 from trainable.envs.prompts import Observation, PromptTemplate, parse_reply
 from trainable.files.step_phase import STEP_PHASE
-from trainable.models.load import Codec
+from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.transcript import Transcript

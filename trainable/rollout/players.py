@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from trainable.config.run_config import RunConfig
 from trainable.envs.games.make import get_turn_limits, make_environment, make_reward_function
 from trainable.envs.prompts import make_prompt_template
-from trainable.models.load import Codec, Policy
+from trainable.models.codec import Codec
+from trainable.models.load import Policy
 from trainable.rollout.episode import Episode
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 

@@ -367,8 +367,9 @@ def _make_section_rows(
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):  # a section, such as `actor`
             rows += _make_section_rows(study, annotation, values, f"{prefix}{name}.")
         elif name != "seed":
+            is_swept = prefix + name in study.axis.swept_fields
             texts = [f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value) for value in values]
-            defaults = tuple([study.axis.option] * len(texts) if prefix + name in study.axis.swept_fields else texts)
+            defaults = tuple([study.axis.option] * len(texts) if is_swept else texts)
             cells = " ".join((field.description or "").split()), _format_allowed(annotation, field.metadata)
             rows.append(SettingRow(prefix + name, defaults, *cells, is_common(field)))
     return rows
@@ -381,11 +382,10 @@ def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
             return " | ".join((*choice.names, PART_FORM))
     if get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in get_args(annotation))
-    operators = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [
         f"{sign} {getattr(constraint, bound):g}"
         for constraint in metadata
-        for bound, sign in operators.items()
+        for bound, sign in {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}.items()
         if getattr(constraint, bound, None) is not None
     ]
     type_names = {bool: "True | False", int: "whole number", float: "number", str: "text"}

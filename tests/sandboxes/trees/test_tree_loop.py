@@ -13,7 +13,7 @@ from sandboxes.trees.repl.questions import Question
 from sandboxes.trees.repl.session import TreeLimits
 from sandboxes.trees.tree_loop import CHARS_PER_TOKEN, Rollout, TreeSettings, TreeTexts, roll_out_trees
 from trainable.envs.prompts import CHATML
-from trainable.models.load import Codec
+from trainable.models.codec import Codec
 from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
 
 END, START = 256, 257

@@ -8,7 +8,8 @@ from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
-from trainable.models.load import Codec, load_policy, make_codec
+from trainable.models.codec import Codec
+from trainable.models.load import load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.rollout.episode import Episode
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
