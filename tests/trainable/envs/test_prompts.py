@@ -124,8 +124,6 @@ def test_a_well_formed_reply_is_read_back(actions: list[str], thought: str) -> N
     assert read(format_reply(thought, actions), 3) == ParsedReply(thought.strip(), tuple(actions), False)
 
 
-# ---------------------------------------------------------------------------- prompts
-
 FULL_OPENING = """<|im_start|>system
 You are a helpful assistant. You are solving a Sokoban puzzle: move the player so that every box stands on a target. \
 You are given a grid and zero-indexed coordinates (row, column), from (0, 0) at the top left to (5, 5) at the bottom \

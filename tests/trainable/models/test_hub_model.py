@@ -36,9 +36,6 @@ def assert_close(actual: Tensor, expected: Tensor, limit: float = 1e-4) -> None:
     torch.testing.assert_close(actual, expected, rtol=limit, atol=limit * float(expected.abs().max()))
 
 
-# ---------------------------------------------------------------------------- every architecture
-
-
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
 def model_pair(request: pytest.FixtureRequest) -> tuple[Any, HubModel]:
     return make_wrapped_model(request.param)
@@ -157,9 +154,6 @@ def test_passes_in_bfloat16_are_near_those_in_float32(model_pair: tuple[Any, Hub
     assert float((cached - exact[[8, 17]]).norm() / exact[[8, 17]].norm()) < 0.1
 
 
-# ---------------------------------------------------------------------------- our own Qwen2 is the oracle
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
     reference_model = make_random_model(
@@ -200,9 +194,6 @@ def test_draws_are_those_of_our_own_qwen2() -> None:
     for reply, wrapped_reply in zip(*replies, strict=True):
         assert reply.token_ids.tolist() == wrapped_reply.token_ids.tolist()
         np.testing.assert_allclose(reply.logprobs, wrapped_reply.logprobs, rtol=1e-4, atol=1e-5)
-
-
-# ---------------------------------------------------------------------------- files
 
 
 def test_weights_are_those_of_the_files(tmp_path: Path) -> None:

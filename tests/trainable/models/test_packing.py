@@ -62,9 +62,6 @@ def compute_relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-3))
 
 
-# ---------------------------------------------------------------------------- the layout
-
-
 def test_a_layout_by_hand() -> None:
     """Of four rows of 5, the first ends at position 2, the second is left out, the third ends at 0, the fourth at 2."""
     packed = pack_rows((4, 5), torch.tensor([2, 0, 17, 10, 2]))
@@ -109,9 +106,6 @@ def test_attention_is_the_softmax_over_a_rows_own_past() -> None:
                 scores = (k[past, head // 2] @ q[token, head]) / 8**0.5
                 expected[token, head] = scores.softmax(0) @ v[past, head // 2]
     torch.testing.assert_close(actual, expected.flatten(1))
-
-
-# ---------------------------------------------------------------------------- beside each row alone
 
 
 @draw_examples(60)

@@ -37,9 +37,6 @@ def assert_close(actual: Tensor, expected: Tensor, limit: float = 1e-5) -> None:
     torch.testing.assert_close(actual, expected, rtol=limit, atol=limit)
 
 
-# ---------------------------------------------------------------------------- whole sequences
-
-
 def test_logits_are_those_of_transformers(model: Qwen2) -> None:
     tokens = make_tokens(3, 17)
     with torch.no_grad():
@@ -60,9 +57,6 @@ def test_gradients_are_those_of_transformers(model: Qwen2) -> None:
         assert weight.grad is not None
         assert_close(weight.grad, expected.pop(name), 1e-4)
     assert not expected
-
-
-# ---------------------------------------------------------------------------- the cache
 
 
 @draw_examples(40)
@@ -120,9 +114,6 @@ def test_all_tensors_are_on_the_device_of_the_tokens(grouped_model: Qwen2) -> No
         cache.select_rows(rows)
         cache.pack()
     assert cache.keys[0].device.type == "cpu"
-
-
-# ---------------------------------------------------------------------------- config.json
 
 
 def write_config(folder: Path, **changes: object) -> Path:
