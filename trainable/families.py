@@ -161,14 +161,6 @@ class Family:
     remarks: str = ""
     """A tuple of `Remark` about configurations, as "module:NAME", or empty."""
 
-    def __post_init__(self) -> None:
-        if self.estimate_bytes is None and not self.is_fine_tuning:
-            # The sizes of a language model follow from its config.json. For other models, only the family knows them.
-            raise ValueError(
-                f"The family {self.name} sets no `estimate_bytes`. Only a family whose config_class is RunConfig may "
-                "leave it out: set estimate_bytes=FUNCTION."
-            )
-
     @property
     def is_fine_tuning(self) -> bool:
         """Whether the runs fine-tune the language model of `get_model_path`, on GPUs if there are any. Their rows are

@@ -138,14 +138,3 @@ FILTER_METRICS: Mapping[str, FilterMetric] = MappingProxyType(
 
 EXACT_KL = "full"
 """Selects the exact KL over the whole vocabulary."""
-
-
-def find_unused_settings(
-    choices: Mapping[str, PolicyLossKind] | Mapping[str, FilterStrategy], choice_name: str
-) -> frozenset[str]:
-    """Find the settings that have no effect under the choice `choice_name`, because only other `choices` read them.
-
-    They are left out of a run's hash, since runs that differ only in them have the same rows. A plug-in reads none.
-    """
-    all_settings = frozenset(setting for choice in choices.values() for setting in choice.settings)
-    return all_settings - {*(choices[choice_name].settings if choice_name in choices else ())}

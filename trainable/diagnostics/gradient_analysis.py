@@ -22,7 +22,7 @@ from trainable.runs.run_files import Row
 LEVEL_SEED_OFFSET = 500_000
 """Distance from the first seed of training levels to the first seed of analysis levels.
 
-This is half of the seeds of a run (`level_sets.SEEDS_PER_RUN`). With one seed per group, training reaches the analysis
+This is half of the seeds of a run (`MAX_LEVELS`). With one seed per group, training reaches the analysis
 levels only after 500,000 groups.
 """
 
@@ -112,11 +112,9 @@ def _roll_out_batch(trainer: PPOTrainer, num_groups: int, group_size: int) -> li
     # The index of the analysis, from 1, selects its levels. A probe of an untrained policy (step 0) uses the levels of
     # step 1.
     analysis_index = (max(1, step) - 1) // config.trainer.gradient_analysis_every + 1
-    first_seed = config.env.seed_train + LEVEL_SEED_OFFSET
+    first_seed = config.training_level_seeds.start + LEVEL_SEED_OFFSET + num_groups * (analysis_index - 1)
     excluded_keys = collect_excluded_keys(trainer.level_source, trainer.test_levels)
-    levels = make_training_levels(
-        trainer.level_source, config.seed, analysis_index, num_groups, first_seed, excluded_keys
-    )
+    levels = make_training_levels(trainer.level_source, range(first_seed, first_seed + num_groups), excluded_keys)
     return trainer.roll_out(levels, group_size, "gradient_sampling")
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trainable.config.model_limits import find_size_obstacle
 from trainable.kernels.compiled import (
     BLOCK_TOKENS,
     VECTOR,
@@ -20,7 +19,7 @@ from trainable.kernels.compiled import (
 )
 from trainable.models.interface import LanguageModel
 from trainable.models.qwen2 import Qwen2, compute_rotary_halves
-from trainable.models.qwen2_shape import Qwen2Shape
+from trainable.models.qwen2_shape import Qwen2Shape, find_size_obstacle
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams, check_entropies
 
 FIRST_REPLIES = 4

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -381,18 +382,18 @@ def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
             return " | ".join((*choice.names, PART_FORM))
     if get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in get_args(annotation))
-    operators = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [
         f"{sign} {getattr(constraint, bound):g}"
         for constraint in metadata
-        for bound, sign in operators.items()
+        for bound, sign in {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}.items()
         if getattr(constraint, bound, None) is not None
     ]
     type_names = {bool: "True | False", int: "whole number", float: "number", str: "text"}
     # Checked before other unions: `int | None` is shown as `whole number, or null`.
     alternatives = get_args(annotation)
     if type(None) in alternatives:
-        return f"{_format_allowed(alternatives[0], metadata)}, or null"
+        inner = FieldInfo.from_annotation(alternatives[0])  # which may have bounds of its own
+        return f"{_format_allowed(inner.annotation, [*metadata, *inner.metadata])}, or null"
     if get_origin(annotation) is Union:
         return " | ".join(_format_allowed(form, metadata) for form in alternatives)
     return " ".join([type_names.get(annotation, "list"), ", ".join(bounds)]).strip()

@@ -8,10 +8,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODELS, TEACHERS
-from trainable.config.model_limits import is_plain_qwen2
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
 from trainable.files.json_values import parse_json
+from trainable.models.qwen2_shape import is_plain_qwen2
 from tune_study.placement.model_files import find_downloaded_config
 
 # The first seven fields of `ModelShape`, by the billions of parameters in the name. Source: config.json on the hub.
@@ -53,7 +53,7 @@ class ModelShape(BaseModel):
     head_size: PositiveInt | None = None
     """Channels of one attention head; None for Qwen2, where they follow from the hidden size."""
     is_plain_qwen2: bool = False
-    """Whether our own implementation runs the model (see `trainable.config.model_limits`)."""
+    """Whether our own implementation runs the model (see `trainable.models.qwen2_shape`)."""
     max_position_embeddings: PositiveInt | None = None
     """Tokens of the context; None if only the number of parameters is known."""
 

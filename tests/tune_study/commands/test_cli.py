@@ -455,6 +455,8 @@ def test_all_settings_are_listed_with_default_and_bounds() -> None:
     )
     assert re.search(r" none +.* none \| linear \| sqrt$", lines["actor.filter_loss_scaling"])
     assert re.search(r" 512 +.* whole number >= 0, <= 512$", lines["env.test_env_groups"])
+    assert lines["trainer.resume_seconds"].endswith(" number >= 0, or null")
+    assert lines["env.papers.file"].endswith(" text, or null")
 
 
 def test_settings_of_a_sandbox_are_its_own() -> None:

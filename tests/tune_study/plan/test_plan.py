@@ -11,7 +11,6 @@ from search_spaces.declaration.study import Axis
 from search_spaces.language_model.family import get_model_name
 from tests.fakes.trainer import make_study
 from trainable.config.run_config import apply_overrides
-from trainable.envs.level_sets import compute_training_seed
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import (
     StudyPlan,
@@ -237,7 +236,7 @@ def test_training_and_validation_share_no_seed(
     }
     plan = make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0",), 1 + extra_seeds, Path("out"))
     counters = range(steps * groups)
-    trained = {compute_training_seed(seed, counter, first) for seed in range(1 + extra_seeds) for counter in counters}
+    trained = {first + 1_000_000 * seed + counter for seed in range(1 + extra_seeds) for counter in counters}
     if trained & {*range(seed_val, seed_val + validated)}:
         with pytest.raises(PlanError, match=f"^env.seed_val={seed_val}: ") as refusal:
             check_level_seeds(plan)

@@ -13,7 +13,7 @@ from analysis.data.schemas import get_family
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis
 from trainable.config.run_config import RunConfig
-from trainable.config.setting_types import SHORT_DTYPES, format_value
+from trainable.config.setting_types import format_value
 from trainable.envs.prompts import START_OF_THOUGHT, ChatFormat
 from trainable.export.policy import DTYPES, load_trained_policy, write_tokenizer, write_weights
 from trainable.files.paths import check_path
@@ -105,7 +105,6 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
     writes nothing, if the folder is not empty or something cannot be used.
     """
     config = target.spec.ppo_config
-    dtype = SHORT_DTYPES.get(dtype, dtype)
     if dtype not in DTYPES:
         raise PlanError(f"--dtype {format_value(dtype)} is not a type: type one of {', '.join(DTYPES)}.")
     if keeps_adapters and not config.model.lora_rank:
