@@ -16,7 +16,7 @@ from analysis.data.schemas import Row
 from analysis.report.section import Figure, Listing, Section, Table, TableColumn, count_of, name, number, text
 from analysis.search.points import COMPLETE, make_points
 from analysis.sweep import findings
-from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, format_sentence, read_contrasts
+from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, read_contrasts
 from analysis.sweep.verdicts import (
     count_nouns,
     describe_stop,
@@ -163,7 +163,6 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
             rows,
             fold=f"All pairs in {key}: {len(rows)}",
         )
-    yield Table([TableColumn("contrast", format_sentence)], to_records(contrasts), fold="In words")
 
 
 def _format_contrast_verdict(row: Row) -> str:

@@ -15,9 +15,8 @@ from analysis.gradients.tables import SHARE_LABELS
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Figure, Section, Table, TableColumn, format_count, name, number, text
-from analysis.sweep.findings import describe_span, shorten_names
 from analysis.sweep.symptoms import PERMUTATION_SEED
-from analysis.sweep.verdicts import count_nouns, format_fraction, format_signed, format_signed_2
+from analysis.sweep.verdicts import format_fraction, format_signed, format_signed_2
 
 
 def _make_figure(
@@ -25,9 +24,8 @@ def _make_figure(
     caption: str | Callable[[SweepResults], str],
     make_lines: Callable[[pd.DataFrame], pd.DataFrame],
     make_label: Callable[[pd.DataFrame], str],
-    subject: str,
 ) -> Figure[SweepResults]:
-    """Declare a figure with a line per arm or step. subject: of the sentence on its values."""
+    """Declare a figure with a line per arm or step."""
 
     def make_table(results: SweepResults) -> pd.DataFrame | None:
         # The figure of a search would have a line for each of many points.
@@ -40,27 +38,7 @@ def _make_figure(
             colors = {line: results.arm_colors[arm] for line, arm in arms.items()}
         return draw_lines(table, colors, make_label(results.frames.gradients))
 
-    return Figure(name, caption, make_table, draw, lambda table, results: describe_buckets(table, subject))
-
-
-def describe_buckets(table: pd.DataFrame, name: str) -> str:
-    """Say between which buckets the values of a figure lie, and how many are clearly above 0, by filter state.
-
-    A value is clearly above 0 if its whole interval is. table: from `tables.make_signal_lines` or `make_share_lines`.
-    name: what the values are, such as `the ratio`.
-    """
-    return " ".join(
-        _describe_filter_state(table[table["prefilter"] == prefilter], FILTER_LABELS[bool(prefilter)], name)
-        for prefilter in sorted(set(table["prefilter"]), reverse=True)
-    )
-
-
-def _describe_filter_state(rows: pd.DataFrame, label: str, name: str) -> str:
-    names = rows["line"].map(shorten_names(rows["line"])) + ", " + rows["bucket"].str.replace("_", " ")
-    span = describe_span(rows["value"].set_axis(names), "bucket")
-    bounded = rows.dropna(subset=["low", "high"])
-    above = f"clearly above 0 in {(bounded['low'] > 0).sum()} of {count_nouns(len(bounded), 'bucket')}; it is {span}"
-    return f"{label[0].upper()}{label[1:]}, {name} is {above if len(bounded) else f'{span}, without intervals'}."
+    return Figure(name, caption, make_table, draw)
 
 
 def _list_sentences(results: SweepResults) -> Iterator[str]:
@@ -164,7 +142,6 @@ GRADIENTS: Section[SweepResults] = Section(
             "At 0, the whole gradient of the bucket may be noise.",
             tables.make_signal_lines,
             lambda gradients: "signal / noise of the task gradient (1)",
-            "the ratio",
         ),
         _make_figure(
             "regularizer_share",
@@ -182,7 +159,6 @@ GRADIENTS: Section[SweepResults] = Section(
             lambda gradients: (
                 f"KL + entropy:\n{SHARE_LABELS[tables.choose_share_column(tables.select_report_lines(gradients))]}"
             ),
-            "the share",
         ),
     ),
     tables=_make_tables,

@@ -39,12 +39,6 @@ def _make_factor_tables(results: SweepResults) -> Iterator[Table]:
 
     columns = [name("factor", "factor"), number("spread", "spread", format_fraction)]
     yield Table([*columns, TableColumn("mean by value", format_means)], factors.list_factors(grid))
-    yield Table(
-        [text("effect", "effect")],
-        [{"effect": sentence} for sentence in factors.describe_simple_effects(grid)],
-        fold="What a value changes, by the value of the other factor",
-        note="Means over seeds. If they differ, the factors interact, and no main effect says it all.",
-    )
 
 
 def _explain_factors(results: SweepResults) -> str:

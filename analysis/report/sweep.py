@@ -3,6 +3,7 @@
 To show another column over training, add a `Curve` to `SUCCESS_CURVES` or `SIGNAL_CURVES`.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pandas as pd
 from analysis.charts import curves as charts
 from analysis.charts.chart import make_arm_colors
 from analysis.charts.dose import draw_dose_response
+from analysis.data.episodes import format_turns, read_episodes_of_run
 from analysis.data.frames import to_records
 from analysis.data.schemas import Row
 from analysis.grid import layout
@@ -42,10 +44,12 @@ from analysis.report.section import (
 )
 from analysis.sweep import findings, series, tables, time_course
 from analysis.sweep.collapse import compute_survival, describe_signal_problems
-from analysis.sweep.examples import choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from analysis.sweep.verdicts import format_fraction, format_interval, format_number, format_signed, format_signed_number
 from trainable.config.aliases import shorten_setting
+from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
+from trainable.files.json_values import DamageWarning
+from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.history import COLLAPSE_DEFINITION
 
 MAX_OPEN_ARMS = 40
@@ -142,7 +146,6 @@ COLLAPSE: Section[SweepResults] = Section(
             "counts up to its last step.",
             lambda results: table if (table := compute_survival(results.line_frames))["collapsed"].any() else None,
             lambda table, results: charts.draw_survival(table, results.line_colors),
-            lambda table, results: findings.describe_survivors(table),
         ),
     ),
     tables=lambda results: _make_collapse_table(results) if results.has_collapse else (),
@@ -203,21 +206,12 @@ ORDER: Section[SweepResults] = Section(
 
 
 def _make_dose_caption(results: SweepResults) -> str:
-    table = results.dose_response
-    has_intervals = (table["basis"] != "").any()
-    sentences = {
-        f"Success at the end of training, {'with' if has_intervals else 'without'} 95 % intervals.": True,
-        "Circles: validation levels, sampled.": True,
-        "Triangles: validation levels, greedy.": table["greedy"].notna().any(),
-        "Squares: test levels, sampled.": table["test"].notna().any(),
-        "Dashed line: sampled success before training.": table["base"].notna().any(),
-        "Dotted line: greedy success before training.": table["base_greedy"].notna().any(),
-        "Vermilion cross: a rule stopped all scored runs of the arm as failures. Vermilion edge: it stopped some.": (
-            table["early_stopped"].any()
-        ),
-        findings.describe_interval_basis(table): has_intervals,
-    }
-    return " ".join(sentence for sentence, is_shown in sentences.items() if is_shown)
+    basis = findings.describe_interval_basis(results.dose_response)
+    return (
+        f"Success at the end of training, {'with' if basis else 'without'} 95 % intervals. Dashed line: sampled "
+        "success before training, dotted: greedy. Vermilion cross: a rule stopped all scored runs of the arm as "
+        f"failures. Vermilion edge: it stopped some. {basis}"
+    ).strip()
 
 
 DOSE_RESPONSE: Section[SweepResults] = Section(
@@ -497,17 +491,6 @@ def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
         note="The fraction stopped is of the scored runs, with Wilson's 95 % interval; a stop at a success of 0.9 or "
         "more does not count. Fisher's exact test compares it with the baseline's, corrected for the number of arms.",
     )
-    yield Table(
-        [
-            name("panel" if results.grid else "arm"),
-            number("groups\nper step", "groups"),
-            number("groups kept,\nfirst quarter", "kept_first_quarter"),
-            number("last quarter", "kept_last_quarter"),
-            number("with reward std 0,\nfirst quarter", "zero_std_first_quarter"),
-            number("last quarter", "zero_std_last_quarter"),
-        ],
-        to_records(series.count_kept_groups(results.line_frames)),
-    )
 
 
 def _describe_stops(results: SweepResults) -> Iterator[str]:
@@ -544,14 +527,40 @@ RETRIEVAL: Section[SweepResults] = Section(
 )
 
 
+MAX_EXAMPLE_ARMS = 12
+"""A study with more arms has no examples in its report; the command `transcripts` prints them."""
+_MAX_CHARACTERS = 8_000
+"""Maximum length of an episode on the page, since large models may write long ones."""
+
+
 def _list_examples(results: SweepResults) -> Iterator[Listing]:
-    for arm in [] if results.grid or results.search else choose_examples(results.frames):
-        names = ", ".join(str(episode["name"]) for episode in arm.episodes)
-        parts = (
-            f"{row['title']}: {row['stop_reason']}, score {format_number(row['score'])}\n\n{row['text']}"
-            for row in arm.episodes
-        )
-        yield Listing(f"Arm {arm.arm}, seed {arm.seed}: {names}", "\n\n".join(parts))
+    """List a solved and a failed episode of the first and of the last validation of each arm's smallest seed."""
+    frames = results.frames
+    if results.grid or results.search or not frames.folders or len(frames.runs_by_arm) > MAX_EXAMPLE_ARMS:
+        return
+    for arm, runs in frames.runs_by_arm.items():
+        run = runs.loc[runs["seed"].idxmin()]
+        with warnings.catch_warnings():  # damaged lines were reported when the frames were loaded
+            warnings.simplefilter("ignore", DamageWarning)
+            episodes = read_episodes_of_run(frames.folders[0], run["run_id"])
+        # Read in reverse, the first of equal episodes is kept.
+        chosen = {(row.step, row.success): row for row in reversed(episodes) if not row.is_trained}
+        steps = sorted({step for step, _ in chosen})
+        keys = [(step, success) for step in dict.fromkeys((*steps[:1], *steps[-1:])) for success in (True, False)]
+        shown = [chosen[key] for key in keys if key in chosen]
+        names = ", ".join(f"{'solved' if row.success else 'failed'} after step {row.step}" for row in shown)
+        if shown:
+            yield Listing(f"Arm {arm}, seed {run['seed']}: {names}", "\n\n".join(map(_format_example, shown)))
+
+
+def _format_example(episode: RecordedEpisode) -> str:
+    text = escape_controls("\n".join(format_turns(episode)), allowed=LINE_CHARACTERS)
+    half = _MAX_CHARACTERS // 2
+    if (num_left_out := len(text) - 2 * half) > 0:
+        # A tree ends with its answer and the evidence.
+        text = f"{text[:half]}\n[{num_left_out:,} of {len(text):,} characters left out]\n{text[-half:]}"
+    title = f"After step {episode.step}, level {episode.level}: {episode.stop_reason}"
+    return f"{title}, score {format_number(episode.score)}\n\n{text}"
 
 
 EXAMPLES: Section[SweepResults] = Section(
@@ -559,10 +568,9 @@ EXAMPLES: Section[SweepResults] = Section(
     "What the policy did",
     tables=_list_examples,
     explanation="Of the first seed of each arm: a solved and a failed validation episode before training and at the "
-    "end, where one was recorded; and from the last training step the episodes with the largest and the smallest "
-    "advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards include the penalty of an "
-    "invalid reply. `python -m tune_study transcripts` prints all recorded episodes of validations, and with "
-    "`--trained` those that were trained on.",
+    "end, where one was recorded. Lines with | are what the policy saw, lines with > what it wrote. Rewards include "
+    "the penalty of an invalid reply. `python -m tune_study transcripts` prints all recorded episodes of validations, "
+    "and with `--trained` those that were trained on.",
 )
 
 

@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,6 @@ import pandas as pd
 
 from analysis.data import compare
 from analysis.data.frames import StudyFrames, to_records
-from analysis.data.schemas import get_family
-from analysis.data.summaries import LATE_EVALUATIONS
 from analysis.stats.estimates import Estimate
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,
@@ -34,8 +31,6 @@ MAX_LISTED_ARMS = 5
 """With more arms, a sentence gives the number of the others."""
 MAX_LINE_LENGTH = 120
 """A longer list of arms is replaced by their number, as in a grid with long names."""
-MAX_NAME_LENGTH = 24
-"""Longer names of arms are given without what all of them share."""
 MAX_LISTED_STEPS = 6
 """With more steps, a sentence gives the first and the last."""
 OUTCOME_LABELS = {
@@ -158,37 +153,13 @@ def _format_arms(arms: Sequence[str]) -> str:
     return f"arm{'s' if len(arms) > 1 else ''} {shown}{others}"
 
 
-def shorten_names(names: Iterable[str]) -> dict[str, str]:
-    """Map long names to what distinguishes them: without the words between hyphens that all begin or end with.
-
-    >>> shorten_names(["ppo-sokoban-topk100-kl0-low_var_kl", "ppo-sokoban-topk60-kl0-low_var_kl"]).values()
-    dict_values(['topk100', 'topk60'])
-    """
-    words = {name: re.split(r"(?<!\de)-", name) for name in names}  # the hyphen of 1e-4 is a sign
-    if len(words) < 2 or max(map(len, words)) <= MAX_NAME_LENGTH or any(" " in name for name in words):
-        return {name: name for name in words}
-    num_first, num_last = (
-        sum(1 for _ in takewhile(lambda place: len(set(place)) == 1, zip(*lists, strict=False)))
-        for lists in (words.values(), [parts[::-1] for parts in words.values()])
-    )
-    return {name: "-".join(parts[num_first : len(parts) - num_last]) or name for name, parts in words.items()}
-
-
 def describe_interval_basis(table: pd.DataFrame) -> str:
-    """A sentence on what the intervals of the arms are over, which names arms only if they differ in it.
+    """A sentence on what the intervals of the arms are over; empty without an interval.
 
-    table: of `tables.make_dose_response` or `tables.summarize_arms`. Empty without an interval.
+    table: of `tables.make_dose_response` or `tables.summarize_arms`.
     """
-    rows = table[table["basis"] != ""]
-    if rows["basis"].nunique() <= 1:
-        return "".join(f"Intervals are {basis}." for basis in rows["basis"].unique())
-    seeds, sources = (
-        [(str(value), _format_arms(list(arms))) for value, arms in rows["arm"].groupby(column, sort=False)]
-        for column in (rows["basis"].str.partition(", with the noise of ")[place] for place in (0, 2))
-    )
-    counts = "; ".join(f"{count} for {arms}" if len(seeds) > 1 else count for count, arms in seeds)
-    noise = "; of ".join(f"{source} for {arms}" if len(sources) > 1 else source for source, arms in sources)
-    return f"Intervals are {counts}. They allow for the noise of {noise}."
+    bases = [basis for basis in table["basis"].unique() if basis]
+    return f"Intervals are {'; or '.join(bases)}." if bases else ""
 
 
 def format_status_counts(trials: pd.DataFrame) -> str:
@@ -509,19 +480,6 @@ def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:
     return f"{name[0].upper()}{name[1:]}: {first} at first; {describe_span(lasts, entry)} at the end."
 
 
-def describe_run_spread(table: pd.DataFrame) -> str:
-    """How far apart the scored runs of one arm end, at most; empty if no arm has two.
-
-    table: from `series.make_curves`.
-    """
-    scored_rows = table[table["status"].isin(compare.SCORED_STATUSES)]
-    lasts = scored_rows.groupby(["arm", "run_id"], sort=False)["value"].last().groupby("arm", sort=False)
-    spreads = (lasts.max() - lasts.min())[lasts.count() > 1]
-    if spreads.empty:
-        return ""
-    return f"Runs of one arm end at most {format_number(spreads.max())} apart ({spreads.idxmax()})."
-
-
 def describe_retrieval(table: pd.DataFrame) -> str:
     """Between which arms retrieval lies at the end, and what guessing would reach. table: from `make_arm_lines`."""
     sentences = []
@@ -532,14 +490,6 @@ def describe_retrieval(table: pd.DataFrame) -> str:
     return " ".join(sentences)
 
 
-def describe_survivors(table: pd.DataFrame) -> str:
-    """Which arms share the line at 1, on which they hide each other. table: from `collapse.compute_survival`."""
-    survivors = list(dict.fromkeys(table.loc[table["collapsed"] == 0, "arm"]))
-    if not survivors:
-        return ""
-    return f"No run of {_format_arms(survivors)} collapsed{': they share the line at 1' * (len(survivors) > 1)}."
-
-
 def describe_span(values: "pd.Series[float]", entry: str = "arm") -> str:
     """The smallest and the largest value with the names of their entries: `between 0.12 (KL 1) and 0.35 (KL 0)`.
 
@@ -548,9 +498,7 @@ def describe_span(values: "pd.Series[float]", entry: str = "arm") -> str:
     low, high = format_number(values.min()), format_number(values.max())
     if low == high:
         return f"{low} in every {entry}" if len(values) > 1 else low
-    names = shorten_names(values.index)
-    lowest, highest = names[values.index[values.argmin()]], names[values.index[values.argmax()]]
-    return f"between {low} ({lowest}) and {high} ({highest})"
+    return f"between {low} ({values.idxmin()}) and {high} ({values.idxmax()})"
 
 
 def describe_confirmation(study: StudyRecord) -> str:
@@ -583,17 +531,10 @@ def describe_short_runs(study: StudyRecord) -> str:
     steps, preset_steps = study.total_steps, study.preset_steps
     if steps is None or preset_steps is None or steps >= SHORT_SHARE * preset_steps:
         return ""
-    sentence = (
+    return (
         f"A short study: {steps:,} training step{'' if steps == 1 else 's'} instead of the {preset_steps:,} of preset "
         f"{study.preset}, so it may not show what longer runs do."
     )
-    count = count_validations(study)
-    if 1 < count <= LATE_EVALUATIONS and get_family(study).primary_column.startswith("late_"):
-        sentence += (
-            f" Success at the end is the mean of all {count} validations after step 0, so it does not show how they "
-            "changed."
-        )
-    return sentence
 
 
 def format_seeds(seeds: Sequence[int]) -> str:

@@ -184,10 +184,7 @@ def _make_curves_caption(results: ToyResults) -> str:
 
 
 def _describe_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> str:
-    return " ".join(
-        f"{findings.describe_curves(runs, panel.label)} {findings.describe_run_spread(runs)}".strip()
-        for panel, (runs, _) in curves.items()
-    )
+    return " ".join(findings.describe_curves(runs, panel.label) for panel, (runs, _) in curves.items())
 
 
 CURVES: Section[ToyResults] = Section(

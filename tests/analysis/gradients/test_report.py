@@ -12,7 +12,7 @@ from analysis.charts import chart as charts
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
 from analysis.grid.layout import name_arms
-from analysis.report.gradients import GRADIENTS, describe_buckets
+from analysis.report.gradients import GRADIENTS
 from analysis.report.page import render_page, view_sections
 from analysis.report.results import SweepResults
 from analysis.report.section import Heading
@@ -81,8 +81,6 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     page = make_page(frames)
     words = page.words
     assert "gradients" in page.ids
-    assert "Before the filter, the ratio is " in words
-    assert "Before the filter, the share is " in words
     assert "How much of the gradient step of each bucket comes from the KL and entropy terms." in words
     assert "signal: rho" in words
     assert "The step is the expected one, without noise" in words
@@ -153,18 +151,3 @@ def test_without_a_retrieval_there_are_no_lines(tmp_path: Path) -> None:
     assert series.make_arm_lines(frames).empty
     assert series.make_arm_lines(replace(frames, steps=bare)).empty
     assert series.make_arm_lines(add_retrieval(replace(frames, steps=bare), (FIRST_TURN,)))["measure"].nunique() == 2
-
-
-def test_the_sentence_of_a_gradient_figure_counts_the_buckets_above_zero() -> None:
-    rows = [
-        # prefilter, line, bucket, value, low, high
-        (True, "KL 0", "bucket_1", -0.2, -0.5, 0.1),
-        (True, "KL 0", "bucket_2", 3.0, 1.0, 5.0),
-        (True, "KL 1", "bucket_2", 0.5, np.nan, np.nan),
-        (False, "KL 0", "bucket_1", 0.25, np.nan, np.nan),
-    ]
-    table = pd.DataFrame(rows, columns=["prefilter", "line", "bucket", "value", "low", "high"])
-    assert describe_buckets(table, "the ratio") == (
-        "Before the filter, the ratio is clearly above 0 in 1 of 2 buckets; it is between -0.2 (KL 0, bucket 1) and 3 "
-        "(KL 0, bucket 2). After the filter, the ratio is 0.25, without intervals."
-    )

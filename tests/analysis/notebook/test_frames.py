@@ -25,13 +25,9 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> NotebookFrames:
 def test_a_run_has_its_rows_of_every_frame(frames: NotebookFrames) -> None:
     run = frames.run("0.1", seed=3)
     assert (run.arm, run.seed) == ("0.1", 3)
-    assert set(run.steps["run_id"]) == set(run.levels["run_id"]) == {run.run_id}
+    assert set(run.steps["run_id"]) == {run.run_id}
     assert list(run.steps["step"]) == list(range(1, 11))
     assert run.trial["arm"] == "0.1"
-    assert (
-        run.settings[("actor", "kl_loss_coef")]
-        == frames.trials.set_index("run_id").loc[run.run_id, "config/actor.kl_loss_coef"]
-    )
     assert repr(run) == "StudyRun 0.1, seed 3: completed"
 
 
