@@ -17,7 +17,7 @@ from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_si
 from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
-from analysis.stats.noise import Noise, estimate_paired_contrast, fit_noise
+from analysis.stats.noise import Noise, estimate_pooled_mean, fit_noise
 from analysis.sweep import series
 from trainable.config.aliases import shorten_setting
 from trainable.runs.study_record import OPEN_STATUSES
@@ -384,7 +384,7 @@ def _contrast_pairs(pairs: pd.DataFrame, measure: str, noise: Noise) -> Row:
     estimate = Estimate(float(difference.mean()), n=len(by_seed))
     if len(by_seed) > 1:
         # In a mean of m pairs without a common run, each run has the weight 1/m.
-        estimate = estimate_paired_contrast(by_seed.mean(), noise, float((2 / by_seed.size()).mean()))
+        estimate = estimate_pooled_mean(by_seed.mean(), noise.paired, float((2 / by_seed.size()).mean()))
     return {
         "measure": measure,
         "pairs": len(pairs),

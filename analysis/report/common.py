@@ -19,7 +19,6 @@ from analysis.sweep import findings
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, read_contrasts
 from analysis.sweep.verdicts import (
     count_nouns,
-    describe_stop,
     format_p_value,
     format_signed_4,
     format_status,
@@ -102,18 +101,12 @@ def make_runs_table(frames: StudyFrames, columns: Iterable[TableColumn]) -> Iter
             STATUS,
             count_of("steps", "steps_done", "steps_total"),
             *columns,
-            TableColumn("reason", _format_reason),
+            text("reason", "reason"),
             text("run", "run_id"),
         ],
         to_records(trials),
         fold=f"All {len(trials)} runs",
     )
-
-
-def _format_reason(run: Row) -> str:
-    rule = run.get("stop_rule")
-    is_told = run["status"] != "early_stopped" or not rule or rule in run["reason"]
-    return run["reason"] if is_told else f"{run['reason']} {rule}, {describe_stop(run)}"
 
 
 def _make_contrast_figure(results: StudyResults) -> tuple[pd.DataFrame, pd.DataFrame] | None:

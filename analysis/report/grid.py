@@ -148,13 +148,6 @@ def describe_factors(grid: layout.Grid) -> list[str]:
 
 def _describe_grid(results: SweepResults) -> Iterator[str]:
     yield f"{count_nouns(len(results.arms), 'arm')} over {', '.join(describe_factors(results.known_grid))}."
-    cells = results.cells
-    marks = ["Each cell is the mean over its scored runs. All panels share one color scale."]
-    if cells["early_stopped"].any():
-        marks += ["A vermilion frame and a cross mark runs that a rule stopped as failures, with their last number."]
-    if cells[[measure.name for measure in MEASURES]].dropna(axis="columns", how="all").isna().any(axis=None):
-        marks += ["A dashed cell has no number but the status of its runs, or a dash if they did not measure it."]
-    yield " ".join([*marks, "A point without a cell is not part of the study."])
     num_shared = results.members.loc[results.members["shared"], "run_id"].nunique()
     if num_shared:
         verbs = ("appears", "counts") if num_shared == 1 else ("appear", "count")
@@ -250,40 +243,15 @@ def _make_heat_map(measure: Measure) -> Figure[SweepResults]:
     )
 
 
-def _make_cell_tables(results: SweepResults) -> Iterator[Table]:
-    cells = results.cells
-    columns = [
-        number(shorten_setting(results.known_grid.x), "x"),
-        number(shorten_setting(results.known_grid.y), "y"),
-        TableColumn("state", lambda row: f"{'shared: ' * row['shared']}{format_status(row['state'])}"),
-        count_of("scored\nof runs", "scored", "runs"),
-        number("stopped", "early_stopped", str),
-        *(_make_measure_column(measure) for measure in MEASURES if cells[measure.name].notna().any()),
-    ]
-    for panel, rows in cells.groupby("panel", sort=False):
-        yield Table(columns, to_records(rows), fold=f"**{panel}**: all numbers of {count_nouns(len(rows), 'cell')}")
-
-
-def _make_measure_column(measure: Measure) -> TableColumn:
-    def format_value(row: Row) -> str:
-        key = measure.name
-        mean, std, low, high = (
-            "" if is_missing(row[column]) else format_number(row[column])
-            for column in (key, f"{key}_std", f"{key}_low", f"{key}_high")
-        )
-        return f"{mean}\nstd {std}, {low} to {high}" if std else mean or "–"
-
-    return TableColumn(measure.label.replace(" (", "\n("), format_value, "number")
-
-
 GRID: Section[SweepResults] = Section(
     "grid",
     "The grid",
     sentences=_describe_grid,
     figures=tuple(map(_make_heat_map, MEASURES)),
-    tables=_make_cell_tables,
-    explanation="std is the standard deviation over the scored runs (seeds) of a cell, followed by their smallest and "
-    "largest value; a cell with one run has none. `figures/grid_cells.csv` has the same numbers.",
+    explanation="Each cell is the mean over its scored runs. All panels share one color scale. A vermilion frame and a "
+    "cross mark runs that a rule stopped as failures, with their last number. A dashed cell has no number but the "
+    "status of its runs, or a dash if they did not measure it. A point without a cell is not part of the study. "
+    "`figures/grid_cells.csv` has every number, with its runs and their standard deviation.",
     files=lambda results: {
         "grid_cells": results.cells.rename(columns={"x": results.known_grid.x, "y": results.known_grid.y})
     },

@@ -125,10 +125,7 @@ FIGURES: tuple[Figure[StudyResults], ...] = (
 SEARCH: Section[Any] = Section(
     "search",
     "What the search came to",
-    sentences=lambda results: [
-        describe_search(results),
-        "By chance alone, one of many points beats the default: only its confirmation on fresh seeds is a test.",
-    ],
+    sentences=lambda results: [describe_search(results)],
     tables=_make_point_tables,
     explanation=_explain,
     files=make_files,

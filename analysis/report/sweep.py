@@ -4,10 +4,8 @@ To show another column over training, add a `Curve` to `SUCCESS_CURVES` or `SIGN
 """
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import altair as alt
 import numpy as np
@@ -53,7 +51,7 @@ from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.history import COLLAPSE_DEFINITION
 
 MAX_OPEN_ARMS = 40
-"""With more arms, the verdicts of a grid are folded, a table per panel."""
+"""With more arms, the verdicts are folded."""
 
 
 def _make_verdict_tables(results: SweepResults) -> Iterator[Table]:
@@ -68,16 +66,8 @@ def _make_verdict_tables(results: SweepResults) -> Iterator[Table]:
         common.STATUS_COUNTS,
         text("notes", "notes"),
     ]
-    if not results.grid or len(results.arms) <= MAX_OPEN_ARMS:
-        yield Table(columns, results.arms)
-        return
-    home_rows = results.members[results.members["home"]]
-    for panel in layout.list_panels(results.grid, results.members)["panel"]:
-        names = {results.labels.get(arm, arm) for arm in home_rows.loc[home_rows["panel"] == panel, "arm"]}
-        rows = [row for row in results.arms if row["arm"] in names]
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in Counter(row["outcome"] for row in rows).items())
-        # A panel may have only shared runs, whose verdicts are listed in their home panel.
-        yield Table(columns, rows, fold=f"**{panel}**: {len(rows)} arm{'s' * (len(rows) > 1)}; {outcomes}")
+    is_folded = len(results.arms) > MAX_OPEN_ARMS
+    yield Table(columns, results.arms, fold=f"Verdicts of all {len(results.arms)} arms" if is_folded else "")
 
 
 def _format_difference(row: Row) -> str:
@@ -638,15 +628,8 @@ def _make_reproduction_tables(results: SweepResults) -> Iterator[Table | Listing
         "model": study.model or "–",
         "axis": values,
         "stop rules": f"{', '.join(study.stop_rules) or 'none'}; `early_stop` below has their thresholds",
-        **{f"{row['split']} levels": _describe_levels(row) for row in findings.summarize_levels(results.frames)},
     }
     yield from common.make_reproduction_tables(results, facts)
-
-
-def _describe_levels(row: Mapping[str, Any]) -> str:
-    some = f"{row['classes']} different: levels that the game counts as equal count once"
-    different = "all different" if row["classes"] == row["levels"] else some
-    return f"{row['levels']} levels, seeds {row['first']} to {row['last']}, {different}; {row['modes']}"
 
 
 REPRODUCTION: Section[SweepResults] = Section(

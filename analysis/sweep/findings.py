@@ -218,21 +218,15 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
 
 def _interpret_gain(row: dict[str, Any]) -> str:
     """What the gains in sampled and greedy success show together: more solved levels, or only sharper sampling."""
-    if np.isnan(row["gain_low"]):
-        return "Nothing shows how much runs of one setting differ, so it is open whether this gain is more than chance."
     if not row["gain_low"] > 0:
         return "Sampled success does not clearly rise."
-    if np.isnan(row["gain_greedy_low"]):
-        is_missing = np.isnan(row["gain_greedy"])
-        reason = "Greedy success was not measured" if is_missing else "The gain in greedy success has no interval"
-        return f"{reason}, so it is open whether the policy can solve more levels or only samples with less noise."
     if row["gain_greedy_low"] > 0:
         return (
             "Both rise: the most likely reply solves more levels than before, so the gain is more than a reduction of "
             "sampling noise. It does not show which skill was learned."
         )
     return (
-        "Sampled success rises, but greedy success does not clearly rise: the policy samples the replies that it "
+        "Sampled success rises, and greedy success does not clearly rise: the policy may sample the replies that it "
         "already preferred more often. This is no evidence that it solves levels that it could not solve before."
     )
 
@@ -419,21 +413,6 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> Iterator[str]:
             "times to collapse, learning curves, symptoms and each test of the trend are corrected separately: each of "
             "them finds something in about 5 % of the studies in which nothing has an effect."
         )
-
-
-def summarize_levels(frames: StudyFrames) -> list[dict[str, Any]]:
-    """One row per split: the number of levels, the number up to symmetry, the range of level seeds, and the modes."""
-    return [
-        {
-            "split": split,
-            "levels": rows["level"].nunique(),
-            "classes": rows["cluster"].nunique(),
-            "first": rows["level"].min(),
-            "last": rows["level"].max(),
-            "modes": ", ".join(sorted(rows["mode"].unique(), reverse=True)),
-        }
-        for split, rows in frames.levels.groupby("split", sort=False)
-    ]
 
 
 def list_games(frames: StudyFrames) -> list[str]:

@@ -9,7 +9,7 @@ import pandas as pd
 from scipy import special
 
 from analysis.data import compare
-from analysis.data.frames import SCHEMAS, StudyFrames, to_records
+from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate, holm_adjust, page_trend_p_value, spearman_trend, wilson_interval
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
@@ -44,8 +44,6 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     """
     (study,) = compare.require_single_study(frames).studies
     baseline = study.baseline
-    # Settings columns are not needed, and copying them for every arm takes time.
-    frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
     names = ("late_val_success", "base_val_success", "final_val_greedy_success", "base_val_greedy_success")
     late, base, greedy, base_greedy = (compare.collect_outcomes(frames, name) for name in names)
     base = replace(base, min_variances=compare.estimate_evaluation_variances(frames, before_training=True))

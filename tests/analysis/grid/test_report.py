@@ -203,14 +203,11 @@ def test_the_sections_are_complete(results: SweepResults) -> None:
         "k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference",
         "Regularization without the task",
         "All pairs are of one seed and share its random numbers, so no difference has an interval.",
-        "reward_variance_collapse, step 15: 0.09 < 0.1",
     ):
         assert sentence in words
     assert {"grid", "switches", "anchor"} <= set(page.ids)
     labels = layout.make_arm_labels(results.frames, get_grid(results))
     assert all(label in words for label in labels.values())
-    for panel in results.cells["panel"].unique():
-        assert f"{panel}: all numbers of" in words
 
 
 @pytest.mark.long
