@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, cut_interval, make_estimate_columns
-from analysis.data.frames import StudyFrames, to_records
+from analysis.data.frames import StudyFrames, list_differing_settings, to_records
 from analysis.grid.layout import LATE_START
 from analysis.stats.estimates import MIN_SEEDS, mean_over_seeds, spearman_trend
 from analysis.sweep.verdicts import count_nouns, format_interval, format_signed_2
@@ -46,10 +46,9 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
         form=runs[FORM_COLUMN], coefficient=runs[COEFFICIENT_COLUMN].astype(float)
     )
     # An id for each combination of the seed and all settings except form and coefficient.
+    names = [f"config/{name}" for name in list_differing_settings(runs)]
     left_out = {FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN}
-    names = [name for name in map(str, runs) if name.startswith("config/") and name not in left_out]
-    differing_names = [name for name in names if runs[name].astype(str).nunique() > 1]
-    keys = [runs[name].astype(str) for name in (*differing_names, "seed")]
+    keys = [runs[name].astype(str) for name in (*names, "seed") if name not in left_out]
     table["match"] = runs.groupby(keys, sort=False).ngroup()
     table["last_step"] = table["run_id"].map(steps.groupby("run_id")["step"].max())
     # All runs with one match are measured over the steps of the shortest of them.

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_single_study
-from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
+from analysis.data.frames import FRAME_NAMES, StudyFrames, list_differing_settings, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
 from analysis.stats.noise import Noise, estimate_pooled_mean, fit_noise
@@ -151,10 +151,9 @@ def find_grid(frames: StudyFrames) -> Grid | None:
 
 def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
     """Select the settings in which arms differ, a column each, without the seed and `SWITCH_SETTINGS`."""
-    columns = {name: name.removeprefix("config/") for name in map(str, trials.columns) if name.startswith("config/")}
-    settings = trials[list(columns)].rename(columns=columns)
-    differing = [name for name in columns.values() if name != "seed" and settings[name].astype(str).nunique() > 1]
-    return settings[[name for name in differing if SWITCH_SETTINGS.get(name) not in differing]]
+    differing = list_differing_settings(trials)
+    names = [name for name in differing if SWITCH_SETTINGS.get(name) not in differing]
+    return trials[[f"config/{name}" for name in names]].set_axis(names, axis="columns")
 
 
 def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:

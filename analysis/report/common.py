@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -22,7 +22,6 @@ from analysis.sweep.verdicts import (
     format_p_value,
     format_signed_4,
     format_status,
-    is_missing,
 )
 from trainable.config.aliases import flatten_settings
 from trainable.runs.records import STATUSES
@@ -121,11 +120,9 @@ def _make_contrast_figure(results: StudyResults) -> tuple[pd.DataFrame, pd.DataF
 def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
     (family,) = results.frames.families
     columns = {column.name: column for column in family.trial_columns}
-    contrasts, pairs = results.contrasts, results.contrast_pairs
-    counts = [number(word, word, str) for word in ("lower", "higher", "equal")]
+    contrasts = results.contrasts
     for key in dict.fromkeys(contrasts["column"]):
         rank = "" if key == family.primary_column else " (secondary)"
-        rows = to_records(pairs[pairs["column"] == key])
         yield Table(
             [
                 name("contrast", "contrast"),
@@ -134,27 +131,12 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
                 number("Holm p", "p_holm", format_p),
                 number("seeds", "seeds", str),
                 TableColumn("pairs", _format_pairs, "number"),
-                *counts,
+                *(number(word, word, str) for word in ("lower", "higher", "equal")),
                 TableColumn("not counted, or stopped", _format_run_notes),
             ],
             to_records(contrasts[contrasts["column"] == key]),
             title=f"`{key}`{rank}",
             caption=f"{columns[key].meaning} ({columns[key].unit}). Chosen because {family.contrasted_columns[key]}.",
-        )
-        yield Table(
-            [
-                name("contrast", "contrast"),
-                text("first", "first"),
-                text("second", "second"),
-                number("mean of\nthe first", "first_mean", partial(format_ordinary, column=key)),
-                number("mean of\nthe second", "second_mean", partial(format_ordinary, column=key)),
-                number("first minus\nsecond", "difference", format_signed_4),
-                number("seeds", "seeds", str),
-                *counts,
-                TableColumn("not counted, or stopped", _format_run_notes),
-            ],
-            rows,
-            fold=f"All pairs in {key}: {len(rows)}",
         )
 
 
@@ -170,14 +152,6 @@ def _format_pairs(row: Row) -> str:
 def _format_run_notes(row: Row) -> str:
     stopped = f"stopped by a rule, counted with the last row: {row['early_stopped_runs']}"
     return "; ".join(filter(None, [row["excluded_runs"], stopped if row["early_stopped_runs"] else ""]))
-
-
-def format_ordinary(value: float, column: str) -> str:
-    """Format a number of a family without fractions alone: a step, an age, or a number with four decimals."""
-    if is_missing(value):
-        return "–"
-    digits = 1 if column.startswith("first_step") else 2 if column.endswith("_age") else 4
-    return f"{value:.{digits}f}".replace("-", "−")
 
 
 def _list_contrast_sentences(results: StudyResults) -> Iterator[str]:

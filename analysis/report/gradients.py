@@ -14,9 +14,9 @@ from analysis.gradients import tables
 from analysis.gradients.tables import SHARE_LABELS
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
-from analysis.report.section import Figure, Section, Table, TableColumn, format_count, name, number, text
+from analysis.report.section import Figure, Section, Table, TableColumn, name, number
 from analysis.sweep.symptoms import PERMUTATION_SEED
-from analysis.sweep.verdicts import format_fraction, format_signed, format_signed_2
+from analysis.sweep.verdicts import format_fraction, format_signed_2
 
 
 def _make_figure(
@@ -78,15 +78,13 @@ def make_trend_rows(gradients: pd.DataFrame) -> list[Row]:
 
 
 def _make_tables(results: SweepResults) -> Iterator[Table]:
-    gradients = results.frames.gradients
-    step = number("step", "step", str)
     batch = TableColumn(
         "analyzed", lambda row: f"{'probe, ' * (row['source'] == 'probe')}{FILTER_LABELS[row['prefilter']]}"
     )
     yield Table(
         [
             name("arm"),
-            step,
+            number("step", "step", str),
             batch,
             name("component", "component"),
             number("runs", "runs", str),
@@ -97,37 +95,13 @@ def _make_tables(results: SweepResults) -> Iterator[Table]:
             number("upper / lower\nhalf of buckets", "ratio", format_fraction),
             number("permutation p", "p", format_p),
         ],
-        make_trend_rows(gradients),
+        make_trend_rows(results.frames.gradients),
         title="Trends with the reward std",
         note="rho is Spearman's rank correlation with the reward std over the buckets. The signal is an unbiased "
         "estimate of the squared norm of a bucket's expected gradient. The mean norm is that of its mean gradient; its "
         "square is signal plus noise. Values are means over runs, with intervals over runs from three on. p is from "
-        "permuting the buckets of each analysis, so it refers to these measurements and not to other runs.",
-    )
-    signals = tables.make_signal_table(tables.select_report_lines(gradients))
-    yield Table(
-        [
-            name("arm"),
-            number("seed", "seed", str),
-            step,
-            batch,
-            name("component", "component"),
-            number("norm of the\nmean gradient", "mean_norm"),
-            number("signal / noise", "snr", format_signed_2),
-            number("share of the\nexpected step", "signal_share", format_signed),
-            number("share of the\nsampled step", "share", format_signed),
-            *(
-                number(f"cosine\nto {label}", f"cosine_{key}", format_signed_2)
-                for key, label in (("task", "task"), ("entropy", "entropy"), ("kl", "KL"))
-            ),
-            number("groups", "group_count", format_count),
-            text("run", "run_id"),
-        ],
-        to_records(signals[signals["bucket"] == tables.WHOLE_BATCH]),
-        title="Whole batches",
-        note="Shares are signed fractions of the gradient step and sum to 1; a term with a share below 0 opposes the "
-        "step, and two terms with a cosine below 0 oppose each other. `python -m tune_study plot-gradients` draws each "
-        "analysis, and gradients.parquet has every number.",
+        "permuting the buckets of each analysis, so it refers to these measurements and not to other runs. "
+        "`python -m tune_study plot-gradients` draws each analysis, and gradients.parquet has every number.",
     )
 
 

@@ -126,12 +126,10 @@ SEARCH: Section[Any] = Section(
     "search",
     "What the search came to",
     sentences=lambda results: [describe_search(results)],
+    figures=FIGURES,
     tables=_make_point_tables,
     explanation=_explain,
     files=make_files,
     when=lambda results: results.search is not None,
     concludes=True,
-)
-SEARCH_FIGURES: Section[Any] = Section(
-    "points", "History of the points", figures=FIGURES, when=lambda results: results.search is not None
 )

@@ -24,7 +24,7 @@ from analysis.report.gradients import GRADIENTS
 from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors, describe_panel_curves
 from analysis.report.pages import list_consistency
 from analysis.report.results import SweepResults
-from analysis.report.search import SEARCH, SEARCH_FIGURES
+from analysis.report.search import SEARCH
 from analysis.report.section import (
     Figure,
     Heading,
@@ -390,9 +390,7 @@ LEARNING: Section[SweepResults] = Section(
 )
 
 
-def _make_time_tables(results: SweepResults) -> Iterator[Table]:
-    if not results.has_collapse:
-        yield from _make_collapse_table(results)
+def _make_time_table(results: SweepResults) -> Iterator[Table]:
     # A row without a number says only why.
     rows = to_records(results.learning_curves)
     yield Table(
@@ -415,8 +413,8 @@ def _make_time_tables(results: SweepResults) -> Iterator[Table]:
 
 TIME: Section[SweepResults] = Section(
     "time",
-    lambda results: "Ceiling and speed" if results.has_collapse else "Time to collapse, ceiling and speed",
-    tables=_make_time_tables,
+    "Ceiling and speed",
+    tables=_make_time_table,
     explanation="Secondary outcomes. A sigmoid is fitted to the validations of each arm. Its ceiling is the success "
     "that it approaches: what is learned in the end. Its midpoint is the cost at half of the gain: how fast. Intervals "
     "are over seeds, from five on. p is corrected over all rows of this table together.",
@@ -648,7 +646,7 @@ def _make_heading(results: SweepResults) -> Heading:
     )
 
 
-_RESULTS = (VERDICTS, SEARCH, SEARCH_FIGURES, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, *GRID_SECTIONS)
+_RESULTS = (VERDICTS, SEARCH, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, *GRID_SECTIONS)
 _DETAILS = (common.CONTRASTS, ORDER, CAVEATS, LEARNING, TIME, SECONDARY, STOPS, RETRIEVAL, GRADIENTS)
 _RECORDS = (EXAMPLES, BUDGETS, CONSISTENCY, RUNS, REPRODUCTION)
 SWEEP_REPORT: Report[SweepResults] = Report(

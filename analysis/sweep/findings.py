@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data import compare
-from analysis.data.frames import StudyFrames, to_records
+from analysis.data.frames import StudyFrames, list_differing_settings, to_records
 from analysis.stats.estimates import Estimate
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,
@@ -427,13 +427,10 @@ def list_games(frames: StudyFrames) -> list[str]:
 
 def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
     """The settings in which runs differ, without seeds, each with its value in every arm."""
-    setting_columns = [name for name in frames.trials.columns if name.startswith("config/") and name != "config/seed"]
-    # As text, because a missing value is not equal to itself.
-    differing_settings = [name for name in setting_columns if frames.trials[name].astype("str").nunique() > 1]
     by_arm = frames.trials.groupby("arm", sort=False)
     return [
-        {"setting": name.removeprefix("config/"), "values": [str(rows[name].iloc[0]) for _, rows in by_arm]}
-        for name in differing_settings
+        {"setting": name, "values": [str(rows[f"config/{name}"].iloc[0]) for _, rows in by_arm]}
+        for name in list_differing_settings(frames.trials)
     ]
 
 

@@ -62,13 +62,12 @@ def test_every_measure_of_an_arm_is_a_point_at_its_place(table: pd.DataFrame, dr
     assert base.encoding["strokeDash"]["scale"]["range"] == [[5, 4], [1, 3]]
 
 
-def test_only_what_was_measured_is_drawn(draw: Draw) -> None:
+def test_only_what_was_measured_is_drawn_and_single_runs_where_arms_have_several(
+    frames: StudyFrames, draw: Draw
+) -> None:
     layers = draw(early_stopped=0, **dict.fromkeys(("greedy", "test", "base", "base_greedy", "low"), np.nan))
     assert layers["points"].encoding["shape"]["scale"]["domain"] == ["validation, sampled"]
     assert all(layers[name].rows.empty for name in ("base", "intervals", "failed", "partly"))
-
-
-def test_single_runs_are_drawn_where_arms_have_several(frames: StudyFrames, draw: Draw) -> None:
     runs = tables.make_run_outcomes(frames)
     assert draw(runs)["dots"].rows.empty
     more = pd.concat([runs, runs.assign(outcome=0.5)])

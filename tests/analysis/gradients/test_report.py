@@ -86,7 +86,6 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     assert "The step is the expected one, without noise" in words
     for step in (1, 5):  # arm, step, batch, component, runs, buckets
         assert f"KL 0 {step} before the filter task 3 18" in words
-    assert words.count("KL 0 2 5 after the filter") == 3  # task, entropy and total of the whole batch of seed 2
     assert "Spearman's rank correlation with the reward std" in words
 
 
@@ -104,7 +103,6 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
     words = make_page(frames).words
     assert "KL 0 5 probe, after the filter kl 1 6" in words
     assert "KL 0 1 after the filter" not in words  # arm 0 is shown only at its last step
-    assert "KL 0 0 5 probe, after the filter kl" in words
 
 
 @pytest.mark.slow

@@ -93,10 +93,18 @@ def test_a_notebook_shows_charts_without_network(frames: NotebookFrames) -> None
     assert "KL 0.1" in shown["text/html"]
 
 
-def test_what_has_no_chart_is_refused(frames: NotebookFrames) -> None:
+def test_what_has_no_chart_is_refused(frames: NotebookFrames, tmp_path: Path) -> None:
     for typed, advice in (("entropi", "`entropy`"), ("val_succes", "`val_success`")):
         with pytest.raises(ValueError, match=f"There is no step column `{typed}` in this study.*{advice}"):
             frames.plot.curves(typed)
+    plot = analysis.load(write_study(tmp_path / "empty", [], SMALL)).plot
+    for draw in (plot.dose_response, plot.curves, plot.survival):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            draw()
+    points = [{"actor.kl_loss_coef": kl, "actor.entropy_coeff": entropy} for kl in (0.0, 0.1) for entropy in (0.0, 0.1)]
+    runs = [FakeRun(f"point{index}", steps=4, settings=point) for index, point in enumerate(points)]
+    with pytest.raises(ValueError, match="The arms of this study form a grid"):
+        analysis.load(write_study(tmp_path, runs, SMALL)).plot.dose_response()
 
 
 def test_the_means_are_those_of_the_report(tmp_path: Path) -> None:
@@ -109,20 +117,6 @@ def test_the_means_are_those_of_the_report(tmp_path: Path) -> None:
     means = [row["value"] for row in rows if row["run_id"] == "mean of KL 0"]
     assert means[-1] == pytest.approx(last_values.mean(), rel=1e-12)  # a stopped run keeps its last value
     assert content["layer"][0]["encoding"]["y"]["axis"]["title"] == "validation success (fraction)"
-
-
-def test_a_study_without_runs_has_nothing_to_draw(tmp_path: Path) -> None:
-    plot = analysis.load(write_study(tmp_path, [], SMALL)).plot
-    for draw in (plot.dose_response, plot.curves, plot.survival):
-        with pytest.raises(ValueError, match="nothing to draw"):
-            draw()
-
-
-def test_a_grid_has_no_dose_response(tmp_path: Path) -> None:
-    points = [{"actor.kl_loss_coef": kl, "actor.entropy_coeff": entropy} for kl in (0.0, 0.1) for entropy in (0.0, 0.1)]
-    runs = [FakeRun(f"point{index}", steps=4, settings=point) for index, point in enumerate(points)]
-    with pytest.raises(ValueError, match="The arms of this study form a grid"):
-        analysis.load(write_study(tmp_path, runs, SMALL)).plot.dose_response()
 
 
 def test_names_agree_between_the_tables() -> None:

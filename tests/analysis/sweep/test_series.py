@@ -103,26 +103,22 @@ def write_two_studies(folder: Path) -> Path:
     return folder
 
 
-def test_equal_configurations_must_have_equal_rows(tmp_path: Path) -> None:
-    (pair,) = series.check_consistency(load(write_two_studies(tmp_path))).to_dict("records")
+def test_equal_configurations_that_completed_must_have_equal_rows(tmp_path: Path) -> None:
+    folder = write_two_studies(tmp_path / "two")
+    (pair,) = series.check_consistency(load(folder)).to_dict("records")
     assert (pair["a"], pair["b"], pair["seed"]) == ("entropy/arm0-seed0", "kl/arm0-seed0", 0)
     assert pair["agree"]
     assert pair["difference"] == ""
-
-
-def test_a_difference_between_equal_configurations_is_named(tmp_path: Path) -> None:
-    folder = write_two_studies(tmp_path)
     path = folder / "results" / "entropy_sweep" / "runs" / "arm0-seed0" / "metrics.jsonl"
     change_records(path, lambda rows: rows[7].update(entropy=9.0))
     (pair,) = series.check_consistency(load(folder)).to_dict("records")
     assert not pair["agree"]
     assert pair["difference"].startswith("entropy: 1 of 60 rows differ, first 7: ")
-
-
-def test_runs_that_did_not_complete_are_not_compared(tmp_path: Path) -> None:
-    write_study(tmp_path, [FakeRun("0")], STUDY)
-    write_study(tmp_path, [FakeRun("0", status="failed", steps=9)], FakeStudy(name="entropy", run="e", levels=40))
-    assert series.check_consistency(load(tmp_path)).empty
+    write_study(tmp_path / "failed", [FakeRun("0")], STUDY)
+    write_study(
+        tmp_path / "failed", [FakeRun("0", status="failed", steps=9)], FakeStudy(name="entropy", run="e", levels=40)
+    )
+    assert series.check_consistency(load(tmp_path / "failed")).empty
 
 
 def test_tables_of_a_study_without_a_step(tmp_path: Path) -> None:

@@ -601,7 +601,7 @@ def test_dose_response_has_the_numbers_of_the_figure(six_arm_frames: StudyFrames
     assert outcomes["x"].to_list() == table["x"].to_list()
 
 
-def test_trend_leaves_words_out_and_pairs_seeds(three_seed_frames: StudyFrames) -> None:
+def test_trend_leaves_words_out_and_pairs_seeds(three_seed_frames: StudyFrames, six_arm_frames: StudyFrames) -> None:
     trend, page_p = tables.compute_trend(three_seed_frames, np.random.default_rng(0))
     assert trend.n == 9
     table = three_seed_frames.trials[three_seed_frames.trials["arm"] != "nofilter"].pivot_table(
@@ -609,9 +609,6 @@ def test_trend_leaves_words_out_and_pairs_seeds(three_seed_frames: StudyFrames) 
     )
     one_sided = [scipy_stats.page_trend_test(values).pvalue for values in (table, table.to_numpy()[:, ::-1])]
     assert page_p == pytest.approx(min(1, 2 * min(one_sided)))
-
-
-def test_trend_of_one_seed_has_no_page_test(six_arm_frames: StudyFrames) -> None:
     trend, page_p = tables.compute_trend(six_arm_frames, np.random.default_rng(0))
     assert (trend.n, trend.value < 0, math.isnan(page_p)) == (6, True, True)
 
