@@ -328,14 +328,6 @@ def rename_arms(frames: StudyFrames, labels: Mapping[str, str]) -> StudyFrames:
     return replace(frames, **renamed_frames, study=renamed_study)
 
 
-def group_arms_by_panel(frames: StudyFrames, grid: Grid) -> StudyFrames:
-    """Rename the arms to their panels, so that all points of a panel are runs of one arm."""
-    # Only home rows: a run without a KL loss is a member of several panels, but an arm needs one name.
-    member_table = make_member_table(frames, grid)
-    home_rows = member_table[member_table["home"]]
-    return rename_arms(frames, dict(zip(home_rows["arm"], home_rows["panel"], strict=True)))
-
-
 def list_switches(grid: Grid) -> list[str]:
     """List the boolean factors of the panels. The axes of the plane are numeric, so they need no check."""
     return [setting for setting in grid.panels if isinstance(grid.factor_values[setting][0], bool)]

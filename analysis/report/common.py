@@ -22,6 +22,7 @@ from analysis.sweep.verdicts import (
     format_p_value,
     format_signed_4,
     format_status,
+    is_missing,
 )
 from trainable.config.aliases import flatten_settings
 from trainable.runs.records import STATUSES
@@ -152,6 +153,14 @@ def _format_pairs(row: Row) -> str:
 def _format_run_notes(row: Row) -> str:
     stopped = f"stopped by a rule, counted with the last row: {row['early_stopped_runs']}"
     return "; ".join(filter(None, [row["excluded_runs"], stopped if row["early_stopped_runs"] else ""]))
+
+
+def format_ordinary(value: float, column: str) -> str:
+    """Format a number of a family without fractions alone: a step, an age, or a number with four decimals."""
+    if is_missing(value):
+        return "–"
+    digits = 1 if column.startswith("first_step") else 2 if column.endswith("_age") else 4
+    return f"{value:.{digits}f}".replace("-", "−")
 
 
 def _list_contrast_sentences(results: StudyResults) -> Iterator[str]:

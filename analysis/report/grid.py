@@ -12,7 +12,6 @@ from analysis.grid.layout import MEASURES, Measure, compare_switch, list_switche
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Figure, Section, Table, TableColumn, count_of, name, number, text
-from analysis.sweep import findings
 from analysis.sweep.verdicts import (
     count_nouns,
     format_fraction,
@@ -201,31 +200,6 @@ def format_short(value: float) -> str:
     return digits.replace("0.", ".", 1) if abs(value) < 1 else digits
 
 
-def describe_cells(grid: layout.Grid, table: pd.DataFrame, label: str) -> str:
-    """Say between which cells a measure lies, as the means of their scored runs.
-
-    table: from `make_heat_map_table`. label: of the measure.
-    """
-    cells = table.dropna(subset="value").astype({"panel": str, "x": str, "y": str})
-    points = f"{shorten_setting(grid.x)} " + cells["x"] + f", {shorten_setting(grid.y)} " + cells["y"]
-    span = findings.describe_span(pd.Series(cells["value"].to_numpy(), _add_panel(points, cells["panel"])), "cell")
-    return f"{label[0].upper()}{label[1:]}: {span}."
-
-
-def describe_panel_curves(table: pd.DataFrame, label: str) -> str:
-    """Say the first values of a column, and between which panels and values of x the last ones lie.
-
-    A value is the mean over scored runs, whatever their y. table: from `layout.make_panel_curves`. label: of the
-    column, with its unit.
-    """
-    return findings.describe_curves(table.assign(arm=_add_panel(table["arm"], table["panel"])), label, "line")
-
-
-def _add_panel(names: "pd.Series[str]", panels: "pd.Series[str]") -> "pd.Series[str]":
-    """Add the panel to names, if there are several."""
-    return names + ", " + panels if panels.nunique() > 1 else names
-
-
 def _make_heat_map(measure: Measure) -> Figure[SweepResults]:
     return Figure(
         f"grid_{measure.name}",
@@ -239,7 +213,6 @@ def _make_heat_map(measure: Measure) -> Figure[SweepResults]:
             domain=measure.domain,
             is_log=measure.is_log,
         ),
-        lambda table, results: describe_cells(results.known_grid, table, measure.label),
     )
 
 

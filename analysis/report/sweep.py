@@ -21,7 +21,7 @@ from analysis.grid import layout
 from analysis.report import common
 from analysis.report.common import format_p
 from analysis.report.gradients import GRADIENTS
-from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors, describe_panel_curves
+from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors
 from analysis.report.pages import list_consistency
 from analysis.report.results import SweepResults
 from analysis.report.search import SEARCH
@@ -345,9 +345,7 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
         make_caption,
         make_tables,
         draw,
-        lambda curves, results: (describe_panel_curves if results.grid else findings.describe_curves)(
-            curves[0], curve.label
-        ),
+        lambda curves, results: "" if results.grid else findings.describe_curves(curves[0], curve.label),
     )
 
 
@@ -424,7 +422,9 @@ TIME: Section[SweepResults] = Section(
 
 
 def _make_secondary_table(results: SweepResults) -> Iterator[Table]:
-    rows = [] if results.grid else to_records(tables.compare_secondary(results.frames))
+    (family,) = results.frames.families
+    table = tables.compare_outcomes(results.frames, () if results.grid else family.secondary_columns)
+    rows = to_records(table.dropna(subset="difference"))
     yield Table(
         [
             name("arm"),
@@ -509,7 +509,6 @@ RETRIEVAL: Section[SweepResults] = Section(
             "If retrieval falls to guessing while entropy stays high, thoughts vary without depending on the level.",
             lambda results: None if results.search else series.make_arm_lines(results.line_frames),
             lambda table, results: charts.draw_arm_lines(table, results.line_colors),
-            lambda table, results: findings.describe_retrieval(table),
         ),
     ),
 )

@@ -434,46 +434,32 @@ def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
     ]
 
 
-def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:
+def describe_curves(table: pd.DataFrame, name: str) -> str:
     """The first values of a column, and between which arms the last ones lie; empty without a scored run.
 
     The value of an arm is the mean over its scored runs, each at its own last step. Where each run has one value, none
-    is called the first. table: from `series.make_curves`. name: what the values are, with their unit. entry: what the
-    column `arm` names.
+    is called the first. table: from `series.make_curves`. name: what the values are, with their unit.
     """
     scored_rows = table[table["status"].isin(compare.SCORED_STATUSES)]
     if scored_rows.empty:
         return ""
     if not scored_rows["run_id"].duplicated().any():
-        span = describe_span(scored_rows.groupby("arm", sort=False)["value"].mean(), entry)
+        span = _describe_span(scored_rows.groupby("arm", sort=False)["value"].mean())
         steps = scored_rows["step"]
         time = f"at step {steps.iloc[0]:g}" if steps.nunique() == 1 else "at the end"
         return f"{name[0].upper()}{name[1:]}: {span} {time}, the only measurement of each run."
     runs = scored_rows.groupby(["arm", "run_id"], sort=False)["value"]
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())
-    first = f"{low} in every {entry}" if low == high else f"{low} to {high} over the {entry}s"
-    return f"{name[0].upper()}{name[1:]}: {first} at first; {describe_span(lasts, entry)} at the end."
+    first = f"{low} in every arm" if low == high else f"{low} to {high} over the arms"
+    return f"{name[0].upper()}{name[1:]}: {first} at first; {_describe_span(lasts)} at the end."
 
 
-def describe_retrieval(table: pd.DataFrame) -> str:
-    """Between which arms retrieval lies at the end, and what guessing would reach. table: from `make_arm_lines`."""
-    sentences = []
-    for measure, rows in table.dropna(subset="chance").groupby("measure", sort=False):
-        span = describe_span(rows.groupby("arm", sort=False)["value"].last())
-        name, chance = str(measure).removesuffix(" (fraction)"), format_number(rows["chance"].iloc[-1])
-        sentences.append(f"{name[0].upper()}{name[1:]}: {span} at the end; guessing would reach {chance}.")
-    return " ".join(sentences)
-
-
-def describe_span(values: "pd.Series[float]", entry: str = "arm") -> str:
-    """The smallest and the largest value with the names of their entries: `between 0.12 (KL 1) and 0.35 (KL 0)`.
-
-    values: at least one, none missing, with names as index; several entries may share a name. entry: what one is.
-    """
+def _describe_span(values: "pd.Series[float]") -> str:
+    """The smallest and the largest value by arm: `between 0.12 (KL 1) and 0.35 (KL 0)`."""
     low, high = format_number(values.min()), format_number(values.max())
     if low == high:
-        return f"{low} in every {entry}" if len(values) > 1 else low
+        return f"{low} in every arm" if len(values) > 1 else low
     return f"between {low} ({values.idxmin()}) and {high} ({values.idxmax()})"
 
 

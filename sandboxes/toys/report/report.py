@@ -19,6 +19,7 @@ from analysis.report.common import (
     CONTRASTS,
     STATUS_COUNTS,
     StudyResults,
+    format_ordinary,
     format_p,
     list_command_sentences,
     list_remarks,
@@ -109,14 +110,6 @@ def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
         ],
         rows,
     )
-
-
-def _format_ordinary(value: float, column: str) -> str:
-    """Format a number of a family without fractions alone: a step, an age, or a number with four decimals."""
-    if is_missing(value):
-        return "–"
-    digits = 1 if column.startswith("first_step") else 2 if column.endswith("_age") else 4
-    return f"{value:.{digits}f}".replace("-", "−")
 
 
 def _add_differences(results: ToyResults, rows: Iterable[Row]) -> list[Row]:
@@ -219,7 +212,7 @@ def _make_number_tables(results: ToyResults) -> Iterator[Table]:
 
 def _make_number_columns(rows: Sequence[Row], key: str) -> list[TableColumn]:
     def format_number(value: float) -> str:
-        return _format_ordinary(value, key)
+        return format_ordinary(value, key)
 
     def format_published_deviation(row: Row) -> str:
         is_published = not is_missing(row["published_mean"])
@@ -306,9 +299,9 @@ def _make_cell_formatter(prefix: str) -> Callable[[Row], str]:
         if not row[f"{prefix}n"]:
             return "–"
         std = row[f"{prefix}std"]
-        std_text = "" if is_missing(std) else f"SD {_format_ordinary(std, row['column'])}, "
+        std_text = "" if is_missing(std) else f"SD {format_ordinary(std, row['column'])}, "
         count = "rows" if row["kind"] == "pooled" else "n"
-        return f"{_format_ordinary(row[f'{prefix}mean'], row['column'])}\n{std_text}{count} {row[f'{prefix}n']}"
+        return f"{format_ordinary(row[f'{prefix}mean'], row['column'])}\n{std_text}{count} {row[f'{prefix}n']}"
 
     return format_cell
 

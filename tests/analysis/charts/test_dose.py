@@ -20,7 +20,9 @@ Draw = Callable[..., dict[str, Layer]]
 @pytest.fixture(scope="module")
 def table(frames: StudyFrames) -> pd.DataFrame:
     # Recorded noise would give intervals to arms of one run, too.
-    return tables.make_dose_response(frames).assign(low=lambda rows: rows["success"] - 0.1, high=0.9)
+    return tables.make_dose_response(frames, tables.summarize_arms(frames)).assign(
+        low=lambda rows: rows["success"] - 0.1, high=0.9
+    )
 
 
 @pytest.fixture(scope="module")

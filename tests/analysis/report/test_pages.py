@@ -400,7 +400,7 @@ def test_the_conclusion_counts_collapses_and_names_the_basis_of_intervals(tmp_pa
     conclusion = conclude(frames)
     assert conclusion.sentences[-1] == f"{sentence} {COLLAPSE_DEFINITION}"
     assert conclusion.verdicts[2][6] == "2 completed, 1 early stopped"
-    assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
+    assert findings.describe_interval_basis(tables.make_dose_response(frames, tables.summarize_arms(frames))) == (
         "Intervals are over 2 seeds, with the noise of these runs alone; or over 3 seeds, with the noise of all arms."
     )
 

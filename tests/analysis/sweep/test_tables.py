@@ -230,7 +230,8 @@ def test_an_arm_that_lost_a_run_is_not_easier_to_call_worse(tmp_path: Path) -> N
 
 
 def test_secondary_outcomes_are_adjusted_together(three_seed_frames: StudyFrames) -> None:
-    table = tables.compare_secondary(three_seed_frames)
+    (family,) = three_seed_frames.families
+    table = tables.compare_outcomes(three_seed_frames, family.secondary_columns).dropna(subset="difference")
     columns = ["mean_val_success", "final_val_greedy_success"]
     assert set(columns) <= set(table["column"])
     assert table["arm"].to_list()[:3] == ["0.1", "1", "nofilter"]
@@ -551,7 +552,7 @@ def test_an_open_verdict_says_what_would_have_been_missed(tmp_path: Path) -> Non
 def test_no_run_at_all(tmp_path: Path) -> None:
     frames = make_frames(tmp_path)
     assert tables.summarize_arms(frames).empty
-    assert tables.make_dose_response(frames).empty
+    assert tables.make_dose_response(frames, tables.summarize_arms(frames)).empty
     assert tables.make_run_outcomes(frames).empty
     assert math.isnan(tables.compute_trend(frames, np.random.default_rng(0))[0].value)
 
@@ -591,7 +592,7 @@ def test_positions_on_the_axis(
 
 
 def test_dose_response_has_the_numbers_of_the_figure(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:
-    table = tables.make_dose_response(six_arm_frames)
+    table = tables.make_dose_response(six_arm_frames, tables.summarize_arms(six_arm_frames))
     assert table["arm"].to_list() == summary["arm"].to_list() == ["0", "0.01", "0.03", "0.1", "0.3", "1"]
     assert table["success"].to_list() == summary["late_val_success"].to_list()
     assert table["base"].nunique() == 1
