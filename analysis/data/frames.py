@@ -61,6 +61,16 @@ class StudyFrames:
         sizes = ", ".join(f"{name} {len(getattr(self, name))}" for name in FRAME_NAMES)
         return f"StudyFrames of {studies}; rows: {sizes}"
 
+    def _repr_html_(self) -> str:
+        """The same for a notebook: a table of the studies, and the names of all tables with their numbers of rows."""
+        rows = [
+            (study.name, study.preset, (self.trials["study"] == study.name).sum(), study.question)
+            for study in self.studies
+        ]
+        studies = pd.DataFrame(rows, columns=["study", "preset", "runs", "question"])
+        sizes = ", ".join(f"<code>{name}</code> {len(getattr(self, name)):,}" for name in FRAME_NAMES)
+        return f"{studies.to_html(index=False, border=0)}<p>Rows: {sizes}.</p>"
+
     @property
     def studies(self) -> list[StudyRecord]:
         """study.json of each study, as a list even for a single study."""

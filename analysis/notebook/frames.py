@@ -74,14 +74,29 @@ class StudyRun:
         return self.frames.runs.set_index("run_id").loc[self.run_id]
 
     @property
+    def settings(self) -> "pd.Series[object]":
+        """The settings, by section and name."""
+        return self.frames.settings.loc[self.run_id]
+
+    @property
     def steps(self) -> pd.DataFrame:
         """The rows of `steps`, one per training step."""
         return self._select(self.frames.steps)
 
     @property
+    def levels(self) -> pd.DataFrame:
+        """The rows of `levels`, one per evaluated episode."""
+        return self._select(self.frames.levels)
+
+    @property
     def episodes(self) -> pd.DataFrame:
         """The rows of `episodes`, one per recorded validation episode, with its text."""
         return self._select(self.frames.episodes)
+
+    @property
+    def trained_episodes(self) -> pd.DataFrame:
+        """The rows of `trained_episodes`, one per recorded episode that a step trained on, with its advantage."""
+        return self._select(self.frames.trained_episodes)
 
     def restore(
         self,

@@ -7,7 +7,7 @@ import pytest
 
 import analysis
 from analysis.charts.chart import WIDTH
-from analysis.data.frames import SCHEMAS
+from analysis.data.frames import FRAME_NAMES, SCHEMAS
 from analysis.data.load import load as load_frames
 from analysis.notebook.frames import NotebookFrames
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -25,9 +25,13 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> NotebookFrames:
 def test_a_run_has_its_rows_of_every_frame(frames: NotebookFrames) -> None:
     run = frames.run("0.1", seed=3)
     assert (run.arm, run.seed) == ("0.1", 3)
-    assert set(run.steps["run_id"]) == {run.run_id}
+    assert set(run.steps["run_id"]) == set(run.levels["run_id"]) == {run.run_id}
     assert list(run.steps["step"]) == list(range(1, 11))
     assert run.trial["arm"] == "0.1"
+    assert (
+        run.settings[("actor", "kl_loss_coef")]
+        == frames.trials.set_index("run_id").loc[run.run_id, "config/actor.kl_loss_coef"]
+    )
     assert repr(run) == "StudyRun 0.1, seed 3: completed"
 
 
@@ -129,3 +133,9 @@ def test_names_agree_between_the_tables() -> None:
     # Every other column of results has the same name in both.
     results = {name for name in trials if "success" in name or name.startswith(("total_", "seconds_"))}
     assert results - named.keys() <= steps
+
+
+def test_a_notebook_shows_the_studies_and_the_sizes_of_all_tables(frames: NotebookFrames) -> None:
+    text = frames._repr_html_()
+    assert f"<td>{frames.study.name}</td>" in text
+    assert all(f"<code>{name}</code> {len(getattr(frames, name)):,}" in text for name in FRAME_NAMES)
