@@ -26,7 +26,7 @@ from analysis.report.common import (
     make_reproduction_tables,
     make_runs_table,
 )
-from analysis.report.search import SEARCH, SEARCH_FIGURES
+from analysis.report.search import SEARCH
 from analysis.report.section import (
     Figure,
     Heading,
@@ -184,10 +184,7 @@ def _make_curves_caption(results: ToyResults) -> str:
 
 
 def _describe_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> str:
-    return " ".join(
-        f"{findings.describe_curves(runs, panel.label)} {findings.describe_run_spread(runs)}".strip()
-        for panel, (runs, _) in curves.items()
-    )
+    return " ".join(findings.describe_curves(runs, panel.label) for panel, (runs, _) in curves.items())
 
 
 CURVES: Section[ToyResults] = Section(
@@ -407,7 +404,6 @@ TOY_REPORT: Report[ToyResults] = Report(
     (
         VERDICTS,
         SEARCH,
-        SEARCH_FIGURES,
         CONTRASTS,
         CURVES,
         NOTES,

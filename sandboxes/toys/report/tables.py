@@ -14,11 +14,6 @@ import pandas as pd
 
 from analysis.data.compare import (
     SCORED_STATUSES,
-    TEST_COLUMNS,
-    add_adjusted_p_values,
-    collect_outcomes,
-    compare_with_baseline,
-    get_margin,
     has_added_seeds,
     list_arms,
     require_single_study,
@@ -28,7 +23,8 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.sweep import findings
 from analysis.sweep.series import make_curves
-from analysis.sweep.verdicts import count_nouns, describe_stops, describe_unfinished, name_verdict
+from analysis.sweep.tables import compare_outcomes
+from analysis.sweep.verdicts import count_nouns, describe_stops, describe_unfinished
 from sandboxes.toys.published.reproduction import sample_std
 from sandboxes.toys.study import Description, Panel
 from trainable.runs.records import STATUSES
@@ -88,18 +84,9 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over arms and columns together for
     the others. First steps are not compared, because runs that never reach one have no number.
     """
-    (study,), (family,) = require_single_study(frames).studies, frames.families
-    baseline, arms = str(study.baseline), list_arms(frames)
-    rows = []
-    columns = [name for name in (family.primary_column, *family.secondary_columns) if frames.trials[name].notna().any()]
-    for name in columns if baseline in arms else []:
-        outcomes, margin = collect_outcomes(frames, name), get_margin(study, name)
-        for arm in [arm for arm in arms if arm != baseline]:
-            row = compare_with_baseline(outcomes, arm, baseline, margin)
-            rows.append({"arm": arm, "column": name, "baseline": baseline, **row, "n": row["seeds"]})
-    table = pd.DataFrame(rows, columns=["arm", "column", "baseline", *TEST_COLUMNS, "n", "basis"])
-    table = add_adjusted_p_values(table, family.primary_column)
-    return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
+    (family,) = frames.families
+    columns = (family.primary_column, *family.secondary_columns)
+    return compare_outcomes(frames, [name for name in columns if frames.trials[name].notna().any()])
 
 
 def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:

@@ -60,7 +60,7 @@ def draw_all(frames: StudyFrames, colors: dict[str, str], arm: str, new_arm: str
 
     curves = rename(series.make_curves(frames, "val_success"))
     panels = curves.assign(dash=new_arm, panel=curves["arm"])
-    doses = rename(tables.make_dose_response(frames))
+    doses = rename(tables.make_dose_response(frames, tables.summarize_arms(frames)))
     doses["tick"] = doses["tick"].replace(arm, new_arm)
     onsets = rename(symptoms.find_collapse_onsets(frames, np.random.default_rng(0)))
     onsets = onsets.assign(onset=5.0, low=4.0, high=7.0, label=onsets["label"] + new_arm)
