@@ -98,7 +98,7 @@ def start_studies(
         if len(plans) == 1:
             return run_study(prepared_studies[0])
         # Studies with a storage keep nothing large on this disk.
-        disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
+        disk.check_budgets([study.disk_budget for study in prepared_studies if study.plan.storage is None])
         return run_suite(
             plans,
             lambda plan: prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
@@ -204,7 +204,7 @@ def explain_misfit(
     for plan in plans:
         memory = _estimate_requirements(plan, options, visible_gpus, nodes=None, dry_run=True).memory
         if memory is not None and memory.capacity.is_known and not memory.fits:
-            return memory_plan.describe_excess(memory), memory_plan.find_remedies(memory, plan.study)
+            return memory_plan.describe_peak(memory), memory_plan.find_remedies(memory, plan.study)
     return "", []
 
 
@@ -229,7 +229,7 @@ def _print_plan(
                 raise
             notes.append(str(error))
     study = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
-    shortages = [] if plan.storage is not None else [disk.explain_shortage(study.disk_budget)]
+    shortages = [] if plan.storage is not None else [disk.explain_shortage([study.disk_budget])]
     if study.memory is not None and not study.memory.fits:
         shortages.insert(0, memory_plan.format_misfit(study.memory, plan.study))
     if nodes is None:
@@ -287,7 +287,7 @@ def prepare_study(
             study = study._replace(memory=memory, resource_plan=_add_placement(study.resource_plan, memory))
     # With a storage, checkpoints are written on the nodes, and their space was checked above.
     if plan.storage is None:
-        disk.check_budget(study.disk_budget)
+        disk.check_budgets([study.disk_budget])
     return study
 
 
@@ -336,7 +336,7 @@ def _check_machine(study: PreparedStudy) -> None:
         check()
     if study.memory is not None:
         memory_plan.check_memory(study.memory, plan, study.used_gpus)
-    run_bytes = None if plan.study_uri is None else disk.compute_scratch_bytes(study.disk_budget)
+    run_bytes = None if plan.study_uri is None else study.disk_budget.scratch_bytes
     if run_bytes is not None:
         remedy = "set RAY_TMPDIR to a folder on a larger disk"
         n_runs = study.resource_plan.max_concurrent * plan.max_runs_per_trial
@@ -381,7 +381,7 @@ def _check_cluster(study: PreparedStudy, options: LaunchRequest, nodes: tuple[No
     memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
         memory_plan.check_fits(memory, plan.study)
-    scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(study.disk_budget)
+    scratch_bytes = None if plan.storage is None else study.disk_budget.scratch_bytes
     if scratch_bytes is not None:
         scratch_bytes *= plan.max_runs_per_trial
     host_bytes = 0 if memory is None else memory.host_bytes

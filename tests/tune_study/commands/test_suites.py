@@ -151,7 +151,7 @@ def test_a_study_that_has_come_to_lack_something_by_its_turn_does_not_begin(
         def raise_no_room(*_: object) -> None:
             raise PlanError("no room")
 
-        monkeypatch.setattr(disk, "check_budget", raise_no_room)
+        monkeypatch.setattr(disk, "check_budgets", raise_no_room)
         return 0
 
     with pytest.raises(PlanError, match="no room"):
@@ -171,12 +171,10 @@ def test_studies_that_fit_one_by_one_and_not_together_are_refused(
 
     for plan in suite.plans:
         resource_plan = preflight.resources.preflight(plan, None, (), 2, None, is_real=True)
-        needed_bytes += original_estimate(plan, resource_plan, {}).total_bytes or 0
+        needed_bytes += original_estimate(plan, resource_plan, {}).needed_bytes or 0
     monkeypatch.setattr(disk, "estimate_disk_budget", estimate_tight_budget)
     needed_bytes -= 1
-    with pytest.raises(
-        PlanError, match=r"The 2 studies together need up to .* more disk space, and .* free: type --output"
-    ):
+    with pytest.raises(PlanError, match=r"The 2 studies together need up to .* free, 1 byte too little: type --output"):
         suite.run(lambda *_: 0)
     needed_bytes += 1
     assert suite.run(lambda *_: 0) == 0
