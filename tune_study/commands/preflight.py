@@ -317,8 +317,10 @@ def _estimate_requirements(
     resource_plan = resource_plan._replace(notes=tuple(notes))
     disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
-    gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
-    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
+    memory = None
+    if resource_plan.gpu_slots:
+        gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
+        memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
         resource_plan = _add_placement(resource_plan, memory)
     return PreparedStudy(plan, resource_plan, disk_budget, memory, used_gpus)

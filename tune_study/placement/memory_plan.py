@@ -19,8 +19,6 @@ from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
 ASSUMED_GIB, _ASSUMED_GPUS = 80.0, 8
 """Memory, as of an H100, and number of GPUs that the plan assumes for an unknown machine."""
-_MAX_REMEDIES = 4
-"""Maximum number of remedies in a message, which is one paragraph."""
 _PLACEMENTS: tuple[Mapping[str, object], ...] = (
     {"trainer.swap_to_host": False},
     {"trainer.swap_to_host": True},
@@ -122,11 +120,11 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
 
     Raises PlanError if requested_gib is not in (0, 4096].
     """
+    # No GPU has more than 4096 GiB, so a larger number was probably meant in MiB.
+    if requested_gib is not None and not 0 < requested_gib <= 4096:
+        advice = "type the memory of a GPU in GiB, like --gpu-memory-gib 80"
+        raise PlanError(f"--gpu-memory-gib {requested_gib:g} is not the memory of a GPU: {advice}.")
     if requested_gib is not None:
-        # No GPU has more than 4096 GiB, so a larger number was probably meant in MiB.
-        if not 0 < requested_gib <= 4096:
-            reason = "is not the memory of a GPU: type it in GiB, like --gpu-memory-gib 80"
-            raise PlanError(f"--gpu-memory-gib {requested_gib:g} {reason}.")
         return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", is_known=True)
     uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
     entries = machine_checks.query_gpu_memory() if uuids else ()
@@ -203,9 +201,9 @@ def format_gib(size: float) -> str:
 
 def format_memory_plan(plan: MemoryPlan) -> list[str]:
     """Format the plan in sentences: the run's budget, vLLM's memory, host memory, and that the run fits if it does."""
-    config, capacity, n_gpus = plan.config, plan.capacity, plan.config.trainer.n_gpus_per_node
+    config, n_gpus, n_runs = plan.config, plan.config.trainer.n_gpus_per_node, plan.runs_per_node
     lines = [
-        f"Memory: GPU with {format_gib(capacity.size)} GiB ({capacity.source}); each run gets "
+        f"Memory: GPU with {format_gib(plan.capacity.size)} GiB ({plan.capacity.source}); each run gets "
         f"{format_gib(plan.budget)} GiB of {n_gpus:g} GPU{'s' * (n_gpus > 1)}; the run that needs most is "
         f"{plan.run.run_id}"
     ]
@@ -216,9 +214,9 @@ def format_memory_plan(plan: MemoryPlan) -> list[str]:
         lines.append("Placement: weights are sharded over the GPUs (trainer.zero_stage=3)")
     if config.trainer.swap_to_host:
         lines.append("Placement: what is trained is in host memory while nothing reads it (trainer.swap_to_host=True)")
+    all_bytes = plan.host_bytes * n_runs
     lines.append(
-        f"CPU memory: {format_gib(plan.host_bytes)} GiB per run, {format_gib(plan.host_bytes * plan.runs_per_node)} "
-        f"GiB for {plan.runs_per_node} at once"
+        f"CPU memory: {format_gib(plan.host_bytes)} GiB per run, {format_gib(all_bytes)} GiB for {n_runs} at once"
     )
     if plan.fits:
         tight_note = "; this is tight, because fragmentation in the allocator is not counted" if plan.is_tight else ""
@@ -255,14 +253,10 @@ def find_remedies(plan: MemoryPlan, study: Study) -> list[str]:
             if chosen_fields & change.keys() or tuple(change) in remedies or not is_possible:
                 continue
             if place_runs([plan.run._replace(config=config)], plan.capacity, plan.resource_plan).fits:
-                remedies[tuple(change)] = _format_options(change)
-    return list(remedies.values())[:_MAX_REMEDIES]
-
-
-def _format_options(change: Mapping[str, object]) -> str:
-    """Format settings as the options to type for them."""
-    options = [f"--set {name}={'null' if value is None else value}" for name, value in change.items()]
-    return " ".join(options).replace("--set trainer.n_gpus_per_node=", "--gpus-per-exp ")
+                options = [f"--set {name}={'null' if value is None else value}" for name, value in change.items()]
+                text = " ".join(options).replace("--set trainer.n_gpus_per_node=", "--gpus-per-exp ")
+                remedies[tuple(change)] = text
+    return list(remedies.values())[:4]  # the message is one paragraph
 
 
 def format_misfit(plan: MemoryPlan, study: Study) -> str:
@@ -284,17 +278,17 @@ def check_fits(plan: MemoryPlan, study: Study) -> None:
 def check_memory(plan: MemoryPlan, study_plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
     """Raise MisfitError if the runs do not fit their GPUs, the host memory, or the free memory of `gpus`."""
     check_fits(plan, study_plan.study)
-    available_bytes = machine_checks.measure_available_memory()
-    if plan.host_bytes * plan.runs_per_node > available_bytes:
+    available_bytes, n_runs = machine_checks.measure_available_memory(), plan.runs_per_node
+    if plan.host_bytes * n_runs > available_bytes:
         raise MisfitError(
-            f"{plan.runs_per_node} runs at once need {format_gib(plan.host_bytes * plan.runs_per_node)} GiB of CPU "
-            f"memory, and {format_gib(available_bytes)} GiB are available: type --max-concurrent with a smaller "
-            f"number, or free memory."
+            f"{n_runs} runs at once need {format_gib(plan.host_bytes * n_runs)} GiB of CPU memory, and "
+            f"{format_gib(available_bytes)} GiB are available: type --max-concurrent with a smaller number, or free "
+            "memory."
         )
     # Orphans of an earlier start are terminated before the runs start, so their memory counts as free.
     ending_pids = {process.pid for process in find_orphans(study_plan.folder)}
     # 1e-9, so that a rounding error in 1 / fraction does not cost a run.
-    runs_per_gpu = min(int(1 / min(plan.config.trainer.n_gpus_per_node, 1.0) + 1e-9), plan.runs_per_node)
+    runs_per_gpu = min(int(1 / min(plan.config.trainer.n_gpus_per_node, 1.0) + 1e-9), n_runs)
     check_free_memory(plan.peak * runs_per_gpu, gpus, ending_pids)
 
 
@@ -306,17 +300,15 @@ def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: Abstr
     free_by_uuid = {entry.uuid: entry.free_mib for entry in machine_checks.query_gpu_memory()}
     processes = machine_checks.query_gpu_processes()
     for gpu in gpus:
-        holders = [holder for holder in processes if holder.uuid == gpu.uuid]
-        available_mib = free_by_uuid.get(gpu.uuid)
-        if available_mib is None:
+        if (available_mib := free_by_uuid.get(gpu.uuid)) is None:
             continue  # nvidia-smi does not report this GPU, so nothing can be checked
+        holders = [holder for holder in processes if holder.uuid == gpu.uuid]
         # nvidia-smi may not know how much a process uses (containers, MIG), and then nothing is added for it.
         available_mib += sum(holder.used_mib or 0 for holder in holders if holder.pid in ending_pids)
-        if available_mib * 2**20 >= needed_bytes:
-            continue
-        holder_text = machine_checks.format_processes([holder for holder in holders if holder.pid not in ending_pids])
-        raise MisfitError(
-            f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it need {format_gib(needed_bytes)} "
-            f"GiB; its memory is {holder_text}. End these processes if they are orphans, wait until they end, or "
-            f"choose other GPUs with --gpus."
-        )
+        if available_mib * 2**20 < needed_bytes:
+            others = machine_checks.format_processes([entry for entry in holders if entry.pid not in ending_pids])
+            raise MisfitError(
+                f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it need "
+                f"{format_gib(needed_bytes)} GiB; its memory is {others}. End these processes if they are orphans, "
+                "wait until they end, or choose other GPUs with --gpus."
+            )

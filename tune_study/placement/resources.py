@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pkgutil import resolve_name
@@ -21,6 +19,7 @@ from trainable.config.setting_types import format_value
 from trainable.kernels.cache import COMPILE_COMMAND, is_compiled
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu
+from tune_study.placement.model_files import run_command
 from tune_study.placement.model_size import list_trunk_matrices, read_model_shape
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
@@ -107,11 +106,6 @@ def preflight(
     """
     trainer, n_gpus = plan.base_config.trainer, plan.base_config.trainer.n_gpus_per_node
     run_bundles = make_bundles(n_gpus)
-    # Checked before check_device, whose message would suggest --gpus-per-exp, which has no effect here.
-    if requested_gpus is not None and plan.model is None:
-        raise PlanError(
-            f"--gpus {format_value(requested_gpus)}: study {plan.study.name} trains on the CPU. Leave --gpus out."
-        )
     check_device(trainer.device, n_gpus, requested_gpus)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
     # Runs without a GPU compute on the CPUs that they reserve, so these must not exceed the cores. Runs with a GPU
@@ -151,8 +145,8 @@ def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None
     """Raise PlanError if trainer.device and the number of GPUs contradict each other."""
     if n_gpus == 0 and requested_gpus is not None:
         raise PlanError(
-            f"--gpus {format_value(requested_gpus)} is given but a run takes no GPU: type --gpus-per-exp 1, or leave "
-            f"--gpus out."
+            f"--gpus {format_value(requested_gpus)} is given but a run takes no GPU: leave --gpus out, or, for a "
+            "language model, type --gpus-per-exp 1."
         )
     if n_gpus == 0 and device == "cuda":
         raise PlanError("trainer.device is cuda but a run takes no GPU: type --gpus-per-exp 1.")
@@ -264,14 +258,7 @@ def compile_kernels(configs: Iterable[RunConfig], environ: Mapping[str, str], co
     if not any(map(uses_compiled_code, configs)) or is_compiled(environ):
         return
     print_line(console, "Compiling the code of the tiny policies, once on this machine: about 20 seconds.")
-    command = [sys.executable, *COMPILE_COMMAND.split()[1:]]
-    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=dict(environ))
-    if result.returncode != 0:
-        last_line = (result.stderr.strip().splitlines() or ["no message"])[-1]
-        raise PlanError(
-            f"The code of the tiny policies could not be compiled ({last_line}): try `{COMPILE_COMMAND}`, or begin a "
-            f"study with {TORCH_OPTIONS}."
-        )
+    run_command(COMPILE_COMMAND, environ, console, f", or begin a study with {TORCH_OPTIONS}")
 
 
 def check_sampler(config: RunConfig, environ: Mapping[str, str]) -> None:

@@ -66,34 +66,25 @@ def test_never_more_runs_at_once_than_anything_allows(cpus: int, n_gpus: int, li
 
 
 @pytest.mark.parametrize(
-    ("share", "gpus", "message"),
+    ("share", "gpus", "visible", "is_real", "message"),
     [
-        (4, "0,1,2", "3 GPUs do not divide into runs of 4"),
-        (1.5, "0,1,2", "--gpus-per-exp 1.5 cannot be placed"),
-        (1, "0,0", "not a list of distinct GPU ids"),
-        (1, "0;1", "not a list of distinct GPU ids"),
-        (1, "", "not a list of distinct GPU ids"),
+        # Refused even in a dry run.
+        (4, "0,1,2", EIGHT_GPUS, False, "3 GPUs do not divide into runs of 4"),
+        (1.5, "0,1,2", EIGHT_GPUS, False, "--gpus-per-exp 1.5 cannot be placed"),
+        (1, "0,0", EIGHT_GPUS, False, "not a list of distinct GPU ids"),
+        (1, "0;1", EIGHT_GPUS, False, "not a list of distinct GPU ids"),
+        (1, "", EIGHT_GPUS, False, "not a list of distinct GPU ids"),
+        (1, "0,9", EIGHT_GPUS, True, "asks for GPU 9 and the visible ones are 0,1,2,3,4,5,6,7"),
+        (1, "0", (), True, "asks for GPU 0 and no GPU is visible"),
+        (1, None, (), True, "asks for 1 GPU per run and no GPU is visible"),
+        (4, None, EIGHT_GPUS[:2], True, "asks for 4 GPU per run and the visible ones are 0,1"),
     ],
 )
-def test_what_can_never_be_placed_is_refused_even_dry(share: float, gpus: str, message: str) -> None:
-    with pytest.raises((PlanError, ConfigError), match=message):
-        allocate(make_study_plan(trainer__n_gpus_per_node=share), gpus, is_real=False)
-
-
-@pytest.mark.parametrize(
-    ("share", "gpus", "visible", "message"),
-    [
-        (1, "0,9", EIGHT_GPUS, "asks for GPU 9 and the visible ones are 0,1,2,3,4,5,6,7"),
-        (1, "0", (), "asks for GPU 0 and no GPU is visible"),
-        (1, None, (), "asks for 1 GPU per run and no GPU is visible"),
-        (4, None, EIGHT_GPUS[:2], "asks for 4 GPU per run and the visible ones are 0,1"),
-    ],
-)
-def test_what_this_machine_cannot_run_is_refused_unless_dry(
-    share: float, gpus: str | None, visible: tuple[Gpu, ...], message: str
+def test_what_cannot_be_placed_is_refused(
+    share: float, gpus: str | None, visible: tuple[Gpu, ...], is_real: bool, message: str
 ) -> None:
-    with pytest.raises(PlanError, match=message):
-        allocate(make_study_plan(trainer__n_gpus_per_node=share), gpus, visible)
+    with pytest.raises((PlanError, ConfigError), match=message):
+        allocate(make_study_plan(trainer__n_gpus_per_node=share), gpus, visible, is_real=is_real)
 
 
 def install_engines(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
