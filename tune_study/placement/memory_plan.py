@@ -122,8 +122,8 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
     """
     # No GPU has more than 4096 GiB, so a larger number was probably meant in MiB.
     if requested_gib is not None and not 0 < requested_gib <= 4096:
-        advice = "type the memory of a GPU in GiB, like --gpu-memory-gib 80"
-        raise PlanError(f"--gpu-memory-gib {requested_gib:g} is not the memory of a GPU: {advice}.")
+        reason = "is not the memory of a GPU: type it in GiB, like --gpu-memory-gib 80"
+        raise PlanError(f"--gpu-memory-gib {requested_gib:g} {reason}.")
     if requested_gib is not None:
         return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", is_known=True)
     uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
