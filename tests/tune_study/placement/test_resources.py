@@ -95,8 +95,12 @@ def install_engines(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "packages", "message"),
     [
-        ({"trainer__n_gpus_per_node": 2}, ["vllm"], "--gpus-per-exp 2 needs DeepSpeed, .* `pip install deepspeed=="),
-        ({"trainer__strategy": "deepspeed"}, ["vllm"], "strategy=deepspeed needs DeepSpeed, .* `pip install"),
+        (
+            {"trainer__n_gpus_per_node": 2},
+            ["vllm"],
+            "DeepSpeed is not installed: type `pip install deepspeed==.*`, or --gpus-per-exp 1",
+        ),
+        ({"trainer__strategy": "deepspeed"}, ["vllm"], "DeepSpeed is not installed.*, or --set trainer.strategy=torch"),
         (
             {"trainer__n_gpus_per_node": 4, "trainer__strategy": "torch"},
             ["vllm", "deepspeed"],
