@@ -97,10 +97,12 @@ class PreparedStudy(NamedTuple):
         """The disk budget as a line; for a study with a storage, the space that it needs there."""
         if self.plan.study_uri is None:
             return format_disk_line(self.disk_budget)
-        size = self.disk_budget.needed_bytes
-        return (
-            f"Storage: {self.plan.study_uri}, {'size unknown' if size is None else f'needs at most {decimal(size)}'}."
+        size = (
+            "size unknown"
+            if self.disk_budget.unknown_models
+            else f"needs at most {decimal(self.disk_budget.needed_bytes)}"
         )
+        return f"Storage: {self.plan.study_uri}, {size}."
 
 
 def print_plan(console: Console, study: PreparedStudy) -> None:

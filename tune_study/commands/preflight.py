@@ -338,11 +338,10 @@ def _check_machine(study: PreparedStudy) -> None:
         check()
     if study.memory is not None:
         memory_plan.check_memory(study.memory, plan, study.used_gpus)
-    run_bytes = None if plan.study_uri is None else study.disk_budget.scratch_bytes
-    if run_bytes is not None:
+    if plan.study_uri is not None:
         remedy = "set RAY_TMPDIR to a folder on a larger disk"
         n_runs = study.resource_plan.max_concurrent * plan.max_runs_per_trial
-        disk.check_scratch("This machine", measure_scratch_space(), n_runs, run_bytes, remedy)
+        disk.check_scratch("This machine", measure_scratch_space(), n_runs, study.disk_budget.scratch_bytes, remedy)
 
 
 def _check_ray_folder() -> None:
@@ -383,9 +382,7 @@ def _check_cluster(study: PreparedStudy, options: LaunchRequest, nodes: tuple[No
     memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
         memory_plan.check_fits(memory, plan.study)
-    scratch_bytes = None if plan.storage is None else study.disk_budget.scratch_bytes
-    if scratch_bytes is not None:
-        scratch_bytes *= plan.max_runs_per_trial
+    scratch_bytes = 0 if plan.storage is None else study.disk_budget.scratch_bytes * plan.max_runs_per_trial
     host_bytes = 0 if memory is None else memory.host_bytes
     node_checks.check_capacity(reports, n_gpus, resource_plan.runs_per_node, scratch_bytes, host_bytes)
     return memory

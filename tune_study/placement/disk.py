@@ -39,9 +39,9 @@ _EPISODE_BYTES, _TURN_BYTES, _TOKEN_BYTES = 1_000, 700, 5
 class DiskBudget(NamedTuple):
     """The disk space that the runs of a study that have not ended still need, and the free space, in bytes."""
 
-    needed_bytes: int | None
-    """At most; None, like scratch_bytes, if the size of a model is unknown."""
-    scratch_bytes: int | None
+    needed_bytes: int
+    """At most; 0, like scratch_bytes, if the size of a model is unknown."""
+    scratch_bytes: int
     """What a run of a study with a storage needs on its node: rolling checkpoints, and one that is being copied."""
     free_bytes: int
     folder: Path
@@ -120,13 +120,11 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
     num_concurrent = resource_plan.max_concurrent * plan.max_runs_per_trial
     needed_bytes += num_rolling * sum(sorted(checkpoint_sizes, reverse=True)[:num_concurrent])
     scratch_bytes = (_ROLLING_STATES + 1) * max(checkpoint_sizes, default=0)
-    unknown_models = [path for path, shape in shapes.items() if shape is None]
     # --output may not exist yet; it will be created on the disk of its nearest existing parent.
     folder = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
-    free_bytes = shutil.disk_usage(folder).free
-    if unknown_models:
-        return DiskBudget(None, None, free_bytes, folder, unknown_models)
-    return DiskBudget(needed_bytes, scratch_bytes, free_bytes, folder)
+    if unknown_models := [path for path, shape in shapes.items() if shape is None]:
+        needed_bytes = scratch_bytes = 0
+    return DiskBudget(needed_bytes, scratch_bytes, shutil.disk_usage(folder).free, folder, unknown_models)
 
 
 def check_scratch(place: str, free_bytes: int, n_runs: int, run_bytes: int, remedy: str) -> None:
@@ -157,16 +155,15 @@ def count_folder_bytes(folder: Path) -> int:
 def format_disk_line(budget: DiskBudget) -> str:
     """Format the budget as a line of the plan: space needed, free space and the verdict."""
     free_text = f"{decimal(budget.free_bytes)} free"
-    if budget.needed_bytes is None:
-        models = " and ".join(budget.unknown_models)
+    if models := " and ".join(budget.unknown_models):
         return f"Disk: space unknown, because no config.json of a trainable model was found for {models}; {free_text}."
     verdict = "OK" if budget.needed_bytes <= budget.free_bytes else "NOT ENOUGH"
     return f"Disk: needs at most {decimal(budget.needed_bytes)}; {free_text}. {verdict}."
 
 
 def explain_shortage(budgets: Sequence[DiskBudget]) -> str:
-    """Explain how much space studies lack together, and what to type; empty if they lack none. Unknown sizes are 0."""
-    needed_bytes = sum(budget.needed_bytes or 0 for budget in budgets)
+    """Explain how much space studies lack together, and what to type; empty if they lack none."""
+    needed_bytes = sum(budget.needed_bytes for budget in budgets)
     free_bytes = min((budget.free_bytes for budget in budgets), default=needed_bytes)
     if needed_bytes <= free_bytes:
         return ""

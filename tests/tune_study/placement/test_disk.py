@@ -213,7 +213,7 @@ def test_a_run_counts_for_no_more_than_it_leaves(tmp_path: Path) -> None:
 def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
     plan = plan_study(tmp_path, model__path="some/model", model__prompt_style="full")
     budget = estimate_disk_budget(plan, allocate_resources(plan), {"HF_HUB_CACHE": str(tmp_path)})
-    assert (budget.needed_bytes, budget.scratch_bytes) == (None, None)
+    assert (budget.needed_bytes, budget.scratch_bytes) == (0, 0)
     check_budgets([budget._replace(free_bytes=0)])
     assert format_disk_line(budget._replace(free_bytes=52_100_000_000)) == (
         "Disk: space unknown, because no config.json of a trainable model was found for some/model; 52.1 GB free."
