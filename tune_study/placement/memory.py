@@ -90,8 +90,7 @@ def list_allocations(
         else:
             items.append(_allocate_always("reference weights", size))
     items += _list_pass_allocations(shape, config)
-    nccl_bytes = NCCL_BYTES if count_ranks(config) > 1 else 0
-    items.append(_allocate_always("CUDA context" + " and NCCL" * bool(nccl_bytes), CONTEXT_BYTES + nccl_bytes))
+    items.append(_allocate_always("CUDA context", CONTEXT_BYTES + (NCCL_BYTES if count_ranks(config) > 1 else 0)))
     if config.rollout.uses_vllm:
         return items + _list_vllm_allocations(shape, config, budget, items)
     return [*items, _allocate_sampler(shape, config)]

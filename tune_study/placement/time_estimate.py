@@ -22,8 +22,6 @@ from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
 """Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach."""
-FLOAT32_SLOWDOWN = 15
-"""Duration of float32 passes relative to bfloat16, as on an H100: 67 against 989 TFLOP/s (NVIDIA's data sheet)."""
 PASS_RATES, SAMPLING_RATES = {True: 48e9, False: 40e9}, {True: 35e9, False: 11e9}
 """FLOP/s that one core reaches with and without compiled code, with the laptop preset (docs/performance.md)."""
 TYPICAL_FILL = 0.5
@@ -104,8 +102,7 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
     The ranks of a run divide the work. A run on a fraction of a GPU shares its time with other runs.
     """
     env, steps = config.env, config.trainer.total_training_steps
-    flops_per_s = ASSUMED_MFU * rates.peak_flops_per_s / (FLOAT32_SLOWDOWN if config.model.dtype == "float32" else 1)
-    seconds = steps * estimate_update_flops(shape, config) / count_ranks(config) / flops_per_s
+    seconds = steps * estimate_update_flops(shape, config) / count_ranks(config) / rates.peak_flops_per_s / ASSUMED_MFU
     val_rows = env.val_env_groups * env.val_group_size
     rollouts = [(steps, config.episodes_per_step), (count_validations(config), val_rows), (2, env.test_env_groups)]
     seconds += sum(count * estimate_sampling_seconds(shape, config, rows, rates) for count, rows in rollouts if rows)
@@ -138,9 +135,10 @@ def format_time_line(
     rates = [next((rates for part, rates in _GPU_RATES.items() if part in name), None) for name in gpu_names]
     known_rates = [entry for entry in rates if entry is not None]
     num_slots = max(resource_plan.max_concurrent, 1)
-    # Nobody has measured how fast optimizer steps on the CPU are.
-    is_known = memory_plan is not None and not memory_plan.config.trainer.offload_optimizer
-    if memory_plan is not None and is_known and known_rates and len(known_rates) == len(gpu_names):
+    # The rates are for passes in 16 bits, and for optimizer steps on the GPU.
+    config = None if memory_plan is None else memory_plan.config
+    is_covered = config is not None and config.model.dtype != "float32" and not config.trainer.offload_optimizer
+    if memory_plan is not None and is_covered and known_rates and len(known_rates) == len(gpu_names):
         # A run may get any of the GPUs, so the slowest arithmetic and the slowest memory count. The run that needs most
         # memory stands for all runs.
         slowest = GpuRates(*map(min, zip(*known_rates, strict=True)))

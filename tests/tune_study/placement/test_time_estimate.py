@@ -123,10 +123,10 @@ def test_a_card_of_unknown_rates_has_no_estimate() -> None:
     line = format_time_line(plan, resource_plan, gpu_plan, cards)
     assert line.startswith("Time: at most about ")
     assert "runs, with conversations of 3600 tokens, at 40% of 989 TFLOP/s and 50% of 3.35 TB/s" in line
-    offloaded = make_study_plan({"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True})
-    assert (
-        format_time_line(offloaded, resource_plan, plan_memory(offloaded, resource_plan, H100, NO_MODELS), cards) == ""
-    )
+    for settings in ({"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True}, {"model.dtype": "float32"}):
+        plan = make_study_plan(settings)
+        gpu_plan = plan_memory(plan, resource_plan, H100, NO_MODELS)
+        assert format_time_line(plan, resource_plan, gpu_plan, cards) == ""
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
