@@ -379,7 +379,7 @@ def _check_cluster(study: PreparedStudy, options: LaunchRequest, nodes: tuple[No
     # --gpu-memory-gib takes precedence over the memory that the nodes report.
     gpu_capacity = None if options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
     gpu_capacity = gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, gpus=())
-    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
+    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ) if n_gpus else None
     if memory is not None:
         memory_plan.check_fits(memory, plan.study)
     scratch_bytes = 0 if plan.storage is None else study.disk_budget.scratch_bytes * plan.max_runs_per_trial

@@ -140,10 +140,10 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
 def plan_memory(
     plan: StudyPlan, resource_plan: ResourcePlan, capacity: GpuCapacity, environ: Mapping[str, str]
 ) -> MemoryPlan | None:
-    """Plan the memory of the run that needs most; None without GPUs, or if no model's shape is known."""
+    """Plan the memory of the run of a study on GPUs that needs most; None if no model's shape is known."""
     runs: list[PlannedRun] = []
     # The memory of a run does not depend on its seed, so one run per arm is enough.
-    for spec in {spec.arm: spec for spec in plan.runs}.values() if resource_plan.gpu_slots else ():
+    for spec in {spec.arm: spec for spec in plan.runs}.values():
         config = spec.ppo_config
         if shape := read_model_shape(config.model.path, environ):
             # A separate reference that is not downloaded is planned with the policy's size.
@@ -163,15 +163,7 @@ def place_runs(runs: Sequence[PlannedRun], capacity: GpuCapacity, resource_plan:
             plans = [_place_run(run, placement, capacity, resource_plan) for run in runs]
             # A run with a lower peak may not fit, because vLLM's cache is too small. Runs of equal peaks may differ in
             # their host memory, which is on the GPU if a remedy does not swap.
-            largest_plan = max(
-                plans,
-                key=lambda plan: (
-                    not plan.fits,
-                    plan.peak,
-                    sum(memory.sum_by_phase(plan.allocations)),
-                    plan.host_bytes,
-                ),
-            )
+            largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.peak, plan.host_bytes))
             cache_sizes = [plan.cache_bytes for plan in plans if plan.config.rollout.uses_vllm]
             candidates.append(largest_plan._replace(cache_bytes=min(cache_sizes, default=0)))
     least_plan = min(candidates, key=lambda plan: (not plan.fits, plan.peak))

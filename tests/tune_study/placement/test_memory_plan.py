@@ -169,9 +169,7 @@ def test_the_plan_states_its_sizes_and_largest_items() -> None:
     )
 
 
-def test_runs_without_gpus_and_unknown_models_have_no_plan() -> None:
-    laptop = make_study_plan({}, preset="laptop")
-    assert plan_memory(laptop, preflight(laptop, None, (), 2, None, is_real=True), H100, NO_MODELS) is None
+def test_an_unknown_model_has_no_plan() -> None:
     plan = make_study_plan({"model.path": "some/model"})
     assert plan_memory(plan, preflight(plan, None, FOUR_GPUS, 2, None, is_real=True), H100, NO_MODELS) is None
 
