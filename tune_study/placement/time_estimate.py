@@ -132,33 +132,34 @@ def format_time_line(
     plan: StudyPlan, resource_plan: ResourcePlan, memory_plan: MemoryPlan | None, gpu_names: Sequence[str]
 ) -> str:
     """Format the estimated time of a study, on GPUs with these names; empty if it is unknown."""
-    rates = [next((rates for part, rates in _GPU_RATES.items() if part in name), None) for name in gpu_names]
-    known_rates = [entry for entry in rates if entry is not None]
-    num_slots = max(resource_plan.max_concurrent, 1)
-    # The rates are for passes in 16 bits, and for optimizer steps on the GPU.
-    config = None if memory_plan is None else memory_plan.config
-    is_covered = config is not None and config.model.dtype != "float32" and not config.trainer.offload_optimizer
-    if memory_plan is not None and is_covered and known_rates and len(known_rates) == len(gpu_names):
-        # A run may get any of the GPUs, so the slowest arithmetic and the slowest memory count. The run that needs most
-        # memory stands for all runs.
-        slowest = GpuRates(*map(min, zip(*known_rates, strict=True)))
-        run_seconds = estimate_run_seconds(memory_plan.run.shape, memory_plan.config, slowest)
-        study_seconds, bound = run_seconds * math.ceil(len(plan.runs) / num_slots), "at most "
-        basis = (
-            f"with conversations of {compute_max_tokens(memory_plan.config)} tokens, at {ASSUMED_MFU:.0%} of "
-            f"{slowest.peak_flops_per_s / 1e12:g} TFLOP/s and {ASSUMED_BANDWIDTH_FRACTION:.0%} of "
-            f"{slowest.memory_bandwidth / 1e12:g} TB/s"
-        )
-    else:
-        cpu_runs = () if resource_plan.gpu_slots else plan.runs
-        all_seconds = {spec.run_id: estimate_cpu_run_seconds(spec, plan.study.family) for spec in cpu_runs}
+    num_runs, num_slots = len(plan.runs), max(resource_plan.max_concurrent, 1)
+    if not resource_plan.gpu_slots:
+        run_seconds = {spec.run_id: estimate_cpu_run_seconds(spec, plan.study.family) or math.inf for spec in plan.runs}
         # A trial uses one core, whether or not it trains its runs together.
-        trials = [sum(all_seconds.get(spec.run_id) or math.inf for spec in specs) for specs in plan.trials]
-        study_seconds, bound = max(*trials, sum(trials) / num_slots), ""
-        basis = "estimated from measurements on one machine; others take half as long or twice as long"
-    if study_seconds == math.inf:
+        trial_seconds = [sum(run_seconds[spec.run_id] for spec in specs) for specs in plan.trials]
+        if math.inf in trial_seconds:
+            return ""
+        study_seconds = max(*trial_seconds, sum(trial_seconds) / num_slots)
+        return (
+            f"Time: about {format_estimate(study_seconds)} for these {num_runs} runs, estimated from measurements on "
+            "one machine; others take half as long or twice as long"
+        )
+    parts = [next((part for part in _GPU_RATES if part in name), "") for name in gpu_names]
+    if memory_plan is None or not parts or "" in parts:
         return ""
-    return f"Time: {bound}about {format_estimate(study_seconds)} for these {len(plan.runs)} runs, {basis}"
+    # The rates are for passes in 16 bits, and for optimizer steps on the GPU.
+    config = memory_plan.config
+    if config.model.dtype == "float32" or config.trainer.offload_optimizer:
+        return ""
+    # A run may get any of the GPUs, so the slowest arithmetic and the slowest memory count.
+    rates = GpuRates(*map(min, zip(*(_GPU_RATES[part] for part in parts), strict=True)))
+    # The run that needs most memory stands for all runs.
+    study_seconds = estimate_run_seconds(memory_plan.run.shape, config, rates) * math.ceil(num_runs / num_slots)
+    return (
+        f"Time: at most about {format_estimate(study_seconds)} for these {num_runs} runs, with conversations of "
+        f"{compute_max_tokens(config)} tokens, at {ASSUMED_MFU:.0%} of {rates.peak_flops_per_s / 1e12:g} TFLOP/s and "
+        f"{ASSUMED_BANDWIDTH_FRACTION:.0%} of {rates.memory_bandwidth / 1e12:g} TB/s"
+    )
 
 
 def format_estimate(seconds: float) -> str:
