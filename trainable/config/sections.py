@@ -244,11 +244,6 @@ class FilterConfig(SettingsSection):
         """The declaration of the selected strategy."""
         return FILTER_STRATEGIES.get(self.rollout_filter_strategy, OWN_FILTER)
 
-    @property
-    def has_spread_metric(self) -> bool:
-        """Whether the score of a group is a standard deviation, 0 in a group of one."""
-        return FILTER_METRICS[self.rollout_filter_metric].is_spread
-
     # The checks involve two settings, so they cannot be bounds of a field.
     @model_validator(mode="after")
     def _check_filter_value(self) -> "FilterConfig":

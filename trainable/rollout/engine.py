@@ -277,11 +277,10 @@ def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -
 
     They suffice for at least one conversation of `context_length` tokens, without which vLLM does not start.
     """
-    dtype_bytes, ranks = getattr(torch, config.model.dtype).itemsize, max(1, int(config.trainer.n_gpus_per_node))
-    cache_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, ranks)
+    cache_bytes = compute_step_kv_bytes(shape, config)
     if config.rollout.kv_cache_gib is not None:
         cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
-    return max(cache_bytes, compute_conversation_kv_bytes(shape, dtype_bytes, context_length))
+    return max(cache_bytes, compute_conversation_kv_bytes(shape, config, context_length))
 
 
 def make_engine(

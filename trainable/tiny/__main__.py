@@ -37,10 +37,10 @@ LAPTOP_OVERRIDES = {
 
 
 def main() -> None:
-    """Make the model and evaluate it, or with --evaluate only evaluate an existing model."""
+    """Make the model and evaluate it."""
     parser = argparse.ArgumentParser(
         prog="python -m trainable.tiny",
-        description="Make a shipped tiny policy or its teacher from solver demonstrations, or evaluate a policy.",
+        description="Make a shipped tiny policy or its teacher from solver demonstrations, and evaluate it.",
         epilog="Examples: python -m trainable.tiny --output my-sokoban-tiny; "
         "python -m trainable.tiny --policy sokoban-tiny-teacher",
     )
@@ -55,7 +55,6 @@ def main() -> None:
         type=Path,
         help="folder for the model, new or empty (default: the policy's name; of a teacher, where runs look for it)",
     )
-    parser.add_argument("--evaluate", metavar="MODEL", help="only evaluate this model (a shipped policy, or a folder)")
     parser.add_argument(
         "--compile",
         action="store_true",
@@ -75,9 +74,6 @@ def main() -> None:
         return
     name: str = arguments.policy
     policy = POLICIES[TEACHERS.get(name, name)]
-    if arguments.evaluate:
-        evaluate(arguments.evaluate, policy)
-        return
     is_teacher = name in TEACHERS
 
     def make(folder: Path) -> None:

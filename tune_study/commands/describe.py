@@ -98,10 +98,12 @@ class PreparedStudy(NamedTuple):
         """The disk budget as a line; for a study with a storage, the space that it needs there."""
         if self.plan.study_uri is None:
             return format_disk_line(self.disk_budget)
-        size = self.disk_budget.total_bytes
-        return (
-            f"Storage: {self.plan.study_uri}, {'size unknown' if size is None else f'needs at most {decimal(size)}'}."
+        size = (
+            "size unknown"
+            if self.disk_budget.unknown_models
+            else f"needs at most {decimal(self.disk_budget.needed_bytes)}"
         )
+        return f"Storage: {self.plan.study_uri}, {size}."
 
 
 def print_plan(console: Console, study: PreparedStudy) -> None:
@@ -115,7 +117,7 @@ def print_plan(console: Console, study: PreparedStudy) -> None:
         *_describe_game(plan),
         *describe_signal(plan),
         describe_power(make_study_record(plan)),
-        time_estimate.format_cpu_time_line(plan, resource_plan),
+        time_estimate.format_time_line(plan, resource_plan, memory, [gpu.name for gpu in study.used_gpus]),
         study.space_line,
         # The memory of cluster nodes is unknown here.
         *(
@@ -131,16 +133,10 @@ def print_plan(console: Console, study: PreparedStudy) -> None:
             f"Memory: unknown, because no config.json of a trainable model was found for {plan.model}, and its sizes "
             "are not built in."
         )
-    # The memory plan covers GPU memory only.
-    elif resource_plan.gpu_slots and memory is not None:
+    elif memory is not None:
         lines += memory_plan.format_memory_plan(memory)
     for line in filter(None, lines):
         print_line(console, line)
-    if resource_plan.gpu_slots and memory is not None:
-        print_table(console, *memory_plan.make_memory_table(memory))
-        gpu_names = tuple(gpu.name for gpu in study.used_gpus)
-        if estimate := time_estimate.format_time_line(memory, plan, resource_plan, gpu_names):
-            print_line(console, estimate)
     if plan.search is not None:
         # A point has no value for a setting whose condition it does not meet.
         settings = list(dict.fromkeys(name for point in plan.points.values() for name in point))

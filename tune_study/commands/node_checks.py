@@ -182,19 +182,18 @@ def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[st
 
 
 def check_capacity(
-    reports: Mapping[Node, NodeReport], n_gpus: float, runs_per_node: int, scratch_bytes: int | None, host_bytes: int
+    reports: Mapping[Node, NodeReport], n_gpus: float, runs_per_node: int, scratch_bytes: int, host_bytes: int
 ) -> None:
     """Raise PlanError if a node has too little disk space or memory for its runs.
 
     n_gpus: GPUs per run. runs_per_node: maximum number of concurrent runs per node. scratch_bytes: disk space per run;
-    None if unknown or without a storage. host_bytes: CPU memory per run.
+    0 if unknown or without a storage. host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
         # Ray may fill a node with runs, up to the number that run at once.
         n_runs = min(count_fitting_runs(node, n_gpus), runs_per_node)
-        if scratch_bytes is not None:
-            remedy = "type `ray start` there with --temp-dir and a folder on a larger disk"
-            check_scratch(f"The node {node.name}", report.free_disk_bytes, n_runs, scratch_bytes, remedy)
+        remedy = "type `ray start` there with --temp-dir and a folder on a larger disk"
+        check_scratch(f"The node {node.name}", report.free_disk_bytes, n_runs, scratch_bytes, remedy)
         if host_bytes * n_runs > report.free_memory_bytes:
             raise PlanError(
                 f"{n_runs} runs at once need {decimal(host_bytes * n_runs)} of CPU memory on the node {node.name}, "

@@ -98,7 +98,7 @@ def start_studies(
         if len(plans) == 1:
             return run_study(prepared_studies[0])
         # Studies with a storage keep nothing large on this disk.
-        disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
+        disk.check_budgets([study.disk_budget for study in prepared_studies if study.plan.storage is None])
         return run_suite(
             plans,
             lambda plan: prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
@@ -204,7 +204,7 @@ def explain_misfit(
     for plan in plans:
         memory = _estimate_requirements(plan, options, visible_gpus, nodes=None, dry_run=True).memory
         if memory is not None and memory.capacity.is_known and not memory.fits:
-            return memory_plan.describe_excess(memory), memory_plan.find_remedies(memory, plan.study)
+            return memory_plan.describe_peak(memory), memory_plan.find_remedies(memory, plan.study)
     return "", []
 
 
@@ -229,7 +229,7 @@ def _print_plan(
                 raise
             notes.append(str(error))
     study = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
-    shortages = [] if plan.storage is not None else [disk.explain_shortage(study.disk_budget)]
+    shortages = [] if plan.storage is not None else [disk.explain_shortage([study.disk_budget])]
     if study.memory is not None and not study.memory.fits:
         shortages.insert(0, memory_plan.format_misfit(study.memory, plan.study))
     if nodes is None:
@@ -287,7 +287,7 @@ def prepare_study(
             study = study._replace(memory=memory, resource_plan=_add_placement(study.resource_plan, memory))
     # With a storage, checkpoints are written on the nodes, and their space was checked above.
     if plan.storage is None:
-        disk.check_budget(study.disk_budget)
+        disk.check_budgets([study.disk_budget])
     return study
 
 
@@ -317,8 +317,10 @@ def _estimate_requirements(
     resource_plan = resource_plan._replace(notes=tuple(notes))
     disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
-    gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
-    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
+    memory = None
+    if resource_plan.gpu_slots:
+        gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
+        memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
         resource_plan = _add_placement(resource_plan, memory)
     return PreparedStudy(plan, resource_plan, disk_budget, memory, used_gpus)
@@ -336,11 +338,10 @@ def _check_machine(study: PreparedStudy) -> None:
         check()
     if study.memory is not None:
         memory_plan.check_memory(study.memory, plan, study.used_gpus)
-    run_bytes = None if plan.study_uri is None else disk.compute_scratch_bytes(study.disk_budget)
-    if run_bytes is not None:
+    if plan.study_uri is not None:
         remedy = "set RAY_TMPDIR to a folder on a larger disk"
         n_runs = study.resource_plan.max_concurrent * plan.max_runs_per_trial
-        disk.check_scratch("This machine", measure_scratch_space(), n_runs, run_bytes, remedy)
+        disk.check_scratch("This machine", measure_scratch_space(), n_runs, study.disk_budget.scratch_bytes, remedy)
 
 
 def _check_ray_folder() -> None:
@@ -378,12 +379,10 @@ def _check_cluster(study: PreparedStudy, options: LaunchRequest, nodes: tuple[No
     # --gpu-memory-gib takes precedence over the memory that the nodes report.
     gpu_capacity = None if options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
     gpu_capacity = gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, gpus=())
-    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
+    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ) if n_gpus else None
     if memory is not None:
         memory_plan.check_fits(memory, plan.study)
-    scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(study.disk_budget)
-    if scratch_bytes is not None:
-        scratch_bytes *= plan.max_runs_per_trial
+    scratch_bytes = 0 if plan.storage is None else study.disk_budget.scratch_bytes * plan.max_runs_per_trial
     host_bytes = 0 if memory is None else memory.host_bytes
     node_checks.check_capacity(reports, n_gpus, resource_plan.runs_per_node, scratch_bytes, host_bytes)
     return memory

@@ -23,29 +23,9 @@ PPO_REMARKS: tuple[Remark, ...] = (
         "advantages are 0",
     ),
     Remark(
-        lambda c: c.env.group_size == 1 and c.filter.has_spread_metric and not c.filter.rollout_filter_include_zero,
-        "env.group_size=1 makes filter.rollout_filter_metric={c.filter.rollout_filter_metric} 0 in every group, and "
-        "filter.rollout_filter_include_zero=False drops such groups: no step has a batch",
-    ),
-    Remark(
         lambda c: c.copies_per_step > 0,
         "actor.ppo_mini_batch_size={c.actor.ppo_mini_batch_size} does not divide the {c.episodes_per_step} episodes of "
         "a step: {c.copies_per_step} random copies fill them up, as published, so that some count several times",
-    ),
-    Remark(
-        lambda c: c.actor.lr >= 1,
-        "actor.lr={c.actor.lr:g} changes each weight by about as much in the first optimizer step: the weights, "
-        "most of which are far below 1, are overwritten",
-    ),
-    Remark(
-        lambda c: c.trainer.critic_warmup > c.trainer.total_training_steps,
-        "trainer.critic_warmup={c.trainer.critic_warmup} is the first step that updates the policy, and the run ends "
-        "at step {c.trainer.total_training_steps}: the policy is never updated",
-    ),
-    Remark(
-        lambda c: c.trainer.test_freq <= 0 and not c.trainer.val_before_train,
-        "trainer.val_before_train=False and trainer.test_freq={c.trainer.test_freq} leave one validation, after the "
-        "last step: nothing shows what training has changed",
     ),
 )
 

@@ -168,7 +168,7 @@ def test_the_plan_counts_the_bytes_of_the_base() -> None:
 def count_copied_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Count the bytes of the copies of weights in passes without gradients, among them the largest unpacked layer."""
     (copies,) = (item for item in memory.list_allocations(shape, config, 2**30) if item.name == "copies of weights")
-    return copies.gpu_bytes[memory.VALUES]
+    return copies.values
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}

@@ -354,7 +354,7 @@ def test_nodes_with_too_little_space_are_refused() -> None:
         NODES[1]: NodeReport({}, "", "", 90, 60, (46_068,)),
     }
     check_capacity(reports, 1, 2, 45, 25)
-    check_capacity(reports, 1, 2, None, 25)
+    check_capacity(reports, 1, 2, 0, 25)
     with pytest.raises(PlanError, match="The node two has 90 bytes free for the checkpoints of up to 2 runs"):
         check_capacity(reports, 1, 2, 46, 25)
     with pytest.raises(PlanError, match="52 bytes of CPU memory on the node one"):

@@ -261,8 +261,7 @@ def test_where_all_weights_do_not_fit_adapters_are_trained(fake_h100: FakeMachin
     assert answer.code in ENOUGH_OR_SHORT_OF_DISK, answer.err
     (reason,) = re.findall(r"^Preset paper: (.*)", answer.out, re.M)
     assert f"; adapters instead of all weights ({ADAPTERS}), which do not fit: policy backward takes 62.4 GiB" in reason
-    assert re.search(r"^policy adapters, float32", answer.out, re.M)
-    assert re.search(r"^Fits: ", answer.out, re.M)
+    assert re.search(r"^Fits: .*frozen base weights", answer.out, re.M)
 
 
 @pytest.mark.long
@@ -358,7 +357,7 @@ def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(fake_h100: Fake
     fake_h100(81000)
     out = type_in(f"{SMALL_LINE} --dry-run").out
     assert "Memory: GPU with 79.6 GiB (from nvidia-smi)" in out
-    assert re.search(r"^Time: at most about [\d.]+ (s|min|h|d) per run, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
+    assert re.search(r"^Time: at most about [\d.]+ (s|min|h|d) for .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
 
 
 def test_extending_is_planned_over_old_and_new(work_dir: Path) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 import search_spaces.catalog
 from tests.fakes.command_line import assert_refused, get_output, type_in, type_words
 from tests.fakes.lines import append_record
-from tests.fakes.plans import plan_study
+from tests.fakes.plans import plan_study, read_shape
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
 from tests.tune_study.plan.test_storage_uri import SECRET_PLACES
 from trainable.files.json_values import read_object
@@ -355,13 +355,11 @@ def test_states_need_room_on_the_node() -> None:
         disk.check_scratch("This machine", 1, 2, 1, "use a larger disk")
 
 
-def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> None:
-    for save_freq, n_checkpoints in (("-1", 3), ("1", 4)):
-        plan = make_plan_in(tmp_path, None, ("0",), **{"trainer.save_freq": save_freq})
-        budget = disk.estimate_disk_budget(plan, preflight(plan, None, (), 2, None, is_real=True), {})
-        assert budget.checkpoint_bytes is not None
-        assert disk.compute_scratch_bytes(budget) == n_checkpoints * budget.checkpoint_bytes
-        assert disk.compute_scratch_bytes(budget._replace(checkpoint_bytes=None)) is None
+def test_a_node_has_room_for_three_states_of_a_run_and_one_that_is_copied(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path, None, ("0",))
+    budget = disk.estimate_disk_budget(plan, preflight(plan, None, (), 2, None, is_real=True), {})
+    checkpoint_bytes = disk.compute_checkpoint_bytes(read_shape("sokoban-tiny"), plan.ppo_config)
+    assert budget.scratch_bytes == 4 * checkpoint_bytes
 
 
 # Through Ray, with the runs on this machine and a folder as storage.
