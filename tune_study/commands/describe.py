@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel
 from rich.console import Console
 from rich.filesize import decimal
 
 from search_spaces.catalog import FAMILIES
 from search_spaces.declaration.study import Study
+from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
+from trainable.config.run_config import iter_fields
 from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamageWarning, parse_finite
 from trainable.files.step_phase import read_phase
@@ -35,9 +36,6 @@ from tune_study.plan.storage_uri import is_uri
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_base_config
 from tune_study.plan.typed_settings import format_values
 
-MAX_VALUES_LENGTH = 120
-"""Maximum number of characters that the list of studies shows of an axis's values; a list of arms may have 1,000."""
-
 
 def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> None:
     """Print a table of studies and their questions, and of the suites."""
@@ -54,31 +52,8 @@ def print_study(console: Console, study: Study) -> None:
     grids = study.axis.grids
     is_same = len(set(grids.values())) == 1  # all presets have the same values
     for name, grid in [("values", next(iter(grids.values())))] if is_same else grids.items():
-        print_line(console, f"  {name:<7} {_shorten_values(study, grid)}")
+        print_line(console, f"  {name:<7} {format_values(study, grid)}")
     print_line(console, f"Plan of its runs: {format_command('run', study.name, '--dry-run')}")
-
-
-def make_study_list(studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> dict[str, list[dict[str, Any]]]:
-    """Convert studies and suites to JSON: what `print_studies` and `print_study` print, with all axis values."""
-    study_entries = [
-        {
-            "name": study.name,
-            "question": study.question.strip(),
-            "axis": study.axis.setting,
-            "option": study.axis.option,
-            "values": {preset: list(values) for preset, values in study.axis.grids.items()},
-        }
-        for study in studies
-    ]
-    suite_entries = [{"name": name, "studies": list(members)} for name, members in suites.items()]
-    return {"studies": study_entries, "suites": suite_entries}
-
-
-def _shorten_values(study: Study, values: tuple[str, ...]) -> str:
-    """Format the values of an axis on one line; a long list is cut and ends with its number of values."""
-    text = format_values(study, values)
-    is_short = len(text) <= MAX_VALUES_LENGTH
-    return text if is_short else f"{text[:MAX_VALUES_LENGTH].rpartition(',')[0]},... ({len(values)} values)"
 
 
 class PreparedStudy(NamedTuple):
@@ -105,15 +80,13 @@ class PreparedStudy(NamedTuple):
 
 def print_plan(console: Console, study: PreparedStudy) -> None:
     """Print the plan of a study: runs, resources, steps, paths, memory, and a time estimate where speeds are known."""
-    from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
-
     plan, resource_plan, memory = study.plan, study.resource_plan, study.memory
     lines = [
         *_format_plan_lines(plan, resource_plan),
         *_describe_search(plan),
         *_describe_game(plan),
         *describe_signal(plan),
-        describe_power(make_study_record(plan)),
+        *_describe_power(plan),
         time_estimate.format_cpu_time_line(plan, resource_plan),
         study.space_line,
         # The memory of cluster nodes is unknown here.
@@ -150,6 +123,15 @@ def print_plan(console: Console, study: PreparedStudy) -> None:
         for run in plan.runs
     ]
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows, ("checkpoints", "log", "run"))
+
+
+def _describe_power(plan: StudyPlan) -> list[str]:
+    """Describe what the planned seeds resolve; return nothing if one arm has nothing to be compared with."""
+    if len(plan.values) < 2:
+        return []
+    from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
+
+    return [describe_power(make_study_record(plan))]
 
 
 def _describe_search(plan: StudyPlan) -> list[str]:
@@ -234,7 +216,7 @@ def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str
     ]
     if resource_plan.gpu_slots:
         lines.append(f"GPU slots (ids): {' '.join(resource_plan.gpu_slots)}")
-    return [*lines, *resource_plan.notes, *find_remarks(plan)]
+    return [*lines, *resource_plan.notes, *map(str, find_remarks(plan))]
 
 
 def _describe_precision(plan: StudyPlan) -> list[str]:
@@ -318,60 +300,28 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         print_line(console, f"Continue with: {format_command('resume', run, *options)}")
 
 
-class SettingRow(NamedTuple):
-    """A row of the list of settings, by its dotted name."""
+def print_settings(console: Console, study: Study, *, with_all: bool) -> None:
+    """Print the settings of a study except the seed: their values under each preset, meaning and allowed values.
 
-    name: str
-    defaults: tuple[str, ...]
-    """The value under each preset; for a setting in which the arms differ, the option that sets its values."""
-    meaning: str
-    allowed: str
-    is_common: bool
-    """Whether the short list includes it."""
-
-
-def print_settings(console: Console, study: Study, word: str | None = None, *, with_all: bool = False) -> bool:
-    """Print the settings of a study: their values under each preset, meaning and allowed values.
-
-    word: print the settings whose name or meaning contains it, and return whether there are any. with_all: print every
-    setting; otherwise the most common ones, and the command that lists the others.
+    with_all: print every setting; otherwise the most common ones, and the command that lists the others.
     """
-    table = make_settings_rows(study)
-    if word is None:
-        rows = [row for row in table if with_all or row.is_common]
-    else:
-        rows = [row for row in table if word.lower() in f"{row.name} {row.meaning}".lower()]
-    if rows:
-        cells = [[row.name, *row.defaults, row.meaning, row.allowed] for row in rows]
-        print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
-    if word is None and len(rows) < len(table):
+    family = study.family
+    configs = [flatten_settings(make_base_config(study, preset).model_dump()) for preset in family.presets]
+    fields = [(name, field) for name, field in iter_fields(family.config_class) if name != "seed"]
+    rows = []
+    for name, field in fields:
+        if not (with_all or is_common(field)):
+            continue
+        values = [config[name] for config in configs]
+        defaults = [f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value) for value in values]
+        if name in study.axis.swept_fields:  # the arms differ in it
+            defaults = [study.axis.option] * len(values)
+        meaning = " ".join((field.description or "").split())
+        rows.append([name, *defaults, meaning, _format_allowed(field.annotation, field.metadata)])
+    print_table(console, ("setting", *family.presets, "meaning", "allowed"), rows)
+    if len(rows) < len(fields):
         command = format_command("settings", study.name, "--all")
-        print_line(console, f"{len(table) - len(rows)} more settings are rarely changed: {command}")
-    return bool(rows)
-
-
-def make_settings_rows(study: Study) -> list[SettingRow]:
-    """Make a row for each setting of a study except the seed (which --seeds sets), in order of declaration."""
-    configs = [make_base_config(study, preset) for preset in study.family.presets]
-    return _make_section_rows(study, study.family.config_class, configs, "")
-
-
-def _make_section_rows(
-    study: Study, section: type[BaseModel], configs: Sequence[BaseModel], prefix: str
-) -> list[SettingRow]:
-    """Make the rows of one section of the configuration. configs: that section under each preset."""
-    rows: list[SettingRow] = []
-    for name, field in section.model_fields.items():
-        annotation, values = field.annotation, [getattr(config, name) for config in configs]
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):  # a section, such as `actor`
-            rows += _make_section_rows(study, annotation, values, f"{prefix}{name}.")
-        elif name != "seed":
-            is_swept = prefix + name in study.axis.swept_fields
-            texts = [f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value) for value in values]
-            defaults = tuple([study.axis.option] * len(texts) if is_swept else texts)
-            cells = " ".join((field.description or "").split()), _format_allowed(annotation, field.metadata)
-            rows.append(SettingRow(prefix + name, defaults, *cells, is_common(field)))
-    return rows
+        print_line(console, f"{len(fields) - len(rows)} more settings are rarely changed: {command}")
 
 
 def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:

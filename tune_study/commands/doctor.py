@@ -1,7 +1,6 @@
 """The command `doctor`: try on this machine what a run needs, and say how to solve each problem."""
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,14 +15,13 @@ from rich.console import Console
 from search_spaces.catalog import STUDIES
 from trainable.backend.gpus import make_bundles
 from trainable.config.setting_types import format_value
-from trainable.files.paths import UnsafePathError
-from tune_study.commands.preflight import list_checks, make_plans_that_fit, prepare_study
+from tune_study.commands.preflight import Launch, list_checks, make_plans_that_fit, prepare_study
 from tune_study.commands.requests import LaunchRequest, StudyRequest
 from tune_study.commands.run_options import ChosenPreset
 from tune_study.host.console import print_line
-from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
+from tune_study.host.gpus import count_cpus, detect_gpus
 from tune_study.host.machine_checks import FOLDER_PREFIX, RAY_SUBFOLDER, find_ray_folder
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, Problem
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_plan
 
 _TIMEOUT_S = 240.0
@@ -43,39 +41,32 @@ def diagnose(console: Console, output: Path, preset: str | None) -> int:
         return [make_plan(STUDIES["kl"], chosen.name, chosen.reason, chosen.settings, None, None, output)]
 
     (plan,) = make_plans_that_fit(make_plans, StudyRequest(preset=preset), options, gpus)
-    print_line(console, f"GPU: {describe_gpus(gpus, len(detect_gpus(environ={})))}")
+    advice = (
+        "none is visible. --preset laptop needs none; for --preset paper, see `nvidia-smi` and CUDA_VISIBLE_DEVICES."
+    )
+    print_line(console, f"GPU: {', '.join(f'{gpu.id} ({gpu.name})' for gpu in gpus) or advice}")
     used_gpus = len(gpus) if plan.base_config.trainer.n_gpus_per_node else 0
     checks: list[Callable[[], str | None]] = [
         *list_checks(plan),
-        lambda: prepare_study(plan, options, gpus, None).space_line,
+        lambda: prepare_study(Launch(plan, options, gpus)).space_line,
         lambda: "Starting Ray ...",
         lambda: f"Ray: {try_ray(find_ray_folder(os.environ), used_gpus, _TIMEOUT_S)}",
     ]
-    problems: list[str] = []
+    problems: dict[Problem, None] = {}
     for check in checks:
         try:
-            if result := check():
-                print_line(console, result)
-            continue
-        except (PlanError, UnsafePathError) as error:
-            problem = str(error)
+            if line := check():
+                print_line(console, line)
+        except PlanError as error:
+            problems[error.problem] = None
         except Exception as error:  # the other checks continue
-            problem = f"a check failed: {format_value(f'{type(error).__name__}: {error}', 300)}"
-        if problem not in problems:
-            print_line(console, f"Problem: {problem}")
-            problems.append(problem)
+            text = f"a check failed: {format_value(f'{type(error).__name__}: {error}', 300)}"
+            problems[Problem("refusal", text)] = None
+    for problem in problems:
+        print_line(console, f"Problem: {problem}")
     summary = f"{len(problems)} problem{'s' * (len(problems) > 1)} to solve before a run."
     print_line(console, summary if problems else "No problems found: this machine is ready for a run.")
     return 1 if problems else 0
-
-
-def describe_gpus(gpus: tuple[Gpu, ...], machine_gpu_count: int) -> str:
-    """List the visible GPUs, or say why there is none of the `machine_gpu_count` GPUs of this machine."""
-    if gpus:
-        return ", ".join(f"{gpu.id} ({gpu.name})" for gpu in gpus)
-    if machine_gpu_count:
-        return f"CUDA_VISIBLE_DEVICES hides all {machine_gpu_count}. Type `unset CUDA_VISIBLE_DEVICES` to use them."
-    return "none is visible. --preset laptop needs none. For --preset paper, check the output of `nvidia-smi`."
 
 
 def try_ray(ray_folder: Path, n_gpus: int, timeout_s: float) -> str:
@@ -83,31 +74,23 @@ def try_ray(ray_folder: Path, n_gpus: int, timeout_s: float) -> str:
 
     ray_folder: the folder where Ray keeps the files of its sessions.
     """
-    exit_code = None
+    command = [sys.executable, "-c", _RAY_SCRIPT, str(n_gpus)]
     # A separate process can be killed: calls to Ray never return if its daemons die while they start. Its output goes
     # to a file, since a pipe stays open until the last process that inherited it has ended.
     with tempfile.TemporaryFile() as out:
-        command = [sys.executable, "-c", _RAY_SCRIPT, str(n_gpus)]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out) as process:
-            try:
-                exit_code = process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                process.kill()  # Ray's daemons end with it
+        try:
+            process = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=timeout_s)
+            problem = "" if process.returncode == 0 else f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:  # Ray's daemons end with the process
+            problem = f"no end within {timeout_s:g} s"
         out.seek(0)
-        lines = out.read().decode(errors="replace").strip().splitlines() or [f"it ended with exit code {exit_code}"]
-    if exit_code == 0:
+        lines = out.read().decode(errors="replace").strip().splitlines() or ["no message"]
+    if not problem:
         return lines[-1]
-    reason = format_value(lines[-1], 300)
-    if exit_code is None:
-        reason = f"it did not end within {timeout_s:g} s"
-    elif exit_code < 0:  # Popen reports the signal that ended a process, such as a segmentation fault, like this
-        reason = f"it was ended by {signal.Signals(-exit_code).name}"
-    # After an error the session folder is kept for its logs. If there is none, Ray failed before it wrote a log.
-    sessions = sorted(ray_folder.glob(f"{FOLDER_PREFIX}*/{RAY_SUBFOLDER}/session_*_{process.pid}"))
-    advice = f"Ray created no session in {ray_folder}; set RAY_TMPDIR to use another folder."
-    if sessions:
-        advice = f"The logs are in {sessions[-1] / 'logs'}; read gcs_server.* and raylet.* first."
-    raise PlanError(f"Ray does not start: {reason}. {advice}")
+    # After an error the session folder is kept for its logs, unless Ray failed before it wrote one.
+    logs = ray_folder / f"{FOLDER_PREFIX}*" / RAY_SUBFOLDER / "session_*" / "logs"
+    reason = format_value(lines[-1].removeprefix(f"{PlanError.__module__}.PlanError: ").rstrip("."), 600)
+    raise PlanError(f"Ray does not start ({problem}): {reason}", f"read gcs_server.* in {logs}")
 
 
 def start_ray(n_gpus: int) -> None:

@@ -72,7 +72,7 @@ def _compute(node: ast.expr) -> Fraction:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class Puzzle:
     """A level: its seed, target and numbers."""
 
     seed: int
@@ -111,16 +111,16 @@ class Countdown:
         """Whether there are enough problems for separate sets. A few small numbers give too few."""
         return _find_test_levels(self.count, self.max_number) is not None
 
-    def make_levels(self, seeds: Sequence[int]) -> list[Problem]:
+    def make_levels(self, seeds: Sequence[int]) -> list[Puzzle]:
         """Draw random numbers for each seed, with a random positive result of + and - between them as the target."""
         return [_draw_problem(int(seed), self.count, self.max_number) for seed in seeds]
 
-    def make_test_levels(self, count: int) -> list[Problem]:
+    def make_test_levels(self, count: int) -> list[Puzzle]:
         """Make the first `count` test problems, all different and in no published set if there are enough."""
         levels = _find_test_levels(self.count, self.max_number)
         return self.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count]
 
-    def start(self, levels: Sequence[Problem]) -> list[ProblemState]:
+    def start(self, levels: Sequence[Puzzle]) -> list[ProblemState]:
         """Return each problem as a state. Actions do not change it."""
         return [ProblemState(level.target, level.numbers) for level in levels]
 
@@ -156,11 +156,11 @@ class Countdown:
         """Format the target and the numbers."""
         return f"Target: {state.target}, nums: {list(state.numbers)}"
 
-    def compute_chance(self, levels: Sequence[Problem], limits: TurnLimits) -> None:
+    def compute_chance(self, levels: Sequence[Puzzle], limits: TurnLimits) -> None:
         """Return None: there is no uniform distribution over expressions."""
         return
 
-    def compute_best(self, levels: Sequence[Problem], limits: TurnLimits) -> npt.NDArray[np.float64]:
+    def compute_best(self, levels: Sequence[Puzzle], limits: TurnLimits) -> npt.NDArray[np.float64]:
         """Return 1 for each problem, since all have solutions."""
         return np.ones(len(levels))
 
@@ -172,7 +172,7 @@ def _reward_expression(state: ProblemState, text: str) -> float:
     return REWARD_TARGET if expression.value == state.target else REWARD_NUMBERS
 
 
-def _draw_problem(seed: int, count: int, max_number: int) -> Problem:
+def _draw_problem(seed: int, count: int, max_number: int) -> Puzzle:
     rng = np.random.Generator(np.random.PCG64(seed))
     while True:
         numbers = rng.integers(1, max_number + 1, size=count)
@@ -180,9 +180,9 @@ def _draw_problem(seed: int, count: int, max_number: int) -> Problem:
         # With parentheses and any order of the numbers, all signs are possible except all negative.
         target = int(numbers @ signs)
         if target > 0:
-            return Problem(seed, target, tuple(numbers.tolist()))
+            return Puzzle(seed, target, tuple(numbers.tolist()))
 
 
 @lru_cache(maxsize=4)
-def _find_test_levels(count: int, max_number: int) -> list[Problem] | None:
+def _find_test_levels(count: int, max_number: int) -> list[Puzzle] | None:
     return find_test_levels(Countdown(count, max_number).make_levels)
