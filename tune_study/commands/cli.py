@@ -477,7 +477,7 @@ def plot_gradients(
 
 @command(FILES, "doctor", "--output out")
 def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
-    """Check that this machine has all that a run needs, and say what to do."""
+    """Train one step of a study on this machine, and say what went wrong."""
     from tune_study.commands.doctor import diagnose
 
     raise typer.Exit(diagnose(make_console(), _make_absolute(output), preset))

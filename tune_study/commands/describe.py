@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -17,6 +17,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
 from trainable.config.run_config import iter_fields
+from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import format_value, is_common
 from trainable.files.json_values import DamageWarning, parse_finite
 from trainable.files.step_phase import read_phase
@@ -63,7 +64,7 @@ class PreparedStudy(NamedTuple):
     resource_plan: ResourcePlan
     disk_budget: DiskBudget
     memory: MemoryPlan | None
-    """None if no memory plan can be made."""
+    """None without GPUs, or if no memory plan can be made."""
     used_gpus: tuple[Gpu, ...]
     """The GPUs of this machine that the study uses."""
 
@@ -82,7 +83,7 @@ def print_plan(console: Console, study: PreparedStudy) -> None:
     """Print the plan of a study: runs, resources, steps, paths, memory, and a time estimate where speeds are known."""
     plan, resource_plan, memory = study.plan, study.resource_plan, study.memory
     lines = [
-        *_format_plan_lines(plan, resource_plan),
+        *_describe_runs(plan, resource_plan),
         *_describe_search(plan),
         *_describe_game(plan),
         *describe_signal(plan),
@@ -98,17 +99,16 @@ def print_plan(console: Console, study: PreparedStudy) -> None:
         f"Results: {plan.folder}",
         f"Summary log: {plan.summary_log}",
     ]
-    if resource_plan.gpu_slots and memory is None:
+    if memory is not None:
+        lines += memory_plan.format_memory_plan(memory)
+    elif resource_plan.gpu_slots:
         lines.append(
             f"Memory: unknown, because no config.json of a trainable model was found for {plan.model}, and its sizes "
             "are not built in."
         )
-    # The memory plan covers GPU memory only.
-    elif resource_plan.gpu_slots and memory is not None:
-        lines += memory_plan.format_memory_plan(memory)
     for line in filter(None, lines):
         print_line(console, line)
-    if resource_plan.gpu_slots and memory is not None:
+    if memory is not None:
         print_table(console, *memory_plan.make_memory_table(memory))
         gpu_names = tuple(gpu.name for gpu in study.used_gpus)
         if estimate := time_estimate.format_time_line(memory, plan, resource_plan, gpu_names):
@@ -134,41 +134,38 @@ def _describe_power(plan: StudyPlan) -> list[str]:
     return [describe_power(make_study_record(plan))]
 
 
-def _describe_search(plan: StudyPlan) -> list[str]:
-    """Describe what a search does after the runs of its plan; return nothing for other studies."""
+def _describe_search(plan: StudyPlan) -> Iterator[str]:
+    """Describe what a search does after the runs of its plan; yield nothing for other studies."""
     if plan.search is None:
-        return []
+        return
     search, num_points = plan.search, len(plan.points)
-    rest = search.num_points - num_points
-    lines = [f"Space: {describe_space(search.space)}"]
-    if rest:
-        lines.append(
+    yield f"Space: {describe_space(search.space)}"
+    if rest := search.num_points - num_points:
+        yield (
             f"Search: {rest} points follow these {num_points}, drawn {search.points_per_round} at a time from their "
             f"results: {rest * len(plan.seeds)} more runs"
         )
     if search.confirm_seeds:
-        lines.append(
+        yield (
             f"Then the best point is compared with the default on {search.confirm_seeds} fresh seeds: "
             f"{2 * search.confirm_seeds} more runs"
         )
-    return lines
 
 
-def _describe_game(plan: StudyPlan) -> list[str]:
+def _describe_game(plan: StudyPlan) -> Iterator[str]:
     """Describe what success means in the study's game, and where the answers are sent.
 
     If the game is the axis, the game of the base configuration is described.
     """
     if not plan.study.family.games:
-        return []
+        return
     from trainable.envs.games.make import describe_success_range  # imports NumPy
 
     env = plan.ppo_config.env
-    lines = [describe_success_range(env)]
+    yield describe_success_range(env)
     if env.kind.has_trees and env.papers.score == "judge":
         sent_text = f"Questions, passages, answers and the key in {env.papers.judge_key_variable}"
-        lines.append(f"{sent_text} are sent to the judge at {env.papers.judge_url}.")
-    return lines
+        yield f"{sent_text} are sent to the judge at {env.papers.judge_url}."
 
 
 def describe_signal(plan: StudyPlan) -> list[str]:
@@ -193,48 +190,44 @@ def describe_signal(plan: StudyPlan) -> list[str]:
     return lines
 
 
-def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
-    """Format the study, its runs, their steps, and the resources that each run reserves."""
+def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str]:
+    """Describe the study, its model, its runs and their steps, and the resources that each run reserves."""
     trainer = plan.base_config.trainer
-    bundles = [" ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in resource_plan.bundles]
-    values = format_values(plan.study, plan.values)
+    yield f"Study {plan.study.name}: {plan.study.question.strip()}"
+    yield f"Preset {plan.preset}: {plan.preset_reason}"
+    if plan.model is not None:
+        yield f"Model: {plan.model}"
+        yield from _describe_precision(plan.ppo_config.model)
+        yield from _describe_losses(plan)
     seeds = ",".join(map(str, plan.seeds))
     for value, added in plan.extra_seeds.items():  # single arms may have more
         name = "the baseline" if value == plan.baseline else format_value(value)
         seeds += f"; of {name} also {','.join(map(str, added))}"
+    values = format_values(plan.study, plan.values)
+    yield f"{len(plan.runs)} run{'s' * (len(plan.runs) > 1)}: {plan.study.axis.setting} in {values}; seeds {seeds}"
+    validation = f"every {trainer.test_freq} steps" if trainer.test_freq > 0 else "after the last one only"
+    yield f"Steps per run: {trainer.total_training_steps}, validation {validation}"
     trial = "Each trial (all seeds of an arm)" if plan.study.family.has_batched_seeds else "Each run"
-    lines = [
-        f"Study {plan.study.name}: {plan.study.question.strip()}",
-        f"Preset {plan.preset}: {plan.preset_reason}",
-        *([] if plan.model is None else [f"Model: {plan.model}", *_describe_precision(plan), *_describe_losses(plan)]),
-        f"{len(plan.runs)} run{'s' * (len(plan.runs) > 1)}: {plan.study.axis.setting} in {values}; seeds {seeds}",
-        f"Steps per run: {trainer.total_training_steps}, validation "
-        + (f"every {trainer.test_freq} steps" if trainer.test_freq > 0 else "after the last one only"),
-        f"{trial} reserves {' + '.join(bundles)}; "
-        f"{resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs"
-        + (" (--ray-num-cpus; the cores of this machine are not counted)" if resource_plan.gpu_slots else ""),
-    ]
+    bundles = " + ".join(" ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in resource_plan.bundles)
+    note = " (--ray-num-cpus; the cores of this machine are not counted)" if resource_plan.gpu_slots else ""
+    yield f"{trial} reserves {bundles}; {resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs{note}"
     if resource_plan.gpu_slots:
-        lines.append(f"GPU slots (ids): {' '.join(resource_plan.gpu_slots)}")
-    return [*lines, *resource_plan.notes, *map(str, find_remarks(plan))]
+        yield f"GPU slots (ids): {' '.join(resource_plan.gpu_slots)}"
+    yield from resource_plan.notes
+    yield from map(str, find_remarks(plan))
 
 
-def _describe_precision(plan: StudyPlan) -> list[str]:
-    """Describe the types of passes, logits and weights; return nothing if all are float32."""
-    model = plan.ppo_config.model
-    if model.dtype == "float32" and not model.load_in_4bit:
-        return []
-    parts = [
-        f"passes in {model.dtype}",
-        *([f"losses scaled by {model.loss_scale:g}"] if model.dtype == "float16" else []),
-        f"logits in {model.dtype if model.head_dtype == 'model' else model.head_dtype}",
-        *(["linear layers of the frozen blocks in 4 bits"] if model.load_in_4bit else []),
-        f"{'trained weights' if model.lora_rank else 'weights'} and sums in float32",
-    ]
-    return [f"Precision: {', '.join(parts)}"]
+def _describe_precision(model: ModelConfig) -> Iterator[str]:
+    """Describe the types of passes, logits and weights; yield nothing if all are float32."""
+    if model.dtype != "float32" or model.load_in_4bit:
+        scale = f", losses scaled by {model.loss_scale:g}" if model.dtype == "float16" else ""
+        logits = model.dtype if model.head_dtype == "model" else model.head_dtype
+        bits = ", linear layers of the frozen blocks in 4 bits" if model.load_in_4bit else ""
+        weights = "trained weights" if model.lora_rank else "weights"
+        yield f"Precision: passes in {model.dtype}{scale}, logits in {logits}{bits}, {weights} and sums in float32"
 
 
-def _describe_losses(plan: StudyPlan) -> list[str]:
+def _describe_losses(plan: StudyPlan) -> Iterator[str]:
     """Describe how the arms aggregate token losses: token-mean depends on the size of a micro-batch."""
     texts: dict[str, None] = {}
     for config in plan.ppo_configs:
@@ -247,7 +240,8 @@ def _describe_losses(plan: StudyPlan) -> list[str]:
                 "tokens (actor.loss_agg_mode=token-mean-global does not depend on micro-batches)"
             )
         texts[mode] = None
-    return [f"Loss: {'; '.join(texts)}"] if texts else []
+    if texts:
+        yield f"Loss: {'; '.join(texts)}"
 
 
 def print_status(console: Console, folder: Path, location: str, study: StudyRecord, is_running: bool) -> None:
@@ -257,10 +251,8 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
     is_running: whether a driver runs the study. Without one, a run with the status `running` was interrupted: its
     driver was killed before it could write another status.
     """
-    rows, metric = [], FAMILIES[study.family].primary_metric
+    family, rows, counts = FAMILIES[study.family], [], Counter[str]()
     problems: list[tuple[str, str]] = []
-    counts: Counter[str] = Counter()
-    collapse_texts: list[str] = []
     for entry in study.runs:
         run_dir = folder / "runs" / entry.run_id
         record = find_record(RunRecord, run_dir)
@@ -275,21 +267,21 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         if step_rows:
             problems.append((entry.arm, describe_missing_signal(step_rows)))
         # Rows are read from disk and may be damaged, so values that are not finite numbers are skipped.
-        values = (parse_finite(row.get(metric)) for row in reversed(step_rows))
+        values = (parse_finite(row.get(family.primary_metric)) for row in reversed(step_rows))
         metric_text = next((f"{value:.3f}" for value in values if value is not None), "-")
-        cells = [entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text]
-        collapse_step = history.find_collapse() if FAMILIES[study.family].is_fine_tuning else math.inf
-        collapse_texts.append(f"at step {collapse_step:g}" if collapse_step < math.inf else "")
+        collapse_step = history.find_collapse() if family.is_fine_tuning else math.inf
+        collapse_text = f"at step {collapse_step:g}" if collapse_step < math.inf else ""
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
-        rows.append([*cells, f"step {step + 1}: {phase}" if phase else status.reason, entry.run_id])
+        reason = f"step {step + 1}: {phase}" if phase else status.reason
+        cells = entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text
+        rows.append([*cells, collapse_text, reason, entry.run_id])
     is_finished = counts.keys() <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(console, f"{study.name} ({study.preset}): {state}; runs: {runs_text}")
-    headings = ["arm", "seed", "status", "step", metric, "reason", "run"]
-    if any(collapse_texts):
-        headings.insert(5, "collapsed")
-        rows = [[*row[:5], text, *row[5:]] for row, text in zip(rows, collapse_texts, strict=True)]
+    headings = ["arm", "seed", "status", "step", family.primary_metric, "collapsed", "reason", "run"]
+    columns = [column for column in zip(headings, *rows, strict=True) if column[0] != "collapsed" or any(column[1:])]
+    headings, *rows = map(list, zip(*columns, strict=True))
     print_table(console, headings, rows, ("run",))
     for sentence in format_signal_problems(problems):
         print_line(console, sentence)

@@ -246,22 +246,6 @@ def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
     ]
 
 
-def list_checks(plan: StudyPlan) -> list[Callable[[], None]]:
-    """List the checks of what a study needs on this machine. Each raises PlanError if it is not met.
-
-    Space, memory and GPUs depend on how many runs train at once, which `prepare_study` checks.
-    """
-    return [
-        partial(_check_games, plan),
-        partial(_check_files, plan),
-        *(
-            partial(check_model, path, os.environ, plan.ppo_config.model.chat_format, option)
-            for path, option in _list_models(plan)
-        ),
-        *(partial(resources.check_engines, config, os.environ) for config in plan.ppo_configs),
-    ]
-
-
 def prepare_study(launch: Launch) -> PreparedStudy:
     """Check the requirements of a study. Raises PlanError if one is not met, and UnsafePathError for a link."""
     plan = launch.plan
@@ -313,8 +297,14 @@ def _add_placement(resource_plan: ResourcePlan, memory: MemoryPlan) -> ResourceP
 def _check_machine(study: PreparedStudy) -> None:
     """Raise PlanError if this machine lacks something that the study needs: files, a model, memory or disk space."""
     plan = study.plan
-    for check in list_checks(plan):
-        check()
+    for game in resources.load_game_requirements(plan):
+        if shortage := game.explain_shortage(plan):
+            raise MisfitError(shortage)
+    _check_files(plan)
+    for path, option in _list_models(plan):
+        check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
+    for config in plan.ppo_configs:
+        resources.check_engines(config, os.environ)
     if study.memory is not None:
         memory_plan.check_memory(study.memory, plan, study.used_gpus)
     run_bytes = None if plan.study_uri is None else disk.compute_scratch_bytes(study.disk_budget)
@@ -322,12 +312,6 @@ def _check_machine(study: PreparedStudy) -> None:
         remedy = "set RAY_TMPDIR to a folder on a larger disk"
         n_runs = study.resource_plan.max_concurrent * plan.max_runs_per_trial
         disk.check_scratch("This machine", measure_scratch_space(), n_runs, run_bytes, remedy)
-
-
-def _check_games(plan: StudyPlan) -> None:
-    for game in resources.load_game_requirements(plan):
-        if shortage := game.explain_shortage(plan):
-            raise MisfitError(shortage)
 
 
 def _check_files(plan: StudyPlan) -> None:

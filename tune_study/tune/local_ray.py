@@ -15,7 +15,6 @@ from trainable.files.run_marks import MARK_ENV
 from trainable.runs.orphans import make_ray_mark
 from tune_study.host.console import print_line
 from tune_study.host.machine_checks import find_ray_folder, make_session_folder
-from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan
 
 if TYPE_CHECKING:
@@ -114,12 +113,8 @@ def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["
         yield ()
         return
     print_line(console, "Starting Ray ...")
-    base = find_ray_folder(os.environ)
-    with make_session_folder(base) as folder:
-        try:
-            _init_ray(resource_plan, folder)
-        except OSError as error:  # such as a path that is too long for sockets
-            raise PlanError(f"Ray cannot start in {base} ({error})", "set RAY_TMPDIR to another folder") from None
+    with make_session_folder(find_ray_folder(os.environ)) as folder:
+        _init_ray(resource_plan, folder)
         try:
             yield find_ray_daemons()
         finally:
