@@ -25,14 +25,14 @@ from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, make_interrupt, start_time_limit
 from tune_study.host.machine_checks import measure_scratch_space
 from tune_study.placement import disk, memory_plan, resources
-from tune_study.placement.memory_plan import MemoryPlan
+from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_file, check_model, describe_teachers, make_missing_teachers
 from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.resources import compile_kernels
 from tune_study.plan.errors import MisfitError, PlanError, as_plan_error
 from tune_study.plan.own_study import check_parts
 from tune_study.plan.remarks import find_remarks
-from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, ResourcePlan, StudyPlan, check_level_seeds
+from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, StudyPlan, check_level_seeds
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
 from tune_study.tune.local_ray import LocalRay
@@ -250,20 +250,18 @@ def prepare_study(launch: Launch) -> PreparedStudy:
     """Check the requirements of a study. Raises PlanError if one is not met, and UnsafePathError for a link."""
     plan = launch.plan
     outputs.check_study_links(plan)
-    study = _estimate_requirements(launch, dry_run=False)
     outputs.check_writable(plan.output)
-    if launch.nodes is None:
-        _check_machine(study)
-    elif memory := _check_cluster(study, launch.options, launch.nodes):
-        # Planned for the nodes, whose GPUs were not known before.
-        study = study._replace(memory=memory, resource_plan=_add_placement(study.resource_plan, memory))
+    study = _check_machine(launch) if launch.nodes is None else _check_cluster(launch, launch.nodes)
     # With a storage, checkpoints are written on the nodes, and their space was checked above.
     if plan.storage is None:
         disk.check_budget(study.disk_budget)
     return study
 
 
-def _estimate_requirements(launch: Launch, dry_run: bool) -> PreparedStudy:
+def _estimate_requirements(
+    launch: Launch, dry_run: bool = False, gpu_capacity: GpuCapacity | None = None
+) -> PreparedStudy:
+    """Plan what a study gets and needs. gpu_capacity: of the nodes of a cluster, if it is known."""
     plan, options, visible_gpus, nodes = launch
     if nodes is not None and options.address is not None:
         resource_plan = cluster.allocate_cluster(plan, options.address, nodes, options.gpus, options.max_concurrent)
@@ -279,24 +277,21 @@ def _estimate_requirements(launch: Launch, dry_run: bool) -> PreparedStudy:
 
         # A file wandb/settings in the current folder may have chosen the server.
         notes.append(f"W&B: rows are sent to {wandb.setup().settings.base_url}, project {plan.wandb_project}.")
-    resource_plan = resource_plan._replace(notes=tuple(notes))
-    disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
-    gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
-    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
+    memory, settings = None, resource_plan.placement_settings
+    if resource_plan.gpu_slots or options.gpu_memory_gib is not None:  # which is checked although it has no effect
+        gpu_capacity = gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
+        memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
-        resource_plan = _add_placement(resource_plan, memory)
+        settings = {**settings, **memory.placement_settings}
+    resource_plan = resource_plan._replace(notes=tuple(notes), placement_settings=settings)
+    disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     return PreparedStudy(plan, resource_plan, disk_budget, memory, used_gpus)
 
 
-def _add_placement(resource_plan: ResourcePlan, memory: MemoryPlan) -> ResourcePlan:
-    settings = {**resource_plan.placement_settings, **memory.placement_settings}
-    return resource_plan._replace(placement_settings=settings)
-
-
-def _check_machine(study: PreparedStudy) -> None:
+def _check_machine(launch: Launch) -> PreparedStudy:
     """Raise PlanError if this machine lacks something that the study needs: files, a model, memory or disk space."""
-    plan = study.plan
+    plan, study = launch.plan, _estimate_requirements(launch)
     for game in resources.load_game_requirements(plan):
         if shortage := game.explain_shortage(plan):
             raise MisfitError(shortage)
@@ -312,6 +307,7 @@ def _check_machine(study: PreparedStudy) -> None:
         remedy = "set RAY_TMPDIR to a folder on a larger disk"
         n_runs = study.resource_plan.max_concurrent * plan.max_runs_per_trial
         disk.check_scratch("This machine", measure_scratch_space(), n_runs, run_bytes, remedy)
+    return study
 
 
 def _check_files(plan: StudyPlan) -> None:
@@ -330,24 +326,23 @@ def _check_files(plan: StudyPlan) -> None:
             check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
 
 
-def _check_cluster(study: PreparedStudy, options: LaunchRequest, nodes: tuple[Node, ...]) -> MemoryPlan | None:
-    """Raise PlanError if a node where a run may be placed lacks something; return the memory plan of the nodes."""
+def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:
+    """Raise PlanError if a node where a run may be placed lacks something; plan for the smallest GPU of the nodes."""
     from tune_study.commands import node_checks
 
-    plan, resource_plan, n_gpus = study.plan, study.resource_plan, study.plan.base_config.trainer.n_gpus_per_node
+    plan, n_gpus = launch.plan, launch.plan.base_config.trainer.n_gpus_per_node
     reports = node_checks.check_nodes(plan, cluster.find_usable_nodes(nodes, n_gpus))
     # --gpu-memory-gib takes precedence over the memory that the nodes report.
-    gpu_capacity = None if options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
-    gpu_capacity = gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, gpus=())
-    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
-    if memory is not None:
-        memory_plan.check_fits(memory, plan.study)
+    gpu_capacity = None if launch.options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
+    study = _estimate_requirements(launch, gpu_capacity=gpu_capacity)
+    if study.memory is not None:
+        memory_plan.check_fits(study.memory, plan.study)
     scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(study.disk_budget)
     if scratch_bytes is not None:
         scratch_bytes *= plan.max_runs_per_trial
-    host_bytes = 0 if memory is None else memory.host_bytes
-    node_checks.check_capacity(reports, n_gpus, resource_plan.runs_per_node, scratch_bytes, host_bytes)
-    return memory
+    host_bytes = 0 if study.memory is None else study.memory.host_bytes
+    node_checks.check_capacity(reports, n_gpus, study.resource_plan.runs_per_node, scratch_bytes, host_bytes)
+    return study
 
 
 def run_suite(

@@ -11,7 +11,6 @@ from rich.console import Console
 from tests.fakes.command_line import read_files
 from tests.fakes.plans import plan_study
 from tune_study.commands import preflight
-from tune_study.commands.describe import PreparedStudy
 from tune_study.commands.requests import LaunchRequest
 from tune_study.folder import outputs
 from tune_study.host.interrupt import make_interrupt
@@ -121,11 +120,11 @@ def test_an_index_that_cannot_be_written_is_told(suite: Suite, capsys: pytest.Ca
 def test_a_suite_does_not_begin_where_a_later_study_lacks_something(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse_second(study: PreparedStudy) -> None:
-        if study.plan == suite.plans[1]:
+    def refuse_second(plan: StudyPlan) -> None:
+        if plan == suite.plans[1]:
             raise PlanError("lacks something")
 
-    monkeypatch.setattr(preflight, "_check_machine", refuse_second)
+    monkeypatch.setattr(preflight, "_check_files", refuse_second)
     with pytest.raises(PlanError, match="lacks something"):
         suite.run(lambda *_: pytest.fail("it began"))
     assert not suite.plans[0].output.joinpath("results").exists()
