@@ -36,14 +36,13 @@ Pickled objects need the same Python and Ray. Torch may differ on the driver, wh
 
 
 class NodeReport(NamedTuple):
-    """What a node has. Bytes are those that are free for runs."""
+    """What a node has, in bytes that are free for runs; on the disk, where runs with a storage write."""
 
     versions: dict[str, str]
     """Of packages, and `code`, a hash of our sources."""
     problems: tuple[Problem, ...]
     """Why it cannot read and write where runs write, or load the models or engines."""
     disk_bytes: int
-    """Where runs of a study with a storage write."""
     memory_bytes: int
     gpu_memory_mib: tuple[int, ...]
     """Memory of each GPU, as nvidia-smi reports it."""
@@ -110,10 +109,7 @@ def _put_marker(plan: StudyPlan) -> Iterator[str]:
     # The study's folder must not be created before all checks have passed.
     existing = next(parent for parent in (plan.folder, *plan.folder.parents) if parent.is_dir())
     folder, name = StoredFolder(plan.storage or existing.as_uri()), f"tune_study-{uuid4().hex}"
-    try:
-        folder.put(name, b"")
-    except OSError as error:
-        raise PlanError(f"{plan.storage or existing} cannot be written: {format_error(error)}.") from None
+    folder.put(name, b"")  # `check_storage` or `check_writable` has tried this
     try:
         yield join_uri(folder.uri, name)
     finally:

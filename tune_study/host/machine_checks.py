@@ -8,7 +8,6 @@ logs or reach Ray's sockets.
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,12 +19,8 @@ import psutil
 from trainable.files.paths import lock_file
 from tune_study.host.gpus import query_nvidia_smi
 
-FOLDER_PREFIX = "ts-"
-"""Prefix of the folder's name, to which eight characters are added. Short, since socket paths must be short."""
-
-RAY_SUBFOLDER = "r"
-"""Name of the folder for Ray inside the session folder."""
-
+FOLDER_PREFIX, RAY_SUBFOLDER = "ts-", "r"
+"""Prefix of the session folder's name, and name of Ray's folder in it. Short, since paths of sockets must be short."""
 _LOCK_FILE = ".lock"
 
 
@@ -50,10 +45,7 @@ def measure_available_memory() -> int:
 
     In a container, psutil reports the machine's memory; the container's limit is in its control group.
     """
-    try:
-        membership = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-    except OSError:  # not on Linux
-        membership = ""
+    membership = Path("/proc/self/cgroup").read_text(encoding="utf-8")
     limits = read_cgroup_limits(Path("/sys/fs/cgroup"), membership)
     return min([int(psutil.virtual_memory().available), *limits])
 
@@ -78,9 +70,7 @@ def read_cgroup_limits(root: Path, membership: str) -> list[int]:
 
 def find_ray_folder(environ: Mapping[str, str]) -> Path:
     """Find the folder for Ray's session folder: the one that Ray 2.60 would choose."""
-    # Ray reads TMPDIR only on Linux.
-    names = ("RAY_TMPDIR", "TMPDIR") if sys.platform == "linux" else ("RAY_TMPDIR",)
-    return Path(os.path.abspath(next((environ[name] for name in names if name in environ), "/tmp")))
+    return Path(os.path.abspath(environ.get("RAY_TMPDIR", environ.get("TMPDIR", "/tmp"))))
 
 
 def measure_scratch_space() -> int:

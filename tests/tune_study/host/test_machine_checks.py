@@ -5,8 +5,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tune_study.host import gpus, machine_checks
 from tune_study.host.gpus import Gpu, detect_gpus
@@ -91,22 +89,3 @@ def test_what_nvidia_smi_prints_is_read() -> None:
     for complaint in (COMPLAINT, "No devices were found\n", "No running processes found", ""):
         with print_in_nvidia_smi(complaint):
             assert query_gpu_memory() == query_gpu_processes() == detect_gpus({}) == ()
-
-
-sizes = st.none() | st.integers(0, 10**6)
-uuids = st.from_regex(r"GPU-[0-9a-f-]{1,36}", fullmatch=True)
-
-
-@given(
-    st.lists(st.builds(GpuMemory, uuids, sizes, sizes)),
-    st.lists(st.builds(GpuProcess, uuids, st.integers(1, 2**22), sizes)),
-    st.sampled_from(["[N/A]", "[Not Supported]", ""]),
-)
-def test_what_is_printed_is_read_again(memory: list[GpuMemory], processes: list[GpuProcess], missing: str) -> None:
-    for rows, entries, query in (
-        ([(number, *entry) for number, entry in enumerate(memory)], memory, query_gpu_memory),
-        (processes, processes, query_gpu_processes),
-    ):
-        lines = [", ".join(missing if cell is None else str(cell) for cell in row) for row in rows]
-        with print_in_nvidia_smi("\n".join(lines)):
-            assert list(query()) == entries
