@@ -46,7 +46,7 @@ from tune_study.host.gpus import detect_gpus
 from tune_study.host.interrupt import make_interrupt
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
-from tune_study.plan.errors import MisfitError, PlanError
+from tune_study.plan.errors import EXIT_CODES, PlanError
 from tune_study.plan.own_study import load_own_study, load_typed_files, pin_typed_values
 from tune_study.plan.storage_uri import is_uri
 from tune_study.plan.study_plan import StudyPlan
@@ -97,7 +97,8 @@ def report_errors(command: Command) -> Command:
             command(*args, **kwargs)
         except (ConfigError, PlanError, OwnPartError, UnsafePathError) as error:
             print_error(f"tune_study: {error}")
-            raise typer.Exit(3 if isinstance(error, MisfitError) else 2) from None
+            severity = error.problem.severity if isinstance(error, PlanError) else "refusal"
+            raise typer.Exit(EXIT_CODES[severity]) from None
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG or error.filename is None:
                 raise

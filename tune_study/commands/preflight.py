@@ -29,7 +29,7 @@ from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_file, check_model, describe_teachers, make_missing_teachers
 from tune_study.placement.model_size import read_model_shape
 from tune_study.placement.resources import compile_kernels
-from tune_study.plan.errors import MisfitError, PlanError, as_plan_error
+from tune_study.plan.errors import EXIT_CODES, MisfitError, PlanError, as_plan_error
 from tune_study.plan.own_study import check_parts
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, StudyPlan, check_level_seeds
@@ -68,8 +68,8 @@ def start_studies(
     """Check the requirements of all studies, then run them one after another; in a dry run, only print their plans.
 
     visible_gpus: see `Launch`. time_limit: a limit that is already running; None to start one of --max-hours now.
-    Returns the exit code: 0 if every study returns 0, or 3 for a dry run of a study that does not fit. Raises PlanError
-    before anything starts if a study cannot be run.
+    Returns the exit code: 0 if every study returns 0, or that of a misfit for a dry run of a study that does not fit.
+    Raises PlanError before anything starts if a study cannot be run.
     """
     plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
     for plan in plans:
@@ -94,12 +94,12 @@ def start_studies(
             cpu_options = replace(options, gpus=None)
             launches = [launch if launch.plan.model else launch._replace(options=cpu_options) for launch in launches]
         if dry_run:
-            all_fit = True
+            exit_code = 0
             for index, launch in enumerate(launches):
                 if len(plans) > 1:
                     print_line(console, format_position(plans, index))
-                all_fit &= _print_plan(launch, console)
-            return 0 if all_fit else 3
+                exit_code = max(exit_code, _print_plan(launch, console))
+            return exit_code
         time_limit = time_limit or start_time_limit(options.max_hours)
         # All studies are checked before the first one starts, so that a suite does not fail hours later.
         studies = [prepare_study(launch) for launch in launches]
@@ -206,8 +206,8 @@ def explain_misfit(
     return "", []
 
 
-def _print_plan(launch: Launch, console: Console) -> bool:
-    """Print the plan of a dry run, beginning with what does not fit; return whether everything fits.
+def _print_plan(launch: Launch, console: Console) -> int:
+    """Print the plan of a dry run, beginning with what does not fit; return the exit code.
 
     Of the files of this machine only models are checked. Raises PlanError if one is missing and its size is unknown.
     """
@@ -232,7 +232,7 @@ def _print_plan(launch: Launch, console: Console) -> bool:
     for line in filter(None, [*shortages, *notes]):
         print_line(console, line)
     print_plan(console, study)
-    return not any(shortages)
+    return EXIT_CODES["misfit"] if any(shortages) else 0
 
 
 def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:

@@ -1,12 +1,15 @@
 """What is wrong with a study or a machine: as a value that is printed, and as the error that refuses a command."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Severity = Literal["remark", "refusal", "misfit"]
-"""A remark changes nothing, a refusal ends a command with code 2, and a misfit, a lack of memory or space, with 3."""
+"""A misfit is a lack of memory or disk space."""
+
+EXIT_CODES: Mapping[Severity, int] = {"remark": 0, "refusal": 2, "misfit": 3}
+"""The exit code of a command that finds such a problem."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class PlanError(ValueError):
 
 
 class MisfitError(PlanError):
-    """A study needs more memory or disk space than there is. Commands then exit with code 3."""
+    """A study needs more memory or disk space than there is."""
 
     severity = "misfit"
 
