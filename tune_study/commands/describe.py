@@ -168,26 +168,25 @@ def _describe_game(plan: StudyPlan) -> Iterator[str]:
         yield f"{sent_text} are sent to the judge at {env.papers.judge_url}."
 
 
-def describe_signal(plan: StudyPlan) -> list[str]:
+def describe_signal(plan: StudyPlan) -> Iterator[str]:
     """Describe how much can be learned from the shipped policies of the runs before any training.
 
     That is how many groups have equal scores, and whether the policy can give a valid answer at all in a plug-in game.
     """
     if not plan.study.family.games:
-        return []
+        return
     from trainable.tiny.group_scores import describe_groups
 
+    yield from describe_groups(plan.ppo_configs)
     games = {
         (config.env.name, config.model.path, config.model.prompt_style): config
         for config in plan.ppo_configs
         if parse_part_name(config.env.name) is not None and config.model.path in SHIPPED_MODELS
     }
-    lines = describe_groups(plan.ppo_configs)
     if games:
         from trainable.part_checks import describe_first_replies  # imports torch
 
-        lines = [*lines, *filter(None, map(describe_first_replies, games.values()))]
-    return lines
+        yield from filter(None, map(describe_first_replies, games.values()))
 
 
 def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str]:

@@ -95,9 +95,9 @@ def start_studies(
             launches = [launch if launch.plan.model else launch._replace(options=cpu_options) for launch in launches]
         if dry_run:
             exit_code = 0
-            for index, launch in enumerate(launches):
+            for number, launch in enumerate(launches, start=1):
                 if len(plans) > 1:
-                    print_line(console, format_position(plans, index))
+                    print_line(console, f"Study {number} of {len(plans)}: {launch.plan.study.name}")
                 exit_code = max(exit_code, _print_plan(launch, console))
             return exit_code
         time_limit = time_limit or start_time_limit(options.max_hours)
@@ -363,7 +363,7 @@ def run_suite(
     ):
         try:
             for launch in launches:
-                print_line(console, format_position(plans, n_started))
+                print_line(console, f"Study {n_started + 1} of {len(plans)}: {launch.plan.study.name}")
                 suite = SuiteContext(local_ray, make_interrupt(launch.plan.folder))
                 # One interrupt covers training and all that follows, so that files being written are finished.
                 with suite.interrupt.handle_signals(partial(print_line, console)):
@@ -398,8 +398,3 @@ def _finish_suite(plans: Sequence[StudyPlan], n_started: int, console: Console) 
         print_error(f"The index of the studies in {plans[0].output} could not be written: {error}")
         return 1
     return 0
-
-
-def format_position(plans: Sequence[StudyPlan], index: int) -> str:
-    """Format the position and name of a study within its suite."""
-    return f"Study {index + 1} of {len(plans)}: {plans[index].study.name}"
