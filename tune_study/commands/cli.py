@@ -7,7 +7,6 @@ import atexit
 import errno
 import functools
 import gc
-import json
 import os
 import sys
 import traceback
@@ -47,7 +46,7 @@ from tune_study.host.gpus import detect_gpus
 from tune_study.host.interrupt import make_interrupt
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
-from tune_study.plan.errors import MisfitError, PlanError
+from tune_study.plan.errors import EXIT_CODES, PlanError
 from tune_study.plan.own_study import load_own_study, load_typed_files, pin_typed_values
 from tune_study.plan.storage_uri import is_uri
 from tune_study.plan.study_plan import StudyPlan
@@ -98,7 +97,8 @@ def report_errors(command: Command) -> Command:
             command(*args, **kwargs)
         except (ConfigError, PlanError, OwnPartError, UnsafePathError) as error:
             print_error(f"tune_study: {error}")
-            raise typer.Exit(3 if isinstance(error, MisfitError) else 2) from None
+            severity = error.problem.severity if isinstance(error, PlanError) else "refusal"
+            raise typer.Exit(EXIT_CODES[severity]) from None
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG or error.filename is None:
                 raise
@@ -135,42 +135,25 @@ def show_version(version: Annotated[bool, Option("--version", help="Print the ve
 
 @command(MAIN, "list", "")
 def list_studies(
-    study: Annotated[
-        str | None, argument("STUDY", "Name of the study; default: all.", autocompletion=opt.complete_study)
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON: an object with `studies` and `suites`.")] = False,
+    study: Annotated[str | None, argument("STUDY", "Name of the study; default: all.")] = None,
 ) -> None:
     """List the studies and their questions, or the axis and values of STUDY."""
-    studies, suites = [*STUDIES.values()], SUITES
     suite = None if study is None else normalize_study_name(study)
-    if suite in SUITES:
-        studies, suites = [STUDIES[name] for name in SUITES[suite]], {suite: SUITES[suite]}
-    elif study is not None:
-        studies, suites = [find_study(study)], {}
-    if as_json:
-        typer.echo(json.dumps(describe.make_study_list(studies, suites), indent=2))
-    elif suites:
-        describe.print_studies(make_console(), studies, suites)
+    if study is None:
+        describe.print_studies(make_console(), [*STUDIES.values()], SUITES)
+    elif suite in SUITES:
+        describe.print_studies(make_console(), [STUDIES[name] for name in SUITES[suite]], {suite: SUITES[suite]})
     else:
-        describe.print_study(make_console(), *studies)
+        describe.print_study(make_console(), find_study(study))
 
 
 @command(MAIN, "settings", "--all | grep kl_")
 def settings(
-    study: Annotated[
-        str,
-        argument(
-            "[STUDY|WORD]",
-            "Name of the study; sandboxes have other settings. Or a word, to look for settings of kl.",
-            autocompletion=opt.complete_study,
-        ),
-    ] = "kl",
+    study: Annotated[str, argument("[STUDY]", "Name of the study; sandboxes have other settings.")] = "kl",
     list_all: Annotated[bool, Option("--all", help="List every setting, not only the most common ones.")] = False,
 ) -> None:
-    """List the main settings for --set, or those whose name or meaning has a WORD."""
-    is_study = normalize_study_name(study) in STUDIES
-    if is_study or not describe.print_settings(make_console(), STUDIES["kl"], study):
-        describe.print_settings(make_console(), find_study(study), with_all=list_all)
+    """List the main settings for --set."""
+    describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 
 @command(READ, "status", "results/kl_sweep_sokoban-tiny")
@@ -206,8 +189,7 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest) -> Non
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]
 
-    command_line = outputs.format_command_line()
-    plans = make_plans_that_fit(make_plans, request, launch, visible_gpus, command_line)
+    plans = make_plans_that_fit(make_plans, request, launch, visible_gpus)
     raise typer.Exit(start_studies(plans, launch, visible_gpus, request.dry_run, make_console()))
 
 
@@ -221,8 +203,7 @@ def search(study: opt.StudyName, search_request: SearchRequest, request: StudyRe
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [searching.plan_search(chosen, preset, search_request, request, source)]
 
-    command_line = outputs.format_command_line()
-    (plan,) = make_plans_that_fit(make_plans, request, launch, visible_gpus, command_line)
+    (plan,) = make_plans_that_fit(make_plans, request, launch, visible_gpus)
     raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, request.dry_run, make_console()))
 
 
@@ -497,7 +478,7 @@ def plot_gradients(
 
 @command(FILES, "doctor", "--output out")
 def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
-    """Check that this machine has all that a run needs, and say what to do."""
+    """Train one step of a study on this machine, and say what went wrong."""
     from tune_study.commands.doctor import diagnose
 
     raise typer.Exit(diagnose(make_console(), _make_absolute(output), preset))

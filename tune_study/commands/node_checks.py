@@ -19,7 +19,7 @@ from tune_study.placement.disk import check_scratch
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_engines
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, Problem
 from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.cluster import Node, count_fitting_runs
@@ -36,18 +36,14 @@ Pickled objects need the same Python and Ray. Torch may differ on the driver, wh
 
 
 class NodeReport(NamedTuple):
-    """What a node has."""
+    """What a node has, in bytes that are free for runs; on the disk, where runs with a storage write."""
 
     versions: dict[str, str]
     """Of packages, and `code`, a hash of our sources."""
-    storage_error: str
-    """Why the node cannot read and write where runs write; empty if it can."""
-    setup_error: str
-    """Why it cannot load the models or engines; empty if it can."""
-    free_disk_bytes: int
-    """Where runs of a study with a storage write."""
-    free_memory_bytes: int
-    """CPU memory for new processes."""
+    problems: tuple[Problem, ...]
+    """Why it cannot read and write where runs write, or load the models or engines."""
+    disk_bytes: int
+    memory_bytes: int
     gpu_memory_mib: tuple[int, ...]
     """Memory of each GPU, as nvidia-smi reports it."""
 
@@ -75,8 +71,8 @@ def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]]) -> NodeRepor
 
     marker: URI of a file that the driver has written. configs: the settings of each arm with a language model.
     """
-    # Errors are reported instead of raised: the driver first compares versions, whose difference may be the cause.
-    storage_error = setup_error = ""
+    # Problems are reported instead of raised: the driver first compares versions, whose difference may be the cause.
+    problems = []
     uri, name = split_uri(marker)
     try:
         folder = StoredFolder(uri)
@@ -84,7 +80,12 @@ def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]]) -> NodeRepor
         folder.put(answer := f"{name}-{uuid4().hex}", b"")  # since runs write there, too
         folder.remove(answer)
     except (OSError, PlanError) as error:
-        storage_error = format_error(error)
+        remedy = (
+            "type --output with a folder that all nodes share, or --storage with a bucket or a shared folder, for "
+            "which this node has the network and, where `ray start` is typed, the credentials"
+        )
+        text = f"{uri}, where every run writes, cannot be read and written ({format_error(error)})"
+        problems.append(Problem("refusal", text, remedy))
     try:
         for settings in configs:
             config = RunConfig.model_validate(settings)
@@ -92,11 +93,10 @@ def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]]) -> NodeRepor
                 check_model(model, os.environ, config.model.chat_format)
             check_engines(config, os.environ)
     except PlanError as error:
-        setup_error = str(error)
+        problems.append(error.problem)
     return NodeReport(
         read_all_versions(),
-        storage_error,
-        setup_error,
+        tuple(problems),
         measure_scratch_space(),
         measure_available_memory(),
         tuple(entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None),
@@ -109,10 +109,7 @@ def _put_marker(plan: StudyPlan) -> Iterator[str]:
     # The study's folder must not be created before all checks have passed.
     existing = next(parent for parent in (plan.folder, *plan.folder.parents) if parent.is_dir())
     folder, name = StoredFolder(plan.storage or existing.as_uri()), f"tune_study-{uuid4().hex}"
-    try:
-        folder.put(name, b"")
-    except OSError as error:
-        raise PlanError(f"{plan.storage or existing} cannot be written: {format_error(error)}.") from None
+    folder.put(name, b"")  # `check_storage` or `check_writable` has tried this
     try:
         yield join_uri(folder.uri, name)
     finally:
@@ -140,44 +137,32 @@ def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport
             except ray.exceptions.RayError as error:
                 # The last line is the exception, after the traceback of the task.
                 reason = str(error).strip().splitlines()[-1].strip(" .")
-                raise PlanError(
-                    f"The node {node.name} cannot run a study: {reason}. Install the same tune_study there as here, as "
-                    f"in docs/cluster.md."
-                ) from None
-    # Versions first: differing sources or packages are the likely cause of a node's other errors.
+                remedy = "install the same tune_study there as here, as in docs/cluster.md"
+                raise PlanError(f"The node {node.name} cannot run a study ({reason})", remedy) from None
+    # Versions first: differing sources or packages are the likely cause of a node's other problems.
     check_versions(read_all_versions(), {node.name: report.versions for node, report in reports.items()})
     for node, report in reports.items():
-        if report.storage_error and plan.study_uri is not None:
-            raise PlanError(
-                f"The node {node.name} cannot read --storage {plan.storage}: {report.storage_error}. Give the node the "
-                f"same access as this machine: the network, and credentials in the environment in which `ray start` is "
-                f"typed."
-            )
-        if report.storage_error:
-            raise PlanError(
-                f"The node {node.name} does not see the folder {plan.output} of this machine, where every run writes: "
-                f"type --output with a folder that all nodes share, or --storage with a bucket or a shared folder."
-            )
-        if report.setup_error:
-            raise PlanError(f"On the node {node.name}: {report.setup_error}")
+        for problem in report.problems:
+            raise PlanError(f"On the node {node.name}: {problem}")
     return reports
 
 
 def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[str, Mapping[str, str]]) -> None:
     """Raise PlanError if nodes differ in a package, or differ from the driver in a package of _DRIVER_PACKAGES.
 
-    driver_versions: versions by package. node_versions: the same for at least one node, by the node's name.
+    driver_versions: versions by package. node_versions: the same by the node's name.
     """
-    # If every node equals the first one, all are equal.
-    first = next(iter(node_versions.items()))
+    packages = sorted({package for versions in node_versions.values() for package in versions})
+    expected = {package: ("this machine", driver_versions.get(package, "not")) for package in _DRIVER_PACKAGES}
     for node, versions in node_versions.items():
-        for package in sorted(first[1].keys() | versions.keys()):
-            name, expected = ("this machine", driver_versions) if package in _DRIVER_PACKAGES else first
-            version, expected_version = versions.get(package, "not"), expected.get(package, "not")
+        for package in packages:
+            version = versions.get(package, "not")
+            name, expected_version = expected.setdefault(package, (node, version))
             if version != expected_version:
                 raise PlanError(
-                    f"The node {node} has {package} {version} and {name} {expected_version}: results would depend on "
-                    "the node of a run. Install the same versions on all nodes, as in docs/cluster.md."
+                    f"The node {node} has {package} {version} and {name} {expected_version}, so that results would "
+                    "depend on the node of a run",
+                    "install the same versions on all nodes, as in docs/cluster.md",
                 )
 
 
@@ -193,12 +178,12 @@ def check_capacity(
         # Ray may fill a node with runs, up to the number that run at once.
         n_runs = min(count_fitting_runs(node, n_gpus), runs_per_node)
         remedy = "type `ray start` there with --temp-dir and a folder on a larger disk"
-        check_scratch(f"The node {node.name}", report.free_disk_bytes, n_runs, scratch_bytes, remedy)
-        if host_bytes * n_runs > report.free_memory_bytes:
+        check_scratch(f"The node {node.name}", report.disk_bytes, n_runs, scratch_bytes, remedy)
+        if host_bytes * n_runs > report.memory_bytes:
             raise PlanError(
                 f"{n_runs} runs at once need {decimal(host_bytes * n_runs)} of CPU memory on the node {node.name}, "
-                f"which has {decimal(report.free_memory_bytes)} available: type --max-concurrent with a smaller "
-                f"number."
+                f"which has {decimal(report.memory_bytes)} available",
+                "type --max-concurrent with a smaller number",
             )
 
 

@@ -9,6 +9,7 @@ from search_spaces.catalog import STUDIES
 from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.families import Remark
+from tune_study.plan.errors import Problem
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 PPO_REMARKS: tuple[Remark, ...] = (
@@ -30,9 +31,9 @@ PPO_REMARKS: tuple[Remark, ...] = (
 )
 
 
-def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
-    """Make a line for each remark that holds in some arm, with the settings of the first of these arms."""
-    return tuple(f"Remark: {sentence}" for sentence in _find_sentences(plan))
+def find_remarks(plan: StudyPlan) -> tuple[Problem, ...]:
+    """Find the remarks that hold in some arm, with the settings of the first of these arms."""
+    return tuple(Problem("remark", sentence) for sentence in _find_sentences(plan))
 
 
 def _find_sentences(plan: StudyPlan) -> Iterator[str]:

@@ -87,7 +87,7 @@ def execute_study(
             print_line(console, f"Terminated process {orphan}, an orphan of an earlier start of this study")
         if suite is None:
             ray = stack.enter_context(LocalRay([plan.folder], console, is_local=is_local))
-            suite = SuiteContext(ray, make_interrupt(plan.folder), lambda: None)
+            suite = SuiteContext(ray, make_interrupt(plan.folder))
         progress = Progress(plan, resource_plan.max_concurrent, console)
         stack.enter_context(suite.interrupt.limit_time(time_limit, partial(print_line, console)))
         storage = None
@@ -289,7 +289,6 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
         status_problem = statuses.close(f"the study ended early: {reason}")
     exit_code = conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
     end_wandb(session)
-    session.suite.on_ray_lost()
     # This is the watchdog's thread, and the main thread is stuck in a call to Ray. os._exit does not flush streams.
     os._exit(finish_output(exit_code))
 

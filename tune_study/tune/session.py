@@ -1,6 +1,6 @@
 """One start of a study: what its components share while it runs, and the seeds to add after its results."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,6 @@ class SuiteContext:
     ray: LocalRay
     interrupt: Interrupt
     """The request to stop, which ends the whole suite."""
-    on_ray_lost: Callable[[], object]
-    """Called if Ray's daemons have exited, after the study was concluded and before the process ends."""
 
 
 @dataclass(frozen=True)

@@ -211,13 +211,14 @@ def test_a_folder_that_a_node_does_not_share_is_refused(fake_cluster: FakeCluste
     folder = fake_cluster.hidden / "not-shared"
     process = type_in(fake_cluster, folder, "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *SMALL_OPTIONS)
     assert process.returncode == 2
-    assert f"does not see the folder {folder} of this machine, where every run writes: type --output" in process.stderr
+    assert f"file://{folder}, where every run writes, cannot be read and written (" in process.stderr
+    assert "): type --output with a folder that all nodes share, or --storage" in process.stderr
     assert process.stderr.count("\n") == 1
     assert list(folder.iterdir()) == []
     words = ("run", "kl", "--preset", "laptop", "--storage", str(fake_cluster.hidden / "storage"))
     process = type_in(fake_cluster, folder, *words, *SMALL_OPTIONS)
     assert process.returncode == 2
-    assert "cannot read --storage file://" in process.stderr
+    assert "/storage, where every run writes, cannot be read and written (" in process.stderr
     assert not list((fake_cluster.hidden / "storage").iterdir())
 
 
@@ -341,7 +342,7 @@ def test_nodes_with_other_packages_are_refused_by_name() -> None:
 
 
 def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
-    reports = {NODES[0]: NodeReport({}, "", "", 400, 1000, ()), NODES[1]: NodeReport({}, "", "", 100, 1000, ())}
+    reports = {NODES[0]: NodeReport({}, (), 400, 1000, ()), NODES[1]: NodeReport({}, (), 100, 1000, ())}
     check_capacity(reports, 4, 8, 100, 0)  # one run fits on the first node and none on the second
     with pytest.raises(PlanError, match="The node one has 400 bytes free for the checkpoints of up to 4 runs"):
         check_capacity(reports, 1, 8, 101, 0)
@@ -350,8 +351,8 @@ def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> No
 
 def test_nodes_with_too_little_space_are_refused() -> None:
     reports = {
-        NODES[0]: NodeReport({}, "", "", 100, 50, (81_559, 81_559)),
-        NODES[1]: NodeReport({}, "", "", 90, 60, (46_068,)),
+        NODES[0]: NodeReport({}, (), 100, 50, (81_559, 81_559)),
+        NODES[1]: NodeReport({}, (), 90, 60, (46_068,)),
     }
     check_capacity(reports, 1, 2, 45, 25)
     check_capacity(reports, 1, 2, 0, 25)
@@ -361,23 +362,24 @@ def test_nodes_with_too_little_space_are_refused() -> None:
         check_capacity(reports, 1, 2, 45, 26)
     smallest_gpu = find_smallest_gpu(reports)
     assert (smallest_gpu.size, smallest_gpu.is_known) == (46_068 * 2**20, True)
-    assert find_smallest_gpu({**reports, NODES[2]: NodeReport({}, "", "", 0, 0, ())}) is None
+    assert find_smallest_gpu({**reports, NODES[2]: NodeReport({}, (), 0, 0, ())}) is None
 
 
 def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     config = apply_overrides(make_plan_in(tmp_path).base_config, TORCH_SETTINGS)
     marker, settings = (tmp_path / "marker").as_uri(), config.model_dump(mode="json")
-    assert inspect_node(marker, [settings]).storage_error != ""
+    (problem,) = inspect_node(marker, [settings]).problems
+    assert problem.text.startswith(f"{tmp_path.as_uri()}, where every run writes, cannot be read and written (")
     (tmp_path / "marker").touch()
     report = inspect_node(marker, [settings])
-    assert (report.storage_error, report.setup_error) == ("", "")
+    assert report.problems == ()
     assert report.versions["code"] == compute_code_hash()
-    assert min(report.free_memory_bytes, report.free_disk_bytes) > 0
+    assert min(report.memory_bytes, report.disk_bytes) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["marker"]
     missing_settings = apply_overrides(config, {"model.path": "Qwen/Qwen2.5-3B"}).model_dump(mode="json")
-    report = inspect_node(marker, [settings, missing_settings])
-    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in report.setup_error
+    (problem,) = inspect_node(marker, [settings, missing_settings]).problems
+    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in problem.text
 
 
 def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

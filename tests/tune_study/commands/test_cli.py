@@ -21,7 +21,6 @@ from trainable.files.json_lines import write_lines
 from trainable.files.json_values import DamageWarning
 from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.commands import preflight
-from tune_study.commands.describe import make_study_list
 from tune_study.commands.requests import LaunchRequest
 from tune_study.demo.archive import unpack
 from tune_study.folder.outputs import lock_folder, make_study_record, write_study
@@ -38,16 +37,6 @@ def test_a_fetched_model_is_a_model(work_dir: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_CACHE", str(work_dir / "cache"))
     answer = type_in("run kl --model Qwen/Qwen2.5-3B --output /dev/null")
     assert "--output /dev/null is a file" in answer.err
-
-
-def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(work_dir / ("t" * 120)))
-    assert_refused(
-        "run kl --preset laptop --steps 1", "Ray cannot start here: the path ", "Type `export RAY_TMPDIR=/tmp`"
-    )
-    assert list(work_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -163,34 +152,24 @@ def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "settings", "line"),
+    ("options", "types"),
     [
-        ("paper", "", "Precision: passes in bfloat16, logits in bfloat16, weights and sums in float32"),
+        ("paper", "bfloat16, logits in bfloat16, weights"),
         (
-            "paper",
-            "--set model.dtype=float16 --set model.loss_scale=1024 --set model.head_dtype=float32",
-            "Precision: passes in float16, losses scaled by 1024, logits in float32, weights and sums in float32",
+            "paper --set model.dtype=float16 --set model.loss_scale=1024 --set model.head_dtype=float32",
+            "float16, losses scaled by 1024, logits in float32, weights",
         ),
         (
-            "paper",
-            "--set model.lora_rank=64 --set model.load_in_4bit=true",
-            "Precision: passes in bfloat16, logits in bfloat16, linear layers of the frozen blocks in 4 bits, trained "
-            "weights and sums in float32",
+            "laptop --set model.lora_rank=4 --set model.load_in_4bit=true",
+            "float32, logits in float32, linear layers of the frozen blocks in 4 bits, trained weights",
         ),
-        (
-            "laptop",
-            "--set model.lora_rank=4 --set model.load_in_4bit=true",
-            "Precision: passes in float32, logits in float32, linear layers of the frozen blocks in 4 bits, trained "
-            "weights and sums in float32",
-        ),
-        ("laptop", "", None),
+        ("laptop", None),
     ],
 )
-def test_a_plan_names_the_precision_unless_all_is_float32(
-    work_dir: Path, preset: str, settings: str, line: str | None
-) -> None:
-    lines = type_in(f"run kl --preset {preset} {settings} --dry-run").out.splitlines()
-    assert [text for text in lines if text.startswith("Precision: ")] == ([] if line is None else [line])
+def test_a_plan_names_the_precision_unless_all_is_float32(work_dir: Path, options: str, types: str | None) -> None:
+    lines = type_in(f"run kl --preset {options} --dry-run").out.splitlines()
+    expected = [] if types is None else [f"Precision: passes in {types} and sums in float32"]
+    assert [line for line in lines if line.startswith("Precision: ")] == expected
 
 
 FakeMachine = Callable[..., None]
@@ -407,22 +386,13 @@ def test_list_shows_the_axis_of_a_study(name: str) -> None:
     assert out.startswith(f"{name}: {study.question.strip()}\n")
     assert study.axis.option in out
     grid = "group 1 (" if study.axis.value_groups else ",".join(study.axis.grids["laptop"])
-    assert (grid if len(grid) <= 120 else grid[:90]) in out
-    assert type_in(f"list {name} --json").out == json.dumps(make_study_list([study], {}), indent=2) + "\n"
+    assert grid in out
 
 
 @pytest.mark.parametrize("name", SUITES)
 def test_list_shows_the_studies_of_a_suite(name: str) -> None:
     lines = [*map(str.split, type_in(f"list {name}").out.splitlines())]
     assert [words[0] for words in lines] == ["study", *SUITES[name], name, "Axis"]
-    entries = json.loads(type_in(f"list {name} --json").out)
-    assert [entry["name"] for entry in entries["studies"]] == list(SUITES[name])
-    assert entries["suites"] == [{"name": name, "studies": list(SUITES[name])}]
-
-
-def test_list_shortens_a_long_axis() -> None:
-    line = next(line for line in type_in("list sandbox-delays").out.splitlines() if "REINFORCE-delay100" in line)
-    assert line.endswith(",PG-delay0,... (36 values)")
 
 
 def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> None:
@@ -462,13 +432,7 @@ def test_settings_of_a_sandbox_are_its_own() -> None:
     lines = {line.split()[0]: line for line in type_in("settings influence --all").out.splitlines()}
     assert lines.keys() - {"setting"} == set(list_field_names(UpdateRuleConfig)) - {"seed"}
     assert re.search(r" 0\.04 +.* number >= 0$", lines["grpo_beta"])
-    assert type_in("settings nosuchword").code == 2
-
-
-def test_settings_are_found_by_a_word_of_their_name_or_meaning() -> None:
-    lines = {line.split()[0] for line in type_in("settings epochs").out.splitlines()}
-    assert {"actor.ppo_epochs", "critic.ppo_epochs"} <= lines
-    assert "actor.lr" not in lines
+    assert type_in("settings nosuchstudy").code == 2
 
 
 def test_status_says_how_far_each_run_is(work_dir: Path) -> None:

@@ -288,8 +288,6 @@ RIGHT = [
     "--version",
     "-h",
     "run --help",
-    "list --json",
-    "settings epochs",
     "run KL --preset laptop --dry-run",
     "run Top_P --preset laptop --dry-run",
     f"{LAPTOP} --set actor.lr=1e-4 --set actor.grad_clip=2",

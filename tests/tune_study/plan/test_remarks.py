@@ -22,7 +22,7 @@ from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.families import Remark, list_families
 from tune_study.commands.cli import app
 from tune_study.plan import remarks
-from tune_study.plan.remarks import PPO_REMARKS, find_remarks
+from tune_study.plan.remarks import PPO_REMARKS
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
 REMARKS = [*PPO_REMARKS, *UPDATE_RULE_REMARKS, *DISTILLATION_REMARKS]
@@ -74,6 +74,11 @@ def test_a_setting_without_effect_is_in_the_plan() -> None:
         "Remark: trainer.zero_stage=1 has no effect: torch updates on one device. To use DeepSpeed, "
     )
     assert print_plan("entropy", "trainer.zero_stage=1 trainer.strategy=deepspeed") == []
+
+
+def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
+    """The lines of a plan's remarks."""
+    return tuple(map(str, remarks.find_remarks(plan)))
 
 
 def make_axis_plan(setting: str, values: Sequence[str], settings: Mapping[str, object]) -> StudyPlan:
@@ -137,13 +142,6 @@ def test_the_settings_that_shipped_studies_declare_and_no_arm_reads_are_known(mo
         "actor.ppo_mini_batch_size",
         "actor.ppo_micro_batch_size_per_gpu",
     }
-
-
-def test_a_logger_that_an_option_turns_off_is_in_the_plan() -> None:
-    note = "trainer.logger names wandb, and has no effect with --wandb off."
-    for option, is_said in (("--wandb off", True), ("--wandb offline", False)):
-        words = f"run kl --preset laptop --dry-run --set trainer.logger=[wandb] {option}"
-        assert (note in CliRunner().invoke(app, shlex.split(words)).stdout) == is_said
 
 
 def test_a_setting_without_effect_is_found_in_a_declaration_too() -> None:

@@ -471,7 +471,7 @@ def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
         plan.get_run_dir(run.run_id).mkdir(parents=True)
     barrier = Barrier.options(name="meeting").remote(n_parallel)
     console = Console(quiet=True)
-    suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
+    suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"))
     session = StudySession(plan, resource_plan, console, suite, {}, progress)
     grid = make_study_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ()))).fit()
     ray.kill(barrier)

@@ -36,7 +36,7 @@ def make_session(folder: Path) -> tuple[run.StudySession, StudyStatuses]:
     plan = plan_study(folder, preset="paper", trainer__n_gpus_per_node=0)
     write_study(plan)
     resource_plan, console = preflight(plan, None, (), 2, None, is_real=True), Console(quiet=True)
-    suite = run.SuiteContext(LocalRay([plan.folder], console), make_interrupt(plan.folder), lambda: None)
+    suite = run.SuiteContext(LocalRay([plan.folder], console), make_interrupt(plan.folder))
     storage: Any = StoredRows(plan)
     session = run.StudySession(plan, resource_plan, console, suite, {}, Progress(plan, 1, console), storage)
     statuses = StudyStatuses(plan, ())
