@@ -408,7 +408,7 @@ def run_suite(
     exit_code, n_started, is_indexed = 0, 0, False
 
     def finish_suite() -> None:
-        """Name the studies that were not started, and write the index. The watchdog calls this if Ray is lost."""
+        """Name the studies that were not started, and write the index."""
         nonlocal is_indexed
         if n_started < len(plans):
             names = ", ".join(plan.study.name for plan in plans[n_started:])
@@ -429,7 +429,7 @@ def run_suite(
         try:
             for plan in plans:
                 print_line(console, format_position(plans, n_started))
-                suite = SuiteContext(local_ray, make_interrupt(plan.folder), finish_suite)
+                suite = SuiteContext(local_ray, make_interrupt(plan.folder))
                 # One interrupt covers training and all that follows, so that files being written are finished.
                 with suite.interrupt.handle_signals(lambda text: print_line(console, text)):
                     prepared_study = prepare_study(plan)

@@ -262,30 +262,25 @@ def read_versions() -> dict[str, str]:
     return package_versions
 
 
-_SOURCE_FOLDERS = ("tune_study", "trainable", "search_spaces", "analysis")
-"""The folders of a checkout where a new file may be code that a run imports."""
-
-
 def read_git_state(folder: Path) -> Git | None:
     """Read the commit of the sources in `folder` and whether they differ from it; None if git does not track them.
 
-    New files count only inside the packages: results in the folder of the checkout change no code.
+    New files do not count, since the results of studies may be in the folder of the checkout.
     """
     # The first command fails if git does not track the folder, such as a package installed inside another repository.
     git_commands = (
         ["ls-files", "--error-unmatch", "*.py"],
         ["rev-parse", "HEAD"],
         ["status", "--porcelain", "--untracked-files=no"],
-        ["ls-files", "--others", "--exclude-standard", "--", *(f":/{name}" for name in _SOURCE_FOLDERS)],
     )
     try:
-        _, commit, *changes = (
+        _, commit, changes = (
             subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
             for arguments in git_commands
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return Git(commit.strip(), any(text.strip() for text in changes))
+    return Git(commit.strip(), bool(changes.strip()))
 
 
 def format_command_line() -> str:

@@ -54,7 +54,7 @@ class StudyStatuses:
     """The statuses of a study's runs while this process is its driver.
 
     No other process writes them. If a status.json is deleted, damaged, or not written because the disk is full, the
-    status in memory is right, and the file is written again when the run has a new row, and at the end. Runs that are
+    status in memory is right, and the file is written again at the end. Runs that are
     not in `finished_ids` get the status `waiting`.
     """
 
@@ -76,13 +76,7 @@ class StudyStatuses:
         """Change the status of a run, and write it unless the disk is full."""
         self._statuses[status.run_id] = status
         with suppress(OSError):  # `close` tries again
-            self.restore_file(status.run_id)
-
-    def restore_file(self, run_id: str) -> None:
-        """Write a run's status.json unless it has the status in memory. Raises OSError if that fails."""
-        run_dir, status = self._plan.get_run_dir(run_id), self._statuses[run_id]
-        if find_record(StatusRecord, run_dir) != status:
-            write_record(run_dir, status)
+            write_record(self._plan.get_run_dir(status.run_id), status)
 
     def censor_waiting(self, is_censored: Callable[[str], bool], reason: str) -> list[StatusRecord]:
         """Give waiting runs whose arm `is_censored` their final status, and return these statuses."""
@@ -113,8 +107,10 @@ class StudyStatuses:
                 elif final_status.status == "never_ran":
                     final_status = replace(final_status, reason=f"{reason} before it started")
                 self._statuses[run_id] = final_status
+            run_dir, final_status = self._plan.get_run_dir(run_id), self._statuses[run_id]
             try:
-                self.restore_file(run_id)
+                if find_record(StatusRecord, run_dir) != final_status:
+                    write_record(run_dir, final_status)
             except OSError as error:
                 error_text = f"The statuses could not be written: {error}."
         return error_text

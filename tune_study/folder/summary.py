@@ -4,10 +4,9 @@ The lines have the form of the published scripts, with the fields seed and early
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 from search_spaces.language_model.family import get_model_name
 from trainable.files.control_characters import escape_controls
@@ -29,31 +28,21 @@ _PUBLISHED_STATUS = {
 }
 
 
-RunTimes = dict[tuple[str, str | None], list[str]]
-"""The time fields of summary lines, by run_id and end time of the run, so that its rows are read only once."""
-
-
-def format_summary_line(
-    plan: StudyPlan, spec: RunSpec, status: StatusRecord | None, gpu_label: str, run_times: RunTimes | None = None
-) -> str:
+def format_summary_line(plan: StudyPlan, spec: RunSpec, status: StatusRecord | None, gpu_label: str) -> str:
     """Format a run in the published form: fields joined by ` | `. seed and early_stop=<rule>@<step> are our additions.
 
     A run that a rule stopped has the published status `success`, because its process ended normally. A run that never
-    started is `missing`. run_times: a cache, to which the times of the run are added.
+    started is `missing`.
     """
     published_fields = plan.fill_run_template(plan.study.name_templates.summary, spec).split(" | ")
     # A run that has not ended has no times and no outcome.
     if status is None or status.status in ("never_ran", *OPEN_STATUSES):
         return f"{published_fields[0]} | status=missing | seed={spec.seed}"
-    run_times = {} if run_times is None else run_times
-    key = (spec.run_id, status.ended_at)
-    if key not in run_times:
-        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
-        run_times[key] = format_run_times(rows, plan.study.name_templates.summary_times)
+    run_dir, time_names = plan.get_run_dir(spec.run_id), tuple(plan.study.name_templates.summary_times)
     stop_text = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
     fields = [
         *published_fields,
-        *run_times[key],
+        *format_run_times(run_dir / METRICS_FILE, status.ended_at, time_names),
         f"wall_time={format_wall_seconds(status)}",
         f"gpu={gpu_label}",
         f"status={_PUBLISHED_STATUS[status.status]}",
@@ -64,12 +53,15 @@ def format_summary_line(
     return f"{line}\n  error: {status.reason}" if status.status == "failed" else line
 
 
-def format_run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
+@cache
+def format_run_times(path: Path, ended_at: str | None, names: tuple[str, ...]) -> list[str]:
     """Format a field `<name>_time=` in seconds for each of `names`, from a run's rows; N/A if it has no total.
 
     total is over all starts, eval of validations and tests; collapse_first, collapse_multi and collapse are of the
-    diagnostics of first turns, of all turns, and of both; train is total without eval and collapse.
+    diagnostics of first turns, of all turns, and of both; train is total without eval and collapse. path: of the rows,
+    which are read once per end, although each summary has all runs. ended_at: when the run ended.
     """
+    rows = read_rows(path)
     # The row of a failure has no times, so the last row with times is used.
     total_seconds = next((row["seconds_total"] for row in reversed(rows) if row.get("seconds_total") is not None), None)
     if not isinstance(total_seconds, int | float):
@@ -97,15 +89,12 @@ def format_wall_seconds(status: StatusRecord) -> str:
     return f"{int(duration.total_seconds())}s"
 
 
-def write_summary(
-    plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool, run_times: RunTimes | None = None
-) -> Path:
+def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool) -> Path:
     """Write the summary log from the statuses on disk, and return its path.
 
     It has a heading, a line per ended run and, if `is_closing`, a closing block. It is rewritten as a whole, so that a
-    continued study has one line per run. run_times: a cache, to which times are added.
+    continued study has one line per run.
     """
-    run_times = {} if run_times is None else run_times
     run_statuses = [(spec, find_record(StatusRecord, plan.get_run_dir(spec.run_id))) for spec in plan.runs]
     ended_runs = [
         (spec, status)
@@ -125,15 +114,11 @@ def write_summary(
         f"Groups: {' '.join(resource_plan.gpu_slots) or 'none'} | {memory_text}"
         f"ray_num_cpus: {resource_plan.cpus} | save_freq: {trainer.save_freq}",
     ]
-    lines += [
-        format_summary_line(plan, spec, status, resource_plan.gpu_label, run_times) for spec, status in ended_runs
-    ]
+    lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in ended_runs]
     if is_closing:
         lines += ["", f"=== {title} Summary ==="]
         lines += [f"Project: {plan.wandb_project} | Steps: {steps} | GPU per exp: {resource_plan.gpu_label}"]
-        lines += [
-            format_summary_line(plan, spec, status, resource_plan.gpu_label, run_times) for spec, status in run_statuses
-        ]
+        lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in run_statuses]
         # The published scripts count lines, including retries.
         names = [status.status if status else "never_ran" for _, status in run_statuses]
         published = Counter(_PUBLISHED_STATUS.get(name, "missing") for name in names)

@@ -44,7 +44,7 @@ def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -
     plan.folder.mkdir(parents=True)
     barrier = Barrier.options(name="meeting").remote(len(plan.runs))
     interrupt = Interrupt(plan.folder / ".interrupt")
-    suite = SuiteContext(LocalRay([], Console(quiet=True), is_local=False), interrupt, lambda: None)
+    suite = SuiteContext(LocalRay([], Console(quiet=True), is_local=False), interrupt)
     session = StudySession(plan, resource_plan, Console(quiet=True), suite, {}, progress)
     grid = make_study_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ()))).fit()
     ray.kill(barrier)

@@ -32,7 +32,7 @@ from tune_study.commands.node_checks import (
     inspect_node,
 )
 from tune_study.folder import run_checkpoints
-from tune_study.folder.storage import StoredFolder, fetch_checkpoint, fetch_results, list_trial_checkpoints
+from tune_study.folder.storage import StoredFolder, fetch_checkpoint, fetch_study, list_trial_checkpoints
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.placement.resources import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
@@ -120,7 +120,7 @@ def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, fol
     assert len(plan.runs) == 2
     for spec in plan.runs:
         uri = join_uri(storage, plan.run)
-        fetch_results(uri, folder / plan.run)
+        fetch_study(uri, folder / plan.run)
         run_dirs = folder / plan.run / "runs" / spec.run_id, local_plan.get_run_dir(spec.run_id)
         rows, local_rows = (read_rows(run_dir / METRICS_FILE) for run_dir in run_dirs)
         assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
@@ -312,16 +312,10 @@ def test_dead_nodes_do_not_count() -> None:
     assert nodes == (Node("0123456789", "10.0.0.1 (012345)", 8.0, 4.0, "H100"),)
 
 
-@pytest.mark.parametrize("address", ["local", "10.0.0.1", "ray://10.0.0.1:10001", "host:port", ":6379", "h:99999"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(PlanError, match="is not the address of a cluster"), join_cluster(address):
-        pass
-
-
-def test_where_nothing_answers_the_study_does_not_wait() -> None:
-    message = r"Nothing answers at --address 127\.0\.0\.1:1 \(Connection refused\)"
-    with pytest.raises(PlanError, match=message), join_cluster("127.0.0.1:1"):
-        pass
+@pytest.mark.parametrize("address", ["local", "10.0.0.1", "ray://127.0.0.1:1", "host:port", "127.0.0.1:1", "h:99999"])
+def test_where_nothing_answers_the_study_does_not_wait(address: str) -> None:
+    with pytest.raises(PlanError, match=f"Nothing answers at --address {address} .*: type host:port"):
+        join_cluster(address).__enter__()
 
 
 # The requirements on its nodes.

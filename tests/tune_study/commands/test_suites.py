@@ -114,17 +114,6 @@ def test_whatever_ends_a_suite_its_rest_is_named_and_what_is_there_has_an_index(
     assert "Index:" in output
 
 
-def test_a_lost_ray_says_the_same_before_the_process_ends(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
-    def lose_ray(_: StudyPlan, context: SuiteContext) -> int:
-        context.on_ray_lost()
-        raise SystemExit(capsys.readouterr().out)  # the real one ends the process
-
-    with pytest.raises(SystemExit) as exit_info:
-        suite.run(lose_ray)
-    assert NOT_STARTED in str(exit_info.value)
-    assert "Index:" in str(exit_info.value)
-
-
 def test_an_index_that_cannot_be_written_is_told(suite: Suite, capsys: pytest.CaptureFixture[str]) -> None:
     (suite.plans[0].output / "index.html").mkdir()
     assert suite.run(lambda *_: 0) == 1

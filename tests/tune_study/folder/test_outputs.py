@@ -128,7 +128,7 @@ def test_a_skipped_run_does_not_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"run_id": "other", "status": "never_ran"}'])
-def test_a_deleted_or_damaged_status_is_written_again_while_the_study_runs(tmp_path: Path, damage: bytes) -> None:
+def test_a_deleted_or_damaged_status_is_written_again_at_the_end(tmp_path: Path, damage: bytes) -> None:
     plan = make_plan_in(tmp_path)
     write_study(plan)
     statuses = StudyStatuses(plan, finished_ids=())
@@ -139,9 +139,6 @@ def test_a_deleted_or_damaged_status_is_written_again_while_the_study_runs(tmp_p
     if damage:
         path.write_bytes(damage)
     assert statuses.get(running_status.run_id) == running_status
-    statuses.restore_file(running_status.run_id)
-    assert find_record(StatusRecord, path.parent) == running_status
-    path.unlink()
     assert statuses.close("the study was interrupted") == ""
     status = read_record(StatusRecord, path.parent)
     assert (status.status, status.started_at) == ("never_ran", running_status.started_at)
@@ -337,22 +334,8 @@ def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -
     git("commit", "-q", "-m", "code")
     state = read_git_state(tmp_path)
     assert (len(state.commit), state.dirty) == (40, False)
-    # Results of studies in the checkout change no code, and a new module does.
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "rows.jsonl").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text("{}")  # results of studies in the checkout change no code
     assert read_git_state(tmp_path) == state
-    (tmp_path / "trainable" / "algo").mkdir(parents=True)
-    (tmp_path / "trainable" / "algo" / "new.py").write_text("")
-    assert read_git_state(tmp_path) == replace(state, dirty=True)
-    # Asked from a folder below the top, as here, it is the same.
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "other.py").write_text("")
-    git("add", "folder")
-    git("commit", "-q", "-m", "folder")
-    below = read_git_state(tmp_path / "folder")
-    assert below.dirty
-    state = replace(below, dirty=False)
-    (tmp_path / "trainable" / "algo" / "new.py").unlink()
     (tmp_path / "code.py").write_text("x = 1")
     assert read_git_state(tmp_path) == replace(state, dirty=True)
 
@@ -379,22 +362,24 @@ def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
     assert (status.status, status.reason) == ("interrupted", "the study was interrupted, after step 0")
 
 
-def test_the_line_of_a_failure_takes_no_time_away() -> None:
-    assert format_run_times([*ROWS, {"step": 4, "failure": "not finite"}], ("total",)) == ["total_time=30.00s"]
-
-
-def test_times_add_up() -> None:
-    phases = ("train", "eval", "total")
-    assert format_run_times(ROWS, phases) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
-    assert format_run_times([], phases) == ["train_time=N/A", "eval_time=N/A", "total_time=N/A"]
+def test_times_add_up(tmp_path: Path) -> None:
     collapse_times = [{"seconds_collapse_first_turn": 1.5}, {"seconds_collapse_multi_turn": 2.0}, {}]
-    rows = [{**row, **collapse_time} for row, collapse_time in zip(ROWS, collapse_times, strict=False)]
-    assert format_run_times(rows, ("train", "collapse", "collapse_first", "collapse_multi")) == [
-        "train_time=20.00s",
-        "collapse_time=3.50s",
-        "collapse_first_time=1.50s",
-        "collapse_multi_time=2.00s",
+    for row, collapse_time in zip(ROWS, collapse_times, strict=True):
+        append_record(tmp_path / "rows", row)
+        append_record(tmp_path / "collapse", {**row, **collapse_time})
+    append_record(tmp_path / "rows", {"step": 4, "failure": "not finite"})  # the row of a failure has no times
+    phases = ("train", "eval", "total")
+    assert format_run_times(tmp_path / "rows", "", phases) == [
+        "train_time=23.50s",
+        "eval_time=6.50s",
+        "total_time=30.00s",
     ]
+    assert format_run_times(tmp_path / "none", "", phases) == [f"{phase}_time=N/A" for phase in phases]
+    phases = ("train", "collapse", "collapse_first", "collapse_multi")
+    times = [
+        f"{phase}_time={seconds}s" for phase, seconds in zip(phases, ("20.00", "3.50", "1.50", "2.00"), strict=True)
+    ]
+    assert format_run_times(tmp_path / "collapse", "", phases) == times
 
 
 def test_wall_time_is_from_first_start_to_end() -> None:
@@ -466,32 +451,22 @@ def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path)
     assert block[3] == "kl=0.1 | status=missing | seed=0"
 
 
-def test_the_rows_of_a_run_are_read_once_for_all_summaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_run_are_read_once_per_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
     read_paths: list[Path] = []
-
-    def read_and_note(path: Path) -> list[dict[str, object]]:
-        read_paths.append(path)
-        return read_rows(path)
-
-    monkeypatch.setattr(summary, "read_rows", read_and_note)
-    run_times: summary.RunTimes = {}
+    monkeypatch.setattr(summary, "read_rows", lambda path: [read_paths.append(path), *read_rows(path)][1:])
     for hour, spec in enumerate(plan.runs):
-        run_dir = plan.get_run_dir(spec.run_id)
-        append_record(run_dir / "metrics.jsonl", {"step": 1, "seconds_total": 10.0 + hour})
-        write_record(run_dir, make_ended_status(spec.run_id, ended_at=f"2026-01-01T0{hour}:00:00+00:00"))
-        write_summary(plan, allocate_resources(plan), is_closing=hour == 2, run_times=run_times)
+        append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": 1, "seconds_total": 10.0 + hour})
+        ended_at = f"2026-01-01T0{hour}:00:00+00:00"
+        write_record(plan.get_run_dir(spec.run_id), make_ended_status(spec.run_id, ended_at=ended_at))
+        write_summary(plan, allocate_resources(plan), is_closing=hour == 2)
     assert len(read_paths) == len(set(read_paths)) == 3
-    text = plan.summary_log.read_text()
-    write_summary(plan, allocate_resources(plan), is_closing=True)
-    assert plan.summary_log.read_text().splitlines()[1:] == text.splitlines()[1:]
-    assert len(read_paths) == 6
     # A run that was continued has another end, and other times.
-    append_record(plan.get_run_dir(plan.runs[0].run_id) / "metrics.jsonl", {"step": 2, "seconds_total": 99.0})
-    status = make_ended_status(plan.runs[0].run_id, ended_at="2026-01-01T09:00:00+00:00")
-    write_record(plan.get_run_dir(plan.runs[0].run_id), status)
-    write_summary(plan, allocate_resources(plan), is_closing=True, run_times=run_times)
+    run_dir = plan.get_run_dir(plan.runs[0].run_id)
+    append_record(run_dir / "metrics.jsonl", {"step": 2, "seconds_total": 99.0})
+    write_record(run_dir, make_ended_status(plan.runs[0].run_id, ended_at="2026-01-01T09:00:00+00:00"))
+    write_summary(plan, allocate_resources(plan), is_closing=True)
     assert "total_time=99.00s" in plan.summary_log.read_text()
 
 

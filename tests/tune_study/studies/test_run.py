@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import shlex
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -48,7 +47,6 @@ from tune_study.host.interrupt import Interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 from tune_study.tune.callbacks import Recorder
-from tune_study.tune.conclusion import list_reading_commands
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
 from tune_study.tune.run import execute_study, make_study_tuner
@@ -309,6 +307,7 @@ def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> No
 def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: Outcome) -> None:
     assert f"arm {COLLAPSES} seed 0 is early_stopped and is not run again" in extended.text
     assert "7 of 10 runs remain" in extended.text
+    assert extended.text.endswith(f": python -m tune_study explain {extended.plan.folder}\n")
     for arm in ("0", COLLAPSES, CRASHES_ONCE):
         name = find_run_id(extended.plan, arm)
         assert read_run_rows(extended.plan.get_run_dir(name)) == read_run_rows(outcome.plan.get_run_dir(name))
@@ -316,33 +315,6 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
         assert replace(extended.arms[arm], trial_id="") == replace(outcome.arms[arm], trial_id="")
     log = (extended.plan.output / extended.plan.runs[0].log_path).read_text()
     assert log.count(f"step {STEPS}/{STEPS}") == 1
-
-
-@pytest.mark.slow
-def test_the_commands_to_type_next_are_named_once_every_run_has_ended_well(outcome: Outcome, extended: Outcome) -> None:
-    advice = "To continue, open the report in a browser, or type:"
-    folder = extended.plan.folder
-    commands = [f"  python -m tune_study {name} {folder}\n" for name in ("transcripts", "explain")]
-    assert extended.text.endswith(f"{advice}\n{''.join(commands)}")
-    assert advice not in outcome.text
-
-
-@pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        ({"log_val_generations": 0}, ["explain"]),
-        ({"log_train_generations": 2}, ["transcripts", "explain"]),  # the preset records some of each validation
-        ({"log_val_generations": 0, "log_train_generations": 2}, ["transcripts", "explain"]),
-    ],
-)
-def test_the_commands_to_type_next_are_those_that_have_something_to_show(
-    tmp_path: Path, settings: dict[str, int], names: list[str]
-) -> None:
-    plan = make_plan_in(tmp_path, ("0",), **{f"trainer__{name}": value for name, value in settings.items()})
-    commands = list_reading_commands(plan)
-    assert [shlex.split(command)[3] for command in commands] == names
-    is_trained = len(settings) == 2  # there is no other kind
-    assert any("--trained" in command for command in commands) == is_trained
 
 
 @pytest.mark.slow
@@ -471,7 +443,7 @@ def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
         plan.get_run_dir(run.run_id).mkdir(parents=True)
     barrier = Barrier.options(name="meeting").remote(n_parallel)
     console = Console(quiet=True)
-    suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
+    suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"))
     session = StudySession(plan, resource_plan, console, suite, {}, progress)
     grid = make_study_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ()))).fit()
     ray.kill(barrier)

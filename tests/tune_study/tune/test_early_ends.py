@@ -16,7 +16,7 @@ from tune_study.folder.statuses import StudyStatuses, make_timestamp
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune import run, watchdog
+from tune_study.tune import run
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
 
@@ -36,7 +36,7 @@ def make_session(folder: Path) -> tuple[run.StudySession, StudyStatuses]:
     plan = plan_study(folder, preset="paper", trainer__n_gpus_per_node=0)
     write_study(plan)
     resource_plan, console = preflight(plan, None, (), 2, None, is_real=True), Console(quiet=True)
-    suite = run.SuiteContext(LocalRay([plan.folder], console), make_interrupt(plan.folder), lambda: None)
+    suite = run.SuiteContext(LocalRay([plan.folder], console), make_interrupt(plan.folder))
     storage: Any = StoredRows(plan)
     session = run.StudySession(plan, resource_plan, console, suite, {}, Progress(plan, 1, console), storage)
     statuses = StudyStatuses(plan, ())
@@ -53,7 +53,7 @@ def read_first_reason(session: run.StudySession) -> str:
 def test_rows_in_storage_are_fetched_after_ray_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session, statuses = make_session(tmp_path)
     # This process has children of other tests, and goes on.
-    monkeypatch.setattr(watchdog, "kill_children", lambda: None)
+    monkeypatch.setattr(run, "kill_children", lambda: None)
     exit_codes: list[int] = []
     monkeypatch.setattr(run, "os", SimpleNamespace(_exit=exit_codes.append))
     monkeypatch.setattr(run, "conclude_study", lambda session, problem, statuses: 1)
