@@ -6,12 +6,11 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -41,9 +40,6 @@ from tune_study.folder.study_file import is_running
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import RunSpec, StudyPlan, make_base_config
 
-if TYPE_CHECKING:
-    from analysis.report.pages import Conclusion
-
 _LOCK_PATIENCE_S = 1.0
 """Seconds to wait for the lock, since `status` takes it for a moment and a start must not fail because of that."""
 
@@ -61,13 +57,6 @@ _PACKAGES = (
     "safetensors",
     "tokenizers",
 )
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append a line to a log. Raises OSError on a full disk, and if `path` is a symbolic link."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_regular(path, "a") as log:
-        log.write(line + "\n")
 
 
 def make_run_entry(spec: RunSpec) -> RunEntry:
@@ -355,21 +344,6 @@ def write_tables(folder: Path) -> None:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     damage = [str(warning.message) for warning in caught if issubclass(warning.category, DamageWarning)]
     frames.write_parquet(folder, damage)
-
-
-def write_report(
-    folder: Path, *, with_pictures: bool = True, own_sections: Sequence[Any] = ()
-) -> "tuple[Path, Conclusion]":
-    """Make report.html and its figures from the tables. Returns the report's path, and its conclusion in words.
-
-    with_pictures: whether the figures are also written as files. own_sections: sections that the study declares.
-    """
-    from analysis.data.load import load
-    from analysis.report.pages import conclude, write_frames_report
-
-    frames = load(folder, live=is_running(folder))
-    path = write_frames_report(frames, folder, with_pictures=with_pictures, own_sections=own_sections)
-    return path, conclude(frames, own_sections)
 
 
 def write_search_store(plan: StudyPlan) -> Path:

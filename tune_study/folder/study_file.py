@@ -22,14 +22,7 @@ from trainable.config.setting_types import format_value
 from trainable.files.json_values import DamagedFileError
 from trainable.files.paths import UnsafePathError, lock_file, open_regular
 from trainable.runs.stop_rules import RULES
-from trainable.runs.study_record import (
-    RUN_FILE,
-    STUDY_FILE,
-    RunRecord,
-    StudyRecord,
-    find_record,
-    read_record,
-)
+from trainable.runs.study_record import RUN_FILE, STUDY_FILE, RunRecord, StudyRecord, find_record, read_record
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage, list_plan_values
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, check_recorded_files, check_same_source, explain_missing_file

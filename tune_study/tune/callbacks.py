@@ -10,31 +10,27 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import FIFOScheduler
 
+from trainable.files.paths import open_regular
 from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
 from trainable.runs.history import find_signal_problem, make_final_status
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord
-from tune_study.folder.outputs import append_line
-from tune_study.folder.statuses import StudyStatuses, make_timestamp
-from tune_study.folder.summary import write_summary
+from tune_study.folder.statuses import StudyStatuses, make_timestamp, write_summary
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.storage_uri import split_uri
-from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
-from tune_study.tune.progress import Progress, format_step
-from tune_study.tune.search.halving import SIBLING_REASON, Rungs
-from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
-from tune_study.tune.wandb_logging import WandbLog
-
-if TYPE_CHECKING:
-    from tune_study.folder.storage import StoredStudy
+from tune_study.plan.study_plan import RunSpec
+from tune_study.tune.progress import format_step
+from tune_study.tune.search.halving import Rungs
+from tune_study.tune.session import StudySession
+from tune_study.tune.trials import has_several_runs, list_run_ids, split_rows_by_run
 
 PULL_PATIENCE_S = 60.0
 """Seconds to wait for a storage that does not answer when the end of a run must be read from it."""
@@ -46,8 +42,6 @@ _CHECK_INTERVAL_S, _WAIT_INTERVAL_S = 2.0, 0.5
 """Seconds between two checks of the disks, and of a full one: the most until the waiting driver sees a Ctrl-C."""
 _ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 """Colors that Ray adds to the tracebacks of workers, while logs and status.json are plain text."""
-_SETUP_ERROR_PHRASE = "error raised in its creation task"
-"""Ray's wording for an actor whose constructor raised: here, `PPO.setup`."""
 
 
 class StatelessCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
@@ -81,20 +75,11 @@ class Recorder(StatelessCallback):
     an earlier start get what they lack in W&B at the end of the study.
     """
 
-    def __init__(
-        self,
-        plan: StudyPlan,
-        resource_plan: ResourcePlan,
-        progress: Progress,
-        statuses: StudyStatuses,
-        rungs: Rungs | None = None,
-        storage: "StoredStudy | None" = None,
-        wandb: WandbLog | None = None,
-    ) -> None:
-        self._plan, self._storage, self._wandb = plan, storage, wandb
-        self._resource_plan = resource_plan
-        self._progress, self._statuses, self.rungs = progress, statuses, rungs
-        self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
+    def __init__(self, session: StudySession, statuses: StudyStatuses, rungs: Rungs | None = None) -> None:
+        self._plan, self._storage, self._wandb = session.plan, session.storage, session.wandb
+        self._resource_plan, self._progress = session.resource_plan, session.progress
+        self._statuses, self.rungs = statuses, rungs
+        self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in session.plan.runs}
         # By trial: the last step with a row at any of its failures, and how many failures have not passed that step.
         self._failure_counts: dict[str, tuple[int, int]] = {}
         self._storage_failures: dict[str, float] = {}  # by trial: when a copy of its checkpoint first failed
@@ -128,7 +113,7 @@ class Recorder(StatelessCallback):
         for run_id, row in split_rows_by_run(trial.config, result).items():
             # If a rule fires in a trial of one run, Tune ends the trial, and `on_trial_complete` ends the run. A trial
             # of several runs continues with the others, so the run must be ended here.
-            self._record_row(run_id, row, ends_alone=run_id in list_lone_ends(trial.config, result))
+            self._record_row(run_id, row, ends_alone=has_several_runs(trial.config) and bool(row.get("stop_rule")))
         # `failed` has the runs that failed while the others of their trial continue. Every later result repeats them,
         # so only runs that still count as running are ended here.
         for run_id, reason in result.get("failed", {}).items():
@@ -251,10 +236,6 @@ class Recorder(StatelessCallback):
             final_status = replace(status, status=CENSORED, reason=reason)
         self._end_run(replace(final_status, ended_at=make_timestamp()))
 
-    def censor_waiting(self) -> list[StatusRecord]:
-        """End the waiting runs of arms that successive halving has stopped; return their statuses."""
-        return [] if self.rungs is None else self._statuses.censor_waiting(self.rungs.is_censored, SIBLING_REASON)
-
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record a failure that Tune considers final: with `max_failures=-1`, only of a trial that was not running."""
         self._fetch_rows()
@@ -285,7 +266,10 @@ class Recorder(StatelessCallback):
 
     def _log_line(self, run_id: str, line: str) -> None:
         with suppress(OSError):  # on a full disk the log lacks a line; the rows are written by the runs
-            append_line(self._plan.output / self._specs[run_id].log_path, line)
+            path = self._plan.output / self._specs[run_id].log_path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open_regular(path, "a") as log:
+                log.write(line + "\n")
 
 
 class DiskSpaceGuard(StatelessCallback):
@@ -331,8 +315,8 @@ class DiskSpaceGuard(StatelessCallback):
 def read_failure(trial: Any) -> tuple[Failure, bool]:
     """Read why a trial failed from the error that Tune has stored in a file, and whether its node was taken away.
 
-    A RunFailedError comes from a step of the run and contains the failure. Any other error is from Ray: `setup` raised
-    it, a checkpoint could not be saved or restored, or the trial's process has died.
+    A RunFailedError comes from a step of the run and contains the failure. Any other error is from Ray: a checkpoint
+    could not be saved or restored, or the trial's process could not begin or has died.
     """
     import ray.cloudpickle
 
@@ -347,9 +331,6 @@ def read_failure(trial: Any) -> tuple[Failure, bool]:
         return cause.failure, False
     lines = [line.strip() for line in _ANSI_COLOR.sub("", str(cause)).splitlines() if line.strip()] or ["no message"]
     trace = _ANSI_COLOR.sub("", str(error))
-    if _SETUP_ERROR_PHRASE in str(cause):
-        # Ray's message is the worker's traceback, whose last line is the error itself.
-        return Failure("error", f"in setup, {lines[-1]}", is_retried=True, trace=trace), False
     if isinstance(cause, OSError):  # outside of a step, Tune saves and restores checkpoints
         return Failure("storage", f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace), False
     # Ray kills a worker when the machine's memory runs low, and says "memory pressure" in its error.

@@ -186,7 +186,6 @@ def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     # survive until the driver ends them. Ray does the same for Ctrl-C.
     old_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     os.environ.pop(_AUTH_MODE_ENV, None)
-    user_token = os.environ.get(_AUTH_TOKEN_ENV)
     os.environ[_AUTH_TOKEN_ENV] = _TOKEN
     try:
         ray.init(
@@ -201,8 +200,6 @@ def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     finally:
         # Ray's processes have their copies. No other program that this process starts may inherit the token.
         os.environ.pop(_AUTH_TOKEN_ENV)
-        if user_token is not None:
-            os.environ[_AUTH_TOKEN_ENV] = user_token
         signal.pthread_sigmask(signal.SIG_SETMASK, old_signal_mask)
     if os.environ.get(_AUTH_MODE_ENV) != "token":
         ray.shutdown()

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 from tune_study.tune.local_ray import LocalRay, kill_children, watch_daemons
 from tune_study.tune.progress import Progress
-from tune_study.tune.search.halving import Rungs
+from tune_study.tune.search.halving import SIBLING_REASON, Rungs
 from tune_study.tune.search.rounds import plan_next_round
 from tune_study.tune.session import (
     StudySession,
@@ -123,7 +123,7 @@ def _run_session(session: StudySession) -> int:
         if session.storage is not None:
             session.storage.plan = next_plan
         if session.wandb is not None:
-            session.wandb.follow(next_plan)
+            session.wandb.plan = next_plan
         # All earlier runs have ended, so only final statuses are skipped.
         finished_statuses = find_finished_runs(next_plan, get_final_statuses(next_plan))
         progress = Progress(next_plan, session.resource_plan.max_concurrent, session.console, finished_statuses)
@@ -196,7 +196,7 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     plan, rungs, problem = session.plan, None, ""
     if plan.search is not None and plan.search.grace_steps is not None:
         rungs = Rungs(plan, plan.study.family.is_higher_better, session.finished_statuses)
-    recorder = Recorder(plan, session.resource_plan, session.progress, statuses, rungs, session.storage, session.wandb)
+    recorder = Recorder(session, statuses, rungs)
     try:
         _fit_tuner(session, statuses, recorder)
     except KeyboardInterrupt:
@@ -210,7 +210,13 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
         # The last line names the cause in Tune's errors. `KeyError: 'x'` says more than `'x'`.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
         problem = f"{summary}: {lines[-1] if len(lines) > 1 else f'{type(error).__name__}: {lines[0]}'}."
-    recorder.censor_waiting()  # again, since an error may have ended the study
+    if rungs is not None:
+        statuses.censor_waiting(rungs.is_censored, SIBLING_REASON)
+    return _close_statuses(session, statuses, problem)
+
+
+def _close_statuses(session: StudySession, statuses: StudyStatuses, problem: str) -> str:
+    """Give every run a final status after the training; return an error text, or "". problem: the error so far."""
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
         try:
@@ -251,28 +257,16 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
         session.interrupt.handle_signals(partial(print_line, session.console)),
     ):
         tuner = make_study_tuner(session, recorder)
-        with (
-            session.progress.show_live(),
-            watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
-        ):
+        with session.progress.show_live(), watch_daemons(daemons, partial(_end_without_ray, session, statuses)):
             tuner.fit()
-            # Done before the table shows how each run ended.
-            for status in recorder.censor_waiting():
-                session.progress.end_run(status.run_id, status.display_text, status.reason)
 
 
 def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str) -> None:
     """End the study and this process after Ray's daemons are lost, because every further call to Ray would hang."""
     kill_children()  # first, so that no run writes rows while statuses and tables are written
-    if session.storage is not None:  # statuses and tables are made from local rows
-        with suppress(OSError):
-            session.storage.pull()
-    problem, status_reason = f"The study ended early: {reason}.", f"the study ended early: {reason}"
     # A batch system and `timeout` signal all processes at once, and Ray's processes then end by themselves.
-    if session.interrupt.is_requested:
-        problem, status_reason = "", session.interrupt.reason
-    status_problem = statuses.close(status_reason)
-    exit_code = conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
+    problem = "" if session.interrupt.is_requested else f"The study ended early: {reason}."
+    exit_code = conclude_study(session, _close_statuses(session, statuses, problem), statuses)
     end_wandb(session)
     # This is the watchdog's thread, and the main thread is stuck in a call to Ray. os._exit does not flush streams.
     os._exit(finish_output(exit_code))

@@ -13,8 +13,8 @@ from trainable.files.json_values import DamageWarning
 from trainable.runs.failures import NON_FINITE
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord
 from tune_study.folder import outputs
-from tune_study.folder.statuses import StudyStatuses, find_finished_runs
-from tune_study.folder.summary import write_summary
+from tune_study.folder.statuses import StudyStatuses, find_finished_runs, write_summary
+from tune_study.folder.study_file import is_running
 from tune_study.host.console import print_error, print_line, print_table, show_phases
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan, add_seeds
@@ -152,11 +152,11 @@ def end_wandb(session: StudySession) -> None:
     if plan.wandb.mode == "online" and not is_interrupted:
         print_line(console, f"W&B: sending what is left to project {plan.wandb_project}")
     try:
-        is_complete = log.close(INTERRUPTED_TIMEOUT_S if is_interrupted else None)
+        problem = log.close(INTERRUPTED_TIMEOUT_S if is_interrupted else None)
     except KeyboardInterrupt:  # the user does not want to wait
-        is_complete, log.problem = False, "it was interrupted"
-    if not is_complete:
-        print_error(f"W&B logging is incomplete: {log.problem}")
+        problem = "it was interrupted"
+    if problem:
+        print_error(f"W&B logging is incomplete: {problem}")
     folder = plan.output / "wandb"
     if plan.wandb.mode == "offline" and any(folder.glob("offline-run-*")):
         command = f"wandb sync {quote_argument(str(folder))}/offline-run-*"
@@ -193,13 +193,16 @@ def write_results(
     ends in order and says how to try again.
     """
     try:
+        from analysis.data.load import load  # imports pandas
+        from analysis.report.pages import conclude, write_frames_report
+
         with show_phases(console, "writing tables and report"):
             outputs.write_tables(folder)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it
-                report, conclusion = outputs.write_report(
-                    folder, with_pictures=with_pictures, own_sections=own_sections
-                )
+                frames = load(folder, live=is_running(folder))
+                report = write_frames_report(frames, folder, with_pictures=with_pictures, own_sections=own_sections)
+                conclusion = conclude(frames, own_sections)
     except Exception as error:
         return (
             f"The rows are saved in {folder}/runs, but the tables or the report could not be written: "

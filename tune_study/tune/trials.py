@@ -35,17 +35,6 @@ def has_several_runs(config: Mapping[str, Any]) -> bool:
     return isinstance(config["seed"], list | tuple)
 
 
-def list_lone_ends(config: Mapping[str, Any], result: Mapping[str, Any]) -> set[str]:
-    """List the ids of runs that a stop rule or a failure has ended by this result while their trial may continue.
-
-    A trial of one run has none, since it ends together with its run. A failed run stays in all later results.
-    """
-    if not has_several_runs(config):
-        return set()
-    stopped_ids = {run_id for run_id, row in split_rows_by_run(config, result).items() if row.get("stop_rule")}
-    return stopped_ids | set(result.get("failed", {}))
-
-
 def make_trial_configs(
     plan: StudyPlan,
     finished_statuses: Mapping[str, StatusRecord],

@@ -46,7 +46,7 @@ def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -
     interrupt = Interrupt(plan.folder / ".interrupt")
     suite = SuiteContext(LocalRay([], Console(quiet=True), is_local=False), interrupt)
     session = StudySession(plan, resource_plan, Console(quiet=True), suite, {}, progress)
-    grid = make_study_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ()))).fit()
+    grid = make_study_tuner(session, Recorder(session, StudyStatuses(plan, ()))).fit()
     ray.kill(barrier)
     assert not grid.errors
     return [json.loads(result.metrics["place"]) for result in grid]

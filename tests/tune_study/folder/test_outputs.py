@@ -23,11 +23,19 @@ from trainable.runs.history import RunHistory, find_contradiction
 from trainable.runs.records import STATUSES
 from trainable.runs.run_files import read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, read_record, write_record
-from tune_study.folder import summary
+from tune_study.folder import statuses as statuses_module
 from tune_study.folder.outputs import check_writable, lock_folder, read_git_state, write_study
-from tune_study.folder.statuses import StudyStatuses, find_finished_runs, make_timestamp, parse_skipped_statuses
+from tune_study.folder.statuses import (
+    StudyStatuses,
+    find_finished_runs,
+    format_run_times,
+    format_summary_line,
+    format_wall_seconds,
+    make_timestamp,
+    parse_skipped_statuses,
+    write_summary,
+)
 from tune_study.folder.study_file import check_unchanged, is_running, plan_from_folder
-from tune_study.folder.summary import format_run_times, format_summary_line, format_wall_seconds, write_summary
 from tune_study.placement.model_files import check_model, find_hub_cache, make_absolute
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
@@ -455,7 +463,7 @@ def test_the_rows_of_a_run_are_read_once_per_end(tmp_path: Path, monkeypatch: py
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
     read_paths: list[Path] = []
-    monkeypatch.setattr(summary, "read_rows", lambda path: [read_paths.append(path), *read_rows(path)][1:])
+    monkeypatch.setattr(statuses_module, "read_rows", lambda path: [read_paths.append(path), *read_rows(path)][1:])
     for hour, spec in enumerate(plan.runs):
         append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": 1, "seconds_total": 10.0 + hour})
         ended_at = f"2026-01-01T0{hour}:00:00+00:00"

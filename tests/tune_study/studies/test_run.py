@@ -445,7 +445,7 @@ def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
     console = Console(quiet=True)
     suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"))
     session = StudySession(plan, resource_plan, console, suite, {}, progress)
-    grid = make_study_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ()))).fit()
+    grid = make_study_tuner(session, Recorder(session, StudyStatuses(plan, ()))).fit()
     ray.kill(barrier)
     assert not grid.errors
     return [json.loads(result.metrics["place"]) for result in grid]

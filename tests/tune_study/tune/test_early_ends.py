@@ -58,7 +58,7 @@ def test_rows_in_storage_are_fetched_after_ray_is_lost(tmp_path: Path, monkeypat
     monkeypatch.setattr(run, "os", SimpleNamespace(_exit=exit_codes.append))
     monkeypatch.setattr(run, "conclude_study", lambda session, problem, statuses: 1)
     run._end_without_ray(session, statuses, "Ray's process 7 is gone")
-    assert read_first_reason(session) == "the study ended early: Ray's process 7 is gone, after step 3"
+    assert read_first_reason(session) == "The study ended early: Ray's process 7 is gone, after step 3"
     assert exit_codes == [1]
 
 

@@ -20,7 +20,9 @@ from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune import callbacks
 from tune_study.tune.callbacks import MAX_ATTEMPTS, DiskSpaceGuard, Recorder
+from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
+from tune_study.tune.session import StudySession, SuiteContext
 from tune_study.tune.trials import make_trial_configs
 
 STOPPED = {"step": 2, "stop_rule": "uniform_groups", "stop_value": 3.0, "stop_threshold": 3.0, "stop_step": 2}
@@ -33,9 +35,11 @@ class RecordedTrial:
         self.plan: StudyPlan = plan_study(folder, ("GRPO",), 2, study="influence")
         write_study(self.plan)
         resource_plan = preflight(self.plan, None, (), 2, None, is_real=True)
-        progress, self.statuses = Progress(self.plan, 1, Console(quiet=True)), StudyStatuses(self.plan, ())
-        self.recorder = Recorder(self.plan, resource_plan, progress, self.statuses)
-        (config,) = make_trial_configs(self.plan, {}, make_interrupt(self.plan.folder))
+        console, interrupt = Console(quiet=True), make_interrupt(self.plan.folder)
+        suite, progress = SuiteContext(LocalRay([], console), interrupt), Progress(self.plan, 1, console)
+        session = StudySession(self.plan, resource_plan, console, suite, {}, progress)
+        self.recorder = Recorder(session, StudyStatuses(self.plan, ()))
+        (config,) = make_trial_configs(self.plan, {}, interrupt)
         self.trial = SimpleNamespace(
             config=config,
             trial_id="one",
