@@ -9,23 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
 from rich.console import Console
 
-from tests.fakes.trainer import CRASHES_ONCE, Barrier, make_fake_rows, make_study
+from tests.fakes.sessions import run_placed
+from tests.fakes.trainer import CRASHES_ONCE, make_fake_rows, make_study
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, find_record
-from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.storage import StoredFolder
-from tune_study.host.interrupt import Interrupt
 from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune import cluster
-from tune_study.tune.callbacks import Recorder
-from tune_study.tune.local_ray import LocalRay
-from tune_study.tune.progress import Progress
-from tune_study.tune.run import execute_study, make_study_tuner
-from tune_study.tune.session import StudySession, SuiteContext
+from tune_study.tune.cluster import Node, allocate_cluster, join_cluster
+from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
 
 STEPS = 4
@@ -37,24 +31,9 @@ def make_study_plan(output: Path, family: str, gpus: float, values: tuple[str, .
     return replace(make_plan(study, "laptop", "a test", settings, values, 1, output), storage=storage)
 
 
-def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> list[dict[str, Any]]:
-    """Run all runs of the plan at once and return where each of them was, as the runs report it."""
-    resource_plan = cluster.allocate_cluster(plan, address, nodes, None, None)
-    progress = Progress(plan, len(plan.runs), Console(quiet=True))
-    plan.folder.mkdir(parents=True)
-    barrier = Barrier.options(name="meeting").remote(len(plan.runs))
-    interrupt = Interrupt(plan.folder / ".interrupt")
-    suite = SuiteContext(LocalRay([], Console(quiet=True), is_local=False), interrupt)
-    session = StudySession(plan, resource_plan, Console(quiet=True), suite, {}, progress)
-    grid = make_study_tuner(session, Recorder(session, StudyStatuses(plan, ()))).fit()
-    ray.kill(barrier)
-    assert not grid.errors
-    return [json.loads(result.metrics["place"]) for result in grid]
-
-
-def run_crashing(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> dict[str, Any]:
+def run_crashing(plan: StudyPlan, address: str, nodes: tuple[Node, ...]) -> dict[str, Any]:
     """Run a study in which one run loses its process; return the statuses, the rows and the expected rows."""
-    code = execute_study(plan, cluster.allocate_cluster(plan, address, nodes, None, None), Console(quiet=True))
+    code = execute_study(plan, allocate_cluster(plan, address, nodes, None, None), Console(quiet=True))
     files = StoredFolder(plan.study_uri or "").list_files()
     return {
         "code": code,
@@ -74,13 +53,13 @@ def run_crashing(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...])
 def main(address: str, output: str, storage: str) -> None:
     """Run a study of two runs with two GPUs each, one of four runs with one GPU each, and one with a crash."""
     folder, results = Path(output), {}
-    with cluster.join_cluster(address) as nodes:
+    with join_cluster(address) as nodes:
         pair_plan = make_study_plan(folder / "pairs", "Placed", 2, ("0", "0.1"), join_uri(storage, "pairs"))
-        results["pairs"] = run_placed(pair_plan, address, nodes)
+        results["pairs"] = run_placed(pair_plan, allocate_cluster(pair_plan, address, nodes, None, None), 2)
         single_plan = make_study_plan(
             folder / "single", "Placed", 1, ("0", "0.1", "0.2", "0.3"), join_uri(storage, "single")
         )
-        results["single"] = run_placed(single_plan, address, nodes)
+        results["single"] = run_placed(single_plan, allocate_cluster(single_plan, address, nodes, None, None), 4)
         crash_plan = make_study_plan(folder / "crash", "Fake", 0, (CRASHES_ONCE, "0.1"), join_uri(storage, "crash"))
         results["crash"] = run_crashing(crash_plan, address, nodes)
     print(json.dumps(results))

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -38,7 +37,6 @@ from tune_study.placement.resources import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune import cluster
 from tune_study.tune.cluster import Node, allocate_cluster, count_fitting_runs, join_cluster, parse_nodes
 
 ROOT = Path(__file__).parents[3]
@@ -278,6 +276,8 @@ def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
     assert resource_plan.gpu_slots == ("one:0", "one:1", "two:0")
     assert (resource_plan.gpu_label, resource_plan.gpus) == ("2xH100", ())
     assert resource_plan.cluster_address == "10.0.0.1:6379"
+    nodes = "one has 8 CPU and 4 GPU; two has 2 CPU and 4 GPU; head has 0 CPU and 0 GPU"
+    assert resource_plan.notes == (f"Ray cluster 10.0.0.1:6379: {nodes}",)
     assert allocate_cluster(make_plan_in(tmp_path), "a:1", NODES, None, 1).max_concurrent == 1
     influence = plan_study(tmp_path, None, 3, study="influence")
     assert allocate_cluster(influence, "a:1", NODES, None, None).max_concurrent == 3  # a trial has all seeds of an arm
@@ -383,12 +383,6 @@ def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytes
     assert hash_before == compute_code_hash()
     (tmp_path / "trainable" / "b.py").write_text("x = 1\n")
     assert compute_code_hash() != hash_before
-
-
-def test_the_plan_of_a_cluster_says_where(tmp_path: Path) -> None:
-    plan = replace(make_plan_in(tmp_path), storage=None)
-    notes = cluster.allocate_cluster(plan, "a:1", NODES, None, None).notes
-    assert notes == ("Ray cluster a:1: one has 8 CPU and 4 GPU; two has 2 CPU and 4 GPU; head has 0 CPU and 0 GPU",)
 
 
 def test_the_cluster_file_of_the_documents_is_one_that_ray_takes() -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import search_spaces.catalog
 from tests.fakes.command_line import assert_refused, get_output, type_in, type_words
 from tests.fakes.lines import append_record
 from tests.fakes.plans import plan_study
+from tests.fakes.sessions import run_here
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
 from tests.tune_study.plan.test_storage_uri import SECRET_PLACES
 from trainable.files.json_values import read_object
@@ -31,7 +31,6 @@ from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan, add_seeds
-from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
 
 FAKE = make_study("Fake")
@@ -367,11 +366,6 @@ def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> N
 # Through Ray, with the runs on this machine and a folder as storage.
 
 
-def run_study(plan: StudyPlan) -> tuple[int, str]:
-    console = Console(record=True, width=200, force_terminal=False)
-    return execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), console), console.export_text()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_one(
@@ -393,13 +387,13 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
 
     with monkeypatch.context() as patch:
         patch.setattr(StoredStudy, "follow", interrupt_at_the_fourth_checkpoint)
-        code, text = run_study(plan)
+        code, text = run_here(plan)
     assert code == 130, text
     assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri)}" in text
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
     resumed_plan = locate.plan_resume(plan.study_uri, is_real=True)
-    code, text = run_study(resumed_plan)
+    code, text = run_here(resumed_plan)
     assert code == 0, text
     for spec in resumed_plan.runs:
         status = read_record(StatusRecord, resumed_plan.get_run_dir(spec.run_id))

@@ -7,22 +7,18 @@ from typing import Any
 import pytest
 import ray.cloudpickle
 from ray.exceptions import RayActorError
-from rich.console import Console
 
 from tests.fakes.lines import append_record
 from tests.fakes.plans import plan_study
+from tests.fakes.sessions import make_session
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.host.interrupt import make_interrupt
-from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune import callbacks
 from tune_study.tune.callbacks import MAX_ATTEMPTS, DiskSpaceGuard, Recorder
-from tune_study.tune.local_ray import LocalRay
-from tune_study.tune.progress import Progress
-from tune_study.tune.session import StudySession, SuiteContext
 from tune_study.tune.trials import make_trial_configs
 
 STOPPED = {"step": 2, "stop_rule": "uniform_groups", "stop_value": 3.0, "stop_threshold": 3.0, "stop_step": 2}
@@ -34,12 +30,9 @@ class RecordedTrial:
     def __init__(self, folder: Path) -> None:
         self.plan: StudyPlan = plan_study(folder, ("GRPO",), 2, study="influence")
         write_study(self.plan)
-        resource_plan = preflight(self.plan, None, (), 2, None, is_real=True)
-        console, interrupt = Console(quiet=True), make_interrupt(self.plan.folder)
-        suite, progress = SuiteContext(LocalRay([], console), interrupt), Progress(self.plan, 1, console)
-        session = StudySession(self.plan, resource_plan, console, suite, {}, progress)
+        session = make_session(self.plan)
         self.recorder = Recorder(session, StudyStatuses(self.plan, ()))
-        (config,) = make_trial_configs(self.plan, {}, interrupt)
+        (config,) = make_trial_configs(self.plan, {}, session.interrupt)
         self.trial = SimpleNamespace(
             config=config,
             trial_id="one",
