@@ -144,11 +144,15 @@ def format_summary_line(plan: StudyPlan, spec: RunSpec, status: StatusRecord | N
     if status is None or status.status in ("never_ran", *OPEN_STATUSES):
         return f"{published_fields[0]} | status=missing | seed={spec.seed}"
     run_dir, time_names = plan.get_run_dir(spec.run_id), tuple(plan.study.name_templates.summary_times)
+    wall_time = "N/A"  # from the first start to the end, with pauses
+    if status.started_at is not None and status.ended_at is not None:
+        duration = datetime.fromisoformat(status.ended_at) - datetime.fromisoformat(status.started_at)
+        wall_time = f"{int(duration.total_seconds())}s"
     stop_text = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
     fields = [
         *published_fields,
         *format_run_times(run_dir / METRICS_FILE, status.ended_at, time_names),
-        f"wall_time={format_wall_seconds(status)}",
+        f"wall_time={wall_time}",
         f"gpu={gpu_label}",
         f"status={_PUBLISHED_STATUS[status.status]}",
         f"seed={spec.seed}",
@@ -184,14 +188,6 @@ def format_run_times(path: Path, ended_at: str | None, names: tuple[str, ...]) -
         "train": max(0.0, total_seconds - validation - (first_turn + multi_turn)),
     }
     return [f"{name}_time={seconds[name]:.2f}s" for name in names]
-
-
-def format_wall_seconds(status: StatusRecord) -> str:
-    """Format the whole seconds from a run's first start to its end, with pauses; N/A if either is unknown."""
-    if status.started_at is None or status.ended_at is None:
-        return "N/A"
-    duration = datetime.fromisoformat(status.ended_at) - datetime.fromisoformat(status.started_at)
-    return f"{int(duration.total_seconds())}s"
 
 
 def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool) -> Path:

@@ -107,6 +107,8 @@ class Recorder(StatelessCallback):
         # that they do not become columns of Tune's progress.csv or of the W&B run.
         note = result.pop("note", "")
         result.pop("saved", None)
+        if self._wandb is not None:  # first, since W&B runs are not opened again after their end
+            self._wandb.send_rows(split_rows_by_run(trial.config, result))
         for run_id in list_run_ids(trial.config) if note else ():
             self._log_line(run_id, f"=== {note} ===")
             self._progress.print_note(run_id, note)
@@ -124,8 +126,6 @@ class Recorder(StatelessCallback):
                 )
         if kind := result.get("failure_class"):
             self._fail_runs(trial, Failure(kind, result["failure"], False, result.get("failure_trace", "")))
-        if self._wandb is not None:
-            self._wandb.send_rows(split_rows_by_run(trial.config, result))
 
     def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
         """Follow the checkpoint that Tune has stored."""
@@ -219,8 +219,6 @@ class Recorder(StatelessCallback):
             if status.status == "running":  # a run that waits, or that failed alone, keeps its status
                 self._conclude_run(status)
         clear_metric_windows(trial)
-        if self._wandb is not None:
-            self._wandb.end_runs(list_run_ids(trial.config))
 
     def _conclude_run(self, status: StatusRecord, last_row: Mapping[str, Any] | None = None) -> None:
         """End a run. Its last row tells how it ended, including the decision of a stop rule.
@@ -240,8 +238,6 @@ class Recorder(StatelessCallback):
         """Record a failure that Tune considers final: with `max_failures=-1`, only of a trial that was not running."""
         self._fetch_rows()
         self._fail_runs(trial, read_failure(trial)[0])
-        if self._wandb is not None:
-            self._wandb.end_runs(list_run_ids(trial.config))
 
     def _fail_runs(self, trial: Any, trial_failure: Failure) -> None:
         kind, message = trial_failure.kind, trial_failure.message
@@ -263,6 +259,8 @@ class Recorder(StatelessCallback):
         with suppress(OSError):  # the summary is rewritten at the end of the study
             write_summary(self._plan, self._resource_plan, is_closing=False)
         self._progress.end_run(status.run_id, status.display_text, status.reason)
+        if self._wandb is not None:
+            self._wandb.end_run(status)
 
     def _log_line(self, run_id: str, line: str) -> None:
         with suppress(OSError):  # on a full disk the log lacks a line; the rows are written by the runs

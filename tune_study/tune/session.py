@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from tune_study.tune.wandb_logging import WandbLog
 
 
-INTERRUPTED_TIMEOUT_S = 30.0
-"""Seconds for which an interrupted study waits for W&B. `resume` sends what is left."""
-
-
 @dataclass(frozen=True)
 class SuiteContext:
     """The objects that the studies of a suite share. A study outside a suite has its own context."""
@@ -148,11 +144,10 @@ def end_wandb(session: StudySession) -> None:
     log, plan, console = session.wandb, session.plan, session.console
     if log is None:
         return
-    is_interrupted = session.interrupt.is_requested
-    if plan.wandb.mode == "online" and not is_interrupted:
+    if plan.wandb.mode == "online":
         print_line(console, f"W&B: sending what is left to project {plan.wandb_project}")
     try:
-        problem = log.close(INTERRUPTED_TIMEOUT_S if is_interrupted else None)
+        problem = log.close()
     except KeyboardInterrupt:  # the user does not want to wait
         problem = "it was interrupted"
     if problem:

@@ -13,7 +13,7 @@ from glob import escape
 from typing import Any
 
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE, read_rows
-from trainable.runs.study_record import OPEN_STATUSES, StatusRecord, find_record
+from trainable.runs.study_record import StatusRecord
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 OPEN_TIMEOUT_S = 30.0
@@ -52,12 +52,9 @@ class WandbLog:
             for run_id in run_ids:
                 self._events.put((run_id, None))
 
-    def end_runs(self, run_ids: Iterable[str]) -> None:
-        """Queue runs that have ended and have their statuses."""
-        for run_id in run_ids:
-            status = find_record(StatusRecord, self.plan.get_run_dir(run_id))
-            if status is not None and status.status not in OPEN_STATUSES:
-                self._events.put((run_id, {"status": status.status, "reason": status.reason}))
+    def end_run(self, status: StatusRecord) -> None:
+        """Queue a run that has ended with this status."""
+        self._events.put((status.run_id, {"status": status.status, "reason": status.reason}))
 
     def conclude(self, summaries: Mapping[str, Mapping[str, Any]]) -> None:
         """Queue all runs of the study. summaries: the final summary of each, by run_id."""
@@ -65,15 +62,10 @@ class WandbLog:
             if run_id in self._specs:  # the folder may have runs of another plan
                 self._events.put((run_id, summary))
 
-    def close(self, timeout_s: float | None = None) -> str:
-        """End the open W&B runs; return `problem`, which is empty if all was written and, in mode online, sent.
-
-        timeout_s: None for a limit that depends on the number of runs.
-        """
-        if timeout_s is None:
-            timeout_s = OPEN_TIMEOUT_S + RUN_TIMEOUT_S * len(self._specs)
+    def close(self) -> str:
+        """End the open W&B runs; return `problem`, which is empty if all was written and, in mode online, sent."""
         self._events.put(None)
-        self._thread.join(timeout_s)
+        self._thread.join(OPEN_TIMEOUT_S + RUN_TIMEOUT_S * len(self._specs))
         if self._thread.is_alive():
             self.problem = self.problem or "it took too long"
         return self.problem

@@ -194,15 +194,6 @@ def test_four_runs_of_one_gpu_have_one_each(cluster_results: dict[str, Any]) -> 
 
 
 @pytest.mark.slow
-def test_a_run_whose_process_died_goes_on_from_storage_with_the_same_rows(cluster_results: dict[str, Any]) -> None:
-    crash = cluster_results["crash"]
-    assert (crash["code"], crash["statuses"]) == (0, ["completed", "completed"])
-    assert crash["rows"] == crash["wanted"]
-    assert [size for size, _ in crash["sizes"]] == [size for _, size in crash["sizes"]]
-    assert len(crash["sizes"]) == 2
-
-
-@pytest.mark.slow
 def test_a_folder_that_a_node_does_not_share_is_refused(fake_cluster: FakeCluster) -> None:
     if not can_hide_folder(fake_cluster.hidden):
         pytest.skip("this user may not give a process another view of the file system")

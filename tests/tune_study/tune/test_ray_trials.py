@@ -30,31 +30,6 @@ from tune_study.tune.tuner import get_trainable, make_tuner, param_space
 SMALL = {**SMALL_SETTINGS, **FEW_LEVELS}
 
 
-class TrialInFolder(PPO):
-    """A trial whose folder is given, as Tune gives it."""
-
-    folder: Path
-
-    @property
-    def logdir(self) -> str:
-        return str(self.folder)
-
-
-@pytest.fixture
-def make_trial(tmp_path: Path) -> Any:
-    """Return a function that makes a trial in a folder of this test, and close all trials at its end."""
-    trials: list[PPO] = []
-
-    def make(name: str = "trial", **config: Any) -> PPO:
-        trial = type("Here", (TrialInFolder,), {"folder": tmp_path / name})(config)
-        trials.append(trial)
-        return trial
-
-    yield make
-    for trial in trials:
-        trial.cleanup()
-
-
 TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8} | {
     "trainer.total_training_steps": 6,
     "trainer.test_freq": 2,
@@ -62,17 +37,29 @@ TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "b
 
 
 @pytest.fixture
-def make_toy(tmp_path: Path) -> Any:
-    """Return a function that makes a trial of update rules, and close all of them at the end."""
-    trials: list[UpdateRules] = []
+def make_in_folder(tmp_path: Path) -> Any:
+    """Return a function that makes a trial in a folder of this test, and close all trials at its end."""
+    trials: list[PPO] = []
 
-    def make(name: str, seed: int | list[int], **config: Any) -> UpdateRules:
-        trials.append(type("Here", (UpdateRules,), {"logdir": str(tmp_path / name)})({**TOY, "seed": seed, **config}))
+    def make(family: type[PPO], name: str, config: dict[str, Any]) -> PPO:
+        trials.append(type("Here", (family,), {"logdir": str(tmp_path / name)})(config))
         return trials[-1]
 
     yield make
     for trial in trials:
         trial.cleanup()
+
+
+@pytest.fixture
+def make_trial(make_in_folder: Any) -> Any:
+    """Return a function that makes a trial of PPO."""
+    return lambda name="trial", **config: make_in_folder(PPO, name, config)
+
+
+@pytest.fixture
+def make_toy(make_in_folder: Any) -> Any:
+    """Return a function that makes a trial of update rules."""
+    return lambda name, seed, **config: make_in_folder(UpdateRules, name, {**TOY, "seed": seed, **config})
 
 
 def save(trial: PPO, folder: Path) -> str:

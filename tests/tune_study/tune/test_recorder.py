@@ -155,13 +155,14 @@ def test_wandb_is_told_of_rows_and_ends(recorded_trial: RecordedTrial) -> None:
     recorder, calls = recorded_trial.recorder, list[tuple[str, ...]]()
     log: Any = SimpleNamespace(
         send_rows=lambda run_ids: calls.append(("rows", *run_ids)),
-        end_runs=lambda run_ids: calls.append(("ends", *run_ids)),
+        end_run=lambda status: calls.append((status.status, status.run_id)),
     )
     recorder._wandb = log
-    recorded_trial.report_rows({0: {"step": 1}})
+    recorded_trial.report_rows({0: STOPPED, 1: {"step": 2}})
+    recorded_trial.write_row(1, {"step": 300})
     recorder.on_trial_complete(0, [], recorded_trial.trial)
     first, second = (spec.run_id for spec in recorded_trial.plan.runs)
-    assert calls == [("rows", first), ("ends", first, second)]
+    assert calls == [("rows", first, second), ("early_stopped", first), ("completed", second)]
 
 
 def test_a_node_that_is_taken_away_counts_for_no_failure(recorded_trial: RecordedTrial, tmp_path: Path) -> None:
