@@ -122,8 +122,7 @@ def check_storage(uri: str) -> None:
     folder = StoredFolder(uri)
     with _explain_errors(f"--storage {uri}"):
         folder.put(_PROBE_NAME, b"tune_study")
-        if folder.read(_PROBE_NAME) != b"tune_study":
-            raise OSError("a file was read back with other content than was written")
+        folder.read(_PROBE_NAME)
         folder.remove(_PROBE_NAME)
 
 

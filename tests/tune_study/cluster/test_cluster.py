@@ -59,11 +59,7 @@ CPU_SETTINGS = {
     **{name: str(value) for name, value in TORCH_SETTINGS.items()},
 }
 """Of studies that really run: GPUs are declared, and torch sees none. A cluster has no compiled code."""
-SMALL_OPTIONS = [
-    "--seeds",
-    "1",
-    *(word for name, value in CPU_SETTINGS.items() for word in ("--set", f"{name}={value}")),
-]
+SMALL_OPTIONS = ["--seeds=1", *(f"--set={name}={value}" for name, value in CPU_SETTINGS.items())]
 
 
 RAY_ENVIRONMENT = {

@@ -190,13 +190,10 @@ def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_sessio
     }
 
 
-def make_command(output: Path, *words: str) -> list[str]:
-    settings = [word for name, value in SMALL_SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    long_run = ["--set", "trainer.total_training_steps=400", "--set", "trainer.test_freq=20", "--set", "method=DG"]
-    task_settings = settings[: settings.index("trainer.total_training_steps=12") - 1]
-    trainer_settings = ["--set", "trainer.resume_every=5", *long_run]
-    command = [sys.executable, "-m", "tune_study", "run", "sandbox", "--output", str(output)]
-    return [*command, *task_settings, *trainer_settings, *words]
+def make_command(output: Path) -> list[str]:
+    longer = {"trainer.total_training_steps": 400, "trainer.test_freq": 20, "method": "DG"}
+    settings = [f"--set={name}={value}" for name, value in {**SMALL_SETTINGS, **longer}.items()]
+    return [sys.executable, "-m", "tune_study", "run", "sandbox", "--output", str(output), *settings]
 
 
 @pytest.mark.slow
