@@ -91,9 +91,6 @@ def rules(study: str | Study, preset: str = "laptop") -> tune.stopper.CombinedSt
     """Make one Stopper of the stop rules of a study, with its thresholds under a preset.
 
     study: a study, or the name of one in this package. Raises PlanError for another name.
-
-    Example:
-        >>> tune.RunConfig(stop=rules("kl"))  # doctest: +SKIP
     """
     declared = resolve_study(study)
     config = apply_overrides(declared.family.config_class.model_validate({}), declared.make_preset_settings(preset))
