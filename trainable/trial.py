@@ -86,15 +86,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
     A run continues by itself from the newest complete checkpoint in its folder. `save_checkpoint` copies this folder,
     with hard links where the disk allows them, and `load_checkpoint` replaces it. No pickle is written or read.
-
-    Example::
-
-        tuner = tune.Tuner(
-            PPO,
-            param_space={"actor.kl_loss_coef": tune.grid_search([0, 0.1]), "seed": tune.grid_search([0, 1])},
-            run_config=tune.RunConfig(checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=5)),
-        )
-        trainer = PPO.from_checkpoint(tuner.fit().get_best_result("val_success", "max").checkpoint)
+    docs/ray_tune.md has examples.
     """
 
     family: str = "trainable.language_model:TRAINER"

@@ -181,7 +181,7 @@ class NameTemplates:
     summary_log: str = "{run}.log"
     """Path of the summary log, below logs/."""
     summary_times: tuple[str, ...] = ("train", "eval", "total")
-    """Times in a line of the summary log, see `tune_study.folder.summary.format_run_times`."""
+    """Times in a line of the summary log, see `tune_study.folder.statuses.format_run_times`."""
     probe_log: str = "gradient_analysis_probe_{env}_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
     """Log of a probe, below logs/."""
 

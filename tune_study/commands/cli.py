@@ -51,7 +51,7 @@ from tune_study.plan.own_study import load_own_study, load_typed_files, pin_type
 from tune_study.plan.storage_uri import is_uri
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.plan.typed_settings import collect_overrides, find_arm, find_study, normalize_study_name
-from tune_study.tune.conclusion import write_results
+from tune_study.tune.session import write_results
 
 app = typer.Typer(
     cls=StrictGroup,

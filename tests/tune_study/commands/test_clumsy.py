@@ -220,7 +220,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --output {'x' * 300}", "type shorter values, a shorter --model or --output"),
     (f"{LAPTOP} --max-seeds 3", "--max-seeds belongs to --until-resolved: type both, or neither."),
     (f"{LAPTOP} --accept-changed-file", "which no file declares: leave it out"),
-    ("run kl --preset laptop --address nowhere:1", "type the address that `ray start` printed"),
+    ("run kl --preset laptop --address nowhere:1", "type host:port, as `ray start` printed it"),
     ("run kl --preset laptop --output FILE/x", "type another folder"),
     ("list kll", "Nearest: kl."),
     ("list kl entropy", "Besides options, list takes STUDY"),
@@ -330,10 +330,10 @@ def test_what_looks_wrong_may_be_right(folder: Path, typed: str) -> None:
 
 
 def test_a_folder_above_studies_is_answered_with_their_paths(folder: Path) -> None:
-    for number in range(4):
+    for number in range(2):
         (folder / "out" / "results" / f"study{number}").mkdir(parents=True)
         (folder / "out" / "results" / f"study{number}" / "study.json").touch()
-    expected = "such as out/results/study0 or out/results/study1 or out/results/study2 or 1 more."
+    expected = "such as out/results/study0."
     for typed in ("out", "out/results"):
         result = CliRunner().invoke(app, ["status", typed])
         assert result.exit_code == 2

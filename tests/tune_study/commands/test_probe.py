@@ -278,26 +278,8 @@ def test_the_checkpoint_is_asked_for_by_root_or_folder(study: StudyPlan) -> None
     assert run_checkpoints.find_checkpoint_path(None, 2, None) is None
     target = run_checkpoints.find_run_checkpoint(study, None, None, root / "global_step_2", "PPO")
     assert (target.step, target.spec.arm) == (2, "PPO")
-    for run in study.runs:  # a checkpoint names its run
-        path = study.output / run.checkpoint_dir / "global_step_3"
-        assert run_checkpoints.find_run_checkpoint(study, None, None, path) == run_checkpoints.RunCheckpoint(
-            study, run, 3, path
-        )
-
-
-@pytest.mark.long
-def test_a_checkpoint_of_no_run_of_the_study_is_said(study: StudyPlan, tmp_path: Path) -> None:
-    folder = tmp_path / "global_step_2"
-    folder.mkdir()
-    with pytest.raises(PlanError, match=r"does not say which run wrote it .*: type --trial as well"):
-        run_checkpoints.find_run_checkpoint(study, None, None, folder)
-    values = json.loads((study.output / study.runs[0].checkpoint_dir / "global_step_2" / "state.json").read_text())
-    for changed_settings in ({"seed": 7}, {"seed": "x"}):
-        (folder / "state.json").write_text(
-            json.dumps({**values, "settings": {**values["settings"], **changed_settings}})
-        )
-        with pytest.raises(PlanError, match=r"was written by no run of|does not say which run wrote it"):
-            run_checkpoints.find_run_checkpoint(study, None, None, folder)
+    with pytest.raises(PlanError, match="There are several runs"):
+        run_checkpoints.find_run_checkpoint(study, None, None, root / "global_step_2")
 
 
 @pytest.mark.long
