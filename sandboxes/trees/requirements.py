@@ -1,7 +1,5 @@
 """Check the requirements of studies of trees: a sandbox for code and its memory, the questions, and the judge."""
 
-import math
-
 from sandboxes.trees.repl.judge import make_judge
 from sandboxes.trees.repl.papers import make_papers
 from sandboxes.trees.repl.process import find_obstacle
@@ -29,27 +27,6 @@ def check_papers(plan: StudyPlan) -> None:
             raise PlanError(f"{obstacle} Or type --set env.papers.score=char_f1, which needs no judge.")
 
 
-def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> str:
-    """Format a line about the maximum memory of the REPLs of all concurrent runs."""
-    sizes = []
-    for config in _list_tree_configs(plan):
-        env = config.env
-        # Trees that are open at once: of a step, of a validation, or of the final evaluation.
-        num_trees = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
-        sizes.append((num_trees, _count_repls(config), env.papers.execution_mib))
-    num_trees, num_repls, size = max(sizes, key=math.prod)
-    count, available_mib = max_concurrent * num_trees * num_repls, machine_checks.measure_available_memory() >> 20
-    verdict = "OK."
-    if count * size > available_mib:
-        verdict = "Code seldom fills it. If it does, the kernel ends REPLs, with their variables, before it ends a run"
-        smaller_size = max(available_mib // count, _MIN_MIB)
-        verdict += f"; --set env.papers.execution_mib={smaller_size} lowers it." if smaller_size < size else "."
-    return (
-        f"Memory of code: at most {max_concurrent} runs x {num_trees} trees x {num_repls} REPLs x {size} MiB = "
-        f"{count * size / 1024:.1f} GiB, {available_mib / 1024:.1f} GiB available. {verdict}"
-    )
-
-
 def explain_repl_shortage(plan: StudyPlan) -> str:
     """Explain why the REPLs of one tree cannot use all their memory here, and what to type; empty if they can."""
     available_mib = machine_checks.measure_available_memory() >> 20
@@ -73,4 +50,4 @@ def _count_repls(config: RunConfig) -> int:
     return 1 + min(config.env.papers.max_children_per_call, config.env.papers.max_children)
 
 
-REQUIREMENTS = GameRequirements(check_papers, describe_repl_memory, explain_repl_shortage)
+REQUIREMENTS = GameRequirements(check_papers, explain_repl_shortage)
