@@ -265,6 +265,6 @@ class _TreeLoop:
 
 def _reply_to_query(rollout: Rollout, children: Sequence[Rollout] | str) -> Outcome:
     if isinstance(children, str):
-        return rollout.session.refuse(children)
+        return rollout.session.refuse_query(children)
     rollout.children.extend(children)
     return rollout.session.give_answers([child.answer or "" for child in children])

@@ -304,16 +304,14 @@ def test_few_open_files_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sandboxes.trees.repl import session
-
     processes: list[Any] = []
-    make_process = session.ReplProcess
+    make_session = tree_loop.ReplSession
 
     def keep(*args: Any, **options: Any) -> Any:
-        processes.append(make_process(*args, **options))
+        processes.append(make_session(*args, **options))
         return processes[-1]
 
-    monkeypatch.setattr(session, "ReplProcess", keep)
+    monkeypatch.setattr(tree_loop, "ReplSession", keep)
     play(answer_at_random, group_size=4)
     assert len(processes) > 4
     assert all(process._process is None for process in processes)
