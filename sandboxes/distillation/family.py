@@ -6,6 +6,9 @@ from types import MappingProxyType
 
 from sandboxes.distillation.settings import DistillationConfig
 from sandboxes.toys.study import (
+    ERROR_PANEL,
+    Description,
+    Panel,
     count_transformer_parameters,
     estimate_toy_bytes,
     make_log_columns,
@@ -86,6 +89,14 @@ DISTILLATION = make_toy_family(
         OutcomeColumn("error_since_switch", 0.05, "it is positive if a run loses what its warm-up taught"),
     ),
     is_higher_better=False,
+    summarize="sandboxes.distillation.read:summarize_run",
+    description=Description(
+        label="on-policy distillation",
+        outcome="test error at the end",
+        number="test error",
+        panels=(ERROR_PANEL, Panel("reverse_kl", "KL(student || teacher) (nats)")),
+        run_columns={"final_test_error": "test error", "final_entropy": "entropy", "last_reverse_kl": "reverse KL"},
+    ),
     remarks="sandboxes.distillation.settings:REMARKS",
     estimate_bytes=lambda config, n_parameters: estimate_toy_bytes(count_transformer_parameters(config)),
     estimate_step_seconds=lambda config: 22e-3 * config.batch_size / 64,
@@ -106,7 +117,13 @@ GRADIENT_VARIANCE = replace(
         OutcomeColumn("log10_gradient_variance", 0.1, "it is the noise of an estimator's gradient", is_common=True),
         OutcomeColumn("mean_gradient_norm", contrast="it shows the scale of the gradient", is_common=True),
     ),
-    description="sandboxes.distillation.read:GRADIENT_VARIANCE_DESCRIPTION",
+    description=Description(
+        label="on-policy distillation",
+        outcome="the logarithm of the gradient's variance",
+        number="log10 of the variance",
+        panels=(Panel("gradient_projection", "projection of the gradient"), Panel("gradient_norm", "gradient norm")),
+        run_columns={"log10_gradient_variance": "log10 of the variance", "mean_gradient_norm": "mean gradient norm"},
+    ),
     progress_columns=(
         DisplayColumn("gradient_norm", "gradient norm", ".3g"),
         DisplayColumn("gradient_projection", "projection", ".3g"),

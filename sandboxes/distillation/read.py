@@ -1,4 +1,4 @@
-"""Summarize a student's run, and describe its family for reports."""
+"""Summarize a student's run."""
 
 import math
 import statistics
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
 from sandboxes.distillation.family import TRIAL_COLUMNS
-from sandboxes.toys.study import ERROR_PANEL, Description, Panel
 
 
 def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
@@ -29,20 +28,3 @@ def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
             "mean_gradient_norm": statistics.fmean(norms),
         }
     return summary
-
-
-DESCRIPTION = Description(
-    label="on-policy distillation",
-    outcome="test error at the end",
-    number="test error",
-    panels=(ERROR_PANEL, Panel("reverse_kl", "KL(student || teacher) (nats)")),
-    run_columns={"final_test_error": "test error", "final_entropy": "entropy", "last_reverse_kl": "reverse KL"},
-)
-
-GRADIENT_VARIANCE_DESCRIPTION = Description(
-    label="on-policy distillation",
-    outcome="the logarithm of the gradient's variance",
-    number="log10 of the variance",
-    panels=(Panel("gradient_projection", "projection of the gradient"), Panel("gradient_norm", "gradient norm")),
-    run_columns={"log10_gradient_variance": "log10 of the variance", "mean_gradient_norm": "mean gradient norm"},
-)

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 
 from sandboxes.pedagogy.settings import PedagogyConfig
 from sandboxes.toys.study import (
+    ERROR_PANEL,
+    Description,
+    Panel,
     count_transformer_parameters,
     estimate_toy_bytes,
     make_summary_columns,
@@ -56,6 +59,17 @@ PEDAGOGY = make_toy_family(
         OutcomeColumn("late_test_error", 0.05, "it is what the student can do without the hint", is_common=True),
         OutcomeColumn("late_teacher_test_error", 0.05, "it shows whether the teacher uses the hint"),
         OutcomeColumn("final_entropy", 0.1),
+    ),
+    description=Description(
+        label="pedagogical reinforcement learning",
+        outcome="test error of the student at the end",
+        number="test error",
+        panels=(ERROR_PANEL, Panel("teacher_test_error", "test error of the teacher (fraction)")),
+        run_columns={
+            "late_test_error": "test error",
+            "late_teacher_test_error": "of the teacher",
+            "final_entropy": "entropy",
+        },
     ),
     is_higher_better=False,
     get_environment=lambda settings: f"{settings.get('task', '')}-{settings.get('answer_len', '')}",

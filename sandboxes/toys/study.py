@@ -1,7 +1,7 @@
 """Make studies of toy tasks, whose arms are named conditions, and their families."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -27,16 +27,15 @@ _STATE_OVERHEAD_BYTES = 100_000
 def make_toy_family(
     name: str, trial_columns: tuple[Column, ...], log_columns: tuple[str, ...], **fields: Any
 ) -> Family:
-    """Make a family of toy studies, whose summary is in its module `read`.
+    """Make a family of toy studies.
 
     trial_columns: in addition to the columns that all families have. log_columns: fields of a log line, before the
     seconds. fields: other fields of `Family`, overriding those that toy families share.
     """
     shared_fields = {
         "presets": _PRESETS,
-        "summarize": f"sandboxes.{name}.read:summarize_run",
+        "summarize": "",
         "report": "sandboxes.toys.report.report:TOY_REPORT",
-        "description": f"sandboxes.{name}.read:DESCRIPTION",
         "get_environment": lambda settings: str(settings.get("task", "")),
         # Values that every template of a study can use.
         "make_template_values": lambda config: {"task": config.task, "method": config.method},
@@ -155,10 +154,9 @@ class Description:
     number: str
     """Its short name, in the index of a suite."""
     panels: tuple[Panel, ...]
+    """The learning curves of a study: those of the columns that it measures."""
     run_columns: Mapping[str, str]
     """Trial columns in the table of all runs, each with its heading."""
-    study_panels: Mapping[str, tuple[Panel, ...]] = field(default_factory=dict)
-    """Panels of single studies, by name."""
 
 
 ERROR_PANEL = Panel("test_error", "test error (fraction)")

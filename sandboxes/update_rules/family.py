@@ -3,7 +3,15 @@
 from functools import partial
 from types import MappingProxyType
 
-from sandboxes.toys.study import BYTES_PER_PARAMETER, BYTES_PER_ROW, make_toy_family, make_toy_study
+from sandboxes.toys.study import (
+    BYTES_PER_PARAMETER,
+    BYTES_PER_ROW,
+    ERROR_PANEL,
+    Description,
+    Panel,
+    make_toy_family,
+    make_toy_study,
+)
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
 from trainable.families import DisplayColumn, OutcomeColumn, Remark, Settings
@@ -80,6 +88,20 @@ UPDATE_RULES = make_toy_family(
         OutcomeColumn("mean_replay_age", contrast="it checks that ages meant to be equal are", is_compared=False),
     ),
     is_higher_better=False,
+    summarize="sandboxes.update_rules.read:summarize_run",
+    description=Description(
+        label="update-rule sandbox",
+        outcome="test error at the end",
+        number="test error",
+        panels=(
+            ERROR_PANEL,
+            Panel("entropy", "entropy (nats)"),
+            Panel("test_error_unscored", "test error, not scored (fraction)"),
+            Panel("chain_reward", "chain reward (reward)"),
+            Panel("replay_age", "age of the batch (updates)"),
+        ),
+        run_columns={"final_test_error": "test error", "final_entropy": "entropy"},
+    ),
     part_checks={"method": "sandboxes.update_rules.training.make:check_update_rule"},
     remarks="sandboxes.update_rules.family:REMARKS",
     get_model_path=lambda config: config.model_name if config.task == "lm_bandit" else None,

@@ -1,4 +1,4 @@
-"""Summarize a run of an update rule, and describe its family for reports."""
+"""Summarize a run of an update rule."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,7 +7,6 @@ from typing import Any
 from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
 from analysis.stats.estimates import area_under_curve
-from sandboxes.toys.study import ERROR_PANEL, Description, Panel
 from sandboxes.update_rules.records import TRIAL_COLUMNS
 
 LOW_ENTROPY = 0.1
@@ -52,20 +51,3 @@ def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None
     ]
     total = sum(count for count, _ in weighted_values)
     return sum(count * value for count, value in weighted_values) / total if weighted_values else None
-
-
-DESCRIPTION = Description(
-    label="update-rule sandbox",
-    outcome="test error at the end",
-    number="test error",
-    panels=(ERROR_PANEL, Panel("entropy", "entropy (nats)")),
-    run_columns={"final_test_error": "test error", "final_entropy": "entropy"},
-    study_panels={
-        "replay": (ERROR_PANEL, Panel("replay_age", "age of the batch (updates)")),
-        "partial-credit": (
-            Panel("test_error", "test error, scored (fraction)"),
-            Panel("test_error_unscored", "test error, not scored (fraction)"),
-        ),
-        "dense-correction": (ERROR_PANEL, Panel("chain_reward", "chain reward (reward)")),
-    },
-)

@@ -7,7 +7,14 @@ set is worth over all weights.
 
 from collections.abc import Mapping
 
-from sandboxes.toys.study import estimate_toy_bytes, make_summary_columns, make_toy_family, make_toy_study
+from sandboxes.toys.study import (
+    Description,
+    Panel,
+    estimate_toy_bytes,
+    make_summary_columns,
+    make_toy_family,
+    make_toy_study,
+)
 from sandboxes.vector_rewards.settings import VectorRewardConfig
 from search_spaces.declaration.study import Study
 from trainable.families import DisplayColumn, OutcomeColumn, Settings
@@ -58,6 +65,13 @@ VECTOR_REWARDS = make_toy_family(
         OutcomeColumn("late_best_at_9", 0.02, "it is what nine answers are worth at deployment"),
         OutcomeColumn("late_mean_scalar_reward", 0.02),
         OutcomeColumn("late_pool_diversity_l1", 0.1, "it shows whether the candidates of a set differ"),
+    ),
+    description=Description(
+        label="vector rewards",
+        outcome="the score of a set over all weights",
+        number="simplex score",
+        panels=(Panel("simplex_score", "score over all weights (reward)"), Panel("best_at_9", "best of 9 (reward)")),
+        run_columns={"late_simplex_score": "simplex score", "late_best_at_9": "best@9", "final_entropy": "entropy"},
     ),
     is_higher_better=True,
     estimate_bytes=estimate_bytes,

@@ -35,14 +35,12 @@ from analysis.report.section import (
     Section,
     Table,
     TableColumn,
-    format_duration,
     name,
     number,
     text,
 )
 from analysis.sweep import findings, series
 from analysis.sweep.verdicts import (
-    count_nouns,
     format_interval,
     format_p_value,
     format_signed,
@@ -207,8 +205,8 @@ CURVES: Section[ToyResults] = Section(
 def _make_number_tables(results: ToyResults) -> Iterator[Table]:
     (family,) = results.frames.families
     captions = {column.name: f"{column.meaning} ({column.unit})" for column in family.trial_columns}
-    published = tables.add_published(results.statistics, to_records(results.published))
-    for key, rows in groupby(_add_differences(results, published), key=itemgetter("column")):
+    rows_of_all = _add_differences(results, to_records(results.statistics))
+    for key, rows in groupby(rows_of_all, key=itemgetter("column")):
         key_rows = list(rows)
         yield Table(_make_number_columns(key_rows, key), key_rows, title=f"`{key}`", caption=captions[key])
 
@@ -216,10 +214,6 @@ def _make_number_tables(results: ToyResults) -> Iterator[Table]:
 def _make_number_columns(rows: Sequence[Row], key: str) -> list[TableColumn]:
     def format_number(value: float) -> str:
         return format_ordinary(value, key)
-
-    def format_published_deviation(row: Row) -> str:
-        is_published = not is_missing(row["published_mean"])
-        return f"{format_number(row['published_std'])} ({row['published_n']})" if is_published else "–"
 
     result = [
         name("arm"),
@@ -230,11 +224,6 @@ def _make_number_columns(rows: Sequence[Row], key: str) -> list[TableColumn]:
             "n", lambda row: f"{row['n']}" + f" of {row['scored_runs']}" * (row["n"] != row["scored_runs"]), "number"
         ),
     ]
-    if any(row["published_mean"] is not None for row in rows):
-        result += [
-            number("published\nmean", "published_mean", format_number),
-            TableColumn("published standard\ndeviation (n)", format_published_deviation, "number"),
-        ]
     if any(row["verdict"] for row in rows):
         result += [
             number("minus the\nbaseline", "difference", format_signed_4),
@@ -276,7 +265,7 @@ def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator
             *numbers,
             TableColumn("ours minus\npublished", _format_published_difference, "number"),
             number("Holm p", "p_holm", format_p),
-            TableColumn("notes", lambda row: "; ".join(filter(None, [row["reason"], row["notes"]]))),
+            text("reason", "reason"),
         ],
         to_records(table[table["kind"] != POOLED]),
     )
@@ -368,19 +357,7 @@ def _make_arm_table(results: ToyResults) -> Iterator[Table]:
     yield Table([*columns, *(text(setting, setting) for setting in settings)], rows)
 
 
-def _describe_effort(results: ToyResults) -> Iterator[str]:
-    frames = results.frames
-    time = ""
-    if len(frames.steps):
-        # The runs of a trial share its time, so a trial counts as its longest run.
-        run_seconds = frames.steps.groupby("run_id")["seconds_total"].max()
-        trial_ids = frames.trials.set_index("run_id")["trial_id"]
-        seconds = float(run_seconds.groupby(trial_ids.reindex(run_seconds.index)).max().sum())
-        time = f" Run time of all trials: {format_duration(seconds)}, which depends on the load."
-    yield f"{count_nouns(len(list_arms(frames)), 'arm')}; {findings.format_status_counts(frames.trials)}.{time}"
-
-
-ARMS: Section[ToyResults] = Section("arms", "What was run", sentences=_describe_effort, tables=_make_arm_table)
+ARMS: Section[ToyResults] = Section("arms", "What was run", tables=_make_arm_table)
 
 
 def _make_run_tables(results: ToyResults) -> Iterator[Table]:
