@@ -55,19 +55,6 @@ def test_a_gradient_is_per_member_and_zero_where_nothing_depends() -> None:
     assert gradients[1].tolist() == [[1.0] * 5, [2.0] * 5, [0.0] * 5]
 
 
-def test_a_member_that_is_not_finite_does_not_affect_the_others() -> None:
-    weights, finite_weights = make_stacked_weights(), make_stacked_weights()
-    broken_adam, finite_adam = MemberAdam(weights, 0.1), MemberAdam(finite_weights, 0.1)
-    for step in range(2):
-        gradient = broken_adam.compute_gradient(compute_loss(weights, step) * torch.tensor([1.0, torch.nan, 1.0]))
-        broken_adam.step(clip_gradient(gradient, gradient.norm(dim=1), 1.0))
-        gradient = finite_adam.compute_gradient(compute_loss(finite_weights, step))
-        finite_adam.step(clip_gradient(gradient, gradient.norm(dim=1), 1.0))
-    assert bool(weights["a"][1].isnan().all())
-    for name, value in finite_weights.items():
-        assert torch.equal(weights[name][[0, 2]], value[[0, 2]])
-
-
 def test_a_loaded_state_continues_and_one_that_does_not_fit_is_refused() -> None:
     weights_a, weights_b = make_stacked_weights(), make_stacked_weights()
     adam_a, adam_b = MemberAdam(weights_a, 0.1), MemberAdam(weights_b, 0.1)

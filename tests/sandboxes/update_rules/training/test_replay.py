@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.toys.ensemble import slice_member, stack_members
 from sandboxes.update_rules.config.settings import REPLAY_PRIORITIES, UpdateRuleConfig
-from sandboxes.update_rules.rollouts import Rollouts, flatten_rollouts, unflatten_rollouts
+from sandboxes.update_rules.rollouts import Rollouts
 from sandboxes.update_rules.training.replay import AgeStatistics, ReplayBuffer, make_buffer
-from tests.sandboxes.update_rules.batches import add_candidates, make_random_batch
+from tests.sandboxes.update_rules.batches import make_random_batch
 from tests.strategies.examples import draw_examples
 
 UNIFORMS = torch.tensor([0.3, 0.8])
@@ -146,16 +145,3 @@ def test_age_statistics_are_those_of_the_batches_since_the_last_row(ages: list[t
     assert values["effective_age"] == pytest.approx(sum(a * w for a, w in ages) / sum(w for _, w in ages))
     statistics.reset()
     assert math.isnan(float(statistics.compute()["age_mean"]))
-
-
-def test_a_batch_is_the_same_when_its_members_are_taken_apart_and_put_together() -> None:
-    batch = add_candidates(replace(make_random_batch(3), expected_reward=torch.rand(2, 5)))
-    member_batches = [slice_member(flatten_rollouts(batch), member) for member in range(2)]
-    restacked_batch = unflatten_rollouts(stack_members(member_batches), batch.group_size)
-    assert flatten_rollouts(restacked_batch).keys() == flatten_rollouts(batch).keys()
-    assert all(
-        torch.equal(value, flatten_rollouts(batch)[name]) for name, value in flatten_rollouts(restacked_batch).items()
-    )
-    assert (restacked_batch.group_size, restacked_batch.score_mask) == (5, None)
-    reversed_batch = unflatten_rollouts(stack_members(member_batches[::-1]), batch.group_size)
-    assert torch.equal(reversed_batch.rewards, batch.rewards.flip(0))
