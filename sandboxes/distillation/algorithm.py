@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from sandboxes.distillation import losses
-from sandboxes.distillation.settings import EVAL_PROMPTS, SEQUENCE_PG, TOP_K, DistillationConfig
+from sandboxes.distillation.settings import SEQUENCE_PG, TOP_K, DistillationConfig
 from sandboxes.toys.decoding import decode_greedily, generate_completions, select_log_probs
 from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
 from sandboxes.toys.optimizer import MemberAdam, descend
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
+from sandboxes.toys.settings import EVAL_PROMPTS
 from sandboxes.toys.transformer import init_transformer_ensemble, make_shape
 from trainable.algo.losses import entropy_from_logits, full_kl
 from trainable.runs.training import TrainerFamily

@@ -6,9 +6,7 @@ from types import MappingProxyType
 
 from sandboxes.distillation.settings import DistillationConfig
 from sandboxes.toys.study import (
-    ERROR_PANEL,
     Description,
-    Panel,
     count_transformer_parameters,
     estimate_toy_bytes,
     make_log_columns,
@@ -94,7 +92,7 @@ DISTILLATION = make_toy_family(
         label="on-policy distillation",
         outcome="test error at the end",
         number="test error",
-        panels=(ERROR_PANEL, Panel("reverse_kl", "KL(student || teacher) (nats)")),
+        panels={"test_error": "test error (fraction)", "reverse_kl": "KL(student || teacher) (nats)"},
         run_columns={"final_test_error": "test error", "final_entropy": "entropy", "last_reverse_kl": "reverse KL"},
     ),
     remarks="sandboxes.distillation.settings:REMARKS",
@@ -121,7 +119,7 @@ GRADIENT_VARIANCE = replace(
         label="on-policy distillation",
         outcome="the logarithm of the gradient's variance",
         number="log10 of the variance",
-        panels=(Panel("gradient_projection", "projection of the gradient"), Panel("gradient_norm", "gradient norm")),
+        panels={"gradient_projection": "projection of the gradient", "gradient_norm": "gradient norm"},
         run_columns={"log10_gradient_variance": "log10 of the variance", "mean_gradient_norm": "mean gradient norm"},
     ),
     progress_columns=(

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from sandboxes.pedagogy import losses
-from sandboxes.pedagogy.settings import EVAL_PROMPTS, STUDENT_ONLY, PedagogyConfig
+from sandboxes.pedagogy.settings import STUDENT_ONLY, PedagogyConfig
 from sandboxes.toys.decoding import decode_greedily, generate_completions, select_log_probs
 from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
 from sandboxes.toys.losses import clipped_policy_loss, group_advantages
 from sandboxes.toys.optimizer import MemberAdam, descend, merge_names
 from sandboxes.toys.rngs import MemberRngs
+from sandboxes.toys.settings import EVAL_PROMPTS
 from sandboxes.toys.transformer import TransformerEnsemble, init_transformer_ensemble, make_shape
 from trainable.algo.losses import entropy_from_logits
 from trainable.runs.training import TrainerFamily

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 
 from sandboxes.pedagogy.settings import PedagogyConfig
 from sandboxes.toys.study import (
-    ERROR_PANEL,
     Description,
-    Panel,
     count_transformer_parameters,
     estimate_toy_bytes,
     make_summary_columns,
@@ -64,7 +62,10 @@ PEDAGOGY = make_toy_family(
         label="pedagogical reinforcement learning",
         outcome="test error of the student at the end",
         number="test error",
-        panels=(ERROR_PANEL, Panel("teacher_test_error", "test error of the teacher (fraction)")),
+        panels={
+            "test_error": "test error (fraction)",
+            "teacher_test_error": "test error of the teacher (fraction)",
+        },
         run_columns={
             "late_test_error": "test error",
             "late_teacher_test_error": "of the teacher",

@@ -136,14 +136,6 @@ def make_toy_study(
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One panel of the learning curves: a step column, and the label of its axis."""
-
-    column: str
-    label: str
-
-
-@dataclass(frozen=True)
 class Description:
     """What the report says and shows of a family of toy studies, beside the tables that all have."""
 
@@ -153,10 +145,7 @@ class Description:
     """The primary outcome, in words."""
     number: str
     """Its short name, in the index of a suite."""
-    panels: tuple[Panel, ...]
-    """The learning curves of a study: those of the columns that it measures."""
+    panels: Mapping[str, str]
+    """Step columns whose learning curves a study shows if it measures them, each with the label of its axis."""
     run_columns: Mapping[str, str]
     """Trial columns in the table of all runs, each with its heading."""
-
-
-ERROR_PANEL = Panel("test_error", "test error (fraction)")

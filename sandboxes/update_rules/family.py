@@ -6,9 +6,7 @@ from types import MappingProxyType
 from sandboxes.toys.study import (
     BYTES_PER_PARAMETER,
     BYTES_PER_ROW,
-    ERROR_PANEL,
     Description,
-    Panel,
     make_toy_family,
     make_toy_study,
 )
@@ -93,13 +91,13 @@ UPDATE_RULES = make_toy_family(
         label="update-rule sandbox",
         outcome="test error at the end",
         number="test error",
-        panels=(
-            ERROR_PANEL,
-            Panel("entropy", "entropy (nats)"),
-            Panel("test_error_unscored", "test error, not scored (fraction)"),
-            Panel("chain_reward", "chain reward (reward)"),
-            Panel("replay_age", "age of the batch (updates)"),
-        ),
+        panels={
+            "test_error": "test error (fraction)",
+            "entropy": "entropy (nats)",
+            "test_error_unscored": "test error, not scored (fraction)",
+            "chain_reward": "chain reward (reward)",
+            "replay_age": "age of the batch (updates)",
+        },
         run_columns={"final_test_error": "test error", "final_entropy": "entropy"},
     ),
     part_checks={"method": "sandboxes.update_rules.training.make:check_update_rule"},

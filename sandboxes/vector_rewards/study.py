@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from sandboxes.toys.study import (
     Description,
-    Panel,
     estimate_toy_bytes,
     make_summary_columns,
     make_toy_family,
@@ -70,7 +69,7 @@ VECTOR_REWARDS = make_toy_family(
         label="vector rewards",
         outcome="the score of a set over all weights",
         number="simplex score",
-        panels=(Panel("simplex_score", "score over all weights (reward)"), Panel("best_at_9", "best of 9 (reward)")),
+        panels={"simplex_score": "score over all weights (reward)", "best_at_9": "best of 9 (reward)"},
         run_columns={"late_simplex_score": "simplex score", "late_best_at_9": "best@9", "final_entropy": "entropy"},
     ),
     is_higher_better=True,

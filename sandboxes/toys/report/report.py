@@ -50,7 +50,6 @@ from analysis.sweep.verdicts import (
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from sandboxes.toys.report import tables
-from sandboxes.toys.study import Panel
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,12 @@ class ToyResults(StudyResults):
         return compare_to_published(self.frames)
 
     @cached_property
-    def curves(self) -> dict[Panel, tuple[pd.DataFrame, pd.DataFrame]]:
-        """For each panel of the study, the curves of single runs and the mean curves of its column."""
+    def curves(self) -> dict[str, tuple[pd.DataFrame, pd.DataFrame]]:
+        """For each column of `tables.select_panels`, the curves of single runs and the mean curves."""
         frames = self.frames
         return {
-            panel: (series.make_curves(frames, panel.column), tables.compute_mean_curves(frames, panel.column))
-            for panel in tables.select_panels(frames)
+            column: (series.make_curves(frames, column), tables.compute_mean_curves(frames, column))
+            for column in tables.select_panels(frames)
         }
 
     @property
@@ -153,18 +152,19 @@ def _explain_numbers(results: ToyResults) -> str:
 # ---------------------------------------------------------------------- curves
 
 
-def _draw_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> alt.TopLevelMixin:
+def _draw_curves(curves: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> alt.TopLevelMixin:
+    labels = tables.select_panels(results.frames)
     chance_error = tables.compute_chance_error(results.frames)
     panels: list[Any] = [
         draw_curves(
             runs,
             means[means["runs"] > 1],
             results.colors,
-            panel.label,
-            line_at=chance_error if panel.column.startswith("test_error") else None,
-            key=panel.column,
+            labels[column],
+            line_at=chance_error if column.startswith("test_error") else None,
+            key=column,
         )
-        for panel, (runs, means) in curves.items()
+        for column, (runs, means) in curves.items()
     ]
     if len(panels) == 1:
         return panels[0]
@@ -181,10 +181,11 @@ def _make_curves_caption(results: ToyResults) -> str:
     )
 
 
-def _describe_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> str:
+def _describe_curves(curves: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> str:
+    labels = tables.select_panels(results.frames)
     return " ".join(
-        f"{findings.describe_curves(runs, panel.label)} {findings.describe_run_spread(runs)}".strip()
-        for panel, (runs, _) in curves.items()
+        f"{findings.describe_curves(runs, labels[column])} {findings.describe_run_spread(runs)}".strip()
+        for column, (runs, _) in curves.items()
     )
 
 
@@ -195,7 +196,7 @@ CURVES: Section[ToyResults] = Section(
     figures=(
         Figure("curves", _make_curves_caption, lambda results: results.curves or None, _draw_curves, _describe_curves),
     ),
-    files=lambda results: {f"mean_{panel.column}": means for panel, (_, means) in results.curves.items()},
+    files=lambda results: {f"mean_{column}": means for column, (_, means) in results.curves.items()},
 )
 
 
@@ -250,7 +251,7 @@ NUMBERS: Section[ToyResults] = Section(
 # ---------------------------------------------------------------------- published numbers
 
 
-def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator[Table]:
+def _make_published_tables(table: pd.DataFrame) -> Iterator[Table]:
     has_studies = [text("study", "study")] * (table["study"].nunique() > 1)
     numbers = [
         TableColumn("column", lambda row: f"`{row['column']}`"),
@@ -328,7 +329,7 @@ PUBLISHED: Section[ToyResults] = Section(
     "reproduction",
     "Comparison with published numbers",
     sentences=lambda results: [summarize_verdicts(results.published)],
-    tables=lambda results: _make_published_tables(results.frames, results.published),
+    tables=lambda results: _make_published_tables(results.published),
     explanation=lambda results: _explain_published(results.frames),
     files=lambda results: {"reproduction": results.published},
     when=lambda results: bool(len(results.published)),
@@ -338,7 +339,7 @@ INDEX_PUBLISHED: Section[StudyFrames] = Section(
     "reproduction",
     "Comparison with published numbers",
     sentences=lambda frames: [summarize_verdicts(compare_to_published(frames))],
-    tables=lambda frames: _make_published_tables(frames, compare_to_published(frames)),
+    tables=lambda frames: _make_published_tables(compare_to_published(frames)),
     explanation=_explain_published,
     when=lambda frames: bool(len(compare_to_published(frames))),
 )

@@ -28,7 +28,7 @@ from analysis.sweep import findings
 from analysis.sweep.series import make_curves
 from analysis.sweep.verdicts import count_nouns, describe_stops, describe_unfinished, name_verdict
 from sandboxes.toys.published.reproduction import sample_std
-from sandboxes.toys.study import Description, Panel
+from sandboxes.toys.study import Description
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES
 
@@ -56,10 +56,10 @@ def list_measured_columns(frames: StudyFrames) -> list[str]:
     return [name for name in names if frames.trials[name].notna().any()]
 
 
-def select_panels(frames: StudyFrames) -> tuple[Panel, ...]:
-    """The panels of the family for which at least one run of the study has a value."""
+def select_panels(frames: StudyFrames) -> dict[str, str]:
+    """The panels of the family for which at least one run of the study has a value: column and label."""
     panels = get_description(require_single_study(frames)).panels
-    return tuple(panel for panel in panels if frames.steps[panel.column].notna().any())
+    return {column: label for column, label in panels.items() if frames.steps[column].notna().any()}
 
 
 def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:

@@ -129,14 +129,7 @@ class Launcher:
 
 def _make_streams() -> tuple[list[int], list[int]]:
     """Open three pipes: the ends for the new process (input, output, error), and ours, which do not block."""
-    ends: list[int] = []
-    try:
-        for _ in range(3):
-            ends.extend(os.pipe())
-    except OSError:  # close the others if one cannot be opened
-        _close(ends)
-        raise
-    input_inner, input_outer, output_outer, output_inner, error_outer, error_inner = ends
+    (input_inner, input_outer), (output_outer, output_inner), (error_outer, error_inner) = (os.pipe() for _ in range(3))
     outer_ends = [input_outer, output_outer, error_outer]
     for descriptor in outer_ends:
         os.set_blocking(descriptor, False)

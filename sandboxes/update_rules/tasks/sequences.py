@@ -6,6 +6,7 @@ from torch import Tensor
 from sandboxes.toys.decoding import Completions, decode_greedily, generate_completions, sample_actions, select_log_probs
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
+from sandboxes.toys.settings import EVAL_PROMPTS
 from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Candidates, Rollouts
@@ -16,8 +17,6 @@ from sandboxes.update_rules.tasks.rewards import (
     keep_all_rollouts,
     make_noisy_rewards,
 )
-
-EVAL_PROMPTS = 1000  # with an error of 0.5 per sequence, the standard error is 0.016
 
 
 class SequenceTask:

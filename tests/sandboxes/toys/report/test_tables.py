@@ -139,7 +139,7 @@ def test_a_stopped_run_keeps_its_last_value_in_the_mean_and_a_failed_one_is_in_n
 def test_panels_are_those_of_what_was_measured(tmp_path: Path) -> None:
     rows = {"replay_age": 4.0, "entropy": None}
     frames = write_and_load(tmp_path, [FakeRun("DG", steps=40, rows=rows)], FakeStudy(total_steps=40))
-    assert [panel.column for panel in tables.select_panels(frames)] == ["test_error", "replay_age"]
+    assert list(tables.select_panels(frames)) == ["test_error", "replay_age"]
 
 
 def test_arms_that_coincide_are_found(tmp_path: Path) -> None:
