@@ -13,6 +13,7 @@ from sandboxes.toys.study import (
     make_summary_columns,
     make_toy_family,
     make_toy_study,
+    set_length,
 )
 from trainable.families import DisplayColumn, OutcomeColumn, Settings
 from trainable.runs.records import TOY_TIME_COLUMNS, Column
@@ -57,16 +58,7 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
 STEPS = 300
 """Number of steps of the published studies."""
 REVERSAL_SETTINGS: Settings = MappingProxyType(
-    {
-        "task": "reversal",
-        "vocab_size": 8,
-        "seq_len": 8,
-        "batch_size": 64,
-        "overlap_k": 4,
-        "trainer.total_training_steps": STEPS,
-        "trainer.test_freq": 20,
-        "trainer.resume_every": 100,
-    }
+    {"task": "reversal", "vocab_size": 8, "seq_len": 8, "batch_size": 64, "overlap_k": 4, **set_length(STEPS, 20, 100)}
 )
 """The shared conditions of the published studies."""
 EXACT: Settings = MappingProxyType({"method": "OPDReverseKL"})

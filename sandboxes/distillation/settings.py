@@ -119,9 +119,7 @@ class DistillationConfig(ToyRunConfig):
             f"sequence_mean=true is about the sum of method={SEQUENCE_PG}, and method={self.method} is a mean already: "
             "set sequence_mean=false": self.sequence_mean and self.method != SEQUENCE_PG,
             **reject_large_tensors(
-                self,
-                entries,
-                *("batch_size", "seq_len", "max_seq_len", "vocab_size", "d_model", "num_layers"),
+                self, entries, *("batch_size", "seq_len", "max_seq_len", "vocab_size", "d_model", "num_layers")
             ),
         }
 

@@ -93,8 +93,6 @@ class PedagogyConfig(ToyRunConfig):
                 self.teacher_steps == 0 and self.method != STUDENT_ONLY
             ),
             **reject_large_tensors(
-                self,
-                entries,
-                *("batch_size", "completion_len", "content_vocab_size", "d_model", "num_layers"),
+                self, entries, *("batch_size", "completion_len", "content_vocab_size", "d_model", "num_layers")
             ),
         }

@@ -62,10 +62,7 @@ PEDAGOGY = make_toy_family(
         label="pedagogical reinforcement learning",
         outcome="test error of the student at the end",
         number="test error",
-        panels={
-            "test_error": "test error (fraction)",
-            "teacher_test_error": "test error of the teacher (fraction)",
-        },
+        panels={"test_error": "test error (fraction)", "teacher_test_error": "test error of the teacher (fraction)"},
         run_columns={
             "late_test_error": "test error",
             "late_teacher_test_error": "of the teacher",

@@ -13,9 +13,15 @@ _PRESETS: Mapping[str, Preset] = MappingProxyType(
     {name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")}
 )
 """The presets of a toy family, all equal, because the tasks are small everywhere."""
-SMOKE_SETTINGS: Settings = MappingProxyType(
-    {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
-)
+
+
+def set_length(steps: int, test_freq: int, resume_every: int) -> Settings:
+    """Make the settings of a run's steps, of the steps between evaluations, and between checkpoints."""
+    lengths = {"total_training_steps": steps, "test_freq": test_freq, "resume_every": resume_every}
+    return MappingProxyType({f"trainer.{name}": value for name, value in lengths.items()})
+
+
+SMOKE_SETTINGS: Settings = MappingProxyType({"batch_size": 16, **set_length(4, 4, 4)})
 """Settings of --smoke: small enough to run a study in seconds, so its numbers are meaningless."""
 BYTES_PER_ROW = 12_000
 """For metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""

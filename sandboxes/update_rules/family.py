@@ -9,6 +9,7 @@ from sandboxes.toys.study import (
     Description,
     make_toy_family,
     make_toy_study,
+    set_length,
 )
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
@@ -17,15 +18,7 @@ from trainable.families import DisplayColumn, OutcomeColumn, Remark, Settings
 GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
 """The condition that the documents call grouped: 12 prompts with 8 rollouts, four optimizer steps per batch."""
 
-REVERSAL_SETTINGS: Settings = MappingProxyType(
-    {
-        "task": "token_reversal",
-        "batch_size": 96,
-        "trainer.total_training_steps": 300,
-        "trainer.test_freq": 20,
-        "trainer.resume_every": 100,
-    }
-)
+REVERSAL_SETTINGS: Settings = MappingProxyType({"task": "token_reversal", "batch_size": 96, **set_length(300, 20, 100)})
 """The shared conditions of the published sweeps."""
 
 _STATE_OVERHEAD_BYTES = 200_000

@@ -13,6 +13,7 @@ from sandboxes.toys.study import (
     make_summary_columns,
     make_toy_family,
     make_toy_study,
+    set_length,
 )
 from sandboxes.vector_rewards.settings import VectorRewardConfig
 from search_spaces.declaration.study import Study
@@ -99,12 +100,7 @@ def _make_study(name: str, question: str, task: str) -> Study:
         question=question,
         arms=ARMS,
         baseline="MultiRLVR",
-        fixed_settings={
-            "task": task,
-            "trainer.total_training_steps": 500,
-            "trainer.test_freq": 20,
-            "trainer.resume_every": 100,
-        },
+        fixed_settings={"task": task, **set_length(500, 20, 100)},
         setting="method",
         contrasts={"VPOGRPO against ScalarGRPO": (("VPOGRPO", "ScalarGRPO"),)},
     )

@@ -27,26 +27,9 @@ from analysis.report.common import (
     make_runs_table,
 )
 from analysis.report.search import SEARCH, SEARCH_FIGURES
-from analysis.report.section import (
-    Figure,
-    Heading,
-    Listing,
-    Report,
-    Section,
-    Table,
-    TableColumn,
-    name,
-    number,
-    text,
-)
+from analysis.report.section import Figure, Heading, Listing, Report, Section, Table, TableColumn, name, number, text
 from analysis.sweep import findings, series
-from analysis.sweep.verdicts import (
-    format_interval,
-    format_p_value,
-    format_signed,
-    format_signed_4,
-    is_missing,
-)
+from analysis.sweep.verdicts import format_interval, format_p_value, format_signed, format_signed_4, is_missing
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from sandboxes.toys.report import tables

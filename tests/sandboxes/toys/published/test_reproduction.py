@@ -15,11 +15,7 @@ from analysis.data.frames import to_records
 from analysis.data.load import load
 from analysis.stats.estimates import SampleStats, welch_t_test
 from sandboxes.toys.published.cells import MEAN_ALONE, POOLED
-from sandboxes.toys.published.reproduction import (
-    compare_to_published,
-    describe_sources,
-    summarize_verdicts,
-)
+from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from sandboxes.toys.published.update_rule_sandbox import CELLS, make_conditions
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 

@@ -29,24 +29,15 @@ def are_equal(one: Rollouts, other: Rollouts) -> bool:
     return torch.equal(one.rewards, other.rewards) and torch.equal(one.actions, other.actions)
 
 
-def test_without_delay_and_replay_the_fresh_batch_is_drawn() -> None:
-    buffer, _ = make_filled_buffer(3)
-    fresh_batch = make_random_batch(7)
-    draw = buffer.draw(fresh_batch, UNIFORMS)
-    assert are_equal(draw.rollouts, fresh_batch)
-    assert draw.rollouts.age.tolist() == [0, 0]
-    assert len(draw.buffer.batches) == 1
-
-
-@pytest.mark.parametrize("settings", [{"delay": 3}, {"delay": 3, "replay_capacity": 4}])
-def test_a_delayed_batch_is_that_of_delay_steps_ago_or_the_fresh_one(settings: dict[str, int]) -> None:
-    buffer, _ = make_filled_buffer(0, **settings)
+@pytest.mark.parametrize(("delay", "capacity"), [(0, 0), (3, 0), (3, 4)])
+def test_a_delayed_batch_is_that_of_delay_steps_ago_or_the_fresh_one(delay: int, capacity: int) -> None:
+    buffer, _ = make_filled_buffer(0, delay=delay, replay_capacity=capacity)
     batches = [make_random_batch(seed) for seed in range(8)]
     for step, fresh_batch in enumerate(batches):
         draw = buffer.draw(fresh_batch, UNIFORMS)
         buffer = draw.buffer
-        assert are_equal(draw.rollouts, batches[step - 3] if step >= 3 else fresh_batch)
-        assert draw.rollouts.age.tolist() == [3 if step >= 3 else 0] * 2
+        assert are_equal(draw.rollouts, batches[step - delay] if step >= delay else fresh_batch)
+        assert draw.rollouts.age.tolist() == [delay if step >= delay else 0] * 2
 
 
 def test_the_oldest_batch_leaves_a_full_buffer_and_drawing_changes_nothing() -> None:

@@ -118,14 +118,6 @@ def test_a_delayed_update_is_of_the_batch_that_was_sampled_before() -> None:
         assert not torch.equal(get_weights(trainer, 5), old_weights)
 
 
-def test_members_draw_batches_of_their_own_ages() -> None:
-    rows = run_ensemble(
-        make_trainer(make_config(steps=30, replay_capacity=8, method="ReplayDG", replay_priority="uniform"))
-    )
-    ages = [tuple(rows[seed][index]["replay_age"] for seed in (0, 1, 2)) for index in range(3, 6)]
-    assert any(len(set(ages_of_row)) > 1 for ages_of_row in ages)
-
-
 def test_effective_age_counts_a_batch_as_much_as_the_loss_does() -> None:
     settings = {"replay_capacity": 8, "replay_priority": "uniform", "replay_age_decay": 0.5}
     replay_rows, fresh_rows = (
