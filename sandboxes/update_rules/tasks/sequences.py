@@ -14,7 +14,6 @@ from sandboxes.update_rules.tasks.rewards import (
     detect_sequence_feature,
     filter_groups,
     find_varied_groups,
-    keep_all_rollouts,
     make_noisy_rewards,
 )
 
@@ -53,9 +52,8 @@ class SequenceTask:
         is_solved = is_correct[..., self.score_mask].all(-1)
         has_feature = detect_sequence_feature(config.reward_noise_mode, prompts, completions.tokens, self.separator)
         rewards = make_noisy_rewards(config, rngs, step, self._compute_rewards(is_correct), is_solved, has_feature)
-        keep_mask, scalars = keep_all_rollouts(rewards)
-        if config.rule.has_groups:
-            keep_mask, scalars = filter_groups(find_varied_groups(rewards, samples_per_prompt), samples_per_prompt)
+        is_mixed = find_varied_groups(rewards, samples_per_prompt) if config.rule.has_groups else None
+        keep_mask, scalars = filter_groups(rewards, is_mixed)
         candidates = self._sample_candidates(completions, prompts, rngs, step) if config.rule.has_candidates else None
         return Rollouts(
             observations=torch.cat((self._append_separator(prompts), completions.tokens), dim=-1),

@@ -20,7 +20,7 @@ from sandboxes.update_rules.training.diagnostics import (
     compute_ratio_statistics,
     cosine,
 )
-from sandboxes.update_rules.training.replay import AgeStatistics, ReplayDraw, make_buffer
+from sandboxes.update_rules.training.replay import AgeStatistics, ReplayBuffer, ReplayDraw
 from trainable.runs.run_files import Row
 
 UNIFORM_GROUPS = "uniform_groups"
@@ -41,7 +41,7 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         self.models = task.make_models(self.rngs)
         self.optimizer = MemberAdam(self.models.weights, config.lr)
         self.optimizers = {"adam": self.optimizer}
-        self.buffer = make_buffer(config)
+        self.buffer = ReplayBuffer(config)
         self.age_statistics = AgeStatistics(torch.zeros(len(seeds), 5, dtype=torch.float64))
         self.consecutive_uniform_batches = torch.zeros(len(seeds), dtype=torch.int64)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sandboxes.update_rules.config.settings import REPLAY_PRIORITIES, UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Rollouts
-from sandboxes.update_rules.training.replay import AgeStatistics, ReplayBuffer, make_buffer
+from sandboxes.update_rules.training.replay import AgeStatistics, ReplayBuffer
 from tests.sandboxes.update_rules.batches import make_random_batch
 from tests.strategies.examples import draw_examples
 
@@ -18,7 +18,7 @@ UNIFORMS = torch.tensor([0.3, 0.8])
 
 
 def make_filled_buffer(count: int, **settings: object) -> tuple[ReplayBuffer, list[Rollouts]]:
-    buffer = make_buffer(UpdateRuleConfig(method="DG", **settings))
+    buffer = ReplayBuffer(UpdateRuleConfig(method="DG", **settings))
     batches = [make_random_batch(seed) for seed in range(count)]
     for batch in batches:
         buffer = buffer.with_batch(batch)
