@@ -333,7 +333,7 @@ def test_a_query_crosses_as_data() -> None:
 def test_the_parent_waits_for_nobody() -> None:
     """The code reads away the answer to a query that it has forged: what the parent writes finds no reader."""
     code = "forge(kind='query', prompts=['x'], contexts=[None])\nos.read(0, 4096)\nmodules['time'].sleep(10**6)"
-    with ReplProcess({}, may_query=True, limits=LIMITS._replace(wall_factor=1)) as repl:
+    with ReplProcess({}, may_query=True, limits=LIMITS._replace(seconds=0.3, wall_factor=1)) as repl:
         assert isinstance(repl.execute(FORGE_CODE + code), Query)
         outcome = repl.answer(["x" * 3_000_000])
         assert isinstance(outcome, Execution)
@@ -349,7 +349,7 @@ def test_code_does_not_run_between_executions() -> None:
         process = get_process(repl)
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
         used = sum(process.cpu_times()[:2])
-        time.sleep(0.3)
+        time.sleep(0.1)
         assert sum(process.cpu_times()[:2]) == used
 
 
