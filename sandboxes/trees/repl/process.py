@@ -165,10 +165,6 @@ class ReplProcess:
             raise ValueError("No query is open.")
         return self._exchange({"kind": "problem", "text": problem})
 
-    def charge(self, seconds: float) -> None:
-        """Subtract CPU time, in seconds, that the open query uses elsewhere from the execution's budget."""
-        self._cpu_left -= seconds
-
     def _start(self) -> None:
         limits = self._limits
         numbers = [limits.memory_bytes, max(int(min(limits.seconds, 1e6) * 100), 1), limits.message_bytes]

@@ -153,20 +153,6 @@ def test_code_that_uses_no_cpu_time_ends_too() -> None:
             assert "TimeoutError: the execution took more than 0.1 seconds" in execute(repl, WALK + code).stderr
 
 
-def test_what_a_query_costs_elsewhere_is_time_of_its_execution() -> None:
-    with ReplProcess({}, may_query=True, limits=ReplLimits(seconds=5)) as repl:
-        code = "print(rlm_query('x'))\nprint(rlm_query('x'))"
-        for charges, is_lost in (((2, 2), False), ((2, 4), True), ((2, 2), False)):
-            outcome = repl.execute(code)
-            for seconds in charges:
-                assert isinstance(outcome, Query)
-                repl.charge(seconds)
-                outcome = repl.answer(["1"])
-            assert isinstance(outcome, Execution)
-            assert outcome.is_lost is is_lost
-            assert ("TimeoutError" in outcome.stderr) is is_lost
-
-
 def test_a_context_is_read_within_the_limits() -> None:
     limits = ReplLimits(memory_bytes=64 * 2**20)
     words = r"its texts need more memory than it may use \(env.papers.execution_mib"
