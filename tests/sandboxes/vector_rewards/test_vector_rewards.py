@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import integrate
 from torch import Tensor
 
-from sandboxes.vector_rewards import fronts
+from sandboxes.vector_rewards import algorithm as fronts
 from sandboxes.vector_rewards.algorithm import VectorRewardAlgorithm, make_trainer
 from sandboxes.vector_rewards.settings import VectorRewardConfig
 from tests.fakes.ensembles import run_ensemble

@@ -12,8 +12,14 @@ from torch import nn
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import flatten_rollouts
-from sandboxes.update_rules.tasks.classification import ClassificationTask, MLPEnsemble, init_mlp_ensemble
-from sandboxes.update_rules.tasks.images import Images, make_synthetic_images, read_images
+from sandboxes.update_rules.tasks.classification import (
+    ClassificationTask,
+    Images,
+    MLPEnsemble,
+    init_mlp_ensemble,
+    make_synthetic_images,
+    read_images,
+)
 from tests.sandboxes.update_rules.tasks import oracles
 
 
