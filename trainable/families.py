@@ -119,8 +119,8 @@ class Family:
     """Whether larger values of the primary outcome are better."""
     summarize: str
     """Function, as "module:NAME", that computes `steps_done` and the trial columns that no file contains. Called with
-    the rows of a run, sorted by step, and the step up to which the run keeps its last values (None: the step of its
-    last row). Empty: `analysis.data.summaries.summarize_by_prefix` of the trial columns."""
+    the rows of a run, sorted by step, the step up to which the run keeps its last values (None: the step of its
+    last row), and the trial columns."""
     report: str
     """The `analysis.report.section.Report` of a study, as "module:NAME"."""
     get_environment: Callable[[Mapping[str, Any]], str]

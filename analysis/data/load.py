@@ -21,7 +21,6 @@ from analysis.data.run_files import (
     parse_step_row,
 )
 from analysis.data.schemas import Row, Schema, get_family, get_schemas
-from analysis.data.summaries import summarize_by_prefix
 from analysis.data.tables import get_damage, read_table
 from trainable.families import Family
 from trainable.files.json_lines import Lines, read_lines
@@ -233,12 +232,6 @@ def _make_run_columns(study: StudyRecord, run: RunFiles) -> Row:
 
 
 def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
-    # Only a run that a rule stopped is credited with its last values up to the planned end.
-    end_step = run.steps_total if run.status.status == "early_stopped" else None
-    if family.summarize:
-        summary = resolve_name(family.summarize)(run.rows, end_step)
-    else:
-        summary = summarize_by_prefix(run.rows, end_step, family.trial_columns)
     return {
         **_make_run_columns(study, run),
         "axis_setting": study.axis.setting,
@@ -247,7 +240,10 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
         "experiment_name": run.header.experiment_name,
         **asdict(replace(run.status, run_id=run.header.run_id)),
         "steps_total": run.steps_total,
-        **summary,
+        # Only a run that a rule stopped is credited with its last values up to the planned end.
+        **resolve_name(family.summarize)(
+            run.rows, run.steps_total if run.status.status == "early_stopped" else None, family.trial_columns
+        ),
     }
 
 

@@ -2,16 +2,16 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
-from sandboxes.distillation.family import TRIAL_COLUMNS
+from trainable.runs.records import Column
 
 
-def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
+def summarize_run(rows: Sequence[Row], end_step: int | None, trial_columns: Iterable[Column]) -> Row:
     """Take values from the last evaluation, the last row with a batch, and the switch from warm-up to top-k loss."""
-    summary = summarize_by_prefix(rows, end_step, TRIAL_COLUMNS)
+    summary = summarize_by_prefix(rows, end_step, trial_columns)
     errors = [(row["step"], row["test_error"]) for row in rows if row.get("test_error") is not None]
     # Only a run with a warm-up has a switch: the first row after the warm-up.
     warmup_steps = [row["step"] for row in rows if row.get("is_warmup") == 1]

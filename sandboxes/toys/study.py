@@ -40,7 +40,7 @@ def make_toy_family(
     """
     shared_fields = {
         "presets": _PRESETS,
-        "summarize": "",
+        "summarize": "analysis.data.summaries:summarize_by_prefix",
         "report": "sandboxes.toys.report.report:TOY_REPORT",
         "get_environment": lambda settings: str(settings.get("task", "")),
         # Values that every template of a study can use.

@@ -1,24 +1,24 @@
 """Summarize a run of an update rule."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
 from analysis.stats.estimates import area_under_curve
-from sandboxes.update_rules.records import TRIAL_COLUMNS
+from trainable.runs.records import Column
 
 LOW_ENTROPY = 0.1
 """nats; the threshold of `first_step_entropy_low` (docs/metrics.md)."""
 
 
-def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
+def summarize_run(rows: Sequence[Row], end_step: int | None, trial_columns: Iterable[Column]) -> Row:
     """Take values from the last evaluation, first steps at which a threshold is reached, and means."""
     last_step = rows[-1]["step"] if rows else 0
     entropies = [(row["step"], row["entropy"]) for row in rows if row.get("entropy") is not None]
     return {
-        **summarize_by_prefix(rows, end_step, TRIAL_COLUMNS),
+        **summarize_by_prefix(rows, end_step, trial_columns),
         "first_step_entropy_low": _find_first_step(rows, "entropy", LOW_ENTROPY),
         "first_step_error_zero": _find_first_step(rows, "test_error", threshold=0.0),
         # Mean height of the curve from its first value; NaN without a value.
