@@ -97,16 +97,14 @@ def make_simplex_points(dimensions: int) -> Tensor:
     return torch.diff(cuts, dim=1, prepend=torch.zeros(len(cuts), 1), append=torch.ones(len(cuts), 1))
 
 
-def find_best_set(rewards: Tensor, size: int) -> tuple[float, tuple[int, ...]] | None:
-    """Find the set of `size` actions [A, D] with the largest mean best score over the simplex; None if too many."""
+def compute_best_score(rewards: Tensor, size: int) -> float:
+    """Compute the largest mean best score over the simplex of a set of `size` actions [A, D]; NaN if too many sets."""
     size = min(size, len(rewards))
     if math.comb(len(rewards), size) > MAX_SETS:
-        return None
+        return math.nan
     scores = rewards.double() @ make_simplex_points(rewards.shape[1]).T
     sets = torch.tensor(list(itertools.combinations(range(len(rewards)), size)))
-    values = torch.cat([scores[chunk].amax(1).mean(1) for chunk in sets.split(500)])
-    best = int(values.argmax())
-    return float(values[best]), tuple(sets[best].tolist())
+    return max(float(scores[chunk].amax(1).mean(1).max()) for chunk in sets.split(500))
 
 
 def compute_simplex_scores(probabilities: Tensor, rewards: Tensor) -> Tensor:
@@ -183,8 +181,7 @@ class VectorRewardAlgorithm(Algorithm[SetBatch]):
         self.policies = SetPolicies(config, len(self.front.rewards), self.rngs)
         self.optimizer = MemberAdam(self.policies.weights, config.lr)
         self.optimizers = {"adam": self.optimizer}
-        best_set = find_best_set(self.front.rewards, config.eval_candidates)
-        self.best_score = math.nan if best_set is None else best_set[0]
+        self.best_score = compute_best_score(self.front.rewards, config.eval_candidates)
 
     def evaluate(self, step: int) -> dict[str, Tensor]:
         """Compute the published scores of sampled sets, and the exact score over all weights of the objectives."""

@@ -21,6 +21,7 @@ from analysis.report.common import (
     StudyResults,
     format_ordinary,
     format_p,
+    format_verdict,
     list_command_sentences,
     list_remarks,
     make_reproduction_tables,
@@ -29,7 +30,7 @@ from analysis.report.common import (
 from analysis.report.search import SEARCH, SEARCH_FIGURES
 from analysis.report.section import Figure, Heading, Listing, Report, Section, Table, TableColumn, name, number, text
 from analysis.sweep import findings, series
-from analysis.sweep.verdicts import format_interval, format_p_value, format_signed, format_signed_4, is_missing
+from analysis.sweep.verdicts import format_interval, format_signed, format_signed_4, is_missing
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from sandboxes.toys.report import tables
@@ -81,7 +82,7 @@ def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            TableColumn("verdict", _format_verdict, "verdict"),
+            TableColumn("verdict", format_verdict, "verdict"),
             number(tables.get_description(results.frames).number, "mean", "{:.4f}".format),
             number("minus the\nbaseline", "difference", format_signed_4),
             number("Holm p", "p_holm", format_p),
@@ -97,12 +98,6 @@ def _add_differences(results: ToyResults, rows: Iterable[Row]) -> list[Row]:
     differences = {(row["arm"], row["column"]): row for row in to_records(results.differences)}
     untested = dict.fromkeys(results.differences.columns)
     return [{**untested, **differences.get((row["arm"], row["column"]), {}), **row} for row in rows]
-
-
-def _format_verdict(row: Row) -> str:
-    if row["verdict"] == "equal":
-        return f"equal\nwithin {row['margin']:g}, {format_p_value(row['p_equal_holm'])}"
-    return str(row["verdict"])
 
 
 VERDICTS: Section[ToyResults] = Section(
@@ -212,7 +207,7 @@ def _make_number_columns(rows: Sequence[Row], key: str) -> list[TableColumn]:
         result += [
             number("minus the\nbaseline", "difference", format_signed_4),
             number("Holm p", "p_holm", format_p),
-            TableColumn("verdict", lambda row: _format_verdict(row) if row["verdict"] else "", "verdict"),
+            TableColumn("verdict", lambda row: format_verdict(row) if row["verdict"] else "", "verdict"),
             text("basis", "basis"),
         ]
     if any(row["missing_seeds"] for row in rows):

@@ -353,7 +353,7 @@ def main() -> None:
     """Start a confined process for each request on the control socket (standard input), until the parent ends.
 
     A request is JSON, [memory in bytes, CPU seconds, bytes of a message], with three streams: the standard input,
-    output and error of the new process, which itself reads the request. The reply is a pidfd, or the text of a problem.
+    output and error of the new process, which itself reads the request. The reply is an id and a pidfd, or a problem.
     This process never holds anything that a model wrote, and always does the same, so that addresses of objects in the
     others do not depend on what it has started before.
     """
@@ -402,7 +402,7 @@ def run(library: ctypes.CDLL, parent_id: int, reader: int) -> None:
     content, streams, _, _ = socket.recv_fds(control, 4096, 3)
     os.close(reader)
     memory_bytes, cpu_seconds, message_bytes = json.loads(content)
-    socket.send_fds(control, [b"started"], [os.pidfd_open(os.getpid())])
+    socket.send_fds(control, [str(os.getpid()).encode()], [os.pidfd_open(os.getpid())])
     control.detach()
     end_with_parent(parent_id)
     os.setsid()

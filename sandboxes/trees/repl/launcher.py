@@ -40,13 +40,11 @@ class ConfinedChild:
     may have it.
     """
 
-    def __init__(self, handle: int, streams: Sequence[int], launcher: "Launcher") -> None:
-        self._handle, self.launcher = handle, launcher
+    def __init__(self, handle: int, pid: int, streams: Sequence[int], launcher: "Launcher") -> None:
+        self._handle, self.pid, self.launcher = handle, pid, launcher
         self.stdin, self.stdout, self.stderr = streams
         self._end = select.poll()
         self._end.register(handle, select.POLLIN)
-        lines = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()
-        (self.pid,) = (int(line.removeprefix("Pid:")) for line in lines if line.startswith("Pid:"))
 
     def read_cpu_seconds(self) -> float:
         """Return the CPU time of the process so far, in seconds; 0 if it has ended."""
@@ -108,7 +106,7 @@ class Launcher:
                 raise LauncherError("the process that starts others has ended")
             if not handles:
                 raise OSError(reply.decode("utf-8", "replace"))
-            return ConfinedChild(handles[0], outer_ends, self)
+            return ConfinedChild(handles[0], int(reply), outer_ends, self)
         except BaseException:
             _close([*handles, *outer_ends])
             raise

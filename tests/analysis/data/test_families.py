@@ -149,9 +149,7 @@ def test_mean_entropy_equals_a_fine_sum_and_ignores_rows_on_the_curve(points: li
     assert min(heights) - 1e-9 <= mean_entropy <= max(heights) + 1e-9
     dense_rows = [{"step": step, "entropy": float(np.interp(step, steps, heights))} for step in range(end + 1)]
     assert summarize_run(dense_rows, None, ())["mean_entropy"] == pytest.approx(mean_entropy)
-    extended_mean = summarize_run(rows, 2 * end, ())[
-        "mean_entropy"
-    ]  # a second half as long, at the last value
+    extended_mean = summarize_run(rows, 2 * end, ())["mean_entropy"]  # a second half as long, at the last value
     assert extended_mean == pytest.approx((mean_entropy + heights[-1]) / 2)
 
 

@@ -1,7 +1,6 @@
 """Tests of the sandbox tables: statistics of arms, differences and mean curves equal computations by hand."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,20 +65,6 @@ def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
     assert row["verdict"] == "better"
 
 
-def test_without_common_seeds_runs_are_compared_unpaired_and_one_seed_has_no_interval(tmp_path: Path) -> None:
-    runs_of_other_seeds = [replace(run, seed=run.seed + 5) for run in make_seed_runs("TPO", TPO)]
-    frames = write_and_load(tmp_path / "a", [*make_seed_runs("DG", DG), *runs_of_other_seeds])
-    row = get_row(tables.compute_differences(frames), "TPO")
-    # Both variances are near each other, so the common one counts, as in Student's test, unless its own is larger.
-    own, common = np.var(TPO, ddof=1), (np.var(TPO, ddof=1) + np.var(DG, ddof=1)) / 2
-    assert row["se"] == pytest.approx(math.sqrt((max(own, common) + common) / 3), rel=1e-6)
-    frames = write_and_load(tmp_path / "b", [*make_seed_runs("DG", DG[:1]), *make_seed_runs("TPO", TPO[:1])])
-    row_of_one_seed = get_row(tables.compute_differences(frames), "TPO")
-    assert row_of_one_seed["difference"] == pytest.approx(0.20 - 0.30)
-    assert math.isnan(float(str(row_of_one_seed["p"])))
-    assert (row_of_one_seed["verdict"], row_of_one_seed["basis"]) == ("open", "")
-
-
 def test_the_arms_in_the_primary_outcome_are_one_family_and_all_other_tests_another(tmp_path: Path) -> None:
     arms = {"DG": DG, "TPO": TPO, "GRPO": (0.33, 0.30, 0.36), "ASPO": (0.45, 0.5, 0.49)}
     runs = [run for arm, ends in arms.items() for run in make_seed_runs(arm, ends)]
@@ -140,12 +125,6 @@ def test_panels_are_those_of_what_was_measured(tmp_path: Path) -> None:
     rows = {"replay_age": 4.0, "entropy": None}
     frames = write_and_load(tmp_path, [FakeRun("DG", steps=40, rows=rows)], FakeStudy(total_steps=40))
     assert list(tables.select_panels(frames)) == ["test_error", "replay_age"]
-
-
-def test_arms_that_coincide_are_found(tmp_path: Path) -> None:
-    ends = {"DG": DG, "FilteredDG": DG, "TPO": TPO, "CE": DG[:2]}
-    runs = [run for arm, errors in ends.items() for run in make_seed_runs(arm, errors)]
-    assert tables.find_equal_arms(write_and_load(tmp_path, runs)) == [("DG", "FilteredDG")]
 
 
 def test_statuses_are_counted_by_arm(tmp_path: Path) -> None:

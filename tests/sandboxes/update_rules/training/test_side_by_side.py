@@ -169,17 +169,6 @@ def test_runs_that_start_again_because_one_joins_them_say_so(tmp_path: Path, sta
     assert start_trial(tmp_path / "new").training.notes == []
 
 
-def test_a_trial_that_had_ended_reports_its_last_rows(
-    start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]]
-) -> None:
-    folder, reports = uninterrupted
-    expected_rows = read_written_rows(folder)
-    report = start_trial(folder).step()
-    assert report["rows"] == reports[-1]["rows"]
-    assert (report["done"], report["step"], report["training_iteration"]) == (True, 7, 4)
-    assert read_written_rows(folder) == expected_rows
-
-
 def test_runs_that_a_rule_stopped_end_with_its_name(tmp_path: Path, start_trial: StartTrial) -> None:
     reports = run_to_end(start_trial(tmp_path, **STOPPING_SETTINGS))
     row = reports[-1]["rows"]["a-s0"]
