@@ -313,25 +313,3 @@ def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
         play(fail, group_size=4)
     assert len(processes) == 4
     assert all(process._process is None for process in processes)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("style", ["compact", "full"])
-def test_no_reply_ends_the_run(style: Any) -> None:
-    pieces = [
-        "```", "repl", "\n", "print(", "FINAL(", ")", "rlm_query('x')", "context", "1/0", "'", "while True: 1",
-        "\x00",
-    ]  # fmt: skip
-    rng = np.random.default_rng(0)
-
-    def babble(history: str, draw: float) -> str:
-        text = "".join(rng.choice(pieces) for _ in range(int(12 * draw)))
-        return run_code(text) if draw < 0.7 else text
-
-    settings = TreeSettings(TreeLimits(turns=4), ReplLimits(seconds=0.3), 100_000)
-    streams = [np.random.default_rng([1, number]) for number in range(24)]
-    trees = roll_out_trees([QUESTION], 24, TextSampler(babble), TEXTS._replace(style=style), settings, PARAMS, streams)
-    for tree in trees:
-        for rollout in (tree, *tree.children):
-            assert len(rollout.transcript.texts) == len(rollout.observations) == len(rollout.validity)
-            assert 1 <= len(rollout.transcript.texts) <= 4

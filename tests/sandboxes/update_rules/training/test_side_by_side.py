@@ -2,14 +2,12 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sandboxes.update_rules.training import make
 from sandboxes.update_rules.trial import UpdateRules
 from tests.fakes.ensembles import drop_times
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
@@ -190,33 +188,3 @@ def test_a_run_of_a_trial_that_ended_is_left_as_it_is(
     assert all(set(report["rows"]) == {"a-s1"} for report in reports)
     assert reports[-1]["done"]
     assert [row["step"] for row in read_written_rows(tmp_path)["s1"]] == [0, 3, 6, 7]
-
-
-def test_a_failed_run_is_reported_and_does_not_start_again(
-    tmp_path: Path, start_trial: StartTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_trainer = make.TRAINER.make_trainer
-
-    def make_broken_trainer(*arguments: Any) -> Any:
-        trainer = make_trainer(*arguments)
-        objective = trainer.algorithm.objective
-
-        def compute_broken_objective(rollouts: Any, log_probs: Any, settings: Any) -> Any:
-            rule_loss = objective(rollouts, log_probs, settings)
-            factors = [torch.nan if seed == 1 and trainer.step_index == 4 else 1.0 for seed in trainer.seeds]
-            return type(rule_loss)(rule_loss.loss * torch.tensor(factors), rule_loss.metrics)
-
-        trainer.algorithm.objective = compute_broken_objective
-        return trainer
-
-    monkeypatch.setattr(make, "TRAINER", replace(make.TRAINER, make_trainer=make_broken_trainer))
-    reports = run_to_end(start_trial(tmp_path))
-    message = (
-        "values of step 4 were not finite: loss, gradient of embedding.weight, gradient of positions.weight and 15 more"
-    )
-    assert [report["failed"] for report in reports] == [{}, {}, *[{"a-s1": message}] * 3]
-    assert (reports[2]["rows"], reports[2]["saved"]) == ({}, True)
-    assert [row["step"] for row in read_written_rows(tmp_path)["s0"]] == [0, 3, 6, 7]
-    assert read_written_rows(tmp_path)["s1"][-1]["failure"] == message
-    report = start_trial(tmp_path).step()
-    assert (report["failed"], report["done"]) == ({"a-s1": message}, True)

@@ -12,7 +12,6 @@ from sandboxes.update_rules.records import STEP_COLUMNS
 from sandboxes.update_rules.training.make import UPDATE_RULES, make_task_trainer
 from tests.fakes.ensembles import Rows, drop_times, run_ensemble
 from tests.sandboxes.update_rules.tabular import TabularTask, train_to_next_rows
-from trainable.runs.run import TrainerState
 
 ALL_MEASURES = {"diagnostics": True, "entropy_diagnostics": True, "oracle_fit": True}
 
@@ -245,23 +244,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings: dict[str, Any], uni
         assert all(
             torch.equal(get_weights(resumed, seed), get_weights(uninterrupted, seed)) for seed in resumed.final_states
         )
-
-
-def test_members_that_were_trained_apart_can_continue_together() -> None:
-    states: list[TrainerState] = []
-    for seed in (2, 0):
-        single = make_trainer(make_config(delay=2), (seed,))
-        while single.step_index < 6:
-            single.step()
-        states.append(single.get_state(seed))
-    ensemble = make_trainer(make_config(delay=2), (0, 2))
-    ensemble.load_states(states)
-    assert ensemble.seeds == (2, 0)
-    run_ensemble(ensemble)
-    expected = make_trainer(make_config(delay=2))
-    run_ensemble(expected)
-    for seed in (0, 2):
-        torch.testing.assert_close(get_weights(ensemble, seed), get_weights(expected, seed), rtol=1e-5, atol=1e-5)
 
 
 def test_states_of_different_steps_and_equal_seeds_are_refused() -> None:
