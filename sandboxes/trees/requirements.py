@@ -31,7 +31,9 @@ def explain_repl_shortage(plan: StudyPlan) -> str:
     """Explain why the REPLs of one tree cannot use all their memory here, and what to type; empty if they can."""
     available_mib = machine_checks.measure_available_memory() >> 20
     for config in _list_tree_configs(plan):
-        size, num_repls = config.env.papers.execution_mib, _count_repls(config)
+        papers = config.env.papers
+        # The root's, and one per child of a call.
+        size, num_repls = papers.execution_mib, 1 + min(papers.max_children_per_call, papers.max_children)
         if num_repls * size > available_mib:
             return (
                 f"DOES NOT FIT: a tree has up to {num_repls} REPLs of {size} MiB, and {available_mib} MiB are "
@@ -43,11 +45,6 @@ def explain_repl_shortage(plan: StudyPlan) -> str:
 
 def _list_tree_configs(plan: StudyPlan) -> list[RunConfig]:
     return [config for config in plan.ppo_configs if config.env.kind.has_trees]
-
-
-def _count_repls(config: RunConfig) -> int:
-    """Count the REPLs of a tree that are open at once: the root's, and one per child of a call."""
-    return 1 + min(config.env.papers.max_children_per_call, config.env.papers.max_children)
 
 
 REQUIREMENTS = GameRequirements(check_papers, explain_repl_shortage)
