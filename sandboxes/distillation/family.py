@@ -90,11 +90,7 @@ DISTILLATION = make_toy_family(
     remarks="sandboxes.distillation.settings:REMARKS",
     estimate_bytes=lambda config, n_parameters: estimate_toy_bytes(count_transformer_parameters(config)),
     estimate_step_seconds=lambda config: 22e-3 * config.batch_size / 64,
-    progress_columns=(
-        DisplayColumn("test_error", "test error", ".3f"),
-        DisplayColumn("entropy", "entropy", ".3f"),
-        DisplayColumn("reverse_kl", "reverse KL", ".3f"),
-    ),
+    progress_columns={"test_error": "test error", "entropy": "entropy", "reverse_kl": "reverse KL"},
     log_columns=("test_error", "entropy", "reverse_kl", "top1_agreement", "reward", "loss"),
 )
 """Studies that train a student."""

@@ -16,7 +16,7 @@ from sandboxes.toys.study import (
     make_toy_study,
 )
 from search_spaces.declaration.study import Study
-from trainable.families import DisplayColumn, OutcomeColumn, Settings
+from trainable.families import OutcomeColumn, Settings
 from trainable.runs.records import TOY_TIME_COLUMNS, Column
 
 STEP_COLUMNS: tuple[Column, ...] = (
@@ -73,11 +73,7 @@ PEDAGOGY = make_toy_family(
     get_environment=lambda settings: f"{settings.get('task', '')}-{settings.get('answer_len', '')}",
     estimate_bytes=lambda config, n_parameters: estimate_toy_bytes(count_transformer_parameters(config), n_networks=2),
     estimate_step_seconds=lambda config: 20e-3 * config.batch_size / 96,
-    progress_columns=(
-        DisplayColumn("test_error", "test error", ".3f"),
-        DisplayColumn("teacher_test_error", "of the teacher", ".3f"),
-        DisplayColumn("entropy", "entropy", ".3f"),
-    ),
+    progress_columns={"test_error": "test error", "teacher_test_error": "of the teacher", "entropy": "entropy"},
     log_columns=("test_error", "teacher_test_error", "entropy", "task_reward", "learnability", "student_loss"),
 )
 

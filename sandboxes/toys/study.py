@@ -31,12 +31,17 @@ _STATE_OVERHEAD_BYTES = 100_000
 
 
 def make_toy_family(
-    name: str, trial_columns: tuple[Column, ...], log_columns: tuple[str, ...], **fields: Any
+    name: str,
+    trial_columns: tuple[Column, ...],
+    log_columns: tuple[str, ...],
+    progress_columns: Mapping[str, str],
+    **fields: Any,
 ) -> Family:
     """Make a family of toy studies.
 
     trial_columns: in addition to the columns that all families have. log_columns: fields of a log line, before the
-    seconds. fields: other fields of `Family`, overriding those that toy families share.
+    seconds. progress_columns: the columns of the progress table, each with its heading. fields: other fields of
+    `Family`, overriding those that toy families share.
     """
     shared_fields = {
         "presets": _PRESETS,
@@ -51,6 +56,10 @@ def make_toy_family(
         name=name,
         trial_columns=(*COMMON_TRIAL_COLUMNS, *STOP_COLUMNS, *trial_columns),
         log_columns=make_log_columns(dict.fromkeys(log_columns, ".4f")),
+        progress_columns=tuple(
+            DisplayColumn(column, heading, ".4f" if column == "loss" else ".3f")
+            for column, heading in progress_columns.items()
+        ),
         **{**shared_fields, **fields},
     )
 

@@ -13,7 +13,7 @@ from sandboxes.toys.study import (
 )
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
-from trainable.families import DisplayColumn, OutcomeColumn, Remark, Settings
+from trainable.families import OutcomeColumn, Remark, Settings
 
 GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
 """The condition that the documents call grouped: 12 prompts with 8 rollouts, four optimizer steps per batch."""
@@ -98,11 +98,7 @@ UPDATE_RULES = make_toy_family(
     get_model_path=lambda config: config.model_name if config.task == "lm_bandit" else None,
     estimate_bytes=estimate_bytes,
     estimate_step_seconds=estimate_step_seconds,
-    progress_columns=(
-        DisplayColumn("test_error", "test error", ".3f"),
-        DisplayColumn("entropy", "entropy", ".3f"),
-        DisplayColumn("loss", "loss", ".4f"),
-    ),
+    progress_columns={"test_error": "test error", "entropy": "entropy", "loss": "loss"},
     log_columns=("test_error", "test_error_unscored", "chain_reward", "entropy", "reward", "loss"),
 )
 

@@ -17,7 +17,7 @@ from sandboxes.toys.study import (
 )
 from sandboxes.vector_rewards.settings import VectorRewardConfig
 from search_spaces.declaration.study import Study
-from trainable.families import DisplayColumn, OutcomeColumn, Settings
+from trainable.families import OutcomeColumn, Settings
 from trainable.runs.records import TOY_TIME_COLUMNS, Column
 
 STEP_COLUMNS: tuple[Column, ...] = (
@@ -76,11 +76,7 @@ VECTOR_REWARDS = make_toy_family(
     is_higher_better=True,
     estimate_bytes=estimate_bytes,
     estimate_step_seconds=lambda config: 3e-3 * config.batch_size / 128,
-    progress_columns=(
-        DisplayColumn("simplex_score", "simplex score", ".3f"),
-        DisplayColumn("best_at_9", "best@9", ".3f"),
-        DisplayColumn("entropy", "entropy", ".3f"),
-    ),
+    progress_columns={"simplex_score": "simplex score", "best_at_9": "best@9", "entropy": "entropy"},
     log_columns=(
         *("simplex_score", "mean_scalar_reward", "best_at_1", "best_at_9", "pool_diversity_l1", "entropy", "loss"),
     ),
