@@ -1,4 +1,4 @@
-"""Tests of the trainer of the sandbox on a small task: order of a step, evaluations, ends and states."""
+"""Tests of the trainer of the sandbox, mostly on a small task: order of a step, evaluations, ends and states."""
 
 import math
 from typing import Any
@@ -10,6 +10,7 @@ from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS
 from sandboxes.update_rules.training.make import UPDATE_RULES, make_task_trainer
+from sandboxes.update_rules.training.make import make_trainer as make_real_trainer
 from tests.fakes.ensembles import Rows, drop_times, run_ensemble
 from tests.sandboxes.update_rules.tabular import TabularTask, train_to_next_rows
 
@@ -254,3 +255,26 @@ def test_states_of_different_steps_and_equal_seeds_are_refused() -> None:
         trainer.load_states([state, trainer.get_state(1)])
     with pytest.raises(ValueError, match="different"):
         make_trainer(make_config(), (1, 1))
+
+
+# ---------------------------------------------------------------------------- real tasks
+
+TINY = {"d_model": 16, "seq_len": 4, "lr": 1e-3}
+
+
+@pytest.mark.long
+def test_cross_entropy_learns_to_reverse() -> None:
+    settings = {**TINY, "task": "token_reversal", "method": "CE", "lr": 3e-3, "batch_size": 32, "seq_len": 3}
+    for first, last in run_ensemble(make_real_trainer(make_config(100, 100, **settings), (0, 1))).values():
+        assert first["test_error"] > 0.3
+        assert last["test_error"] < 0.02
+
+
+@pytest.mark.parametrize("task", ["token_reversal", "lm_bandit"])
+def test_a_real_task_has_every_measure(task: str) -> None:
+    config = make_config(6, 6, **TINY, **ALL_MEASURES, task=task, context_len=16)
+    row = make_real_trainer(config, (0, 1)).step().rows[1]
+    for name in ("cos_method_ce", "grad_norm", "batch_delta_entropy", "oracle_fit_delight_correlation"):
+        assert isinstance(row[name], float), name
+    assert row["importance_ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert row["clip_frac"] == 0
