@@ -176,6 +176,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "sandboxes.trees.repl": ("numpy",),
     "sandboxes.trees.repl.confined_process": (),
     "sandboxes.trees.repl.judge": ("requests", "pydantic"),
+    "sandboxes.trees.repl.process": ("pydantic",),
     "sandboxes.trees.repl.questions": ("pydantic", "pyarrow"),
     "trainable.kernels": ("torch", "numpy"),
     "trainable.kernels.compiled": ("numpy", "numba", "llvmlite"),

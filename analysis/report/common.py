@@ -127,7 +127,7 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
         yield Table(
             [
                 name("contrast", "contrast"),
-                TableColumn("verdict", _format_contrast_verdict, "verdict"),
+                TableColumn("verdict", format_verdict, "verdict"),
                 number("first minus\nsecond", "difference", format_signed_4),
                 number("Holm p", "p_holm", format_p),
                 number("seeds", "seeds", str),
@@ -141,7 +141,8 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
         )
 
 
-def _format_contrast_verdict(row: Row) -> str:
+def format_verdict(row: Row) -> str:
+    """Format a verdict, with its margin and its p-value if it is equal."""
     margin = f"\nwithin {row['margin']:g}, {format_p_value(row['p_equal_holm'])}" if row["verdict"] == "equal" else ""
     return f"{row['verdict']}{margin}"
 

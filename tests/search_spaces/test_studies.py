@@ -302,11 +302,6 @@ def test_the_decay_gives_the_requested_mean_age(capacity: int, age: float) -> No
     assert np.average(ages, weights=np.exp(-decay * ages)) == pytest.approx(age, rel=1e-3)
 
 
-def test_no_decay_gives_a_mean_age_beyond_that_of_a_uniform_draw() -> None:
-    with pytest.raises(ValueError, match=r"A buffer of 8 batches cannot have a mean age of 3\.6"):
-        solve_decay(3.6, 8)
-
-
 def list_template_names(template: str) -> set[str]:
     return {name for _, name, _, _ in Formatter().parse(template) if name}
 

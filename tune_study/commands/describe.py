@@ -30,7 +30,6 @@ from tune_study.host.gpus import Gpu
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.disk import DiskBudget, format_disk_line
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.resources import load_game_requirements
 from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.search import describe_space
@@ -93,12 +92,6 @@ def print_plan(console: Console, study: PreparedStudy) -> None:
         *_describe_power(plan),
         time_estimate.format_time_line(plan, resource_plan, memory, [gpu.name for gpu in study.used_gpus]),
         study.space_line,
-        # The memory of cluster nodes is unknown here.
-        *(
-            game.describe_memory(plan, resource_plan.max_concurrent)
-            for game in load_game_requirements(plan)
-            if not resource_plan.cluster_address
-        ),
         f"Results: {plan.folder}",
         f"Summary log: {plan.summary_log}",
     ]

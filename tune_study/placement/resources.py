@@ -38,8 +38,6 @@ class GameRequirements(NamedTuple):
 
     check: Callable[[StudyPlan], None]
     """Raise PlanError if a study of the game cannot be run."""
-    describe_memory: Callable[[StudyPlan, int], str]
-    """Describe in a line the memory that the game takes at most with this many concurrent runs."""
     explain_shortage: Callable[[StudyPlan], str]
     """Explain why the game does not fit on this machine, and what to type; empty if it fits."""
 

@@ -80,13 +80,6 @@ def test_the_page_is_complete(words: str) -> None:
     assert "contrast" not in words.lower()
 
 
-def test_without_published_numbers_the_page_does_not_mention_them(tmp_path: Path) -> None:
-    runs = [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO)]
-    words = get_words(load(write_sandbox(tmp_path, runs, FakeStudy("some-study"))))
-    assert "published" not in words
-    assert "over 3 seeds, with the noise of all arms" in words
-
-
 @pytest.mark.parametrize(
     ("runs", "sentence"),
     [
@@ -105,12 +98,6 @@ def test_without_published_numbers_the_page_does_not_mention_them(tmp_path: Path
 )
 def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], sentence: str) -> None:
     assert sentence in get_words(load(write_sandbox(tmp_path, runs, SMALL)))
-
-
-def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path) -> None:
-    study = FakeStudy("some-study", total_steps=40, extra={"preset_steps": 300})
-    words = get_words(load(write_sandbox(tmp_path, [FakeRun("DG", steps=40)], study)))
-    assert "A short study: 40 training steps instead of the 300 of preset laptop" in words
 
 
 @pytest.mark.parametrize("missing", ["test_error", "entropy", "greedy_separator_rate", "loss", "seconds_total"])
