@@ -206,8 +206,7 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest) -> Non
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]
 
-    command_line = outputs.format_command_line()
-    plans = make_plans_that_fit(make_plans, request, launch, visible_gpus, command_line)
+    plans = make_plans_that_fit(make_plans, request, launch, visible_gpus)
     raise typer.Exit(start_studies(plans, launch, visible_gpus, request.dry_run, make_console()))
 
 
@@ -221,8 +220,7 @@ def search(study: opt.StudyName, search_request: SearchRequest, request: StudyRe
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [searching.plan_search(chosen, preset, search_request, request, source)]
 
-    command_line = outputs.format_command_line()
-    (plan,) = make_plans_that_fit(make_plans, request, launch, visible_gpus, command_line)
+    (plan,) = make_plans_that_fit(make_plans, request, launch, visible_gpus)
     raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, request.dry_run, make_console()))
 
 

@@ -105,15 +105,13 @@ class PreparedStudy(NamedTuple):
 
 def print_plan(console: Console, study: PreparedStudy) -> None:
     """Print the plan of a study: runs, resources, steps, paths, memory, and a time estimate where speeds are known."""
-    from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
-
     plan, resource_plan, memory = study.plan, study.resource_plan, study.memory
     lines = [
         *_format_plan_lines(plan, resource_plan),
         *_describe_search(plan),
         *_describe_game(plan),
         *describe_signal(plan),
-        describe_power(make_study_record(plan)),
+        *_describe_power(plan),
         time_estimate.format_cpu_time_line(plan, resource_plan),
         study.space_line,
         # The memory of cluster nodes is unknown here.
@@ -150,6 +148,15 @@ def print_plan(console: Console, study: PreparedStudy) -> None:
         for run in plan.runs
     ]
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows, ("checkpoints", "log", "run"))
+
+
+def _describe_power(plan: StudyPlan) -> list[str]:
+    """Describe what the planned seeds resolve; return nothing if one arm has nothing to be compared with."""
+    if len(plan.values) < 2:
+        return []
+    from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
+
+    return [describe_power(make_study_record(plan))]
 
 
 def _describe_search(plan: StudyPlan) -> list[str]:

@@ -63,7 +63,7 @@ def start_studies(
     plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
     for plan in plans:
         outputs.check_recordable(plan)
-        check_parts(list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values()))
+        check_parts([spec.config for spec in plan.runs])
         for game in resources.load_game_requirements(plan):
             game.check(plan)
         check_level_seeds(plan)
@@ -165,13 +165,12 @@ def make_plans_that_fit(
     request: StudyRequest,
     options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
-    command: str = "",
 ) -> list[StudyPlan]:
     """Make the plans under the typed or default preset, and adapt them if the GPUs are too small.
 
     If the runs do not fit, they train adapters, where the preset has settings for this and the user has not chosen
     their rank, also as 0 for none. If adapters do not fit either, preset laptop replaces the default preset, unless the
-    user chose GPUs, or a setting that suits only certain GPUs. command: what was typed; empty in Python.
+    user chose GPUs, or a setting that suits only certain GPUs.
     """
     preset, reason = resources.choose_preset(request.preset, visible_gpus)
     plans = make_plans(ChosenPreset(preset, reason))
@@ -192,8 +191,7 @@ def make_plans_that_fit(
     has_gpus = options.gpus is not None or options.gpu_memory_gib is not None
     if request.preset is not None or has_gpus or any(key.endswith(_GPU_SETTINGS) for key in keys):
         return plans
-    fitting_command = " ".join(filter(None, [command, f"--preset {preset}", *remedies[:1]]))
-    advice = f"this would fit: {fitting_command}" if remedies else "no setting makes it fit"
+    advice = f"it fits with --preset {preset} {remedies[0]}" if remedies else "no setting makes it fit"
     return make_plans(ChosenPreset("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}"))
 
 
@@ -317,8 +315,10 @@ def _estimate_requirements(
     resource_plan = resource_plan._replace(notes=tuple(notes))
     disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
-    gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
-    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
+    memory = None
+    if resource_plan.gpu_slots or options.gpu_memory_gib is not None:  # which is checked although it has no effect
+        gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
+        memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
         resource_plan = _add_placement(resource_plan, memory)
     return PreparedStudy(plan, resource_plan, disk_budget, memory, used_gpus)
