@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from analysis.data.episodes import format_turns, read_episodes_of_run
 from analysis.data.frames import StudyFrames
-from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.json_values import DamageWarning
+from trainable.files.paths import LINE_CHARACTERS, escape_controls
 from trainable.runs.episode_lines import RecordedEpisode
 
 MAX_ARMS = 12

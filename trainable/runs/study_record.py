@@ -18,8 +18,8 @@ from pydantic.dataclasses import dataclass
 from trainable.config.aliases import flatten_settings
 from trainable.config.run_config import format_validation_error
 from trainable.config.setting_types import format_value, require
-from trainable.files.control_characters import is_printable
 from trainable.files.json_values import DamagedFileError, read_json, read_object, write_object
+from trainable.files.paths import is_printable
 from trainable.runs.records import STATUSES
 
 STUDY_FILE, RUN_FILE, STATUS_FILE = "study.json", "run.json", "status.json"

@@ -7,7 +7,6 @@ import atexit
 import errno
 import functools
 import gc
-import json
 import os
 import sys
 import traceback
@@ -25,22 +24,31 @@ from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
+from tune_study.commands import arguments as opt
 from tune_study.commands import cleaning, describe, searching
-from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.options import argument, option
-from tune_study.commands.arguments.parser import Command, StrictCommand, StrictGroup, expand_requests, hyphenate
+from tune_study.commands.arguments import (
+    Command,
+    StrictCommand,
+    StrictGroup,
+    argument,
+    expand_requests,
+    hyphenate,
+    option,
+)
 from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.preflight import make_plans_that_fit, start_studies
 from tune_study.commands.requests import (
+    ChosenPreset,
     LaunchRequest,
     ProbeRequest,
     RunRequest,
     SearchRequest,
     StudyRequest,
     TypedAgain,
+    find_studies,
     list_assigned_settings,
+    plan_from_options,
 )
-from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_line, show_warnings
 from tune_study.host.gpus import detect_gpus
@@ -135,42 +143,25 @@ def show_version(version: Annotated[bool, Option("--version", help="Print the ve
 
 @command(MAIN, "list", "")
 def list_studies(
-    study: Annotated[
-        str | None, argument("STUDY", "Name of the study; default: all.", autocompletion=opt.complete_study)
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON: an object with `studies` and `suites`.")] = False,
+    study: Annotated[str | None, argument("STUDY", "Name of the study; default: all.")] = None,
 ) -> None:
     """List the studies and their questions, or the axis and values of STUDY."""
-    studies, suites = [*STUDIES.values()], SUITES
     suite = None if study is None else normalize_study_name(study)
-    if suite in SUITES:
-        studies, suites = [STUDIES[name] for name in SUITES[suite]], {suite: SUITES[suite]}
-    elif study is not None:
-        studies, suites = [find_study(study)], {}
-    if as_json:
-        typer.echo(json.dumps(describe.make_study_list(studies, suites), indent=2))
-    elif suites:
-        describe.print_studies(make_console(), studies, suites)
+    if study is None:
+        describe.print_studies(make_console(), [*STUDIES.values()], SUITES)
+    elif suite in SUITES:
+        describe.print_studies(make_console(), [STUDIES[name] for name in SUITES[suite]], {suite: SUITES[suite]})
     else:
-        describe.print_study(make_console(), *studies)
+        describe.print_study(make_console(), find_study(study))
 
 
 @command(MAIN, "settings", "--all | grep kl_")
 def settings(
-    study: Annotated[
-        str,
-        argument(
-            "[STUDY|WORD]",
-            "Name of the study; sandboxes have other settings. Or a word, to look for settings of kl.",
-            autocompletion=opt.complete_study,
-        ),
-    ] = "kl",
+    study: Annotated[str, argument("[STUDY]", "Name of the study; sandboxes have other settings.")] = "kl",
     list_all: Annotated[bool, Option("--all", help="List every setting, not only the most common ones.")] = False,
 ) -> None:
-    """List the main settings for --set, or those whose name or meaning has a WORD."""
-    is_study = normalize_study_name(study) in STUDIES
-    if is_study or not describe.print_settings(make_console(), STUDIES["kl"], study):
-        describe.print_settings(make_console(), find_study(study), with_all=list_all)
+    """List the main settings for --set."""
+    describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 
 @command(READ, "status", "results/kl_sweep_sokoban-tiny")

@@ -58,22 +58,6 @@ def print_study(console: Console, study: Study) -> None:
     print_line(console, f"Plan of its runs: {format_command('run', study.name, '--dry-run')}")
 
 
-def make_study_list(studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> dict[str, list[dict[str, Any]]]:
-    """Convert studies and suites to JSON: what `print_studies` and `print_study` print, with all axis values."""
-    study_entries = [
-        {
-            "name": study.name,
-            "question": study.question.strip(),
-            "axis": study.axis.setting,
-            "option": study.axis.option,
-            "values": {preset: list(values) for preset, values in study.axis.grids.items()},
-        }
-        for study in studies
-    ]
-    suite_entries = [{"name": name, "studies": list(members)} for name, members in suites.items()]
-    return {"studies": study_entries, "suites": suite_entries}
-
-
 def _shorten_values(study: Study, values: tuple[str, ...]) -> str:
     """Format the values of an axis on one line; a long list is cut and ends with its number of values."""
     text = format_values(study, values)
@@ -337,24 +321,18 @@ class SettingRow(NamedTuple):
     """Whether the short list includes it."""
 
 
-def print_settings(console: Console, study: Study, word: str | None = None, *, with_all: bool = False) -> bool:
+def print_settings(console: Console, study: Study, *, with_all: bool) -> None:
     """Print the settings of a study: their values under each preset, meaning and allowed values.
 
-    word: print the settings whose name or meaning contains it, and return whether there are any. with_all: print every
-    setting; otherwise the most common ones, and the command that lists the others.
+    with_all: print every setting; otherwise the most common ones, and the command that lists the others.
     """
     table = make_settings_rows(study)
-    if word is None:
-        rows = [row for row in table if with_all or row.is_common]
-    else:
-        rows = [row for row in table if word.lower() in f"{row.name} {row.meaning}".lower()]
-    if rows:
-        cells = [[row.name, *row.defaults, row.meaning, row.allowed] for row in rows]
-        print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
-    if word is None and len(rows) < len(table):
+    rows = [row for row in table if with_all or row.is_common]
+    cells = [[row.name, *row.defaults, row.meaning, row.allowed] for row in rows]
+    print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
+    if len(rows) < len(table):
         command = format_command("settings", study.name, "--all")
         print_line(console, f"{len(table) - len(rows)} more settings are rarely changed: {command}")
-    return bool(rows)
 
 
 def make_settings_rows(study: Study) -> list[SettingRow]:

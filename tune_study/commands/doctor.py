@@ -18,8 +18,7 @@ from trainable.backend.gpus import make_bundles
 from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
 from tune_study.commands.preflight import list_checks, make_plans_that_fit, prepare_study
-from tune_study.commands.requests import LaunchRequest, StudyRequest
-from tune_study.commands.run_options import ChosenPreset
+from tune_study.commands.requests import ChosenPreset, LaunchRequest, StudyRequest
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
 from tune_study.host.machine_checks import FOLDER_PREFIX, RAY_SUBFOLDER, find_ray_folder

@@ -16,8 +16,7 @@ from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan
-from tune_study.commands.requests import LaunchRequest, StudyRequest, list_assigned_settings
-from tune_study.commands.run_options import ChosenPreset
+from tune_study.commands.requests import ChosenPreset, LaunchRequest, StudyRequest, list_assigned_settings
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_error, print_line

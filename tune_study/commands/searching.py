@@ -13,8 +13,15 @@ from trainable.config.setting_types import format_value
 from trainable.runs.study_record import MAX_RUNS, OBJECTIVES, Search
 from tune_study.commands.confirmation import find_confirmation, plan_confirmation
 from tune_study.commands.preflight import choose_wandb, start_studies
-from tune_study.commands.requests import LaunchRequest, RunRequest, SearchRequest, StudyRequest
-from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
+from tune_study.commands.requests import (
+    ChosenPreset,
+    LaunchRequest,
+    RunRequest,
+    SearchRequest,
+    StudyRequest,
+    find_studies,
+    plan_from_options,
+)
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu

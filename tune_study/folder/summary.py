@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.language_model.family import get_model_name
-from trainable.files.control_characters import escape_controls
-from trainable.files.paths import write_text
+from trainable.files.paths import escape_controls, write_text
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import OPEN_STATUSES, StatusRecord, find_record
 from tune_study.folder.statuses import make_timestamp

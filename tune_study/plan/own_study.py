@@ -25,7 +25,7 @@ from trainable.config.own_parts import (
     register_file,
 )
 from trainable.config.setting_types import format_value
-from trainable.files.control_characters import LINE_CHARACTERS, is_printable
+from trainable.files.paths import LINE_CHARACTERS, is_printable
 from trainable.runs.study_record import SourceFile
 from tune_study.plan.errors import PlanError
 

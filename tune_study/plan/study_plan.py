@@ -14,7 +14,7 @@ from trainable.config.own_parts import PartFile, list_part_files, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
 from trainable.config.setting_types import format_value
 from trainable.families import Settings
-from trainable.files.control_characters import is_printable
+from trainable.files.paths import is_printable
 from trainable.runs.study_record import MAX_RUNS, MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget, is_run_id
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import StudySource, list_resume_options

@@ -21,7 +21,6 @@ from trainable.files.json_lines import write_lines
 from trainable.files.json_values import DamageWarning
 from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.commands import preflight
-from tune_study.commands.describe import make_study_list
 from tune_study.commands.requests import LaunchRequest
 from tune_study.demo.archive import unpack
 from tune_study.folder.outputs import lock_folder, make_study_record, write_study
@@ -409,16 +408,12 @@ def test_list_shows_the_axis_of_a_study(name: str) -> None:
     assert study.axis.option in out
     grid = "group 1 (" if study.axis.value_groups else ",".join(study.axis.grids["laptop"])
     assert (grid if len(grid) <= 120 else grid[:90]) in out
-    assert type_in(f"list {name} --json").out == json.dumps(make_study_list([study], {}), indent=2) + "\n"
 
 
 @pytest.mark.parametrize("name", SUITES)
 def test_list_shows_the_studies_of_a_suite(name: str) -> None:
     lines = [*map(str.split, type_in(f"list {name}").out.splitlines())]
     assert [words[0] for words in lines] == ["study", *SUITES[name], name, "Axis"]
-    entries = json.loads(type_in(f"list {name} --json").out)
-    assert [entry["name"] for entry in entries["studies"]] == list(SUITES[name])
-    assert entries["suites"] == [{"name": name, "studies": list(SUITES[name])}]
 
 
 def test_list_shortens_a_long_axis() -> None:
@@ -461,13 +456,7 @@ def test_settings_of_a_sandbox_are_its_own() -> None:
     lines = {line.split()[0]: line for line in type_in("settings influence --all").out.splitlines()}
     assert lines.keys() - {"setting"} == set(list_field_names(UpdateRuleConfig)) - {"seed"}
     assert re.search(r" 0\.04 +.* number >= 0$", lines["grpo_beta"])
-    assert type_in("settings nosuchword").code == 2
-
-
-def test_settings_are_found_by_a_word_of_their_name_or_meaning() -> None:
-    lines = {line.split()[0] for line in type_in("settings epochs").out.splitlines()}
-    assert {"actor.ppo_epochs", "critic.ppo_epochs"} <= lines
-    assert "actor.lr" not in lines
+    assert type_in("settings nosuchstudy").code == 2
 
 
 def test_status_says_how_far_each_run_is(work_dir: Path) -> None:

@@ -13,8 +13,7 @@ from tests.fakes.plans import plan_study
 from tests.trainable.test_part_checks import SAVED_TEXTS
 from trainable.config.own_parts import PartFile
 from trainable.runs.study_record import SourceFile
-from tune_study.commands.requests import RunRequest
-from tune_study.commands.run_options import ChosenPreset, plan_from_options
+from tune_study.commands.requests import ChosenPreset, RunRequest, plan_from_options
 from tune_study.folder.outputs import make_study_record
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import check_recorded_files, load_named_files, load_typed_files

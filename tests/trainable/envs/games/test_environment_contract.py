@@ -6,12 +6,7 @@ import pytest
 from trainable.config.games import GAMES
 from trainable.config.sections import EnvConfig
 from trainable.envs.environment import FIRST_TEST_SEED, Environment
-from trainable.envs.games.make import (
-    _compute_success_range,
-    describe_success_range,
-    get_turn_limits,
-    make_environment,
-)
+from trainable.envs.games.make import describe_success_range, get_turn_limits, make_environment
 from trainable.envs.level_sets import make_validation_levels
 
 WORDS = {
@@ -113,7 +108,7 @@ def test_chance_is_at_most_the_best(environment: Environment) -> None:
 
 
 def test_the_recorded_range_of_the_default_levels_is_the_computed_one() -> None:
-    assert describe_success_range(EnvConfig()) == _compute_success_range(EnvConfig())
+    assert describe_success_range(EnvConfig()) == describe_success_range(EnvConfig(env_groups=7))
 
 
 def test_what_takes_long_to_compute_is_left_out_of_a_plan() -> None:

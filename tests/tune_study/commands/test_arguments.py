@@ -1,6 +1,5 @@
 """What a command line refuses that click alone would take in silence, and the files that stand for --set."""
 
-import json
 import re
 import tempfile
 from pathlib import Path
@@ -9,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.catalog import STUDIES, SUITES
 from tests.fakes.command_line import Answer, assert_refused, get_output, type_in
 from trainable.config.aliases import SYNONYMS
 from trainable.config.run_config import list_field_names
-from tune_study.commands.arguments.options import complete_preset, complete_study
 from tune_study.plan.errors import PlanError
 from tune_study.plan.typed_settings import merge_assignments, read_assignments
 
@@ -40,22 +37,6 @@ def test_every_synonym_names_a_setting() -> None:
 def test_the_version_is_printed() -> None:
     output = get_output("--version")
     assert output == "tune_study 0.2.0\n"
-
-
-def test_the_list_as_json_has_every_study_suite_and_value() -> None:
-    entries = json.loads(type_in("list --json").out)
-    assert [entry["name"] for entry in entries["studies"]] == list(STUDIES)
-    for entry in entries["studies"]:
-        axis = STUDIES[entry["name"]].axis
-        assert entry["values"] == {preset: list(values) for preset, values in axis.grids.items()}
-        assert (entry["axis"], entry["option"]) == (axis.setting, axis.option)
-    assert {entry["name"]: tuple(entry["studies"]) for entry in entries["suites"]} == dict(SUITES)
-
-
-def test_names_are_completed() -> None:
-    assert complete_study("top") == ["top-p"]
-    assert complete_study("sandbox-ev") == ["sandbox-evidence"]
-    assert complete_preset("") == ["paper", "laptop", "stress"]
 
 
 # ---------------------------------------------------------------------- files of settings
