@@ -56,7 +56,7 @@ from tune_study.host.interrupt import make_interrupt
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import MisfitError, PlanError
-from tune_study.plan.own_study import load_own_study, load_typed_files, pin_typed_values
+from tune_study.plan.own_study import load_own_study, load_typed_files, pin_typed_values, write_study_file
 from tune_study.plan.storage_uri import is_uri
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.plan.typed_settings import collect_overrides, find_arm, find_study, normalize_study_name
@@ -157,7 +157,7 @@ def list_studies(
 
 @command(MAIN, "settings", "--all | grep kl_")
 def settings(
-    study: Annotated[str, argument("[STUDY]", "Name of the study; sandboxes have other settings.")] = "kl",
+    study: Annotated[str, argument("STUDY", "Name of the study; sandboxes have other settings.")] = "kl",
     list_all: Annotated[bool, Option("--all", help="List every setting, not only the most common ones.")] = False,
 ) -> None:
     """List the main settings for --set."""
@@ -180,8 +180,6 @@ def new(
     to: Annotated[Path | None, option("FILE", "File to write; default: NAME.py here.")] = None,
 ) -> None:
     """Write a Python file that declares a study of your own."""
-    from tune_study.plan.new_study import write_study_file
-
     path, command = write_study_file(name, vary or [], to)
     print_line(make_console(), f"Wrote {path}. Run it with:")
     print_line(make_console(), f"  {command}")
@@ -272,7 +270,7 @@ def stop(
     interrupt = make_interrupt(folder)
     path, what = interrupt.path, "The study stops"
     if arm is not None:
-        arm = find_arm(arm, study.axis.values, study.axis.setting)
+        arm = find_arm(arm, study.axis.values)
         path, what = interrupt.get_arm_path(arm), f"The runs of arm {arm} stop"
     try:
         path.touch()
@@ -335,7 +333,7 @@ def transcripts(
         raise PlanError("--failed and --solved exclude each other: type one of them, or none for both kinds.")
     with locate.open_for_reading(run) as (folder, _):
         study = study_file.read_study(folder)
-        read_arm = None if arm is None else find_arm(arm, study.axis.values, study.axis.setting)
+        read_arm = None if arm is None else find_arm(arm, study.axis.values)
         choice = reading.EpisodeChoice(read_arm, seed, step, None if failed == solved else solved, trained)
         reading.print_transcripts(make_console(), reading.read_run_episodes(folder, study), choice, run)
 

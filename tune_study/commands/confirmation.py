@@ -47,14 +47,13 @@ def plan_confirmation(
         )
     if n_seeds < 2:
         raise PlanError(f"--seeds {format_value(n_seeds)} gives no interval: type --seeds 2 or more.")
-    setting = plan.study.axis.setting
-    compared = plan.baseline if baseline is None else find_arm(baseline, plan.values, setting, "--baseline")
+    compared = plan.baseline if baseline is None else find_arm(baseline, plan.values, "--baseline")
     if compared is None:
         raise PlanError(
             f"The baseline {plan.study.baseline} is not among the arms of {format_value(plan.run)}: type --baseline "
             f"with one of {', '.join(plan.values)}."
         )
-    confirmed = find_arm(arm, plan.values, setting)
+    confirmed = find_arm(arm, plan.values)
     if confirmed == compared:
         raise PlanError(
             f"--arm {format_value(arm)} is the arm that it would be compared with: type another --arm, or --baseline."

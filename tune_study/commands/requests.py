@@ -330,7 +330,7 @@ def plan_from_options(
     typed_settings = collect_overrides(study, option_settings, request.list_assignments())
     overrides = {**game_settings, **preset_settings, **typed_settings}
     if preset.name in study.family.presets:  # the plan refuses others
-        load_named_files(study, source.path if source else "", values, preset.name, overrides.values())
+        load_named_files(study, source.typed if source else "", values, preset.name, overrides.values())
     # The processes of runs have other working folders, where a relative path would not be found.
     for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
         if overrides[setting] is not None:

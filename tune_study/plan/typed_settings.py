@@ -1,13 +1,11 @@
 """Find studies and arms by the names that users type, and parse typed values, settings and files of settings."""
 
 import difflib
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Study
-from trainable.config.aliases import shorten_setting
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
@@ -157,20 +155,8 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
 
 
 def _suggest_study(name: str) -> str:
-    """Suggest, after a space, what may be meant by a name that no study has, or list all names."""
-    if "," in name:
-        return " One command runs one study or one suite."
-    if os.path.isfile(f"{name}.py"):  # pathlib raises an error if a name is too long
-        return f" Did you mean the file {name}.py?"
-    typed, names = normalize_study_name(name), [*STUDIES, *SUITES]
-    # Results folders begin with the name of their study. In a short name, one wrong letter may be half of it.
-    nearest = (
-        difflib.get_close_matches(typed, names, 1, cutoff=0.9)
-        or [known for known in names if typed.startswith(f"{known}-")][:1]
-        or difflib.get_close_matches(typed, names)
-        or difflib.get_close_matches(typed, names, 1, cutoff=0.5)
-    )
-    if nearest:
+    """Suggest, after a space, which studies may be meant by a name that none has, or list all of them."""
+    if nearest := difflib.get_close_matches(normalize_study_name(name), [*STUDIES, *SUITES]):
         return f" Nearest: {', '.join(nearest)}. All studies with their questions: {format_command('list')}"
     return (
         f" The studies are {', '.join(STUDIES)}: type one of them, for example `{format_command('run', 'kl')}`, or for "
@@ -178,25 +164,16 @@ def _suggest_study(name: str) -> str:
     )
 
 
-def find_arm(text: str, arms: Collection[str], setting: str | None, option: str = "--arm") -> str:
-    """Find an arm by its value, such as 0.1 or 0.10, or by its name in reports, such as `KL 0.1`.
+def find_arm(text: str, arms: Collection[str], option: str = "--arm") -> str:
+    """Find an arm by its value, such as 0.1 or 0.10. option: where it was typed.
 
-    arms: the study's arms. setting: the axis of the study, if it is one setting. option: where the arm was typed.
-    Raises PlanError, listing the arms, if there is none of this name.
+    Raises PlanError, listing the arms, if there is none of this value.
     """
-    label = _simplify(shorten_setting(setting)) if setting else ""
-    value = _simplify(text).removeprefix(label)
-    equal_arms = [arm for arm in arms if _simplify(arm) == value or is_same_number(arm, value)]
-    arm = text if text in arms else next(iter(equal_arms), None)
+    arm = text if text in arms else next((arm for arm in arms if is_same_number(arm, text)), None)
     if arm is None:
         choices = ", ".join(map(format_value, arms))
         raise PlanError(f"There is no arm {format_value(text)}: type {option} with one of {choices}.")
     return arm
-
-
-def _simplify(text: str) -> str:
-    """Remove case, spaces and equals signs from a text."""
-    return "".join(text.lower().replace("=", " ").split())
 
 
 def parse_number(text: str) -> float | None:

@@ -21,7 +21,7 @@ def study(work_dir: Path) -> StudyPlan:
 
 @pytest.mark.parametrize(
     ("option", "text"),
-    [("", "To continue: python -m tune_study resume"), ("--arm 'kl 0.1'", "The runs of arm 0.1 stop after the steps")],
+    [("", "To continue: python -m tune_study resume"), ("--arm 0.10", "The runs of arm 0.1 stop after the steps")],
 )
 def test_the_driver_sees_a_request_to_stop(study: StudyPlan, option: str, text: str) -> None:
     interrupt = make_interrupt(study.folder)

@@ -73,4 +73,3 @@ def describe_success_range(env: EnvConfig) -> str:
         return unknown
     selection = "" if count == env.val_env_groups else f"first {count} "
     return f"Game {source.name}: {', '.join(known_shares)} of the {selection}validation levels"
-

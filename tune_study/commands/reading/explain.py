@@ -46,7 +46,7 @@ def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.Da
     if ends.empty:
         return ends
     if arm is not None:
-        arm = find_arm(arm, list(dict.fromkeys(frames.trials["arm"])), frames.studies[0].axis.setting)
+        arm = find_arm(arm, list(dict.fromkeys(frames.trials["arm"])))
         if arm not in set(ends["arm"]):
             arms = ", ".join(format_value(name) for name in dict.fromkeys(ends["arm"]))
             raise PlanError(f"Arm {format_value(arm)} has no rows yet: type --arm with one of {arms}.")

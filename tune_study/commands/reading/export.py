@@ -52,7 +52,7 @@ def find_export(
         plan = _plan_from_records(run, record, allowed)
     else:
         plan = plan_from_folder(run, own_study=own_study, allowed=allowed)
-    arm = find_arm(arm, plan.values, plan.study.axis.setting)
+    arm = find_arm(arm, plan.values)
     specs = {spec.seed: spec for spec in plan.runs if spec.arm == arm}
     if seed is not None and seed not in specs:
         seeds = ", ".join(map(str, sorted(specs)))
