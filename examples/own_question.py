@@ -6,6 +6,8 @@
 # minute: three steps and one seed answer nothing. Take out the settings in `QUICK`, and it trains for real.
 
 # %%
+from pathlib import Path
+
 import tune_study
 from analysis.report.pages import conclude
 from search_spaces.declaration.study import Axis, Study
@@ -22,9 +24,10 @@ STUDY = Study(
 )
 
 # %%
-QUICK = {"trainer.total_training_steps": 3, "env.val_env_groups": 16, "env.test_env_groups": 16}
+QUICK = ["trainer.total_training_steps=3", "env.val_env_groups=16", "env.test_env_groups=16"]
 
-frames = tune_study.run(STUDY, "laptop", seeds=1, settings=QUICK, output="my_question")
+request = tune_study.RunRequest("laptop", seeds=1, assignments=QUICK, output=Path("my_question"))
+frames = tune_study.run(STUDY, request)
 
 # %% [markdown]
 # The same call again trains nothing: what has ended is read. With more seeds, the call adds them.

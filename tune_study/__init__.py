@@ -1,14 +1,15 @@
 """Run studies. This is the only package that starts Ray.
 
 Scripts with Ray Tune import from here: the Trainables `PPO`, `UpdateRules`, `Distillation`, `VectorRewards` and
-`Pedagogy`, and `param_space`, `make_tuner`, `rules` and `RuleStopper`. `run` does what the command line's `run` does.
+`Pedagogy`, and `param_space`, `make_tuner`, `rules` and `RuleStopper`. `run` does what the command line's `run` does,
+with a `RunRequest` and a `LaunchRequest`.
 """
 
 import importlib
 from typing import Any
 
 _MODULES = {
-    "run": "tune_study.api",
+    **dict.fromkeys(("run", "RunRequest", "LaunchRequest"), "tune_study.api"),
     "PPO": "trainable.trial",
     "UpdateRules": "sandboxes.update_rules.trial",
     "Distillation": "sandboxes.distillation.trial",

@@ -1,70 +1,48 @@
 """Run a study from Python, with the same plan, folder and runs as on the command line."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from search_spaces.declaration.study import Study
 from tune_study.commands.requests import ChosenPreset, LaunchRequest, RunRequest, plan_from_options
 from tune_study.host.console import make_console
 from tune_study.host.gpus import detect_gpus
+from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import StudySource, check_study, load_typed_files
 from tune_study.plan.study_plan import StudyPlan
 
 if TYPE_CHECKING:
     from analysis.notebook.frames import NotebookFrames
 
-NO_SETTINGS: Mapping[str, object] = {}
 
-_TYPED = {"dry_run", "kl_type", "accept_changed_file", "assignments", "config"}
-"""Options that only the command line has."""
+WITHOUT_WANDB = LaunchRequest(wandb="off")
 
 
-def run(
-    study: Study,
-    preset: str | None = None,
-    *,
-    values: Sequence[str] | None = None,
-    settings: Mapping[str, object] = NO_SETTINGS,
-    **options: Any,
-) -> "NotebookFrames":
+def run(study: Study, request: RunRequest, launch: LaunchRequest = WITHOUT_WANDB) -> "NotebookFrames":
     """Run a study, or continue it if the output folder already contains it; return its tables.
 
     Progress is printed, and Ctrl-C stops the study in order, as on the command line.
 
     Args:
         study: the study.
-        preset: laptop, stress or paper; None for paper if a visible GPU can hold it, else laptop. Under paper, only
-            adapters are trained if training all weights does not fit.
-        values: values of the axis; None for all of the preset.
-        settings: values by setting, as --set takes them, such as {"trainer.total_training_steps": 10}.
-        options: other fields of `RunRequest` and `LaunchRequest`, such as output="out", seeds=3, env="frozenlake" or
-            max_concurrent=2; `python -m tune_study run --help` explains them. W&B is off unless `wandb` is typed.
+        request: what is trained. Its fields are options of `python -m tune_study run --help`, such as `preset` (None
+            for paper if a visible GPU can hold it, else laptop) and `assignments`, the texts of --set.
+        launch: where and how. W&B is off by default.
 
     Raises PlanError, ConfigError or OwnPartError (all are ValueErrors) if the study cannot be run, UnsafePathError (an
-    OSError) if its folder has links, TypeError for an unknown option, and RuntimeError if a run failed.
+    OSError) if its folder has links, and RuntimeError if a run failed.
 
     Example:
         >>> import tune_study
-        >>> frames = tune_study.run(STUDY, "laptop", seeds=1, output="out")  # doctest: +SKIP
+        >>> frames = tune_study.run(STUDY, tune_study.RunRequest("laptop", seeds=1))  # doctest: +SKIP
         >>> frames.trials[["arm", "status", "final_val_success"]]  # doctest: +SKIP
     """
     from analysis import load
     from tune_study.commands.preflight import make_plans_that_fit, start_studies
 
     check_study(study, "the call of tune_study.run")
-    launch_names = {field.name for field in fields(LaunchRequest)}
-    known_names = (launch_names | {field.name for field in fields(RunRequest)}) - _TYPED
-    if unknown_names := sorted(options.keys() - known_names):
-        raise TypeError(f"tune_study.run has no argument {', '.join(unknown_names)}: see its docstring.")
-    launch = LaunchRequest(**{"wandb": "off"} | {name: options.pop(name) for name in launch_names & options.keys()})
-    request = RunRequest(
-        preset=preset,
-        assignments=[f"{name}={value}" for name, value in settings.items()],
-        values=None if values is None else ",".join(values),
-        **options,
-    )
+    if request.dry_run or request.kl_type is not None or request.accept_changed_file:
+        raise PlanError("dry_run, kl_type and accept_changed_file belong to the command line: leave them out.")
     load_typed_files(request.code or [])
     visible_gpus = detect_gpus(os.environ)
 

@@ -139,21 +139,6 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
     return {**default_settings, **settings}
 
 
-def _describe_added_terms(run_config: RunConfig, config: RunConfig, settings: ProbeSettings) -> str:
-    """Say which measured terms the run's loss lacks; return an empty text if it has them or they were typed."""
-    run_actor, actor, terms = run_config.actor, config.actor, []
-    if actor.entropy_coeff and not run_actor.entropy_coeff and "actor.entropy_coeff" not in settings:
-        terms.append("entropy bonus")
-    if actor.use_kl_loss and not run_actor.use_kl_loss and "actor.kl_loss_coef" not in settings:
-        terms.append("KL loss")
-    if not terms:
-        return ""
-    return (
-        f"the run has no {' and no '.join(terms)}: measured with the coefficient {PUBLISHED_COEFFICIENT:g}, to which "
-        "their gradients are proportional"
-    )
-
-
 def format_changes(run_config: RunConfig, config: RunConfig, settings: ProbeSettings) -> str | None:
     """Format the `settings` that differ from the run's as `name=value, ...`; None if none does."""
     before, after = (flatten_settings(version.model_dump(mode="json")) for version in (run_config, config))
@@ -182,8 +167,6 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     changes = format_changes(run_config, config, settings)
     if changes is not None:
         renderables.append(f"settings changed from the run: {changes}")
-    if added_terms := _describe_added_terms(run_config, config, settings):
-        renderables.append(added_terms)
     try:
         if with_val:
             print_line(console, f"Playing {len(trainer.val_levels)} validation levels, sampled and greedy ...")

@@ -6,7 +6,6 @@ The fields of a request are options of the command line, and arguments of `tune_
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -38,7 +37,7 @@ from tune_study.plan.own_study import (
     load_own_study,
     load_typed_code,
 )
-from tune_study.plan.study_plan import StudyPlan, make_plan, set_max_seeds
+from tune_study.plan.study_plan import StudyPlan, check_preset, make_plan, set_max_seeds
 from tune_study.plan.typed_settings import (
     collect_overrides,
     expand_groups,
@@ -315,7 +314,7 @@ def plan_from_options(
 
     Raises PlanError or ConfigError if the study cannot be run.
     """
-    _check_preset(study, preset.name)
+    check_preset(study, preset.name)
     values = parse_axis_values(study, request)
     known_settings = list_field_names(study.family.config_class)
     game_settings = _collect_game_settings(study, request.env, preset.name)
@@ -329,8 +328,7 @@ def plan_from_options(
     # Typed settings take precedence over the game's.
     typed_settings = collect_overrides(study, option_settings, request.list_assignments())
     overrides = {**game_settings, **preset_settings, **typed_settings}
-    if preset.name in study.family.presets:  # the plan refuses others
-        load_named_files(study, source.typed if source else "", values, preset.name, overrides.values())
+    load_named_files(study, source.typed if source else "", values, preset.name, overrides.values())
     # The processes of runs have other working folders, where a relative path would not be found.
     for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
         if overrides[setting] is not None:
@@ -389,19 +387,6 @@ def _choose_torch(plan: StudyPlan, overrides: Mapping[str, object]) -> tuple[Map
     return (settings, f"; torch instead of compiled code: {obstacle}") if obstacle else ({}, "")
 
 
-def _check_preset(study: Study, preset: str) -> None:
-    """Raise PlanError if the study has no axis values under a preset, as may happen for a study from a file."""
-    if preset not in study.family.presets:  # the plan refuses it
-        return
-    try:
-        study.get_grid(preset)
-    except KeyError:
-        raise PlanError(
-            f"Study {study.name} has no values of {study.axis.setting} under preset {preset}: type --preset "
-            f"{next(iter(study.axis.grids))}, or add values to its axis."
-        ) from None
-
-
 def _collect_option_settings(study: Study, request: RunRequest) -> dict[str, object]:
     """Collect the settings of the typed options. Raises PlanError for a setting that the study does not have."""
     known_settings = list_field_names(study.family.config_class)
@@ -431,10 +416,9 @@ def _collect_game_settings(study: Study, game: str | None, preset: str) -> dict[
                 f"--env {format_value(game)} does not say which game of the file: type "
                 f"--env {format_value(game)}:NAME, with the name of a class."
             )
-        nearest = get_close_matches(game.lower(), games, n=1)
         raise PlanError(
-            f"--env {format_value(game)} is not a game{f' (nearest: {nearest[0]})' if nearest else ''}: type "
-            f"one of {', '.join(games)}, or a game of yours as {PART_FORM}."
+            f"--env {format_value(game)} is not a game: type one of {', '.join(games)}, or a game of yours as "
+            f"{PART_FORM}."
         )
     if study.game and game != study.game:
         raise PlanError(

@@ -1,5 +1,6 @@
 """Plan a study: its runs with their names, settings and paths. Pure functions, without Ray."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -267,10 +268,8 @@ def make_plan(
     study's fixed settings and preset, and `overrides` (values by dotted setting). None means for `values` all of the
     preset, for `n_seeds` the study's number, else the preset's, and for `n_baseline_seeds`, a minimum, the study's.
     """
-    presets = study.family.presets
-    if preset not in presets:
-        raise PlanError(f"There is no preset `{format_value(preset)}`: type --preset {' or --preset '.join(presets)}.")
-    count = n_seeds if n_seeds is not None else study.n_seeds or presets[preset].n_seeds
+    check_preset(study, preset)
+    count = n_seeds if n_seeds is not None else study.n_seeds or study.family.presets[preset].n_seeds
     if count < 1:
         raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
     baseline_count = study.baseline_seeds if n_baseline_seeds is None else n_baseline_seeds
@@ -376,6 +375,20 @@ def _name_study(study: Study, base_config: BaseRunConfig) -> str:
     return fill_template(study.name_templates.run, **study.family.make_template_values(base_config))
 
 
+def check_preset(study: Study, preset: str) -> None:
+    """Raise PlanError for an unknown preset, and for one under which a study from a file has no axis values."""
+    presets = study.family.presets
+    if preset not in presets:
+        raise PlanError(f"There is no preset `{format_value(preset)}`: type --preset {' or --preset '.join(presets)}.")
+    try:
+        study.get_grid(preset)
+    except KeyError:
+        raise PlanError(
+            f"Study {study.name} has no values of {study.axis.setting} under preset {preset}: type --preset "
+            f"{next(iter(study.axis.grids))}, or add values to its axis."
+        ) from None
+
+
 def make_base_config(study: Study, preset: str) -> BaseRunConfig:
     """Make the settings that the arms share under a preset, before the command line and the axis change them."""
     return apply_overrides(study.family.config_class.model_validate({}), study.make_preset_settings(preset))
@@ -471,14 +484,7 @@ def _check_names(plan: StudyPlan) -> None:
             )
     for spec in plan.runs:
         for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
-            try:
-                name_bytes = [len(name.encode()) for name in path.parts]
-            except UnicodeEncodeError:
-                raise PlanError(
-                    f"The path {format_value(plan.folder)} is not in UTF-8: type another --output, or move the study."
-                ) from None
-            # Add one byte per part for its separator.
-            if max(name_bytes) > MAX_NAME_BYTES or sum(name_bytes) + len(name_bytes) > MAX_PATH_BYTES:
+            if max(map(len, map(os.fsencode, path.parts))) > MAX_NAME_BYTES or len(os.fsencode(path)) > MAX_PATH_BYTES:
                 raise PlanError(
                     f"The name {format_value(path.name)} or the path to it is longer than file systems allow: type "
                     f"shorter values, a shorter --model or --output, or move the study to a shorter path."

@@ -21,10 +21,11 @@ from trainable.files.json_lines import write_lines
 from trainable.files.json_values import DamageWarning
 from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.commands import preflight
-from tune_study.commands.requests import LaunchRequest
+from tune_study.commands.requests import LaunchRequest, RunRequest
 from tune_study.demo.archive import unpack
 from tune_study.folder.outputs import lock_folder, make_study_record, write_study
 from tune_study.placement.model_size import find_published_sizes
+from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import StudyPlan, set_max_seeds
 
 
@@ -294,13 +295,13 @@ def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
 @pytest.mark.parametrize(
     ("total_mib", "preset", "settings", "expected"),
     [
-        (24576, None, {}, ("paper", 64)),
-        (24576, "paper", {}, ("paper", 64)),
-        (24576, "paper", {"model.lora_rank": 0}, ("paper", 0)),
-        (12288, None, {}, ("laptop", 0)),
-        (12288, None, {"n_gpus_per_node": 1}, ("paper", 0)),
-        (12288, "paper", {}, ("paper", 0)),
-        (81559, None, {}, ("paper", 0)),
+        (24576, None, [], ("paper", 64)),
+        (24576, "paper", [], ("paper", 64)),
+        (24576, "paper", ["model.lora_rank=0"], ("paper", 0)),
+        (12288, None, [], ("laptop", 0)),
+        (12288, None, ["n_gpus_per_node=1"], ("paper", 0)),
+        (12288, "paper", [], ("paper", 0)),
+        (81559, None, [], ("paper", 0)),
     ],
 )
 def test_a_study_started_from_python_gets_what_fits_as_well(
@@ -309,7 +310,7 @@ def test_a_study_started_from_python_gets_what_fits_as_well(
     monkeypatch: pytest.MonkeyPatch,
     total_mib: int,
     preset: str | None,
-    settings: dict[str, object],
+    settings: list[str],
     expected: tuple[str, int],
 ) -> None:
     fake_h100(total_mib, total=total_mib)
@@ -321,7 +322,7 @@ def test_a_study_started_from_python_gets_what_fits_as_well(
 
     monkeypatch.setattr(preflight, "start_studies", record_plans)
     with pytest.raises(RuntimeError, match="ended with code 1"):
-        tune_study.run(replace(STUDIES["kl"], name="my-kl"), preset, output=work_dir / "o", settings=settings)
+        tune_study.run(replace(STUDIES["kl"], name="my-kl"), RunRequest(preset, assignments=settings, output=work_dir))
     (plan,) = started
     assert (plan.preset, plan.ppo_config.model.lora_rank) == expected
 
@@ -334,15 +335,18 @@ def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.M
         return 1
 
     monkeypatch.setattr(preflight, "start_studies", record_start)
-    with pytest.raises(RuntimeError, match="ended with code 1"):
-        tune_study.run(study, "laptop", values=["0"], steps=7, keep_best=True, max_hours=2, output="o")
-    ((plan, launch),) = started
+    request = RunRequest("laptop", values="0", steps=7, keep_best=True, output=Path("o"))
+    for launch in ((), (LaunchRequest(max_hours=2, wandb="offline"),)):
+        with pytest.raises(RuntimeError, match="ended with code 1"):
+            tune_study.run(study, request, *launch)
+    plan, _ = started[0]
     config = plan.ppo_config
     assert (plan.values, config.trainer.total_training_steps, config.trainer.keep_best) == (("0",), 7, True)
-    assert (plan.output, launch.max_hours, launch.wandb) == (work_dir / "o", 2, "off")
-    for name in ("step", "dry_run", "assignments"):
-        with pytest.raises(TypeError, match=f"tune_study.run has no argument {name}"):
-            tune_study.run(study, "laptop", **{name: 3})
+    assert plan.output == work_dir / "o"
+    assert [(launch.max_hours, launch.wandb) for _, launch in started] == [(None, "off"), (2, "offline")]
+    for ignored in ({"dry_run": True}, {"kl_type": "kl"}, {"accept_changed_file": True}):
+        with pytest.raises(PlanError, match="belong to the command line: leave them out"):
+            tune_study.run(study, replace(request, **ignored))
 
 
 @pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 12"])

@@ -180,7 +180,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --set env.seed_train=10", "env.seed_val=123: the validation levels have the seeds 123 to"),
     (f"{LAPTOP} --set trainer.device=gpu", "must be 'auto', 'cpu' or 'cuda'"),
     (f"{LAPTOP} --set env.name=chess", "'mastermind', 'countdown', 'papers' or a part of yours"),
-    (f"{LAPTOP} --env frozen_lake", "is not a game (nearest: frozenlake)"),
+    (f"{LAPTOP} --env frozen_lake", "is not a game: type one of sokoban, frozenlake"),
     (f"{LAPTOP} --config nofile.txt", "type a text file with a line key=value per setting"),
     (f"{LAPTOP} --config CONFIG", "line 1: actor.lr 1e-4 is not key=value, such as actor.lr=1e-5"),
     (f"{LAPTOP} --model nosuch", "type --model sokoban-tiny or a folder"),

@@ -311,25 +311,3 @@ def test_restoring_reads_no_pickle_and_moves_no_weight(study: StudyPlan) -> None
     tensors, other_tensors = trainer.get_state()[0], other_trainer.get_state()[0]
     assert tensors.keys() == other_tensors.keys()
     assert all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
-
-
-@pytest.mark.parametrize(
-    ("run_settings", "settings", "line"),
-    [
-        ({}, {}, "the run has no entropy bonus and no KL loss: measured with the coefficient 0.001, "),
-        ({"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}, {}, "the run has no entropy bonus: measured "),
-        ({"actor.entropy_coeff": 0.01}, {}, "the run has no KL loss: measured "),
-        ({}, {"actor.entropy_coeff": 0.5}, "the run has no KL loss: measured "),
-        ({"actor.entropy_coeff": 0.01}, {"actor.use_kl_loss": False}, ""),
-        ({"actor.entropy_coeff": 0.01, "actor.use_kl_loss": True}, {}, ""),
-    ],
-    ids=str,
-)
-def test_a_probe_says_which_terms_the_run_does_not_have(
-    run_settings: dict[str, object], settings: dict[str, object], line: str
-) -> None:
-    run_config = apply_overrides(RunConfig(), {"actor.entropy_coeff": 0.0, "actor.use_kl_loss": False} | run_settings)
-    config = apply_overrides(run_config, probe.make_probe_settings(run_config, settings))
-    description = probe._describe_added_terms(run_config, config, settings)
-    assert description.startswith(line)
-    assert bool(description) == bool(line)

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from search_spaces.language_model.family import PPO
 from tests.fakes.command_line import Answer, assert_refused, get_output
 from tests.fakes.forked_python import run_python
 from tune_study.commands.probe import restore
+from tune_study.commands.requests import RunRequest
 
 SMALL = {
     "env.val_env_groups": 4,
@@ -186,7 +188,9 @@ def test_another_study_is_not_taken_for_it(folder: Path) -> None:
 def test_a_study_runs_from_python(tmp_path: Path) -> None:
     axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4")})
     study = Study("from-python", PPO, "Does it run?", axis, SWEEP_SETTINGS, baseline="1e-4")
-    frames = tune_study.run(study, "laptop", seeds=1, values=["1e-4"], settings=SMALL, output=tmp_path)
+    settings = [f"{name}={value}" for name, value in SMALL.items()]
+    request = RunRequest("laptop", seeds=1, values="1e-4", assignments=settings, output=tmp_path)
+    frames = tune_study.run(study, request)
     assert frames.trials["status"].tolist() == ["completed"]
     assert frames.trials["arm"].tolist() == ["1e-4"]
     folder = tmp_path / "results/from_python_sokoban-tiny"
@@ -194,4 +198,4 @@ def test_a_study_runs_from_python(tmp_path: Path) -> None:
         type_command(tmp_path, "resume", str(folder)), "call tune_study.run again with the same Study and output"
     )
     with pytest.raises(ValueError, match="preset paper"):
-        tune_study.run(study, "paper", output=tmp_path)
+        tune_study.run(study, replace(request, preset="paper"))

@@ -36,7 +36,7 @@ PORT, TOKEN = 4321, "secret-token"
 
 def call(**environ: Any) -> tuple[str, dict[str, str], str]:
     """Call the application; return status, headers and body."""
-    request = {"HTTP_HOST": f"127.0.0.1:{PORT}", "REQUEST_METHOD": "GET", "PATH_INFO": "/", **environ}
+    request = {"REQUEST_METHOD": "GET", "PATH_INFO": "/", **environ}
     answers: list[tuple[str, list[tuple[str, str]]]] = []
     app = watch.make_app(lambda seconds: f"page, again after {seconds}", TOKEN, PORT)
     body = b"".join(app(request, lambda status, headers: answers.append((status, headers))))
@@ -64,8 +64,6 @@ def test_the_address_with_its_token_opens_the_page() -> None:
         ({"HTTP_COOKIE": f"tune_study_{PORT}=wrong"}, "403 Forbidden"),
         ({"HTTP_COOKIE": f"tune_study_{PORT + 1}={TOKEN}"}, "403 Forbidden"),
         ({"HTTP_COOKIE": "\x00;;=;"}, "403 Forbidden"),
-        ({"HTTP_HOST": "attacker.example", "QUERY_STRING": f"token={TOKEN}"}, "403 Forbidden"),
-        ({"HTTP_HOST": f"127.0.0.1:{PORT + 1}", "QUERY_STRING": f"token={TOKEN}"}, "403 Forbidden"),
         ({"REQUEST_METHOD": "POST", "QUERY_STRING": f"token={TOKEN}"}, "405 Method Not Allowed"),
         ({"REQUEST_METHOD": "DELETE"}, "405 Method Not Allowed"),
         ({"PATH_INFO": "/../study.json", "QUERY_STRING": f"token={TOKEN}"}, "404 Not Found"),
@@ -79,9 +77,7 @@ def test_whoever_has_no_token_and_whatever_else_is_asked_gets_no_page(environ: d
     assert "Set-Cookie" not in answer[1]
 
 
-@given(
-    st.dictionaries(st.sampled_from(["QUERY_STRING", "HTTP_COOKIE", "HTTP_HOST", "PATH_INFO"]), st.text(max_size=30))
-)
+@given(st.dictionaries(st.sampled_from(["QUERY_STRING", "HTTP_COOKIE", "PATH_INFO"]), st.text(max_size=30)))
 def test_no_request_gets_the_page_or_ends_the_server_by_chance(environ: dict[str, str]) -> None:
     status, headers, body = call(**environ)
     assert status[:3] in ("403", "404", "405")
