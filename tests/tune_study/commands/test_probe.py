@@ -173,15 +173,6 @@ def test_a_restored_trainer_is_the_one_that_was_saved(study: StudyPlan) -> None:
     assert newest_trainer.step_index == 3
 
 
-@pytest.mark.long
-def test_a_restored_policy_answers(study: StudyPlan) -> None:
-    trainer = probe.restore(study.folder, "PPO")
-    episodes = trainer.roll_out(trainer.val_levels[:3], 2, "sampling")
-    assert len(episodes) == 6
-    for mode in ("sampled", "greedy"):
-        assert 0 <= trainer.evaluate("val", mode).success <= 1
-
-
 def make_other_run_request(plan: StudyPlan) -> dict[str, object]:
     return {"path": plan.output / plan.runs[1].checkpoint_dir / "global_step_2"}
 

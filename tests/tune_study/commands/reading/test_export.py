@@ -94,13 +94,6 @@ def test_a_seed_and_a_step_are_chosen(study: StudyPlan, tmp_path: Path) -> None:
     assert (logits - compute_logits(study)).abs().max() > 1e-3
 
 
-def test_the_tokenizer_is_that_of_the_base_model(study: StudyPlan, tmp_path: Path) -> None:
-    assert export(study, tmp_path / "policy")[0] == 0
-    tokenizers = [AutoTokenizer.from_pretrained(path) for path in (tmp_path / "policy", find_model("sokoban-tiny"))]
-    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
-    assert vocabularies[0] == vocabularies[1]
-
-
 @pytest.mark.long
 def test_adapters_are_merged(lora_study: StudyPlan, tmp_path: Path) -> None:
     get_output(export(lora_study, tmp_path / "policy"))
@@ -248,10 +241,6 @@ def test_exporting_changes_no_file_of_the_study(study: StudyPlan, tmp_path: Path
 def test_what_cannot_be_exported_is_refused(study: StudyPlan, tmp_path: Path, options: list[str], message: str) -> None:
     assert_refused(export(study, tmp_path / "policy", *options), message)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_arm_is_refused(study: StudyPlan, tmp_path: Path) -> None:
-    assert_refused(f"export {study.folder} --arm 0.5 --to {tmp_path / 'x'}", "type --arm with one of 0.1.")
 
 
 def test_a_folder_with_files_is_not_touched(study: StudyPlan, tmp_path: Path) -> None:

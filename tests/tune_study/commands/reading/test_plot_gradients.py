@@ -133,12 +133,6 @@ def test_steps_are_listed_and_nothing_is_drawn(mixed_study: Path) -> None:
     assert not (mixed_study / "figures").exists()
 
 
-def test_the_list_tells_before_from_after_the_filter(single_run_study: Path) -> None:
-    lines = plot(single_run_study, "--list-steps --step 11").out.splitlines()[1:]
-    assert ["before the filter" in line for line in lines] == [False, True]
-    assert all(line.split()[2] == "11" for line in lines)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -158,14 +158,6 @@ def test_a_study_without_episodes_says_how_to_record_them(tmp_path: Path) -> Non
     assert_refused(f"transcripts {folder} --arm 0", "with --set trainer.log_val_generations=4.")
 
 
-def test_a_run_folder_that_is_a_link_is_not_followed(tmp_path: Path, folder: Path) -> None:
-    copy = write_study(tmp_path, [FakeRun("0")])
-    run_dir = copy / "runs" / FakeRun("0").run_id
-    run_dir.rename(tmp_path / "elsewhere")
-    run_dir.symlink_to(folder / "runs" / RUNS[0].run_id)
-    assert_refused(f"transcripts {copy} --arm 0", "is a symbolic link")
-
-
 def test_the_frame_of_episodes_has_a_row_for_each(folder: Path) -> None:
     frames = load(folder)
     episodes = frames.episodes

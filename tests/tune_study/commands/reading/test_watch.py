@@ -1,6 +1,5 @@
 """`watch`: who gets the page, that it follows the rows, and that it writes nothing."""
 
-import shutil
 import signal
 import socket
 import subprocess
@@ -277,42 +276,3 @@ def test_unfinished_requests_do_not_keep_the_page_from_its_owner(monkeypatch: py
         thread.join(60)
         assert not thread.is_alive()
         server.task_dispatcher.shutdown()
-
-
-def read_in_browser(address: str, profile: Path) -> str:
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
-    command = ["chromium", *flags, f"--user-data-dir={profile}", address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
-NEEDS_BROWSER = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium is installed")
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.browser
-@NEEDS_BROWSER
-def test_a_browser_reads_the_page_of_the_command(address: str, tmp_path: Path) -> None:
-    dom = read_in_browser(address, tmp_path / "profile")
-    assert "Verdict for each arm" in dom
-    assert "1 of 2 runs have ended" in dom
-
-
-@pytest.mark.slow
-@pytest.mark.browser
-@NEEDS_BROWSER
-def test_a_browser_follows_a_real_study(tmp_path: Path) -> None:
-    words = "run kl --preset laptop --kl-values 0,0.1 --seeds 1 --steps 12 --set env.val_env_groups=64 --output"
-    study = subprocess.Popen([sys.executable, "-m", "tune_study", *words.split(), str(tmp_path)])
-    folder = tmp_path / "results" / "kl_sweep_sokoban-tiny"
-    wait_for(lambda: any(folder.glob("runs/*/metrics.jsonl")))
-    process = start_watching(folder)
-    try:
-        address = read_address(process)
-        assert "kl (laptop): running, 0 of 2 runs have ended" in read_in_browser(address, tmp_path / "profile")
-        assert study.wait(300) == 0
-        wait_for(lambda: "not running, 2 of 2 runs have ended" in read_in_browser(address, tmp_path / "profile"))
-    finally:
-        end_well(process)
-        study.kill()
-        study.wait()
