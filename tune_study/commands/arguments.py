@@ -98,6 +98,14 @@ Code = Annotated[list[str] | None, option("FILE", "A file whose parts the study 
 AcceptChangedFile = Annotated[
     bool, Option("--accept-changed-file", help="Go on although the file of the study has changed since its start.")
 ]
+Allow = Annotated[
+    list[str] | None,
+    option(
+        "KEY=VALUE",
+        "An address, environment variable, file or model that the folder of somebody else names and that may "
+        "be used, as the command prints it; repeatable.",
+    ),
+]
 Trial = Annotated[
     str | None, option("NAME", "Arm (its smallest seed) or name of a run; not needed if there is only one.")
 ]

@@ -35,7 +35,6 @@ from tune_study.commands.arguments import (
     hyphenate,
     option,
 )
-from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
 from tune_study.commands.preflight import make_plans_that_fit, start_studies
 from tune_study.commands.requests import (
     ChosenPreset,
@@ -236,7 +235,7 @@ def confirm(
     run: opt.RunLocation,
     arm: Annotated[str, option("A", "The arm whose result is confirmed.")],
     baseline: Annotated[str | None, option("B", "The arm to compare with; default: the baseline of the study.")] = None,
-    seeds: Annotated[int, option("N", "Number of fresh seeds for each of the two arms.")] = DEFAULT_SEEDS,
+    seeds: Annotated[int, option("N", "Number of fresh seeds for each of the two arms.")] = searching.CONFIRMING_SEEDS,
     extend: opt.Extend = False,
     dry_run: opt.DryRun = False,
     *,
@@ -245,7 +244,7 @@ def confirm(
 ) -> None:
     """Run one arm of RUN and the baseline again, with seeds that RUN never used: that number is the result."""
     own_study = typed_again.load()
-    plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend, typed_again.allowed)
+    plan = searching.plan_confirmation(run, arm, baseline, seeds, own_study, extend, typed_again.allowed)
     visible_gpus = detect_gpus(os.environ)
     raise typer.Exit(start_studies([plan], launch, visible_gpus, dry_run, make_console()))
 
@@ -353,14 +352,11 @@ def demo(
 
 
 @command(READ, "watch", "results/kl_sweep_sokoban-tiny")
-def watch(
-    run: opt.RunLocation,
-    port: Annotated[int, option("N", "Port on 127.0.0.1; default: a free one.", min=0, max=65535)] = 0,
-) -> None:
+def watch(run: opt.RunLocation) -> None:
     """Show the report of RUN in a browser while it runs."""
     from tune_study.commands.reading import watch as watching
 
-    watching.watch(make_console(), run, port)
+    watching.watch(make_console(), run)
 
 
 @command(READ, "compare", "a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny")
@@ -444,16 +440,13 @@ def export(
         bool, Option("--adapters", help="Write LoRA adapters alone; default: merged into the weights.")
     ] = False,
     dtype: Annotated[str, option("TYPE", "auto (that of the base model), float32, bfloat16 or float16.")] = "auto",
-    *,
-    typed_again: TypedAgain,
+    allow: opt.Allow = None,
 ) -> None:
     """Write the policy of one run of RUN as a model folder that transformers and vLLM load."""
     from tune_study.commands.reading import export as exporting  # imports torch
 
-    folder = locate.fetch_for_writing(run)
-    own_study = typed_again.load()
-    allowed = typed_again.allowed | locate.list_typed_storage(run)
-    target = exporting.find_export(folder, arm, seed, step, own_study, allowed)
+    allowed = frozenset(allow or ()) | locate.list_typed_storage(run)
+    target = exporting.find_export(locate.fetch_for_writing(run), arm, seed, step, allowed)
     exporting.export(make_console(), target, _make_absolute(to), dtype, keeps_adapters=adapters)
 
 

@@ -248,14 +248,7 @@ class TypedAgain:
     study: Annotated[str | None, option("FILE", "The file of a study that was run from a file, like lr.py.")] = None
     code: opt.Code = None
     accept_changed_file: opt.AcceptChangedFile = False
-    allow: Annotated[
-        list[str] | None,
-        option(
-            "KEY=VALUE",
-            "An address, environment variable, file or model that the folder of somebody else names and that may "
-            "be used, as the command prints it; repeatable.",
-        ),
-    ] = None
+    allow: opt.Allow = None
 
     @property
     def allowed(self) -> frozenset[str]:

@@ -15,7 +15,6 @@ from trainable.config.own_parts import PartFile, list_part_files, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
 from trainable.config.setting_types import format_value
 from trainable.families import Settings
-from trainable.files.paths import is_printable
 from trainable.runs.study_record import MAX_RUNS, MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget, is_run_id
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import StudySource, list_resume_options
@@ -426,18 +425,8 @@ def check_values(study: Study, values: Sequence[str]) -> None:
     labels: dict[str, str] = {}
     for value in values:
         quoted, label, number = format_value(value), make_value_label(value), parse_number(value)
-        # float() would read 1_000, which may be meant as a name, as 1000.
-        if (
-            value not in study.axis.named_settings
-            and number is None
-            and parse_number(value.replace("_", "")) is not None
-        ):
-            raise PlanError(f"{option} has the value {quoted}: type numbers without `_`, like 0,0.1.")
-        if not is_printable(value) or not label.strip():
-            raise PlanError(
-                f"{option} has the value `{quoted}`, which cannot name an arm: it needs letters, digits or signs, and "
-                "no character that cannot be shown."
-            )
+        if not label.strip():
+            raise PlanError(f"{option} has the value `{quoted}`, which cannot name an arm: it needs letters or digits.")
         key = value if number is None else number
         if key in numbers:
             raise PlanError(

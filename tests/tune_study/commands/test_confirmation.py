@@ -9,7 +9,7 @@ import pytest
 from analysis.sweep.findings import describe_confirmation
 from tests.fakes.command_line import get_output, read_files
 from tests.fakes.plans import plan_study
-from tune_study.commands.confirmation import plan_confirmation
+from tune_study.commands.searching import plan_confirmation
 from tune_study.folder import outputs
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.errors import PlanError

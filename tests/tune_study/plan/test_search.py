@@ -13,7 +13,7 @@ from tests.fakes.plans import plan_search
 from tests.fakes.run_folders import make_study_record
 from trainable.config.run_config import ConfigError, apply_overrides
 from trainable.runs.study_record import Dimension
-from tune_study.commands.confirmation import plan_confirmation
+from tune_study.commands.searching import plan_confirmation
 from tune_study.folder.outputs import write_study
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.errors import PlanError

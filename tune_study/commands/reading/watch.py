@@ -27,7 +27,7 @@ from trainable.runs.study_record import OPEN_STATUSES
 from tune_study.folder import locate
 from tune_study.folder.study_file import is_running
 from tune_study.host.console import print_line
-from tune_study.plan.errors import PlanError, as_plan_error
+from tune_study.plan.errors import as_plan_error
 from tune_study.plan.storage_uri import is_uri
 from tune_study.tune.progress import estimate_run_seconds, estimate_study_seconds, format_duration
 
@@ -215,16 +215,10 @@ def make_server(render: Callable[[int | None], str], token: str, listener: socke
     return waitress.create_server(app, sockets=[listener], threads=4, ident=None, **SERVER_LIMITS)
 
 
-def watch(console: Console, run: str, port: int) -> None:
-    """Serve the report of `run` on this machine until Ctrl-C.
-
-    port: 0 takes a free one. Raises PlanError if there is no such study, or if the port is taken.
-    """
+def watch(console: Console, run: str) -> None:
+    """Serve the report of `run` on a free port of this machine until Ctrl-C. Raises PlanError if there is no study."""
     report, token = LiveReport(run), secrets.token_urlsafe(24)
-    try:
-        listener = socket.create_server((HOST, port))
-    except OSError as error:
-        raise PlanError(f"--port {port} cannot be used ({error.strerror}): leave it out for a free one.") from None
+    listener = socket.create_server((HOST, 0))
     server = make_server(report.render, token, listener)
     print_line(console, f"Open http://{HOST}:{listener.getsockname()[1]}/?token={token}")
     print_line(console, "The page follows the study and changes nothing. Ctrl-C ends this command, not the study.")
