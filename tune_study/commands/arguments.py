@@ -5,7 +5,6 @@ Hyphens and underscores of an option are the same, since the published scripts u
 
 import functools
 import inspect
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
@@ -191,10 +190,6 @@ class StrictCommand(TyperCommand):
             typed_name = parameter.opts[0] if isinstance(parameter, TyperOption) else parameter.metavar
             if parameter.metavar in _PLACE_METAVARS and "" in texts:
                 ctx.fail(f"{typed_name} is empty, as an unset variable is: type a path, or . for the current folder.")
-            if typed_name == "--seeds" and re.fullmatch(r"\d+(,\d+)+", str(value)):
-                count = str(value).count(",") + 1
-                seeds = ",".join(map(str, range(count)))
-                ctx.fail(f"--seeds {value}: type a number of seeds, like --seeds {count} for {seeds}.")
 
     def _suggest_list(self, words: Sequence[str], extra_words: Sequence[str]) -> str:
         """Suggest what to type if extra words continue a list; return an empty text if they do not."""

@@ -11,7 +11,6 @@ from rich.filesize import decimal
 from search_spaces.catalog import FAMILIES
 from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
-from trainable.config.setting_types import format_value
 from trainable.files.paths import check_path, check_tree
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, find_best_step, read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record
@@ -19,8 +18,6 @@ from tune_study.folder import outputs
 from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
 from tune_study.placement.disk import count_folder_bytes
-from tune_study.plan.errors import PlanError
-from tune_study.plan.storage_uri import is_uri
 
 
 class RemovableState(NamedTuple):
@@ -66,10 +63,6 @@ def clean(console: Console, run: str, is_confirmed: bool) -> None:
 
     Raises PlanError if RUN is not a local study folder, or if another process runs the study.
     """
-    if is_uri(run):
-        raise PlanError(
-            f"`clean` frees space on this machine, and {format_value(run, 1000)} is in a storage: type a folder."
-        )
     folder = Path(run)
     read_study(folder)  # before the lock, which creates a folder
     with outputs.lock_folder(folder):

@@ -56,7 +56,6 @@ from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.own_study import load_own_study, load_typed_files, pin_typed_values, write_study_file
-from tune_study.plan.storage_uri import is_uri
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.plan.typed_settings import collect_overrides, find_arm, find_study, normalize_study_name
 from tune_study.tune.conclusion import write_results
@@ -254,11 +253,6 @@ def stop(
     run: opt.RunLocation, arm: Annotated[str | None, option("A", "Stop only the runs of this arm.")] = None
 ) -> None:
     """Ask the process that runs RUN to stop, or one arm: steps are finished and saved."""
-    if is_uri(run):
-        raise PlanError(
-            f"`stop` needs the folder in which the study runs, and {format_value(run, 1000)} is in a storage: type "
-            "results/<run> on the machine where it was started."
-        )
     folder = Path(run)
     study = study_file.read_study(folder)
     if not study_file.is_running(folder):
@@ -330,11 +324,9 @@ def transcripts(
 
     if failed and solved:
         raise PlanError("--failed and --solved exclude each other: type one of them, or none for both kinds.")
+    choice = reading.EpisodeChoice(arm, seed, step, None if failed == solved else solved, trained)
     with locate.open_for_reading(run) as (folder, _):
-        study = study_file.read_study(folder)
-        read_arm = None if arm is None else find_arm(arm, study.axis.values)
-        choice = reading.EpisodeChoice(read_arm, seed, step, None if failed == solved else solved, trained)
-        reading.print_transcripts(make_console(), reading.read_run_episodes(folder, study), choice, run)
+        reading.print_transcripts(make_console(), folder, choice, run)
 
 
 @command(FILES, "demo", "--output demo")

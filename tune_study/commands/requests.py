@@ -19,7 +19,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.own_parts import PART_FORM, parse_part_name
 from trainable.config.run_config import ConfigError, list_field_names
 from trainable.config.setting_types import format_value
-from trainable.runs.study_record import STUDY_FILE
+from trainable.runs.study_record import MAX_RUNS, STUDY_FILE
 from tune_study.commands import arguments as opt
 from tune_study.commands.arguments import Setting, option
 from tune_study.folder import locate
@@ -142,7 +142,9 @@ class RunRequest(StudyRequest):
 class SearchRequest:
     """What `search` looks for."""
 
-    trials: Annotated[int, option("N", "Number of points to try; the first is the default settings.", min=2)]
+    trials: Annotated[
+        int, option("N", "Number of points to try; the first is the default settings.", min=2, max=MAX_RUNS)
+    ]
     vary: Annotated[
         list[str] | None,
         option(
@@ -176,7 +178,7 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """Where and how a command that trains runs. Raises PlanError for an unknown status and for --max-hours 0."""
+    """Where and how a command that trains runs. Raises PlanError for an unknown status."""
 
     gpus: opt.Gpus = None
     gpu_memory_gib: Annotated[
@@ -188,7 +190,7 @@ class LaunchRequest:
         str | None, option("A", "Ray cluster to run on (host:port, or auto); default: this machine.")
     ] = None
     max_hours: Annotated[
-        float | None, option("H", "Stop after H hours, like Ctrl-C: steps are saved.", min=0, max=10_000)
+        float | None, option("H", "Stop after H hours, like Ctrl-C: steps are saved.", min=0.001, max=10_000)
     ] = None
     skip_statuses: Annotated[
         str,
@@ -211,8 +213,6 @@ class LaunchRequest:
     ] = None
 
     def __post_init__(self) -> None:
-        if self.max_hours == 0:
-            raise PlanError("--max-hours 0 leaves no time to train: type hours, such as --max-hours 8.5.")
         parse_skipped_statuses(self.skip_statuses)
 
     @property
@@ -404,11 +404,6 @@ def _collect_game_settings(study: Study, game: str | None, preset: str) -> dict[
         raise PlanError(f"--env does not belong to study {study.name}, which plays no game: leave it out.")
     is_own_game = parse_part_name(game) is not None
     if game not in games and not is_own_game:
-        if game.endswith(".py"):
-            raise PlanError(
-                f"--env {format_value(game)} does not say which game of the file: type "
-                f"--env {format_value(game)}:NAME, with the name of a class."
-            )
         raise PlanError(
             f"--env {format_value(game)} is not a game: type one of {', '.join(games)}, or a game of yours as "
             f"{PART_FORM}."

@@ -14,7 +14,7 @@ from rich.console import Console
 from search_spaces.declaration.study import Study, make_value_label
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
-from trainable.runs.study_record import MAX_RUNS, MAX_SEEDS, OBJECTIVES, STUDY_FILE, ConfirmedStudy, Search
+from trainable.runs.study_record import OBJECTIVES, STUDY_FILE, ConfirmedStudy, Search
 from tune_study.commands.preflight import choose_wandb, start_studies
 from tune_study.commands.requests import (
     ChosenPreset,
@@ -70,8 +70,6 @@ def plan_search(
         )
     if "cost" in objectives and not study.family.is_fine_tuning:
         raise PlanError(f"--objective cost counts tokens, which the runs of study {study.name} do not: leave it out.")
-    if request.trials > MAX_RUNS:
-        raise PlanError(f"--trials {format_value(request.trials)} is above the maximum: type {MAX_RUNS} or less.")
     if request.asha is not None and study.family.has_batched_seeds:
         raise PlanError(
             f"--asha does not belong to study {study.name}, which trains all seeds of an arm together: leave it out."
@@ -198,11 +196,6 @@ def plan_confirmation(
         )
     folder = _make_folder(plan, confirmed, compared)
     confirms, first = _choose_seeds(plan, folder, own_study, allowed)
-    if first + n_seeds > MAX_SEEDS:
-        raise PlanError(
-            f"--seeds {format_value(n_seeds)} from seed {first} on go beyond the largest one, {MAX_SEEDS - 1}: type "
-            f"--seeds {max(MAX_SEEDS - first, 0)} or less."
-        )
     confirmation = build_plan(
         replace(plan.study, baseline=compared),
         plan.preset,

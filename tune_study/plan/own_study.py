@@ -43,7 +43,6 @@ GAME_SETTING = "env.name"
 CODE_OPTION = "--code"
 """The option that names plug-in files where no setting does."""
 
-MAX_SOURCE_BYTES = 1_000_000
 MAX_DIFF_LINES = 40
 
 PRESETS = tuple(name for name, preset in PPO.presets.items() if not preset.variant_of)
@@ -195,10 +194,7 @@ def read_source(path_text: str, purpose: str) -> PartFile:
     if not path.is_file():
         raise PlanError(f"There is no file {shown_path}: type the path of a Python file {purpose}.")
     try:
-        content = path.read_bytes()
-        if len(content) > MAX_SOURCE_BYTES:
-            raise PlanError(f"{shown_path} has more than {MAX_SOURCE_BYTES} bytes: type the path of a file {purpose}.")
-        return PartFile(path_text, content.decode())
+        return PartFile(path_text, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{shown_path} cannot be read ({error}): type the path of a Python file.") from None
 

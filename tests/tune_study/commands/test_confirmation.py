@@ -89,7 +89,7 @@ def test_an_arm_is_what_it_sets(study: StudyPlan) -> None:
         ("0.1", "7", 4, "There is no arm 7: type --baseline with"),
         ("0", None, 4, "--arm 0 is the arm that it would be compared with"),
         ("0.1", None, 1, "--seeds 1 gives no interval: type --seeds 2 or more"),
-        ("0.1", None, 397, "type --seeds 396 or less"),
+        ("0.1", None, 397, "are not distinct numbers from 0 to 400"),
     ],
 )
 def test_what_cannot_be_confirmed_is_refused(

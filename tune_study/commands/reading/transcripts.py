@@ -11,8 +11,10 @@ from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.study_record import StudyRecord
+from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError
+from tune_study.plan.typed_settings import find_arm
 
 LEGEND = (
     "Lines with | are what the policy saw, lines with > what it wrote, and the line after that is what it did. Rewards "
@@ -44,22 +46,23 @@ class RunEpisodes(NamedTuple):
 
 
 def read_run_episodes(folder: Path, study: StudyRecord) -> list[RunEpisodes]:
-    """Read the episodes of every run of the study in `folder`, results/<run>. study: content of study.json.
-
-    Raises UnsafePathError if the folder of a run is a symbolic link.
-    """
+    """Read the episodes of every run of the study in `folder`. Raises UnsafePathError if a run's folder is a link."""
     return [
         RunEpisodes(entry.run_id, entry.arm, entry.seed, tuple(read_episodes_of_run(folder, entry.run_id)))
         for entry in study.runs
     ]
 
 
-def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -> None:
-    """Print the chosen episodes, or a table of all that there are if none were chosen.
+def print_transcripts(console: Console, folder: Path, choice: EpisodeChoice, location: str) -> None:
+    """Print the chosen episodes of the study in `folder`, or a table of all that there are if none were chosen.
 
     location: the study as it was typed, for the commands to type next. Raises PlanError, before anything is printed, if
     the chosen runs have no recorded episode, or none of the chosen step.
     """
+    study = read_study(folder)
+    if choice.arm is not None:
+        choice = choice._replace(arm=find_arm(choice.arm, study.axis.values))
+    runs = read_run_episodes(folder, study)
     selected_runs = _select_runs(runs, choice)
     steps = sorted({episode.step for run in selected_runs for episode in run.episodes})
     if not steps:
