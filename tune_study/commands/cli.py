@@ -303,8 +303,7 @@ def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = 
 
     with locate.open_for_reading(run) as (folder, is_running):
         frames = explanation.read_frames(folder, is_running)
-        ends = explanation.select_ends(frames, arm, seed)
-        explanation.print_explanation(make_console(), folder, run, frames, ends, arm is not None or seed is not None)
+        explanation.print_explanation(make_console(), folder, run, frames, arm, seed)
 
 
 @command(READ, "transcripts", "results/kl_sweep_sokoban-tiny --arm 0 --seed 1 --failed")

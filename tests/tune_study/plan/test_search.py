@@ -105,10 +105,10 @@ def test_a_setting_alone_brings_those_on_which_it_depends() -> None:
             ["actor.lr=1e-4:1e-3", "actor.use_kl_loss=True,False", "actor.lr=1e-3:1e-2 if actor.use_kl_loss=True"],
             "both",
         ),
-        (["actor.entropy_coeff if actor.use_kl_loss=True"], "has a condition and no values"),
+        (["actor.entropy_coeff if actor.use_kl_loss=True"], "has a condition and lacks a value"),
         (["actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=True"], "can never be met: type a --vary actor.use_kl_loss"),
         (["actor.use_kl_loss=True,False", "actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss=yes"], "its values are True"),
-        (["actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss"], "has a condition without a value"),
+        (["actor.kl_loss_coef=1e-3:1 if actor.use_kl_loss"], "has a condition and lacks a value"),
     ],
 )
 def test_a_space_that_makes_no_sense_is_refused(texts: list[str], message: str) -> None:

@@ -32,13 +32,8 @@ def read_comparison(runs: Sequence[str]) -> Comparison:
     folders = dict(zip(LABELS, runs, strict=False))
     studies: dict[str, StudyFrames] = {}
     with ExitStack() as stack:
-        paths: dict[Path, str] = {}
         for label, run in folders.items():
             folder, is_running = stack.enter_context(locate.open_for_reading(run))
-            if (first := paths.setdefault(folder.resolve(), run)) is not run:
-                raise PlanError(
-                    f"{format_value(first, 1000)} and {format_value(run, 1000)} are one study: type two of them."
-                )
             with as_plan_error(ValueError):
                 studies[label] = load(folder, live=is_running)
     with as_plan_error(ValueError):

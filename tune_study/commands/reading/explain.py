@@ -56,20 +56,21 @@ def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.Da
 
 
 def print_explanation(
-    console: Console, folder: Path, run_name: str, frames: StudyFrames, ends: pd.DataFrame, is_selected: bool
+    console: Console, folder: Path, run_name: str, frames: StudyFrames, arm: str | None, seed: int | None
 ) -> None:
-    """Print what happened in the runs of `ends`, rows of `find_run_ends`.
+    """Print what happened in the runs of one arm and seed (all, if None).
 
     For a single run, this is the onset of each symptom, and an episode from before, during and after the collapse. For
     several, it is the order of the symptoms over the collapsed runs, and a line per run.
 
-    run_name: the study as it was typed, for the commands to type next. is_selected: whether an arm or a seed was typed;
-    if not, a sentence about all arms comes first.
+    run_name: the study as it was typed, for the commands to type next. Without an arm and a seed, a sentence about all
+    arms comes first.
     """
+    ends = select_ends(frames, arm, seed)
     if ends.empty:
         print_line(console, "No run of this study has rows yet: there is nothing to explain.")
         return
-    if not is_selected:
+    if arm is None and seed is None:
         for sentence in filter(None, (*describe_signal_problems(frames), describe_collapses(count_collapses(frames)))):
             print_line(console, sentence)
     if len(ends) == 1:
